@@ -7,7 +7,6 @@ MODEL    ?= builtin
 PORT     ?= 8000
 PIP_ARGS ?=
 ARGS     ?=
-WHEELS   ?=
 SCHEMAS  ?= ../shared/data/prompts/jsonschema
 BIN      := $(VENV)/bin
 STAMP    := $(VENV)/.installed
@@ -21,7 +20,7 @@ PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
+.PHONY: help setup run test test-bfcl test-clients test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -61,9 +60,10 @@ else
 	$(LINTERS)/bin/hadolint deploy/Dockerfile
 	$(LINTERS)/bin/kubernetes-validate --strict deploy/kubernetes/headrace.yaml
 	$(LINTERS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
-	@for tool in systemd-analyze promtool haproxy; do command -v $$tool >/dev/null || echo "$$tool is not installed: NOT CHECKED"; done
+	@for tool in systemd-analyze promtool prometheus haproxy; do command -v $$tool >/dev/null || echo "$$tool is not installed: NOT CHECKED"; done
 	! command -v systemd-analyze >/dev/null || { systemd-analyze security --offline=true --threshold=20 deploy/headrace.service > $(LINTERS)/systemd.txt; status=$$?; tail -1 $(LINTERS)/systemd.txt; exit $$status; }
 	! command -v promtool >/dev/null || promtool check config --syntax-only deploy/prometheus.yml
+	! command -v prometheus >/dev/null || $(BIN)/python -m pytest tests/deploy/test_prometheus.py
 	! command -v haproxy >/dev/null || haproxy -c -f deploy/haproxy.cfg
 endif
 
@@ -77,15 +77,19 @@ fix: $(STAMP)  ## format, and mend what the linter can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## write docs/flags.md and docs/limits.md from the code
+docs: $(STAMP)  ## write docs/flags.md, docs/limits.md, docs/routes.md from the code
 	$(BIN)/python -m headrace.cli.reference docs
 	$(BIN)/python -m tests.programs.compatibility docs/compatibility.md --keep
+	$(BIN)/python -m tests.programs.routes docs/routes.md
 
 compatibility: $(STAMP)  ## run the tests that docs/compatibility.md names, and write it (minutes)
 	$(BIN)/python -m tests.programs.compatibility docs/compatibility.md
 
 test-openapi: $(STAMP)  ## schemathesis against the OpenAPI document of a live server over a fake engine
 	$(BIN)/python -m tests.programs.fuzz_openapi 10 $(ARGS)
+
+test-clients: $(STAMP)  ## try every client of docs/compatibility.md, each in an environment of its own in build/clients (20 minutes, with the network)
+	$(BIN)/python -m tests.clients $(ARGS)
 
 bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; keep them in bench/results, plot them
 	$(RECORD) startup -- python -m bench.startup
@@ -150,10 +154,9 @@ wheel: $(STAMP)  ## a manylinux wheel for each of PYTHONS in dist, tried in a fr
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py $(ARGS) $(PYTHONS)
 	$(BIN)/python supply/sbom.py > dist/headrace.cdx.json
 
-# WHEELS is a folder with the build of torch for CPUs, which is hashed from there.
-lock: $(STAMP)  ## write requirements.lock: what headrace needs to run, with hashes (WHEELS=FOLDER with torch's wheel)
+lock: $(STAMP)  ## write requirements.lock: what headrace needs to run, with hashes
 	mkdir -p build
-	$(BIN)/python supply/lock.py $(WHEELS) > build/requirements.lock
+	$(BIN)/python supply/lock.py > build/requirements.lock
 	mv build/requirements.lock requirements.lock
 
 audit: $(STAMP)  ## bill of materials into build/sbom.json; known vulnerabilities of the lock, from the network

@@ -37,8 +37,7 @@ def verdict(told: dict[str, Any], names: set[str]) -> tuple[int, list[str]]:
 
 
 def main(command: list[str]) -> int:
-    # The index knows no builds: what is told of a version holds for torch's build for CPUs too.
-    versions = {name: version.partition("+")[0] for name, (version, _) in locked().items()}
+    versions = {name: version for name, (version, _) in locked().items()}
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.writelines(f"{name}=={version}\n" for name, version in versions.items())
         file.flush()

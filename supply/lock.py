@@ -2,13 +2,11 @@
 wheels, so that an index can give nothing else (S-36).
 
 The versions are those that are installed beside this Python, which the tests ran with. pip is asked for the wheels of
-each platform and Python below, and tells their hashes; torch, of which no index but its own has a build for CPUs alone,
-is hashed from the wheel in WHEELS, a folder given as the only argument.
+each platform and Python below, and tells their hashes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -24,12 +22,9 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64",)
-APART = "torch"
-GPU_ONLY = ("nvidia-", "cuda-", "triton")
-"""What torch's builds for GPUs need beside: where one is installed, the lock is of the other all the same."""
 HEAD = """\
 # Written by `make lock`: what headrace needs to run, each with the hashes of its wheels for Linux on x86-64.
-# pip install --require-hashes --no-deps -r requirements.lock --extra-index-url https://download.pytorch.org/whl/cpu
+# pip install --require-hashes --no-deps -r requirements.lock
 """
 
 
@@ -51,8 +46,6 @@ def needed(names: list[str]) -> dict[str, str]:
         found[name] = installed.version
         for text in installed.requires or ():
             other = Requirement(text)
-            if normal(other.name).startswith(GPU_ONLY):
-                continue
             if other.marker is None or any(other.marker.evaluate({"extra": e}) for e in wanted.extras or ("",)):
                 todo.append(other)
     return dict(sorted(found.items()))
@@ -86,14 +79,10 @@ def hashes(pins: dict[str, str], python: str, machine: str) -> dict[str, str]:
 def main() -> None:
     pins = needed(direct())
     found: dict[str, set[str]] = defaultdict(set)
-    asked = {name: version for name, version in pins.items() if name != APART}
     for python in PYTHONS:
         for machine in MACHINES:
-            for name, digest in hashes(asked, python, machine).items():
+            for name, digest in hashes(pins, python, machine).items():
                 found[name].add(digest)
-    for wheel in Path(sys.argv[1]).glob(f"{APART}-{pins[APART]}-*.whl") if len(sys.argv) > 1 else ():
-        with wheel.open("rb") as file:
-            found[APART].add(hashlib.file_digest(file, "sha256").hexdigest())
     print(HEAD, end="")
     for name, version in pins.items():
         if not found[name]:

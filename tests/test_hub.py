@@ -74,3 +74,13 @@ def test_S_28_eos_ids_are_checked_as_those_of_a_request(name: str, value: object
         hub.eos_token_ids(tmp_path)
     (tmp_path / name).write_text(json.dumps({"eos_token_id": list(range(256))}))
     assert hub.eos_token_ids(tmp_path) == list(range(256))
+
+
+def test_a_digest_is_that_of_config_and_weights(tmp_path: Path) -> None:
+    for name, text in (("config.json", "{}"), ("a.safetensors", "weights"), ("notes.txt", "x")):
+        (tmp_path / name).write_text(text)
+    before = hub.digest(tmp_path)
+    (tmp_path / "notes.txt").write_text("y")
+    assert hub.digest(tmp_path) == before
+    (tmp_path / "a.safetensors").write_text("weightt")
+    assert hub.digest(tmp_path) != before

@@ -16,6 +16,9 @@ from tokenizers import Tokenizer
 from model import Llama, LlamaShape, save_model
 from tokenizer import BOS, END, END_OF_TEXT, save_tokenizer
 
+STRETCH = 32
+"""The context that the model is given, in contexts that it was trained on."""
+
 
 def write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -24,11 +27,13 @@ def write_json(path: Path, value: dict[str, object]) -> None:
 def export(model: Llama, tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     shape = model.shape
+    context = STRETCH * shape.max_position_embeddings
     bos_id, text_end_id, end_id = (tokenizer.token_to_id(t) for t in (BOS, END_OF_TEXT, END))
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **asdict(shape),
+        "max_position_embeddings": context,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -36,7 +41,12 @@ def export(model: Llama, tokenizer: Tokenizer, directory: Path) -> None:
         "mlp_bias": False,
         "initializer_range": 0.02,
         "pretraining_tp": 1,
-        "rope_scaling": None,
+        # Positions beyond the trained ones take a larger base each (NTK); those below keep theirs, and so their bits.
+        "rope_scaling": {
+            "rope_type": "dynamic",
+            "factor": 1.0,
+            "original_max_position_embeddings": shape.max_position_embeddings,
+        },
         "tie_word_embeddings": True,
         "bos_token_id": bos_id,
         "eos_token_id": [text_end_id, end_id],
@@ -53,9 +63,12 @@ def export(model: Llama, tokenizer: Tokenizer, directory: Path) -> None:
         "do_sample": True,
         "temperature": 0.7,
         "top_p": 0.95,
+        # It may write one string of a JSON document until its tokens run out.
+        "max_string_length": 80,
+        "disable_additional_properties": True,
     }
     write_json(directory / "generation_config.json", generation)
-    save_tokenizer(tokenizer, directory, shape.max_position_embeddings)
+    save_tokenizer(tokenizer, directory, context)
     save_model(model, directory)
 
 

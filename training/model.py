@@ -152,6 +152,9 @@ def load_model(directory: Path) -> Llama:
     config = json.loads((directory / "config.json").read_text("utf-8"))
     if config["model_type"] != "llama" or not config["tie_word_embeddings"]:
         raise ValueError(f"{directory}: only llama with tied embeddings")
+    # The angles here are those of the context that the model was trained on.
+    trained = (config.get("rope_scaling") or {}).get("original_max_position_embeddings")
+    config["max_position_embeddings"] = trained or config["max_position_embeddings"]
     model = Llama(LlamaShape(**{k: config[k] for k in LlamaShape.__dataclass_fields__}))
     tensors = load_file(directory / "model.safetensors")
     model.load_state_dict({n.removeprefix("model."): t.float() for n, t in tensors.items() if n != "lm_head.weight"})

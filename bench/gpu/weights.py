@@ -68,7 +68,7 @@ class RandomWeights:
         return self.backend.constant(values)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.backend.constant(1 + 0.1 * torch.randn(shape, device=self.device))
+        return self.backend.constant(1 + 0.1 * torch.randn(shape, device=self.device), is_weight=True)
 
     def table(self, name: str, shape: tuple[int, int]) -> Tensor:
         return self.backend.table(torch.randn(shape, device=self.device))

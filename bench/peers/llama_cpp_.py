@@ -146,7 +146,8 @@ def write_gguf(source: Path, out: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     kind, heads, kv_heads = config["model_type"], config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(out, kind)
-    writer.add_context_length(config["max_position_embeddings"])
+    trained = (config.get("rope_scaling") or {}).get("original_max_position_embeddings")
+    writer.add_context_length(trained or config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])

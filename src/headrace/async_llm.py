@@ -102,7 +102,7 @@ class AsyncLLM:
         text, token_ids = await self._front.prompt_ids(prompt)
         params = sampling_params or SamplingParams()
         await self._front.check(params, cache_salt)
-        async with self._front.open(
+        async with await self._front.open(
             [token_ids], params, priority=priority, cache_salt=cache_salt, draw=self._draw
         ) as generation:
             self._streams.setdefault(name, []).append(generation)
@@ -124,7 +124,7 @@ class AsyncLLM:
         await self.start()
         text, token_ids = await self._front.prompt_ids(prompt)
         sampling = params.sampling_params()
-        async with self._front.open(
+        async with await self._front.open(
             [token_ids], sampling, priority=priority, cache_salt=cache_salt, beam=params
         ) as generation:
             async for _ in generation:

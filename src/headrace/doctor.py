@@ -18,6 +18,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +26,18 @@ import headrace
 from headrace import env, gguf, hub
 from headrace.checkpoint.mapped import MappedFile
 from headrace.protocol.errors import HeadraceError
+from headrace.quant.threads import num_cores
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "starlette", "uvicorn", "msgspec")
+PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "starlette", "uvicorn", "msgspec", "torch")
 # The flags of /proc/cpuinfo that kernels can use; the rest is left out.
 CPU_FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 avx512_fp16 "
     "amx_tile amx_int8 amx_bf16 asimd asimddp i8mm bf16 sve"
 ).split()
+NEEDS_TORCH = "only the reference backend, GPUs and headrace quantize need it"
 PROBE_BYTES = 2**30  # well above any last-level cache
 
 # By measured quantity: its unit for people, and how many plain units (bytes, operations) that is.
@@ -108,19 +111,25 @@ def memory(probe_bytes: int) -> Section:
 
 
 def read_bandwidth(num_bytes: int, repeats: int = 5) -> float:
-    """GB/s at which torch's threads read one buffer, best of `repeats`: a quick lower bound of the machine's."""
-    import torch
+    """GB/s at which a thread for each core reads its part of one buffer, best of `repeats`: a quick lower bound of the
+    machine's."""
+    import numpy as np
 
-    buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64)
+    buffer = np.ones(max(1, num_bytes // 8), np.int64)
+    pieces = np.array_split(buffer, num_cores())
     best = math.inf
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.max(buffer)
-        best = min(best, time.perf_counter() - start)
-    return buffer.numel() * 8 / best / 1e9
+    with ThreadPoolExecutor(len(pieces)) as pool:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            list(pool.map(np.ndarray.max, pieces))
+            best = min(best, time.perf_counter() - start)
+    return buffer.nbytes / best / 1e9
 
 
 def torch_state() -> Section:
+    """Describe torch, which the reference backend, GPUs and `headrace quantize` need."""
+    if importlib.util.find_spec("torch") is None:
+        return {"installed": f"no; {NEEDS_TORCH}: pip install 'headrace[torch]'"}
     import torch
 
     section: Section = {
@@ -155,10 +164,11 @@ def native_state() -> Section:
 
 def triton_state() -> Section:
     """Describe the kernels of backend cuda: how they would run here, and their names."""
+    missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return {"installed": f"no {' and no '.join(missing)}; backend cuda needs them: pip install 'headrace[cuda]'"}
     import torch
 
-    if importlib.util.find_spec("triton") is None:
-        return {"problem": "triton is not installed; backend cuda needs it: pip install triton"}
     from headrace.backends.cuda import kernels
 
     return {

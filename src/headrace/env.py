@@ -28,6 +28,11 @@ def isa() -> str | None:
     return os.environ.get("HEADRACE_ISA") or None
 
 
+def is_terminal(descriptor: int) -> bool:
+    """TERM: whether a file descriptor is a terminal that obeys control sequences, for bars and tables."""
+    return os.isatty(descriptor) and os.environ.get("TERM") != "dumb"
+
+
 def tame_openmp() -> str:
     """OMP_WAIT_POLICY: read by GNU OpenMP when torch is loaded; `import headrace` makes it passive if it is not set.
 

@@ -2,11 +2,18 @@
 
 `resolve` is called by the loader (for weights), by the text layer (for the tokenizer) and by the command line.
 Nothing from the model directory is ever executed: only the file kinds in `PATTERNS` are fetched or looked at.
+
+`python -m headrace.hub NAME FOLDER` fetches a model into a folder, for the server, and prints its progress as lines of
+JSON. It is a program of its own: what the hub's client takes of memory and threads goes with it.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +22,10 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
+"""Of the GGUF files of one repository, that which is fetched if no tag chooses another."""
+DIGESTED = ("config.json", "*.safetensors", "*.gguf", "*.u8")
+"""The files that decide what a model computes; *.u8 is the built-in one's."""
 MAX_JSON_BYTES = 64 * 2**20
 _TURN_ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> <|end_of_text|>".split()
@@ -61,6 +72,17 @@ def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = 
         return resolve(model, revision, weights=False)
     path = Path(tokenizer).expanduser()
     return path if path.is_file() else resolve(tokenizer, weights=False)
+
+
+def digest(path: Path) -> str:
+    """Return a digest of a model's config and weights, in hex. Reads all of them, a second for each gigabyte. Raises
+    OSError."""
+    files = [path] if path.is_file() else [each for name in DIGESTED for each in sorted(path.glob(name))]
+    hasher = hashlib.blake2b(digest_size=16)
+    for each in files:
+        with open(each, "rb") as file:
+            hasher.update(hashlib.file_digest(file, "blake2b").digest())
+    return hasher.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -121,3 +143,77 @@ def gguf_ends(file: gguf.GGUF) -> list[int]:
         i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == 3 and text in _TURN_ENDS
     ]
     return list(dict.fromkeys([*(token_id for token_id in named if token_id is not None), *turn_ends]))
+
+
+def choose_files(names: list[str], tag: str) -> list[str]:
+    """Return the files of a repository that make one model: a GGUF file if there are some, the one whose name has the
+    `tag` in it, and else those of a plain checkpoint. Raises `ModelNotFoundError`."""
+    ggufs = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name and "-of-0" not in name)
+    plain = [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, each) for each in PATTERNS)]
+    if tag in ("", "latest") and "config.json" in plain and any(name.endswith(".safetensors") for name in plain):
+        return plain
+    parts = PREFERRED if tag in ("", "latest") else (tag,)
+    chosen = [name for part in parts for name in ggufs if part.lower() in name.lower()]
+    if tag in ("", "latest"):
+        chosen += ggufs
+    if not chosen:
+        there = f"its GGUF files are {', '.join(ggufs[:20])}" if ggufs else "it has no weights that headrace reads"
+        raise ModelNotFoundError(f"the repository has no model{f' for the tag {tag}' if tag else ''}: {there}")
+    return chosen[:1]
+
+
+def pull(name: str, folder: Path) -> None:
+    """Fetch the model `OWNER/NAME` or `OWNER/NAME:TAG` from the hub into `folder`, and print lines of progress.
+
+    Files that are there already, whole or in part, are not fetched again. Raises `ModelNotFoundError`."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.utils.tqdm import tqdm
+
+    about: dict[str, Any] = {}
+
+    def show(**line: Any) -> None:
+        print(json.dumps(line), flush=True)
+
+    class Bar(tqdm):
+        """Prints lines in place of a bar."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "name"} | {"disable": False}
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        def display(self, *args: Any, **kwargs: Any) -> bool:
+            show(**about, completed=int(self.n))
+            return True
+
+    repository, _, tag = name.partition(":")
+    show(status="pulling manifest")
+    try:
+        info = HfApi().model_info(repository, files_metadata=True)
+        files = {each.rfilename: each for each in info.siblings or []}
+        for path in choose_files(list(files), tag):
+            digest = getattr(files[path].lfs, "sha256", None) or files[path].blob_id or ""
+            about = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}", "total": files[path].size or 0}
+            hf_hub_download(repository, path, revision=info.sha, local_dir=folder, tqdm_class=Bar)
+            show(**about, completed=about["total"])
+            if "/" in path:
+                (folder / path).rename(folder / Path(path).name)
+                shutil.rmtree(folder / path.partition("/")[0])
+    except ModelNotFoundError:
+        raise
+    except Exception as error:  # the hub's client raises a dozen kinds; the message reports each
+        raise ModelNotFoundError(f"{name}: the hub said: {error}") from error
+    shutil.rmtree(folder / ".cache", ignore_errors=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Run `pull` and return the exit status."""
+    try:
+        pull(arguments[0], Path(arguments[1]))
+    except (ModelNotFoundError, OSError) as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.support.tensors import arrays_of
 
 from headrace.backends import make_backend
 from headrace.backends.cpu.matrix import MAX_GROUP, MAX_IN, CpuMatrix
@@ -27,7 +28,7 @@ def test_codes_that_no_kernel_knows_are_dequantised(permuted: bool) -> None:
         bits=3,
         permutation=torch.randperm(64, generator=generator) if permuted else None,
     )
-    matrix = make_backend("cpu", "cpu", "float32").ops.matrix(source_of([weight]))
+    matrix = make_backend("cpu", "cpu", "float32").ops.matrix(source_of([arrays_of(weight)]))
     assert isinstance(matrix, CpuMatrix)
     assert matrix.kind == "f"
     assert np.array_equal(matrix.dense(), weight.dequantize().numpy())

@@ -198,7 +198,7 @@ def answers(*logprobs: float, token_ids: tuple[int, ...] = (7, 8)) -> Answers:
     one = Answers()
     one.token_ids["0"] = list(token_ids)
     one.logprobs["0"] = [
-        TokenLogprob(i, x, 1, [(i, x), (5, x - 0.5)]) for i, x in zip(token_ids, logprobs, strict=True)
+        TokenLogprob(i, x, 1, ((i, x), (5, x - 0.5))) for i, x in zip(token_ids, logprobs, strict=True)
     ]
     return one
 

@@ -230,10 +230,10 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     "C-12": Campaign("planted bugs", {"commit": "all", "nightly": "all", "release": "all"}, planted),
     "C-6-stalls": Campaign(
-        "bodies that hold the interpreter's lock",
+        "bodies that hold up the event loop",
         {"commit": 200, "nightly": 5000, "release": 50_000},
         module("stalls"),
-        ("src/headrace/serve/gates/limits.py",),
+        ("src/headrace/serve", "src/headrace/engine", "src/headrace/text/outputs.py"),
     ),
     "C-13": Campaign(
         "random clients on a virtual clock",

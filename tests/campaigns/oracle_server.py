@@ -133,7 +133,7 @@ def main() -> int:
     from headrace.engine.client import EngineClient
     from headrace.engine.links import ProcessLink
     from headrace.protocol.config import EngineConfig, ServerConfig
-    from headrace.serve import app
+    from headrace.serve import app, process
     from headrace.text.templates import ChatTemplate
     from headrace.text.tokenizer import Tokenizer
 
@@ -148,7 +148,7 @@ def main() -> int:
     logs.set_up("warning")
     application: Any = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
     application.add_middleware(Watched, leak=int(leak))
-    return app.run(application, server)
+    return process.run(application, server)
 
 
 if __name__ == "__main__":

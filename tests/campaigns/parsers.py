@@ -126,7 +126,7 @@ def bodies() -> Target:
                 elif isinstance(request, anthropic.CountTokensRequest):
                     SamplingParams(**anthropic.chat_call(request).sampling)
                 elif isinstance(request, responses_input.ResponsesRequest):
-                    SamplingParams(**responses_input.chat_call(*responses_input.read(body)).sampling)
+                    SamplingParams(**responses_input.chat_call(*responses_input.read(body))[0].sampling)
             except HeadraceError as error:
                 refusals.append(error)
         if len(refusals) == len(sampled) + len(others):
@@ -142,7 +142,7 @@ def wire_frames() -> Target:
         step_id=7,
         request_ids=["a"],
         token_ids=[[5]],
-        logprobs={"a": [TokenLogprob(5, -0.1, 1, [(5, -0.1)])]},
+        logprobs={"a": [TokenLogprob(5, -0.1, 1, ((5, -0.1),))]},
         finished={"a": Finish("stop", 5)},
     )
     messages: list[Any] = [
@@ -193,7 +193,7 @@ def safetensors(folder: Path) -> Target:
         path.write_bytes(data)
         mapped = MappedFile(path)
         for name in mapped.entries:
-            mapped.array(name).sum()
+            mapped.array(name).tobytes()
 
     return Target(made, use, CheckpointError)
 

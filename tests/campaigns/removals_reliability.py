@@ -27,6 +27,20 @@ RELIABILITY = [
         "protocol/test_watchdog.py::test_R_03_a_watcher_that_stood_still_itself_blames_nobody",
     ),
     Removal(
+        "R-03",
+        SRC + "engine/child.py",
+        "        for part in parts_of(output):\n            send(frames.Output(part))\n",
+        "        send(frames.Output(output))\n",
+        "engine/test_pieces.py::test_R_03_frames_of_the_engine_are_bounded",
+    ),
+    Removal(
+        "R-03",
+        SRC + "engine/links.py",
+        "while self._posted and num_bytes < POSTED_BYTES:",
+        "while self._posted:",
+        "engine/test_pieces.py::test_R_03_messages_are_encoded_a_bounded_number_of_bytes_at_a_time",
+    ),
+    Removal(
         "R-04",
         SRC + "serve/routing.py",
         '        raise ClientGoneError("the client hung up")\n',
@@ -155,16 +169,16 @@ RELIABILITY = [
     ),
     Removal(
         "R-23",
-        SRC + "serve/app.py",
-        "        self._lifespan.drain(self._drain_seconds)\n",
+        SRC + "serve/process.py",
+        "        self._life.drain(self._drain_seconds)\n",
         "",
         "serve/test_faults.py::test_R_23_streams_that_outlast_the_drain_end_with_an_error",
     ),
     Removal(
         "R-23",
-        SRC + "serve/app.py",
-        "            asyncio.get_running_loop().call_later(self._delay, self._end)\n",
-        "            self._end()\n",
+        SRC + "serve/process.py",
+        "            asyncio.get_running_loop().call_later(self._delay, self._end, name)\n",
+        "            self._end(name)\n",
         "serve/test_shutdown.py::test_R_23_what_a_signal_does_and_when",
     ),
     Removal(

@@ -1,19 +1,43 @@
-"""Part of C-6 (S-20): a search for the body that holds the interpreter's lock longest while it is parsed.
+"""Part of C-6 (S-20, R-03): a search for the body that holds up the event loop longest.
 
-A recipe is a list of units, each repeated as often as its share of the 8 MiB allows. Recipes are changed at random and
-kept where they hold longer. The hold is the processor time of the process between two ticks of another thread, the
-least of three tries: other work on the machine adds to one try, and not to all.
+While a body is parsed: a recipe is a list of units, each repeated as often as its share of the 8 MiB allows. Recipes
+are changed at random and kept where they hold longer. The hold is the processor time of the process between two ticks
+of another thread, the least of three tries: other work on the machine adds to one try, and not to all.
+
+While a call is answered: bodies with many prompts, answers and log-probabilities go through a server of this process,
+over a simulated engine in another. The stall is the processor time of the process between two ticks of the server's
+loop. Three pieces of that work are also done in the way that stalls, which must be noticed.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
 import random
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from tests.support.server import Live, child, write_tokenizer
+
+from headrace.engine import generation, links
+from headrace.engine.child import parts_of
+from headrace.engine.generation import TextClient
+from headrace.protocol import frames
+from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import StepOutput, TokenLogprob
 from headrace.serve.gates import limits
+from headrace.text.outputs import deltas_of
+from headrace.text.tokenizer import Tokenizer
 
 MOST_S = 0.05
 UNITS = (
@@ -77,8 +101,205 @@ def changed(recipe: Recipe, rng: random.Random) -> Recipe:
     return made
 
 
+# -- calls
+
+NUM_TOP = 20
+# The engine's greatest context and step, and the tokens and the alternatives of one body of a search.
+CONTEXT = 32768
+MOST_TOKENS = 2**18
+MOST_ROWS = 2**14
+CLIENT = """
+import http.client, sys
+port, path, name = sys.argv[1:]
+connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=600)
+connection.request("POST", path, open(name, "rb"), {"Content-Type": "application/json"})
+reply = connection.getresponse()
+while reply.read(1 << 20):
+    pass
+print(reply.status)
+"""
+
+
+class Watch:
+    """The longest processor time of this process between two ticks of a loop, in seconds."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+
+    async def ticks(self) -> None:
+        while True:
+            before = time.process_time()
+            await asyncio.sleep(0.001)
+            self.longest = max(self.longest, time.process_time() - before)
+
+
+def call_of(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return a path and a body: many prompts, or many answers, with as many log-probabilities as may be."""
+    kind = rng.choice(("prompts", "texts", "rows", "answers", "chat", "vectors"))
+    num = rng.choice((1, 4, 16, 64, 256))
+    body: dict[str, Any] = {"max_tokens": 1, "stream": rng.random() < 0.4, "ignore_eos": True}
+    if kind == "chat":
+        most = min(MOST_ROWS // num, 256)
+        body |= {"messages": [{"role": "user", "content": "a"}], "n": min(num, 128), "max_tokens": most}
+        return "/v1/chat/completions", body | {"logprobs": True, "top_logprobs": NUM_TOP}
+    if kind == "answers":
+        most = min(MOST_ROWS // num, 256)
+        return "/v1/completions", body | {"prompt": [[1, 2]] * num, "max_tokens": most, "logprobs": NUM_TOP}
+    length = min((MOST_ROWS if kind == "rows" else MOST_TOKENS) // num, CONTEXT - 100)
+    if kind == "texts":
+        words = ["".join(rng.choices("abc", k=40)) for _ in range(rng.choice((0, 100)))]
+        return "/v1/completions", body | {"prompt": ["a" * length] * num, "bad_words": words}
+    prompts = [[rng.randrange(256)] * length for _ in range(num)]
+    if kind == "vectors":
+        return "/v1/embeddings", {"input": prompts}
+    if kind == "rows":
+        body |= rng.choice(({"prompt_logprobs": NUM_TOP}, {"echo": True, "logprobs": NUM_TOP}))
+    return "/v1/completions", body | {"prompt": prompts}
+
+
+def call_stall(live: Live, path: str, body: dict[str, Any]) -> tuple[float, str]:
+    """Return the longest stall of the server's loop, in seconds, while a client in another process makes one call, and
+    the status of the reply."""
+    loop, watch = live.server.servers[0].get_loop(), Watch()
+    with tempfile.NamedTemporaryFile("w") as file:
+        json.dump(body, file)
+        file.flush()
+        ticks = asyncio.run_coroutine_threadsafe(watch.ticks(), loop)
+        command = [sys.executable, "-c", CLIENT, str(live.port), path, file.name]
+        status = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        # What the reply was made of is freed after it.
+        time.sleep(0.3)
+        ticks.cancel()
+    return watch.longest, status
+
+
+def calls(num: int, rng: random.Random) -> Iterator[tuple[float, str]]:
+    """Yield the stall of each of `num` bodies, the least of two tries where the first is too long, and the body in
+    words."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Tokenizer.load(write_tokenizer(Path(folder)))
+        engine = child(
+            max_num_seqs=256, max_model_len=CONTEXT, max_num_batched_tokens=8192, num_gpu_blocks_override=2**15
+        )
+        with Live(engine, tokenizer, ServerConfig(log_stats_interval=0, any_model_name=False)) as live:
+            gc.collect()
+            gc.freeze()
+            try:
+                for _ in range(num):
+                    path, body = call_of(rng)
+                    seconds, status = call_stall(live, path, body)
+                    if seconds > MOST_S:
+                        seconds = min(seconds, call_stall(live, path, body)[0])
+                    prompts = body.get("prompt") or body.get("input") or [""]
+                    options = {key: value for key, value in body.items() if key not in ("prompt", "input", "bad_words")}
+                    yield seconds, f"{path} {len(prompts)} prompts of {len(prompts[0])} {options}: {status}"
+            finally:
+                gc.unfreeze()
+
+
+# -- the pieces of a call, in the way that is used and in one go
+
+
+def stall(work: Callable[[], Awaitable[object]]) -> float:
+    """Return the longest stall, in seconds, of a loop that awaits `work()`, the least of three tries."""
+
+    async def once() -> float:
+        watch = Watch()
+        ticks = asyncio.create_task(watch.ticks())
+        await asyncio.sleep(0.01)
+        await work()
+        await asyncio.sleep(0.01)
+        ticks.cancel()
+        return watch.longest
+
+    return min(asyncio.run(once()) for _ in range(3))
+
+
+def rows_of(num: int) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(i % 997, -i / num, 1, tuple((i * 31 + k, -k / (i + 1)) for k in range(NUM_TOP)))
+        for i in range(num)
+    ]
+
+
+def frames_stall(in_one_go: bool) -> float:
+    """Read a step's output for `CONTEXT` rows of a prompt, as the engine's process cuts it or as one frame."""
+    output = StepOutput(step_id=1, started={"a": 0}, prompt_logprobs={"a": rows_of(CONTEXT)})
+    data = b"".join(frames.encode(frames.Output(part)) for part in ([output] if in_one_go else parts_of(output)))
+
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        entries: list[TokenLogprob] = []
+        async for message in links._messages(reader):
+            if isinstance(message, frames.Output):
+                for _, delta in deltas_of(message.output):
+                    entries += delta.prompt_logprobs
+        await asyncio.to_thread(generation.free, [entries])
+
+    return stall(read)
+
+
+def opening_stall(in_one_go: bool) -> float:
+    """Open four answers to each of 256 prompts, of nearly 2**20 tokens together, beside the loop or on it."""
+    prompts = [[place % 256] * 4000 for place in range(256)]
+    watch = Watch()
+
+    async def once() -> None:
+        client = child(max_num_seqs=256, max_model_len=CONTEXT, num_gpu_blocks_override=2**15)
+        await client.start()
+        try:
+            ticks = asyncio.create_task(watch.ticks())
+            await asyncio.sleep(0.01)
+            async with await TextClient(client, None).open(
+                prompts, SamplingParams(n=4, max_tokens=1, detokenize=False)
+            ):
+                await asyncio.sleep(0.2)
+            ticks.cancel()
+        finally:
+            await client.close()
+
+    size = 10**12 if in_one_go else None
+    with (
+        mock.patch.object(generation, "LARGE_TEXT", size or generation.LARGE_TEXT),
+        mock.patch.object(links, "POSTED_BYTES", size or links.POSTED_BYTES),
+    ):
+        longest = []
+        for _ in range(2):
+            watch.longest = 0.0
+            asyncio.run(once())
+            longest.append(watch.longest)
+    return min(longest)
+
+
+def freeing_stall(in_one_go: bool) -> float:
+    """Free the log-probabilities of 65,536 tokens, in slices or at once."""
+
+    async def work() -> None:
+        entries = rows_of(2 * CONTEXT)
+        await asyncio.sleep(0.002)
+        watched.append(Watch())
+        ticks = asyncio.create_task(watched[-1].ticks())
+        await asyncio.sleep(0.01)
+        if in_one_go:
+            entries.clear()
+        else:
+            await asyncio.to_thread(generation.free, [entries])
+        await asyncio.sleep(0.01)
+        ticks.cancel()
+
+    watched: list[Watch] = []
+    for _ in range(3):
+        asyncio.run(work())
+    return min(watch.longest for watch in watched)
+
+
+PIECES = {"decoding": frames_stall, "opening": opening_stall, "freeing": freeing_stall}
+
+
 def run_campaign(num: int, seed: int) -> dict[str, Any]:
-    """Try so many bodies, half of them at the bounds and half beyond."""
+    """Try so many bodies at the parser, half of them at the bounds and half beyond, and a tenth of that at a server."""
     rng = random.Random(seed)
     best: Recipe = [(rng.randrange(len(UNITS)), 1.0)]
     worst, examples = 0.0, []
@@ -96,10 +317,24 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
         limits.check_size = check
     if control <= MOST_S:
         examples.append("without the check of sizes, nothing is noticed")
+    stalls = list(calls(max(1, num // 10), rng))
+    examples += [f"{seconds:.3f} s: {call}" for seconds, call in stalls if seconds > MOST_S]
+    examples += [f"not answered: {call}" for _, call in stalls if not call.endswith(": 200")]
+    counts: dict[str, Any] = {}
+    for name, piece in PIECES.items():
+        used, controlled = piece(False), piece(True)
+        counts |= {f"{name}_ms": round(used * 1e3, 1), f"{name}_in_one_go_ms": round(controlled * 1e3, 1)}
+        if used > MOST_S:
+            examples.append(f"{used:.3f} s: {name}")
+        if controlled <= MOST_S:
+            examples.append(f"{name} in one go is not noticed")
     return {
         "bodies": num,
         "without_the_check_ms": round(control * 1e3, 1),
         "longest_hold_ms": round(worst * 1e3, 1),
+        "calls": len(stalls),
+        "longest_stall_of_a_call_ms": round(max(seconds for seconds, _ in stalls) * 1e3, 1),
+        **counts,
         "violations": len(examples),
         "examples": examples[:5],
     }

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ class Echo:
 
     def __init__(self) -> None:
         self.model = "echo"
+        self.num_tokens = 0
         self.sent: list[tuple[list[Message], SamplingParams]] = []
         self.is_closed = False
 
@@ -42,6 +44,7 @@ class Echo:
                 elif word == "fail":
                     raise HeadraceError("the source failed")
                 else:
+                    self.num_tokens += 1
                     yield f"{word} "
         finally:
             self.is_closed = True
@@ -192,3 +195,42 @@ def test_an_error_reply_is_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx, "Client", lambda **_: client(transport=httpx.MockTransport(refuse)))
     with pytest.raises(HeadraceError, match="answered 400: top_k: too small$"):
         list(Remote("http://server", "m", None).answer([], SamplingParams()))
+
+
+def test_on_a_terminal_each_answer_has_its_pace(
+    talk: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([10.0, 10.25, 10.5, 10.75])
+    monkeypatch.setattr(conversation, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys, "stdout", Terminal())
+        terminal.setenv("TERM", "dumb")
+        talk("one two three", terminal=False)
+    assert "3 tokens, 4.0 tok/s, first token after 0.25 s" in capsys.readouterr().err
+    times = iter([0.0, 1.0, 2.0])
+    talk("one two", terminal=False)
+    assert "token" not in capsys.readouterr().err
+    # Of a server that does not count, and of an answer without text.
+    times = iter([0.0, 1.5, 0.0])
+    pace = conversation.Pace()
+    pace.tick()
+    assert pace.text(0) == "first token after 1.50 s"
+    assert conversation.Pace().text(1) == "no text"
+
+
+def test_a_servers_count_of_tokens_is_its_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+
+    first = {"choices": [{"delta": {"content": "a b"}}], "usage": None}
+    events = [first, {"choices": [], "usage": {"completion_tokens": 7}}]
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert json.loads(request.content)["stream_options"] == {"include_usage": True}
+        return httpx.Response(200, text=text)
+
+    client: Any = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **_: client(transport=httpx.MockTransport(answer)))
+    remote = Remote("http://server", "m", None)
+    assert "".join(remote.answer([], SamplingParams())) == "a b"
+    assert remote.num_tokens == 7

@@ -160,6 +160,7 @@ def test_serve_hands_over_what_the_flags_say(run: Run, monkeypatch: pytest.Monke
         EngineConfig(model="some/model", max_model_len=32_000, enable_prefix_caching=False, max_logprobs=-1),
         ServerConfig(port=0),
         [],
+        True,
     ]
 
 
@@ -167,7 +168,8 @@ def test_defaults_are_the_structs(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[Any] = []
     monkeypatch.setattr("headrace.serve.app.serve", lambda *configs: seen.extend(configs))
     assert run("serve").code == 0
-    assert seen == [EngineConfig(), ServerConfig(), []]
+    assert seen[:2] == [EngineConfig(), ServerConfig()]
+    assert [len(seen[2]), "writes small stories" in seen[2][0]] == [1, True]
 
 
 class Plan(msgspec.Struct):

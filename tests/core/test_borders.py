@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from typing import Any
 
@@ -204,6 +205,29 @@ def test_I_3_a_block_twice_in_the_free_list_is_called_so() -> None:
     pool.free[0] = pool.free[1]
     with pytest.raises(InvariantError, match="I-3: a block is twice in the free list"):
         pool.check([])
+
+
+def test_K13_prompt_tokens_are_counted_as_their_chunks_are_computed() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=8)
+    seen = [bench.scheduler.stats().num_prompt_tokens]
+
+    def run(request_id: str, prompt: list[int]) -> list[int]:
+        """Tokens counted in each step of a prompt."""
+        bench.add(request_id, prompt, max_tokens=2)
+        while bench.scheduler.has_work():
+            bench.step()
+            seen.append(bench.scheduler.stats().num_prompt_tokens)
+        counts = [after - before for before, after in itertools.pairwise(seen)]
+        del seen[:-1]
+        return [count for count in counts if count]
+
+    prompt = [1 + number % 7 for number in range(20)]
+    # The cache has whole blocks of the second one: they are not computed again, and not counted.
+    assert run("a", prompt) == [8, 8, 4]
+    assert run("b", prompt) == [20 - bench.scheduler.stats().prefix_cache_hits]
+    # The last token of a chunk and one counts with the chunk.
+    assert run("c", [9] * 17) == [8, 9]
+    assert run("d", [8]) == [1]
 
 
 def test_steps_tokens_and_hits_are_counted() -> None:

@@ -299,4 +299,4 @@ def test_I_5_check_finds_each_kind_of_damage():
     damaged(lambda cache, table: cache.blocks.update({b"y": table[0]}))
     damaged(lambda cache, table: cache.pool.cached.__setitem__(table[0], False))
     damaged(lambda cache, table: cache.children.clear())
-    damaged(lambda cache, table: cache.children.setdefault((b"z", 1), {}).update({table[0]: None}))
+    damaged(lambda cache, table: cache.children.update({b"z": {1: {table[0]: None}}}))

@@ -238,16 +238,16 @@ def test_files_of_the_image_are_there() -> None:
 
 
 def unlocked(dockerfile: str, lock: str) -> list[str]:
-    """Interpreters of the image for which the lock has no hash of torch's build for CPUs."""
-    [torch] = re.findall(r"(?m)^torch==.*((?:\n    --hash.*)+)", lock)
-    pythons = ["3.11", "3.12", "3.13"][: torch.count("--hash")]
+    """Interpreters of the image for which the lock has no hash of msgspec, whose wheels are for one each."""
+    [msgspec] = re.findall(r"(?m)^msgspec==.*((?:\n    --hash.*)+)", lock)
+    pythons = ["3.11", "3.12", "3.13"][: msgspec.count("--hash")]
     return [python for python in re.findall(r"(?m)^FROM python:([\d.]+)-", dockerfile) if python not in pythons]
 
 
 def test_the_image_has_an_interpreter_of_the_lock() -> None:
     text, lock = read("Dockerfile"), (ROOT / "requirements.lock").read_text(encoding="utf-8")
     assert unlocked(text, lock) == []
-    assert unlocked(text.replace("FROM python:3.11", "FROM python:3.12"), lock) == ["3.12", "3.12"]
+    assert unlocked(text.replace("FROM python:3.11", "FROM python:3.14"), lock) == ["3.14", "3.14"]
 
 
 def missing_mounts(compose: str) -> list[str]:
@@ -274,23 +274,36 @@ def test_the_floor_of_starlette() -> None:
     assert "1.3.0" in starlette.specifier
 
 
-def built_without_compiler(folder: Path, pyproject: str) -> list[str]:
-    """Names of the wheels that the build makes where C++ can not be compiled."""
+def built_without_compiler(folder: Path, pyproject: str, settings: dict[str, str] | None = None) -> list[str]:
+    """Names of the wheels that the build with pip's `settings` makes where C++ can not be compiled."""
     (folder / "src" / "headrace").mkdir(parents=True)
     (folder / "src" / "headrace" / "__init__.py").touch()
     for name in ("CMakeLists.txt", "README.md", "LICENSE"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     (folder / "pyproject.toml").write_text(pyproject)
-    code = "from scikit_build_core.build import build_wheel; build_wheel('out')"
+    code = f"from scikit_build_core.build import build_wheel; build_wheel('out', {settings})"
     env = os.environ | {"CXX": "/bin/false"}
-    subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, timeout=120)
-    return [path.name for path in (folder / "out").glob("*.whl")]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+    names = [path.name for path in (folder / "out").glob("*.whl")]
+    assert names or "C++ compiler" in done.stdout + done.stderr
+    return names
 
 
 def test_without_a_compiler_the_package_installs_all_the_same(tmp_path: Path) -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert built_without_compiler(tmp_path / "one", text) == ["headrace-0.1.0-py3-none-any.whl"]
     assert built_without_compiler(tmp_path / "other", text.replace('wheel.py-api = "py3"\n', "")) == []
+
+
+def test_without_a_compiler_there_is_no_image_and_no_wheel_for_others(tmp_path: Path) -> None:
+    # The test above is the control: without the setting the build makes a wheel without native kernels.
+    builders = [(ROOT / name).read_text(encoding="utf-8") for name in ("deploy/Dockerfile", "supply/wheel.py")]
+    [words, *others] = [re.findall(r"--config-settings=([\w.]+)=(\w+)", text) for text in builders]
+    assert others == [words]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert built_without_compiler(tmp_path, text, dict(words)) == []
 
 
 def advice(text: str) -> list[list[str]]:

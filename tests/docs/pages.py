@@ -28,6 +28,8 @@ from headrace.cli import reference
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "gpu.md", *sorted((ROOT / "docs").glob("howto-*.md")))
 SHELLS = ("bash", "sh", "console")
+AGENTS = ("codex", "claude", "aider", "cn", "open-webui")
+"""Programs of others, of whose words nothing is known here."""
 UsageError = typer.BadParameter.__mro__[1]
 """The base of errors of the command line: click's, or that of typer's own copy of click."""
 
@@ -112,7 +114,7 @@ def check(words: Sequence[str]) -> None:
     elif name == "pytest":
         if missing := [word for word in words[1:] if "/" in word and not (ROOT / word).exists()]:
             raise ValueError(f"there is no {missing[0]}")
-    elif name not in ("git", "tail", "lm_eval"):
+    elif name not in ("git", "tail", "lm_eval", "npm", "export", *AGENTS):
         raise ValueError(f"nothing is known of the command {name}")
 
 
@@ -204,5 +206,5 @@ def check_reply(response: httpx.Response) -> None:
     """Raise ValueError if a request was refused, or has a field that means nothing."""
     if response.status_code >= 400:
         raise ValueError(f"status {response.status_code}: {response.text[:300]}")
-    if "json" in response.headers["content-type"] and (warnings := response.json().get("warnings")):
+    if "json" in response.headers.get("content-type", "") and (warnings := response.json().get("warnings")):
         raise ValueError(f"warnings: {warnings}")

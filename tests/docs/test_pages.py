@@ -10,6 +10,7 @@ import io
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,20 @@ NOT_RUN = {
     "sudo": "changes the machine",
     "python -m tests.programs.rolling": "minutes, and a proxy",
     "python -c": "prints a new key",
+    "headrace pull": "needs the hub; tests/serve/test_models_folder.py runs it",
+    "npm install": "changes the environment",
+    "export": "sets a variable of the shell",
+    "codex": "an agent of others; tests/serve/apis/openai/test_codex.py replays it",
+    "claude": "an agent of others; tests/serve/test_agents.py replays its first request",
+    "aider": "an agent of others; tests/serve/test_agents.py replays its first request",
+    "cn": "an agent of others; tests/serve/test_agents.py replays its first request",
+    "open-webui": "a server of others",
+    "python -m tests.support.scripted": "a server",
     "headrace bench speculate": "minutes; tests/cli/test_verify_speculation.py runs it",
     "headrace verify": "ten seconds; tests/cli/test_verify_speculation.py runs it",
     "headrace replay": "a log of a server; tests/e2e/test_replay.py runs it",
+    "headrace top": "a running server; tests/serve/test_inspector.py runs it",
+    "headrace explain": "a log of a server; tests/insight/test_lives.py runs it",
 }
 """Beginnings of commands, and why these are not run."""
 LIMITS = {
@@ -78,7 +90,11 @@ def label(value: Any) -> str:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of the server that all clients of the pages talk to."""
-    with serve("builtin", "--storage-dir", str(tmp_path_factory.mktemp("storage"))) as served:
+    models = tmp_path_factory.mktemp("models")
+    (models / "my-model").symlink_to(shallow())
+    flags = ("--models-dir", str(models), "--keep-alive", "0", "--any-model-name")
+    folders = [str(tmp_path_factory.mktemp(name)) for name in ("storage", "sessions")]
+    with serve("builtin", "--storage-dir", folders[0], "--slot-save-path", folders[1], *flags) as served:
         yield served.url
 
 
@@ -144,6 +160,8 @@ def run(words: list[str], folder: Path, url: Callable[[], str], monkeypatch: pyt
             words = [*words, *flags]
     if words[1:3] == ["bench", "serve"]:
         words += ["--base-url", url()]
+    if words[1] in ("list", "ps", "show", "rm"):
+        words += ["--url", url()]
     if words[1] == "chat":
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     run_headrace(words, folder, monkeypatch)
@@ -222,8 +240,21 @@ def test_a_wrong_snippet_is_caught(line: str, message: str) -> None:
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], ids=str)
 def test_json(block: Block) -> None:
-    for line in block.text.splitlines():
-        json.loads(line)
+    """One document, or one on each line."""
+    for text in [block.text] if block.text.startswith("{\n") else block.text.splitlines():
+        json.loads(text)
+
+
+def test_the_agents_configs_name_the_server_and_its_route() -> None:
+    configs = {block.language: block.text for block in BLOCKS if block.page == "howto-agents.md"}
+    codex = tomllib.loads(configs["toml"])
+    provider = codex["model_providers"][codex["model_provider"]]
+    assert (provider["base_url"], provider["wire_api"]) == ("http://127.0.0.1:8000/v1", "responses")
+    (model,) = pytest.importorskip("yaml").safe_load(configs["yaml"])["models"]
+    assert (model["provider"], model["apiBase"]) == ("openai", provider["base_url"])
+    catalogs = [json.loads(b.text) for b in BLOCKS if b.page == "howto-agents.md" and b.language == "json"]
+    assert catalogs[0]["models"][0]["slug"] == codex["model"]
+    assert f"openai/{codex['model']}" in catalogs[1]
 
 
 def test_every_block_has_a_language_or_is_output() -> None:
@@ -231,7 +262,7 @@ def test_every_block_has_a_language_or_is_output() -> None:
     silent = [block for block in BLOCKS if block.language not in (*SHELLS, "python", "json")]
     beginning = r"^\s*(?:\$ )?(?:headrace [a-z]|curl|python|pip|make|pytest) ?"
     assert not [str(block) for block in silent if re.search(beginning, block.text, re.M)]
-    assert {block.language for block in silent} <= {"", "c"}
+    assert {block.language for block in silent} <= {"", "c", "toml", "yaml"}
 
 
 # -- negative controls -------------------------------------------------------------------------------------------

@@ -284,6 +284,8 @@ def test_an_engine_without_a_tokenizer_takes_no_constraint() -> None:
 
 ASKED: list[tuple[str, dict[str, Any], str]] = [
     ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": PET}}}, "json"),
+    ("response_format", {"response_format": {"type": "json_object", "schema": PET}}, "json"),
+    ("response_format", {"response_format": {"type": "json_object", "value": PET}}, "json"),
     ("response_format", {"response_format": {"type": "json_object"}}, "json"),
     ("response_format", {"response_format": {"type": "text"}}, ""),
     ("structured_outputs", {"structured_outputs": {"regex": "[0-9]{4}"}}, "[0-9]{4}"),
@@ -312,7 +314,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def ask_all(bodies: list[dict[str, Any]]) -> list[dict[str, Any] | HeadraceError]:
+def ask_all(bodies: list[dict[str, Any]], **defaults: Any) -> list[dict[str, Any] | HeadraceError]:
     """Completions of all at once, through the API without its HTTP."""
 
     async def run_all() -> list[dict[str, Any] | HeadraceError]:
@@ -320,7 +322,7 @@ def ask_all(bodies: list[dict[str, Any]]) -> list[dict[str, Any] | HeadraceError
         client = InprocClient(lambda: build_engine(config))
         await client.start()
         front = TextClient(client, Tokenizer.load(hub.resolve("builtin")))
-        model = ServedModel(front, "builtin")
+        model = ServedModel(front, "builtin", defaults=defaults)
 
         async def ask(body: dict[str, Any]) -> dict[str, Any] | HeadraceError:
             try:
@@ -382,6 +384,19 @@ def test_api_a_document_that_is_cut_off_says_so() -> None:
     assert stopped["choices"][0]["warnings"] == ["the document is incomplete: a stop string ended it"]
     assert "warnings" not in whole["choices"][0]
     assert note["warnings"] == ["guided_json: format 'path' at # is not enforced"]
+
+
+def test_K11_json_is_as_short_as_the_model_s_makers_advise() -> None:
+    body = {"guided_json": {"type": "object", "properties": {"story": {"type": "string"}}, "required": ["story"]}}
+    (short,) = ask_all([body], max_string_length=20, disable_additional_properties=True)
+    (free,) = ask_all([body])
+    assert isinstance(short, dict)
+    assert isinstance(free, dict)
+    document = json.loads(short["choices"][0]["text"])
+    assert list(document) == ["story"]
+    assert len(document["story"]) <= 20
+    # Control: without the advice the tokens run out first.
+    assert free["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_document_outlives_its_engine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,55 @@ def test_a_schema_that_can_not_be_held_to_is_refused_naming_the_tool(client: ope
         client.chat.completions.create(model="builtin", messages=MESSAGES, tools=tools, tool_choice="required")
     # Where the model may choose, nothing is held to it.
     client.chat.completions.create(model="builtin", messages=MESSAGES, tools=tools, max_tokens=2)
+
+
+CLOCK = 'start: HOUR ":" MINUTE "\\n" NOTE?\nHOUR: /[01][0-9]/\nMINUTE: /[0-5][0-9]/\nNOTE: /"[a-z]{1,4}"/\n'
+
+
+def test_K3_a_custom_tool_s_text_follows_its_grammar(client: openai.OpenAI) -> None:
+    lark: Any = {"type": "grammar", "syntax": "lark", "definition": CLOCK}
+    tools: Any = [{"type": "custom", "name": "clock", "format": lark}, TOOLS[0]["function"] | {"type": "function"}]
+    given: dict[str, Any] = {"model": "builtin", "input": "Tell me a story.", "tools": tools}
+    given |= {"tool_choice": {"type": "custom", "name": "clock"}, "extra_body": QUIET | {"seed": 3}}
+    (call,) = client.responses.create(**given).output
+    assert call.type == "custom_tool_call"
+    assert re.fullmatch(r'[01][0-9]:[0-5][0-9]\n("[a-z]{1,4}")?', call.input)
+    with client.responses.stream(**given) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == call.input
+    # The same as a regular expression, in a chat.
+    regex: Any = {"type": "grammar", "grammar": {"syntax": "regex", "definition": r"^\d{2}:\d{2}\n$"}}
+    chosen: Any = {"type": "custom", "custom": {"name": "clock"}}
+    reply = client.chat.completions.create(
+        model="builtin",
+        messages=MESSAGES,
+        tools=[{"type": "custom", "custom": {"name": "clock", "format": regex}}],
+        tool_choice=chosen,
+        seed=3,
+        extra_body=QUIET,
+    )
+    (custom,) = reply.choices[0].message.tool_calls or []
+    assert custom.type == "custom"
+    assert re.fullmatch(r"\d{2}:\d{2}\n", custom.custom.input)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_grammar_that_can_not_be_held_to_is_refused_naming_rule_and_tool(client: openai.OpenAI, choice: Any) -> None:
+    bad: Any = {"type": "grammar", "syntax": "lark", "definition": "start: hour\nhour: /1(?=x)/"}
+    tools: Any = [TOOLS[0]["function"] | {"type": "function"}, {"type": "custom", "name": "clock", "format": bad}]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[1\]\.format.*hour: the group"):
+        client.responses.create(model="builtin", input="Hi", tools=tools, tool_choice=choice)
+
+
+def test_K3_a_turn_of_codex_on_the_built_in_model(client: openai.OpenAI) -> None:
+    """Its recorded request, but that the model, which would not call a tool, must; then the tool's result."""
+    recorded = Path(__file__).parents[1] / "serve" / "apis" / "openai" / "recorded" / "codex.json"
+    request = json.loads(recorded.read_text())["request"]
+    given: dict[str, Any] = {"model": "builtin", "tools": request["tools"], "parallel_tool_calls": False}
+    given |= {"max_output_tokens": 2000, "extra_body": QUIET | {"seed": 1}}
+    (call,) = client.responses.create(input=request["input"], tool_choice="required", **given).output
+    assert call.type in ("function_call", "custom_tool_call")
+    output = {"type": f"{call.type}_output", "call_id": call.call_id, "output": "It is done."}
+    items: Any = [*request["input"], call.model_dump(exclude_none=True), output]
+    final = client.responses.create(input=items, tool_choice="none", **given | {"max_output_tokens": 20})
+    assert final.output_text

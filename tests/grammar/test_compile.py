@@ -106,6 +106,10 @@ def test_whitespace_is_bounded() -> None:
     assert accepts(schema, '{"name":"Tom","age":3}')
     assert not accepts(schema, '{"name":  "Tom","age":3}')
     assert not accepts(schema, pretty)
+    # The arguments of a forced tool call are such a part.
+    part = StructuredOutputs(structural_tag=json.dumps({"format": {"type": "json_schema", "json_schema": PERSON}}))
+    assert accepts(part, '{"name": "Tom","age": 3}')
+    assert not accepts(part, pretty)
     compact = StructuredOutputs(json=PERSON, disable_any_whitespace=True)
     assert accepts(compact, '{"name":"Tom","age":3}')
     assert not accepts(compact, '{"name": "Tom","age":3}')

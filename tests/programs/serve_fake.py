@@ -13,7 +13,8 @@ from headrace.engine import logs
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.serve.app import create_app, run
+from headrace.serve.app import create_app
+from headrace.serve.process import run
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 

@@ -18,7 +18,8 @@ import headrace
 from headrace.engine.build import build_engine
 from headrace.engine.client import InprocClient
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.serve.app import create_app, load_text
+from headrace.serve.app import create_app
+from headrace.serve.loading import load_text
 
 PACKAGE = str(Path(headrace.__file__).parent) + "/"
 BODY = {"messages": [{"role": "user", "content": "Tell me a story."}], "seed": 7, "max_tokens": 8, "stream": True}

@@ -31,7 +31,7 @@ OUTPUT = StepOutput(
     step_id=7,
     request_ids=["a"],
     token_ids=[[5]],
-    logprobs={"a": [TokenLogprob(5, -0.1, 1, [(5, -0.1), (6, -2.0)])]},
+    logprobs={"a": [TokenLogprob(5, -0.1, 1, ((5, -0.1), (6, -2.0)))]},
     started={"a": 3},
     finished={"a": Finish("stop", 5)},
     stats=Stats(num_steps=7),
@@ -69,7 +69,7 @@ def test_any_cut_of_the_bytes_gives_the_same_messages(sizes: list[int]) -> None:
     for size in [*sizes, len(data)]:
         payloads += buffer.feed(data[:size])
         data = data[size:]
-    assert buffer.empty
+    assert not buffer._bytes
     split = len(TO_ENGINE)
     assert [frames.decode_to_engine(x) for x in payloads[:split]] == TO_ENGINE
     assert [frames.decode_from_engine(x) for x in payloads[split:]] == FROM_ENGINE

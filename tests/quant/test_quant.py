@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.tensors import quantise
 from torch import Tensor
 
 from headrace.protocol.config import QUANTIZATIONS, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.quant import rtn
+from headrace.quant import rtn, threads
 from headrace.quant.base import QWeight, concatenated, find_format, scheme_of, slabs, source_of
-from headrace.quant.rtn import quantise
 from headrace.quant.schemes import BOOKS, NAMES, SCHEMES, Scheme, native_flag, parse, scheme_of_flag
 
 INT4 = [Scheme("i4", group) for group in (32, 64, 128)]
@@ -239,43 +238,33 @@ def test_any_matrix(scheme: Scheme, num_out: int, num_in: int, seed: int, expone
     weight = (normal(num_out, num_in, seed) * 50 * 2.0**exponent).to(dtype)
     made = quantise(weight, scheme)
     error, scale = errors(weight.float(), made)
-    assert (error <= scale * 0.501).all()
+    # A weight of float32 has a rounding of its own.
+    assert (error <= scale * 0.501 + weight.float().abs().max() * 2.0**-24).all()
     # Rows are quantised by themselves: whatever stands beside them.
     one = quantise(weight[-1:], scheme)
     assert torch.equal(one.codes, made.codes[-1:])
     assert torch.equal(one.dequantize(), made.dequantize()[-1:])
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("scheme", ALL, ids=str)
-def test_threads_and_slabs_leave_no_trace(scheme: Scheme) -> None:
+def test_threads_and_slabs_leave_no_trace(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(700, 520).bfloat16()
     whole = []
     for num_threads in (1, 2, 3):
-        torch.set_num_threads(num_threads)
+        monkeypatch.setattr(threads, "num_cores", lambda num=num_threads: num)
         whole.append(quantise(weight, scheme))
-        assert torch.get_num_threads() == num_threads
     parts = [quantise(weight[first : first + 96], scheme) for first in range(0, 700, 96)]
     for other in (*whole[1:], concatenated(parts)):
         assert torch.equal(other.codes, whole[0].codes)
         assert torch.equal(other.dequantize(), whole[0].dequantize())
 
 
-@pytest.mark.usefixtures("threads")
-def test_an_error_on_a_thread_is_raised() -> None:
-    torch.set_num_threads(3)
+def test_an_error_on_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "num_cores", lambda: 3)
     weight = normal(2000, 520)
     weight[1234, 5] = float("nan")
     with pytest.raises(CheckpointError, match="not finite"):
         quantise(weight, Scheme("i4", 64))
-    assert torch.get_num_threads() == 3
 
 
 # ---------------------------------------------------------------------------------------- sources

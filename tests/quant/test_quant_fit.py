@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tests.support.tensors import array, fit_of, fitted
 from torch import Tensor
 
+from headrace.backends.torch_ref.tensors import weight_of
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Stacked
-from headrace.quant.fit import fit_of, fitted
 from headrace.quant.packing import E2M1, by_index, left_alone, matches, nibbles, unpacked
 from headrace.quant.placements import Placements, kernel_name
 from headrace.quant.schemes import E4M3, F8_SCHEMES, SCHEMES, Scheme
@@ -25,13 +27,13 @@ def test_codes_are_the_bits_of_one_little_endian_number(bits: int, count: int) -
     size = 4 * -(-count * bits // 32)
     rows = [sum(code << (bits * j) for j, code in enumerate(row)).to_bytes(size, "little") for row in codes]
     words = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32).view(3, -1)
-    assert unpacked(words, bits, count).tolist() == codes
+    assert unpacked(words.numpy(), bits, count).tolist() == codes
 
 
 def test_nibbles_in_either_order() -> None:
     packed = torch.tensor([[0x21, 0x43]], dtype=torch.uint8)
-    assert nibbles(packed, False).tolist() == [[1, 2, 3, 4]]
-    assert nibbles(packed, True).tolist() == [[2, 1, 4, 3]]
+    assert nibbles(packed.numpy(), False).tolist() == [[1, 2, 3, 4]]
+    assert nibbles(packed.numpy(), True).tolist() == [[2, 1, 4, 3]]
 
 
 def made_up(bits: int, zeros: str, num_in: int = 256, group: int = 64, **changes: Any) -> QWeight:
@@ -132,9 +134,14 @@ def test_parts_of_a_stack_meet_in_one_form() -> None:
     assert fit_of([made_up(8, "middle"), made_up(8, "middle", group=256)]).scheme is None
 
 
+def by_tensors(codes: Tensor, scales: Tensor, g_idx: Tensor) -> QWeight:
+    zeros = np.full((4, 4), 8.0, np.float32)
+    return weight_of(by_index(array(codes), array(scales), zeros, array(g_idx), 4, 4, "layer.g_idx"))
+
+
 def indexed(g_idx: Tensor) -> QWeight:
     codes = torch.arange(64, dtype=torch.uint8).view(4, 16) % 16
-    return by_index(codes, torch.rand(4, 4) + 0.5, torch.full((4, 4), 8.0), g_idx, 4, 4, "layer.g_idx")
+    return by_tensors(codes, torch.rand(4, 4) + 0.5, g_idx)
 
 
 def test_inputs_of_any_group_keep_their_weights() -> None:
@@ -145,7 +152,7 @@ def test_inputs_of_any_group_keep_their_weights() -> None:
         "mixed": torch.randperm(16) % 4,
         "uneven": torch.tensor([0] * 9 + [1] * 2 + [3] * 5),
     }.items():
-        made = by_index(codes, scales, torch.full((4, 4), 8.0), g_idx, 4, 4, "layer.g_idx")
+        made = by_tensors(codes, scales, g_idx)
         assert (made.permutation is not None) == (name == "mixed")
         assert torch.allclose(made.dequantize(), (codes.float() - 8) * scales[:, g_idx])
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.support.checkpoints import llama_tensors, write_llama
 
+from headrace.backends.torch_ref.tensors import tensor
 from headrace.quantize.base import Options
 from headrace.quantize.driver import _File, quantise_checkpoint
 from headrace.quantize.writers import compressed_tensors
@@ -75,7 +76,7 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     for path in directory.glob("*.safetensors"):
         file = _File(path)
         names = [name.removesuffix(".weight_packed") for name in file._file.entries if name.endswith(".weight_packed")]
-        made |= {f"{name}.weight": compressed_tensors.read(file, name, config).dequantize() for name in names}
+        made |= {f"{name}.weight": tensor(compressed_tensors.read(file, name, config).dequantize()) for name in names}
     return made
 
 

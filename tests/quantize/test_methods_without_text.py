@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from numpy.typing import NDArray
+from tests.support.tensors import array, fit_of
 from torch import Tensor
 
+from headrace.backends.torch_ref.tensors import weight_of
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, SplitWeight
-from headrace.quant.fit import fit_of
 from headrace.quant.schemes import Scheme
 from headrace.quantize import grid
 from headrace.quantize.base import Options, Statistics, find_method, find_writer
@@ -47,8 +49,8 @@ MOST = {
 class Store(dict[str, Tensor]):
     """`quant.base.Tensors` of what a writer gave."""
 
-    def __call__(self, name: str) -> Tensor:
-        return self[name]
+    def __call__(self, name: str) -> NDArray[Any]:
+        return array(self[name])
 
     def has(self, name: str) -> bool:
         return name in self
@@ -68,7 +70,7 @@ def made(form: str, weight: Tensor, statistics: Statistics | None = None) -> tup
     stored = Store(writer.tensors("a.b", given, options))
     config = writer.quantization_config(options, ["lm_head"])
     json.dumps(config)
-    return given, writer.read(stored, "a.b", config), stored
+    return given, weight_of(writer.read(stored, "a.b", config)), stored
 
 
 def error(weight: Tensor, found: QWeight) -> float:

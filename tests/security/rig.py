@@ -21,6 +21,8 @@ from starlette.applications import Starlette
 from tests.serve.test_refusals import BODIES, NO_BODY
 from tests.support.server import Live
 
+from headrace.serve.aliases import ALIASES
+
 FORMS = {"/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h"}}
 READS = ("GET", "HEAD")
 
@@ -35,8 +37,10 @@ ACCESS |= dict.fromkeys(
         "GET /health",
         "GET /health/ready",
         "GET /health/serving",
+        "GET /is_sleeping",
         "GET /openapi.json",
         "GET /docs",
+        "GET /v1/health",
     ],
     "any",
 )
@@ -48,20 +52,34 @@ ACCESS |= dict.fromkeys(
         "POST /api/copy",
         "DELETE /api/delete",
         "POST /props",
-        "POST /slots/{slot_id}",
+        "POST /api/pull",
+        "POST /sleep",
+        "POST /wake_up",
+        "POST /lora-adapters",
+        "POST /reset_prefix_cache",
+        "GET /inspect/live",
+        "GET /server_info",
+        "POST /v1/load_lora_adapter",
+        "POST /v1/unload_lora_adapter",
     ],
     "admin",
 )
-ACCESS |= dict.fromkeys([f"POST {path}" for path in BODIES], "infer")
+ACCESS |= dict.fromkeys([f"POST {path}" for path in BODIES if path != "/api/pull"], "infer")
 ACCESS |= dict.fromkeys(
     [
         "POST /infill",
+        "POST /slots/{slot_id}",
+        "POST /classify",
+        "GET /tokenizer_info",
+        "GET /models",
         "GET /props",
+        "GET /lora-adapters",
         "GET /api/tags",
         "GET /api/ps",
         "GET /api/version",
         "GET /v1/models",
         "GET /v1/models/{name:path}",
+        "GET /v1/requests/{name}/explain",
         "POST /v1/files",
         "GET /v1/files",
         "GET /v1/files/{file_id}",
@@ -71,6 +89,14 @@ ACCESS |= dict.fromkeys(
         "GET /v1/batches",
         "GET /v1/batches/{batch_id}",
         "POST /v1/batches/{batch_id}/cancel",
+        "POST /v1/responses/compact",
+        "GET /v1/conversations/{conversation_id}",
+        "POST /v1/conversations/{conversation_id}",
+        "DELETE /v1/conversations/{conversation_id}",
+        "GET /v1/conversations/{conversation_id}/items",
+        "POST /v1/conversations/{conversation_id}/items",
+        "GET /v1/conversations/{conversation_id}/items/{item_id}",
+        "DELETE /v1/conversations/{conversation_id}/items/{item_id}",
         "GET /v1/responses/{response_id}",
         "GET /v1/responses/{response_id}/input_items",
         "DELETE /v1/responses/{response_id}",
@@ -78,6 +104,7 @@ ACCESS |= dict.fromkeys(
     ],
     "infer",
 )
+ACCESS |= {f"POST {alias}": ACCESS[f"POST {path}"] for alias, path in ALIASES.items() if path in BODIES}
 
 ALICE, BOB, PROBE, ROOT = "alice-key-1234", "bob-key-1234", "probe-key-1234", "root-key-1234"
 KEY_FILE = f"""
@@ -129,7 +156,11 @@ def access_of(method: str, path: str) -> str:
 def uncovered(app: Starlette) -> set[str]:
     """Routes that the tables of these tests do not have, or that they have and the server has not."""
     there = {f"{'GET' if method == 'HEAD' else method} {path}" for method, path in routes(app)}
-    bodies = {f"POST {path} (its body)" for method, path in routes(app) if method == "POST" and path not in NO_BODY}
+    bodies = {
+        f"POST {path} (its body)"
+        for method, path in routes(app)
+        if method == "POST" and path not in NO_BODY and path not in ALIASES
+    }
     return (there | bodies) ^ (set(ACCESS) | {f"POST {path} (its body)" for path in BODIES})
 
 

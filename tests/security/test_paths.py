@@ -149,7 +149,7 @@ def test_S_21_no_path_of_a_clients_is_opened(storing: tuple[Live, Path]) -> None
                 assert reply.status_code < 500
                 assert SECRET not in reply.text
     kept = {path.name for path in (folder / "kept").rglob("*") if path.is_file() and not path.is_symlink()}
-    assert all(re.fullmatch(r"\.lock|(file-|batch_|resp_)[0-9a-f]{32}\.(json|bin)", name) for name in kept), kept
+    assert all(re.fullmatch(r"\.lock|(file-|batch_|resp_|conv_)[0-9a-f]{32}\.(json|bin)", name) for name in kept), kept
 
 
 def test_S_21_what_is_outside_and_what_is_not_there_sound_the_same(storing: tuple[Live, Path]) -> None:

@@ -30,15 +30,8 @@ def unlocked(names: dict[str, str], text: str) -> list[str]:
     """Packages that the lock does not pin with a hash."""
     lock = parsed(text)
     return [
-        name
-        for name, version in names.items()
-        if name not in lock or plain(lock[name][0]) != plain(version) or not lock[name][1]
+        name for name, version in names.items() if name not in lock or lock[name][0] != version or not lock[name][1]
     ]
-
-
-def plain(version: str) -> str:
-    """Without the name of the build: torch has one for CPUs, which is locked, and may be installed as another."""
-    return version.partition("+")[0]
 
 
 def needed() -> dict[str, str]:
@@ -63,7 +56,7 @@ def test_S_36_the_lock_agrees_with_the_constraints() -> None:
     for name, version in pins:
         normal = re.sub(r"[-_.]+", "-", name).lower()
         if normal in lock:
-            assert lock[normal][0].partition("+")[0] == version, name
+            assert lock[normal][0] == version, name
 
 
 def test_S_36_the_bill_of_materials_names_the_lock() -> None:
@@ -97,7 +90,7 @@ def test_S_36_the_bill_of_materials_is_the_same_each_time() -> None:
 
 PIP_AUDIT = """
 import json, sys
-told = [{"name": "starlette", "version": "1", "vulns": []}, {"name": "torch", "skip_reason": "not found"}]
+told = [{"name": "starlette", "version": "1", "vulns": []}, {"name": "numpy", "skip_reason": "not found"}]
 told[0]["vulns"] += [{"id": "PYSEC-1", "fix_versions": ["2"], "aliases": ["CVE-1"]}] if "bad" in sys.argv else []
 names = [line.partition("==")[0] for line in open(sys.argv[-1])] if "all" in sys.argv else []
 print(json.dumps({"dependencies": told + [{"name": name, "version": "1", "vulns": []} for name in names]}))
@@ -114,6 +107,6 @@ def test_S_36_an_audit_that_could_look_up_nothing_is_no_success() -> None:
 
     assert audit("all")[0] == 0
     status, said = audit()
-    assert (status, "1 of" in said, "NOT LOOKED UP" in said, "torch" in said) == (2, True, True, True)
+    assert (status, "1 of" in said, "NOT LOOKED UP" in said, "numpy" in said) == (2, True, True, True)
     status, said = audit("bad")
     assert (status, "starlette 1: PYSEC-1 CVE-1; mended in 2" in said) == (1, True)

@@ -15,8 +15,10 @@ from tests.support.server import HTTP, Live
         ("POST", "/v1/chat/completion", 404, "did you mean /v1/chat/completions?"),
         ("GET", "/nothing/like/it", 404, "there is no /nothing/like/it here; GET /docs lists all routes"),
         ("GET", "/v1/completions", 405, "/v1/completions takes POST, not GET"),
-        ("POST", "/infill", 501, "/infill: not supported here; send /completion a prompt with the model's own marks"),
-        ("POST", "/slots/3", 501, "/slots/3: not supported here; a slot has no cache of its own"),
+        ("POST", "/v1/responses/compact", 501, "/v1/responses/compact: not supported here; it is opaque state"),
+        ("POST", "/lora-adapters", 501, "/lora-adapters: not supported here; adapters are not loaded; merge"),
+        ("POST", "/v1/load_lora_adapter", 501, "/v1/load_lora_adapter: not supported here; adapters are not loaded"),
+        ("POST", "/slots/3", 501, "/slots/3: not supported here; start the server with --slot-save-path FOLDER"),
         ("POST", "/api/create", 501, "/api/create: not supported here; the model is named when the server starts"),
     ],
 )
@@ -31,9 +33,9 @@ def test_a_route_that_is_not_there_names_what_is(live: Live, method: str, path: 
     ("path", "field", "value", "words"),
     [
         ("/v1/chat/completions", "functions", [{"name": "f"}], "functions: not supported here; use tools"),
-        ("/v1/chat/completions", "chat_template", "{{ 1 }}", "start the server with --chat-template"),
+        ("/v1/chat/completions", "chat_template", "{{ 1 }}", "start the server with --trust-request-chat-template"),
         ("/v1/completions", "suffix", "end", "suffix: not supported here; write it into the prompt"),
-        ("/v1/responses", "conversation", "c", "conversation: not supported here; use previous_response_id"),
+        ("/v1/responses", "prompt", {"id": "p"}, "prompt: not supported here; stored prompts are not kept"),
     ],
 )
 def test_a_field_that_is_not_supported_names_what_is(live: Live, path: str, field: str, value: Any, words: str) -> None:

@@ -20,6 +20,7 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.config import ServerConfig
 from headrace.serve import docs_page, openapi
+from headrace.serve.aliases import ALIASES
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -223,7 +224,8 @@ def test_openapi_control_an_event_of_another_form_is_noticed(live: Live, documen
         for path, item in document["paths"].items()
         for operation in item.values()
         for response in operation["responses"].values()
-        if any("x-itemSchema" in each for each in response["content"].values()) and path != "/completions"
+        if any("x-itemSchema" in each for each in response["content"].values())
+        and path not in {"/completions", "/infill", "/inspect/live", *ALIASES}
     }
     event = items(live.post("/v1/completions", BODIES["/v1/completions"][1] | {"stream": True}).text)[0]
     assert item_misfits(document, "/v1/completions", [event]) == []
@@ -281,16 +283,17 @@ def test_schemathesis_finds_nothing(tokenizer: Tokenizer) -> None:
     tested = re.search(r"Selected: (\d+)/(\d+)\s+Tested: (\d+)", done.stdout)
     assert tested is not None
     selected, there, num_tested = map(int, tested.groups())
-    assert selected == there >= 40
+    # All but /sleep.
+    assert selected == there - 1 >= 40
     # One whose made-up bodies were all thrown away counts as none; on a slow machine that happens.
-    assert num_tested >= there - 2
+    assert num_tested >= selected - 2
 
 
 def test_schemathesis_control_a_broken_reply_is_found(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("schemathesis")
-    from headrace.serve.apis.ollama import service as ollama
+    from headrace.serve.apis.ollama import library
 
-    monkeypatch.setattr(ollama, "__version__", 5)
+    monkeypatch.setattr(library, "OLLAMA_VERSION", 5)
     done = fuzz_openapi.run(live.url, 2, "--phases", "fuzzing", "--include-path", "/api/version")
     assert done.returncode == 1
     assert "5 is not of type" in done.stdout

@@ -25,8 +25,8 @@ from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.serve import app
-from headrace.serve.app import advised_params
+from headrace.serve import app, process
+from headrace.serve.loading import advised_params
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -49,12 +49,14 @@ def test_R_12_the_collector_leaves_alone_what_lives_as_long_as_the_server(monkey
         work.close()
         return gc.get_freeze_count()
 
-    monkeypatch.setattr(app.asyncio, "run", serving)
-    application: Any = SimpleNamespace(state=SimpleNamespace(lifespan=None))
+    monkeypatch.setattr(process.asyncio, "run", serving)
+    application: Any = SimpleNamespace(state=SimpleNamespace(lifespan=SimpleNamespace()))
+    sockets = process.listen("127.0.0.1", 0)
     try:
         # All that was imported: tens of thousands of objects. Walked, they are a pause for everybody who calls.
-        assert app.run(application, ServerConfig()) > 10_000
+        assert process.run(application, ServerConfig(), sockets) > 10_000
     finally:
+        sockets[0].close()
         gc.unfreeze()
 
 
@@ -243,8 +245,8 @@ def test_serve_hands_the_seed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[object] = []
     signature = inspect.signature(app.create_app)
     monkeypatch.setattr(app, "create_app", lambda *args: seeds.append(signature.bind(*args).arguments["seed"]))
-    monkeypatch.setattr(app, "run", lambda app, server: 0)
-    app.serve(EngineConfig(seed=7), ServerConfig(uvicorn_log_level="critical"))
+    monkeypatch.setattr(app.process, "run", lambda app, server, sockets: 0)
+    app.serve(EngineConfig(seed=7), ServerConfig(port=0, uvicorn_log_level="critical"))
     assert seeds == [7]
 
 

@@ -10,7 +10,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.insight import audit
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.serve.app import load_audits
+from headrace.serve.loading import load_audits
 from headrace.text.tokenizer import Tokenizer
 
 MEASURED = {"perplexity": 7.5, "mean_kl": 0.01, "reference": "m bfloat16 cpu"}

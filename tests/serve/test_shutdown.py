@@ -14,7 +14,7 @@ from tests.campaigns.connections import VirtualLoop, virtual
 from tests.serve.test_faults import LONG, Served
 from tests.support.server import HTTP, Live
 
-from headrace.serve.app import _Uvicorn
+from headrace.serve.process import Server
 
 
 def reply_to(served: Served, path: str, body: Any = None) -> httpx.Response:
@@ -61,8 +61,8 @@ def test_R_23_what_a_signal_does_and_when(name: str) -> None:
     delay, signals, states = SIGNALS[name]
 
     class Drained:
-        draining = False
-        num_drains = 0
+        draining = is_cut = False
+        num_drains = num_open = 0
 
         def drain(self, seconds: float) -> None:
             self.draining = True
@@ -70,7 +70,7 @@ def test_R_23_what_a_signal_does_and_when(name: str) -> None:
 
     async def run(loop: VirtualLoop) -> None:
         lifespan = Drained()
-        server = _Uvicorn(uvicorn.Config(lambda: None), lifespan, delay, 30.0)  # type: ignore[arg-type]
+        server = Server(uvicorn.Config(lambda: None), lifespan, delay, 30.0)  # type: ignore[arg-type]
         for at, number in signals:
             loop.call_later(at, server._on_signal, number)
         for at, state in states.items():

@@ -119,7 +119,7 @@ class Recorder:
 
     def prompt_logprobs(self, logits: F32, next_token_ids: list[int], num_top: int) -> list[TokenLogprob]:
         self.foretold += [row.copy() for row in logits]
-        return [TokenLogprob(token_id=t, logprob=0.0, rank=1, top=[]) for t in next_token_ids]
+        return [TokenLogprob(token_id=t, logprob=0.0, rank=1, top=()) for t in next_token_ids]
 
 
 def run(runner: Runner, batch: ScheduledBatch) -> StepResult:

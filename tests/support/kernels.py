@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from tests.support.interpreter import run_interpreted
 from torch import Tensor
 
 from headrace.backends.cuda.launch import Launch
@@ -32,7 +33,7 @@ def written(
         if mode == "twin":
             launch.run_twin()
         else:
-            launch.run_interpreted(order)
+            run_interpreted(launch, order)
     return copies
 
 

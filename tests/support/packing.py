@@ -17,6 +17,7 @@ from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.checkpoint.packed import Form, PackedFile, PackedWeights, PackedWriter, find
 from headrace.models.config import ModelConfig
+from headrace.quant.arrays import floats, type_name
 from headrace.quant.base import slabs
 from headrace.quant.schemes import SCHEMES, Scheme, parse
 
@@ -49,11 +50,11 @@ class ToyOps:
             self.slabs.append((first, last))
             slab = source.slab(first, last)
             begin, end = first * source.num_in * item, last * source.num_in * item
-            out[begin:end] = slab.codes.reshape(-1).view(torch.uint8).numpy()
+            out[begin:end] = np.ascontiguousarray(slab.codes).reshape(-1).view(np.uint8)
             for i, part in enumerate((slab.scales, slab.mins)):
                 if part is not None:
                     start = at + 4 * num_groups * (i * source.num_out + first)
-                    out[start : start + 4 * part.numel()] = part.contiguous().reshape(-1).view(torch.uint8).numpy()
+                    out[start : start + 4 * part.size] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         return ToyMatrix(source.name, scheme, out, source.num_in, source.num_out, bias)
 
     def packed(self, matrix: Any) -> ToyMatrix:
@@ -81,14 +82,11 @@ class ToyBackend:
     def layouts(self) -> dict[str, str]:
         return {kind: f"toy/{kind}/{self.version}" for kind in KINDS}
 
-    def constant(self, values: Any) -> NDArray[np.float32]:
-        return np.array(values if isinstance(values, np.ndarray) else values.float().numpy(), np.float32)
+    def constant(self, values: Any, is_weight: bool = False) -> NDArray[np.float32]:
+        return np.array(floats(values), np.float32)
 
     def table(self, values: Any) -> tuple[str, Any]:
-        if hasattr(values, "data_ptr"):
-            bits = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
-            return str(values.dtype).removeprefix("torch."), bits.numpy().tobytes()
-        return values.dtype, values.data.tobytes()
+        return type_name(values), values.tobytes()
 
 
 def form_of(backend: ToyBackend, quantization: str | None) -> Form:

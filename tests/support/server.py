@@ -66,11 +66,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Live:
-    """A server on a free port, in a thread of this process."""
+    """A server on a free port, in a thread of this process. Without `stays`, its models are those of a folder alone."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, server: ServerConfig, **more: Any) -> None:
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, server: ServerConfig, stays: bool = True, **more: Any
+    ) -> None:
         self.client = client
-        self.app = create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake", **more)
+        self.stays = stays
+        model = client if stays else None
+        self.app = create_app(model, tokenizer, ChatTemplate.of(tokenizer), server, "fake", **more)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -87,7 +91,7 @@ class Live:
     def __enter__(self) -> Live:
         self.thread.start()
         self.wait(lambda: HTTP.get(self.url + "/health/live").status_code == 200)
-        self.wait(lambda: self.client.is_alive or self.app.state.lifespan.failure is not None)
+        self.wait(lambda: not self.stays or self.client.is_alive or self.app.state.lifespan.failure is not None)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -48,8 +48,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
-    """A ready server, whose crash reports go with it. On leaving, SIGTERM, and the exit status must be 0."""
+def serve(*arguments: str, threads: int = 1, key: str = "") -> Iterator[Served]:
+    """A ready server, whose crash reports go with it. On leaving, SIGTERM, and the exit status must be 0.
+
+    `key` opens the health routes of a server with keys.
+    """
     port = free_port()
     reports = tempfile.TemporaryDirectory()
     command = [str(Path(sys.executable).parent / "headrace"), "serve", *arguments, "--port", str(port)]
@@ -57,11 +60,12 @@ def serve(*arguments: str, threads: int = 1) -> Iterator[Served]:
     # On a machine with other work, torch's second thread costs more than it gives.
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     url = f"http://127.0.0.1:{port}"
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         deadline = time.monotonic() + 120
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health/ready", timeout=30).status_code == 200:
+                if httpx.get(f"{url}/health/ready", headers=headers, timeout=30).status_code == 200:
                     break
             assert process.poll() is None, f"{command} exited with {process.returncode}"
             assert time.monotonic() < deadline, f"{command} was not ready after 120 s"

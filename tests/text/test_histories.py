@@ -7,6 +7,7 @@ import html
 import json
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import pytest
 from tests.text.test_chat_templates import SPECIAL, TOOL, outcome, rendered, sources
 
 from headrace.text import templates
-from headrace.text.templates import ChatTemplate
+from headrace.text.templates import ChatTemplate, read_messages
 from headrace.text.traits import Traits
 
 Message = dict[str, Any]
@@ -208,3 +209,34 @@ def test_arguments_that_are_an_object_or_nothing_are_no_fault(arguments: Any) ->
     template = ChatTemplate({"default": TAKES_OBJECT}, {})
     assert template.render(messages) == ("call [('a', 1)]" if "a" in (arguments or "") else "call []")
     assert template.dropped_arguments(messages, False) == []
+
+
+def test_a_late_system_message_is_never_refused_where_a_first_one_is_taken(shared_data: Path) -> None:
+    """Agents send instructions in the middle of a conversation. Templates that refuse them get them as the user's."""
+    first, late, last = ({"role": "system", "content": text} for text in ("be brief", "be kind", "be quick"))
+    moved = 0
+    for name, source in sources().items():
+        template = ChatTemplate({"default": source}, SPECIAL)
+        if outcome(source, [first, USER]) is None:
+            continue
+        for messages in ([first, USER, late, turn(content="so"), AGAIN, last], [first, late, USER, last]):
+            got = outcome(source, messages)
+            assert got is not None, name
+            if template.moves_system(read_messages(messages), False):
+                moved += 1
+                assert all(text in got for text in ("be brief", "be kind", "be quick", "ask")), name
+    assert moved >= 4
+
+
+def test_where_late_system_messages_go() -> None:
+    refusing = ChatTemplate(
+        {"default": "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}"
+                    "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"}, {}
+    )  # fmt: skip
+    system = {"role": "system", "content": "B"}
+    messages = [{"role": "system", "content": "A"}, system, USER, system, AGAIN, turn(content="so"), system]
+    assert refusing.render(messages) == "[system]A\n\nB[user]ask\n\nB\n\nmore[assistant]so[user]B"
+    # Control: a template that takes them gets them as they are.
+    taking = ChatTemplate({"default": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"}, {})
+    assert taking.render(messages).count("[system]B") == 3
+    assert not taking.moves_system(read_messages(messages), False)

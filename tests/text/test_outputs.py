@@ -36,7 +36,7 @@ def state(tokenizer: Tokenizer | None, **params: object) -> RequestState:
 
 
 def delta(token_ids: list[int], finish: Finish | None = None, time: float = 1.0) -> Delta:
-    logprobs = [TokenLogprob(token_id, -token_id / 10, 1, []) for token_id in token_ids]
+    logprobs = [TokenLogprob(token_id, -token_id / 10, 1, ()) for token_id in token_ids]
     return Delta(time=time, first_time=time, last_time=time, token_ids=token_ids, logprobs=logprobs, finish=finish)
 
 
@@ -138,7 +138,7 @@ def test_a_step_is_cut_into_one_delta_for_each_request() -> None:
         token_ids=[[1], [2]],
         started={"a": 4, "c": 0},
         finished={"b": Finish("length"), "d": Finish("abort")},
-        prompt_logprobs={"c": [TokenLogprob(1, -1.0, 1, [])]},
+        prompt_logprobs={"c": [TokenLogprob(1, -1.0, 1, ())]},
     )
     made = dict(deltas_of(output))
     assert list(made) == ["a", "b", "c", "d"]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+NEEDS = {"torch_ref": {"torch": "torch"}, "cuda": {"torch": "cuda", "triton": "cuda"}}
+"""Packages that backends need, each with the extra of headrace that brings it."""
 
 
 def names() -> list[str]:
@@ -30,7 +32,7 @@ def make_backend(name: str, device: str, dtype: str) -> Backend:
 
     "auto" is cpu, the native kernels, on a CPU, and cuda, the Triton kernels, on a GPU; where those are missing it is
     torch_ref. Backend cuda also runs on device cpu, for tests: its kernels' twins, in plain torch. Raises
-    `RequestError` naming what exists.
+    `RequestError` naming what exists, or the package that is missing.
     """
     if name != "auto" and (not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name not in names()):
         raise RequestError("backend", name, "one of auto, " + ", ".join(names()))
@@ -45,13 +47,16 @@ def make_backend(name: str, device: str, dtype: str) -> Backend:
         raise RequestError("device", device, "cpu on this machine: torch finds no CUDA device")
     if name == "auto":
         name = _best_on_gpu() if device != "cpu" else _best_on_cpu()
+    for package, extra in NEEDS.get(name, {}).items():
+        if importlib.util.find_spec(package) is None:
+            raise RequestError("backend", name, f"cpu, or install {package}: pip install 'headrace[{extra}]'")
     backend: Backend = importlib.import_module(f"headrace.backends.{name}").make(device, dtype)
     return backend
 
 
 def has_cuda() -> bool:
-    """Return whether torch finds a CUDA device. Torch takes a second to import, so only where a driver is."""
-    if not any(Path(node).exists() for node in GPU_NODES):
+    """Return whether torch is there and finds a CUDA device. It takes a second to import, so only where a driver is."""
+    if importlib.util.find_spec("torch") is None or not any(Path(node).exists() for node in GPU_NODES):
         return False
     import torch
 

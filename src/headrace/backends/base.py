@@ -362,13 +362,14 @@ class Backend(Protocol):
     kv_dtypes: tuple[str, ...]
     """Values of `kv_cache_dtype` beside auto."""
     block_tables: tuple[str, ...]
-    """GGUF block types in which an embedding table is used as stored (`checkpoint.mapped.MappedTensor` of raw rows)."""
+    """GGUF block types in which an embedding table is used as stored (`quant.arrays.blocks_of`)."""
     schemes: frozenset[Scheme]
     """Schemes with kernels, beside plain floats. Weights of any other form reach the backend dequantised."""
     ops: Ops
 
-    def constant(self, values: Array) -> Array:
-        """Return a small array of the checkpoint (norm, bias, rope table; torch or numpy) as the operators take it."""
+    def constant(self, values: Array, is_weight: bool = False) -> Array:
+        """Return a small array as the operators take it: a rope table, or a norm or bias of the checkpoint
+        (`is_weight`), which may be rounded to `dtype`."""
         ...
 
     def table(self, values: Array) -> Array:
@@ -377,7 +378,6 @@ class Backend(Protocol):
 
     def layouts(self) -> dict[str, str]:
         """Return the name of the layout of each kind of matrix.
-
 
         A backend with layouts also has the methods of `checkpoint.packing.PackedBackend`, by which matrices are kept in
         a file and mapped; the others return an empty dict.

@@ -18,6 +18,7 @@ from typing import Any
 
 from headrace.protocol.errors import CheckpointError
 
+ABOUT = "the built-in model writes small stories, to show what the engine does; it can not answer questions"
 PATH: Path = Path(__file__).parent
 STORED, LEVELS, DIGEST = "model.u8", ".levels", "sha256"
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.checkpoint.mapped import VIEWS
 from headrace.gguf import GGUF, TENSOR_TYPES, TensorInfo
 from headrace.protocol.errors import CheckpointError
 
@@ -321,3 +322,10 @@ def raw_rows(file: GGUF, part: Part) -> NDArray[np.uint8]:
     row_bytes = num_in // elements * size
     begin = part.info.start + part.first * row_bytes
     return np.frombuffer(file.data, np.uint8, num_rows * row_bytes, begin).reshape(num_rows, row_bytes)
+
+
+def float_rows(raw: NDArray[np.uint8], kind: str) -> NDArray[Any]:
+    """Rows of floats of type `kind` (`FLOATS`), uint8 [rows, bytes of a row], as they are stored: [rows, in]."""
+    raw = np.ascontiguousarray(raw)
+    # An alignment below the element's size is legal, but the kernels read whole numbers.
+    return (raw.copy() if raw.ctypes.data % VIEWS[kind].itemsize else raw).view(VIEWS[kind])

@@ -1,6 +1,6 @@
 """A GGUF file as the origin of a packed file: what identifies it, and its embedding tables.
 
-Imports torch only for tables of blocks that the backend can not look up. Called by `engine.load`.
+Called by `engine.load`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headrace.backends.base import Backend
-from headrace.checkpoint.gguf_config import FLOATS, Reading, raw_rows
-from headrace.checkpoint.mapped import MappedTensor
+from headrace.checkpoint.gguf_config import FLOATS, Reading, float_rows, raw_rows
 from headrace.gguf import GGUF
 from headrace.protocol.errors import CheckpointError
-
-VIEWS: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-"""Numpy's type for each type of floats; bfloat16 comes as bits."""
+from headrace.quant.arrays import blocks_of
+from headrace.quant.schemes import K_TYPES
 
 
 class GGUFOrigin:
@@ -42,12 +38,10 @@ class GGUFOrigin:
             raise CheckpointError(f"{self._file.name} has no {name} of shape {list(shape)}")
         kind = part.info.type
         raw = raw_rows(self._file, part)
-        if kind in VIEWS:
-            item = VIEWS[kind]
-            aligned = raw if raw.ctypes.data % np.dtype(item).itemsize == 0 else raw.copy()
-            return MappedTensor(aligned.reshape(-1).view(item).reshape(shape), FLOATS[kind])
+        if kind in FLOATS:
+            return float_rows(raw, kind)
         if kind in self._backend.block_tables and not self._exact:
-            return MappedTensor(raw, kind)
+            return blocks_of(raw, kind, K_TYPES[kind].size)
         from headrace.checkpoint.gguf_source import GGUFWeights
 
         return GGUFWeights(self._file, self._reading, self._backend, exact=self._exact).floats(name, shape)

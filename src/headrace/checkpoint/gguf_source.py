@@ -1,4 +1,4 @@
-"""Reads the weights of a GGUF file with torch: mapped, some rows at a time.
+"""Reads the weights of a GGUF file: mapped, some rows at a time.
 
 Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; which form
 they get is logged, with its bytes. Rows of q and k, which ggml stores in pairs, are reordered into halves. Norms are
@@ -10,24 +10,23 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from headrace.checkpoint.gguf_config import FLOATS, Part, Reading, raw_rows
-from headrace.checkpoint.mapped import MappedTensor, stacked_name
+from headrace.checkpoint.gguf_config import FLOATS, Part, Reading, float_rows, raw_rows
+from headrace.checkpoint.mapped import stacked_name
 from headrace.checkpoint.packing import has_layouts
-from headrace.checkpoint.quantising import QuantisingReader, read_only
+from headrace.checkpoint.quantising import QuantisingReader
 from headrace.checkpoint.reader import Progress, ResidentBytes
 from headrace.gguf import GGUF
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
+from headrace.quant.arrays import blocks_of, cast, floats, type_name
 from headrace.quant.base import QWeight, concatenated, spans_of
 from headrace.quant.formats import gguf_blocks
-from headrace.quant.schemes import Quantization, Scheme
+from headrace.quant.schemes import K_TYPES, Quantization, Scheme
 
 if TYPE_CHECKING:
     from headrace.backends.base import Array, Backend, Matrix
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TABLE_ROWS_WEIGHTS = 2**22
 """Weights of a table that are read at once."""
 
@@ -47,7 +45,7 @@ class GGUFMatrix:
     different schemes, for which activations are quantised in the same groups; together they are floats.
     """
 
-    columns: Tensor | None = None
+    columns: NDArray[np.int64] | None = None
 
     def __init__(
         self,
@@ -88,7 +86,8 @@ class GGUFMatrix:
             return gguf_blocks.k_blocks(part.kind, part.raw_rows(first, last), self.name)
         weight = part.read(first, last)
         if self.scheme.kind == "f":
-            return QWeight(finite(weight.dequantize().to(getattr(torch, self.scheme.dtype)), self.name).contiguous())
+            numbers = weight.codes if weight.scales is None else weight.dequantize()
+            return QWeight(np.ascontiguousarray(finite(cast(numbers, self.scheme.dtype), self.name)))
         if part.kind in FLOATS:
             return rtn.quantise(weight.codes, self.scheme, self.name)
         return gguf_blocks.native(weight, part.kind, self.scheme, self.name)
@@ -106,11 +105,8 @@ class Rows:
     def read(self, first: int, last: int) -> QWeight:
         """Rows first ... last - 1: plain floats as they are stored, or codes with exact scales."""
         raw = self.raw_rows(first, last)
-        if self.kind in TORCH:
-            flat = read_only(np.ascontiguousarray(raw), torch.uint8)
-            if flat.data_ptr() % TORCH[self.kind].itemsize:  # an alignment below the element's size is legal
-                flat = flat.clone()
-            return QWeight(flat.view(TORCH[self.kind]).view(last - first, self.num_in))
+        if self.kind in FLOATS:
+            return QWeight(float_rows(raw, self.kind))
         return gguf_blocks.decode(self.kind, raw)
 
     def raw_rows(self, first: int, last: int) -> NDArray[np.uint8]:
@@ -159,9 +155,9 @@ class GGUFWeights(QuantisingReader["Rows"]):
         self._forms: dict[tuple[str, str], list[int]] = {}
         for name, part in reading.parts.items():
             kind = part.info.type
-            if kind not in TORCH and kind not in gguf_blocks.TYPES:
+            if kind not in FLOATS and kind not in gguf_blocks.TYPES:
                 raise file.fault(f"type of {name}", kind, "one of floats and blocks")
-            if quantization is not None and kind not in TORCH:
+            if quantization is not None and kind not in FLOATS:
                 raise CheckpointError(
                     f"{self._owner} is quantised already ({name} is {kind}); load it without quantization "
                     f"{quantization.name!r}"
@@ -170,24 +166,25 @@ class GGUFWeights(QuantisingReader["Rows"]):
     def table(self, name: str, shape: tuple[int, int]) -> Array:
         """As `Weights.table`: floats stay mapped, as do blocks that the backend can look up; others become floats."""
         rows = Rows(self._file, self._part(name, shape))
-        if rows.kind in TORCH:
+        if rows.kind in FLOATS:
             return self._backend.table(rows.read(0, rows.num_out).codes)
         if rows.kind in self._backend.block_tables and not self._exact:
             step = max(TABLE_ROWS_WEIGHTS // rows.num_in, 1)
             for first in range(0, rows.num_out, step):
                 gguf_blocks.check_scales(rows.kind, rows.raw_rows(first, min(first + step, rows.num_out)), name)
             self._count_form(rows.kind, f"{rows.kind} (table, mapped)", rows.raw.nbytes, rows.raw.nbytes)
-            return self._backend.table(MappedTensor(rows.raw, rows.kind))
+            return self._backend.table(blocks_of(rows.raw, rows.kind, K_TYPES[rows.kind].size))
         return self._backend.table(self.floats(name, shape))
 
-    def floats(self, name: str, shape: tuple[int, int]) -> Tensor:
+    def floats(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
         """A table of blocks in the model's dtype."""
         rows = Rows(self._file, self._part(name, shape))
-        table = torch.empty(shape, dtype=getattr(torch, self._backend.dtype))
         step = max(TABLE_ROWS_WEIGHTS // rows.num_in, 1)
+        pieces = []
         for first in range(0, rows.num_out, step):
-            last = min(first + step, rows.num_out)
-            table[first:last] = finite(rows.read(first, last).dequantize().to(table.dtype), name)
+            weight = rows.read(first, min(first + step, rows.num_out)).dequantize()
+            pieces.append(finite(cast(weight, self._backend.dtype), name))
+        table = np.concatenate(pieces)
         self._count_form(rows.kind, f"{self._backend.dtype} (table)", rows.raw.nbytes, table.nbytes)
         return table
 
@@ -211,7 +208,7 @@ class GGUFWeights(QuantisingReader["Rows"]):
         return Rows(self._file, self._part(f"{name}.weight", (num_out, num_in)), self._order(name, num_out))
 
     def _matrix(
-        self, names: Sequence[str], layers: list[Rows], scheme: Scheme | None, bias: Tensor | None, plain: bool
+        self, names: Sequence[str], layers: list[Rows], scheme: Scheme | None, bias: NDArray[Any] | None, plain: bool
     ) -> Matrix:
         exact, backend = plain or self._exact, self._backend
         source = GGUFMatrix(stacked_name(names), layers, backend.dtype, backend.schemes, scheme, exact)
@@ -242,23 +239,24 @@ class GGUFWeights(QuantisingReader["Rows"]):
             return None
         return pair_order(num_rows, self._reading.values["head_dim"], self._reading.turned)
 
-    def _small(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _small(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         values = self._vector(name, shape)
         offset = self._reading.norm_offset if name.endswith("norm.weight") else 0.0
         return values - offset if offset else values
 
-    def _bias(self, name: str, size: int) -> Tensor:
+    def _bias(self, name: str, size: int) -> NDArray[Any]:
         values = self._vector(f"{name}.bias", (size,))
         order = self._order(name, size)
-        return values if order is None else values[torch.from_numpy(order)]
+        return values if order is None else values[order]
 
-    def _vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _vector(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         part = self._part(name, shape)
-        if part.info.type not in TORCH or len(shape) != 1:
+        if part.info.type not in FLOATS or len(shape) != 1:
             raise CheckpointError(
                 f"{self._owner}: {name} is {part.info.type} of {len(shape)} dimensions, expected floats"
             )
-        return Rows(self._file, part._replace(shape=(1, *shape))).read(0, 1).codes[0].float().clone()
+        values: NDArray[Any] = Rows(self._file, part._replace(shape=(1, *shape))).read(0, 1).dequantize()[0].copy()
+        return values
 
     def _part(self, name: str, shape: tuple[int, ...]) -> Part:
         part = self._reading.parts.get(name)
@@ -280,10 +278,11 @@ def pair_order(num_rows: int, head_dim: int, turned: int) -> NDArray[np.int64]:
     return order
 
 
-def finite(values: Tensor, name: str) -> Tensor:
+def finite(values: NDArray[Any], name: str) -> NDArray[Any]:
     """Return `values`; raise `CheckpointError` if dequantising went beyond their dtype."""
-    if not bool(torch.isfinite(values).all()):
-        raise CheckpointError(f"{name} has a weight that is not finite, or beyond {values.dtype}; try dtype float32")
+    if not np.isfinite(floats(values)).all():
+        dtype = type_name(values)
+        raise CheckpointError(f"{name} has a weight that is not finite, or beyond {dtype}; try dtype float32")
     return values
 
 

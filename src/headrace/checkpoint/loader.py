@@ -1,4 +1,4 @@
-"""Reads a directory of safetensors files with torch: mapped, one layer's tensors at a time.
+"""Reads a directory of safetensors files: mapped, one layer's tensors at a time.
 
 Nothing in the directory is executed: pickled weights (.bin, .pt, .pth, .ckpt) are refused (S-03), `auto_map` is never
 followed (S-04), and an index may name files of the directory only (S-28); see `checkpoint.mapped`. `SafetensorsWeights`
@@ -12,16 +12,17 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from headrace.checkpoint.mapped import MappedCheckpoint, MappedFile, stacked_name, verify_shape
-from headrace.checkpoint.quantising import QuantisingReader, read_only
+from headrace.checkpoint.mapped import MappedCheckpoint, stacked_name, verify_shape
+from headrace.checkpoint.quantising import QuantisingReader
 from headrace.checkpoint.reader import Progress, ResidentBytes
 from headrace.models.weights import SplitWeights
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
-from headrace.quant.base import PLAIN, QWeight, Stacked, concatenated, find_format
+from headrace.quant.arrays import PLAIN, bits_of, cast, floats, joined, type_name
+from headrace.quant.base import QWeight, Stacked, concatenated, find_format
 from headrace.quant.fit import Fit, fit_of, fitted
 from headrace.quant.placements import Placements
 from headrace.quant.schemes import Quantization, Scheme
@@ -34,19 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.uint8,
-}  # fmt: skip
 # Buffers that old checkpoints stored and no model needs.
 IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 
 
 class Checkpoint(MappedCheckpoint):
-    """The tensors of a directory by name, as torch tensors."""
+    """The tensors of a directory by name, of whose files little is in memory at a time."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -56,22 +50,6 @@ class Checkpoint(MappedCheckpoint):
         """Release pages now and then, so that the files are never in memory as a whole."""
         if self._resident.exceeded_by(num_bytes):
             self.release()
-
-    def tensor(self, name: str) -> Tensor:
-        """A view of the mapping. Nobody may write to it."""
-        return view_of(self.file(name), name)
-
-
-def view_of(file: MappedFile, name: str) -> Tensor:
-    """A tensor of a mapped file, without a copy. Nobody may write to it."""
-    entry, buffer = file.entries[name], file.buffer
-    dtype = STORED[entry.dtype]
-    count = (entry.end - entry.begin) // dtype.itemsize
-    if not count:
-        return torch.zeros(entry.shape, dtype=dtype)
-    if entry.begin % dtype.itemsize:  # legal in the format, never seen
-        return torch.frombuffer(bytearray(buffer[entry.begin : entry.end]), dtype=dtype).reshape(entry.shape)
-    return read_only(buffer, dtype, count, entry.begin).reshape(entry.shape)
 
 
 class CheckpointMatrix(Stacked):
@@ -92,10 +70,8 @@ class CheckpointMatrix(Stacked):
         self._checkpoint.about_to_read((last - first) * self.num_in * self.parts[0].codes.itemsize)
         pieces = self.pieces(first, last)
         if self.scheme.kind == "f":
-            dtype = DTYPES[self.scheme.dtype]
-            # Numbers that are stored in the model's own dtype must not go through a wider one.
-            rows = [(piece.codes if piece.scales is None else piece.dequantize()).to(dtype) for piece in pieces]
-            return QWeight(concatenated([QWeight(row) for row in rows]).codes.contiguous())
+            rows = [piece.codes if piece.scales is None else piece.dequantize() for piece in pieces]
+            return QWeight(np.ascontiguousarray(joined([cast(row, self.scheme.dtype) for row in rows])))
         if self.fit is not None:
             return concatenated([fitted(piece, self.scheme) for piece in pieces])
         return rtn.quantise(concatenated(pieces).codes, self.scheme, self.name)
@@ -150,7 +126,7 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
         """As `Weights.ends`. Tied weights are stored once, under either name, or twice."""
         first, last = f"{embedding}.weight", f"{head}.weight"
-        if tied and self.has(first) and self.has(last) and not torch.equal(self._mapped(first), self._mapped(last)):
+        if tied and self.has(first) and self.has(last) and not self._have_same_bits(first, last):
             # A fine-tune moved them apart and kept the flag; transformers reads it the same way.
             logger.warning("tie_word_embeddings is true, but %s and %s differ: both are used", first, last)
             tied = False
@@ -163,6 +139,9 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
             layer = self._layer(head, *shape, transposed=False)
         return table, self._matrix([head], [layer], self._head_scheme(), None, plain=False)
 
+    def _have_same_bits(self, first: str, second: str) -> bool:
+        return np.array_equal(bits_of(self._mapped(first)), bits_of(self._mapped(second)))
+
     def finish(self) -> None:
         super().finish()
         self._placements.log()
@@ -174,18 +153,19 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
         if IGNORED.fullmatch(name) or self._format.SPARE.fullmatch(name):
             return True
         # Some writers of quantised layers store biases of zeros where the model has none.
-        return bool(self._quantization_config) and name.endswith(".bias") and not self._checkpoint.tensor(name).any()
+        is_bias = bool(self._quantization_config) and name.endswith(".bias")
+        return is_bias and not floats(self._checkpoint.array(name)).any()
 
     def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> QWeight:
         layer = self._format.read(self._layer_tensors, name, self._quantization_config)
         if transposed and layer.scales is None:  # codes are [out, in] in every format
             verify_shape(f"{name}.weight", layer.shape, (num_in, num_out))
-            layer = QWeight(layer.codes.t())
+            layer = QWeight(layer.codes.T)
         verify_shape(f"{name}.weight", layer.shape, (num_out, num_in))
         return layer
 
     def _matrix(
-        self, names: Sequence[str], layers: list[QWeight], scheme: Scheme | None, bias: Tensor | None, plain: bool
+        self, names: Sequence[str], layers: list[QWeight], scheme: Scheme | None, bias: NDArray[Any] | None, plain: bool
     ) -> Matrix:
         fit = None
         if any(layer.scales is not None for layer in layers):
@@ -198,26 +178,26 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
         self._num_layer_bytes = 0
         return self._make(source, bias)
 
-    def _bias(self, name: str, size: int) -> Tensor:
+    def _bias(self, name: str, size: int) -> NDArray[Any]:
         return self._floats(f"{name}.bias", (size,), self._layer_tensors(f"{name}.bias"))
 
-    def _small(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _small(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         return self._floats(name, shape, self._mapped(name))
 
-    def _floats(self, name: str, shape: tuple[int, ...], tensor: Tensor) -> Tensor:
-        verify_shape(name, tuple(tensor.shape), shape)
-        if tensor.dtype not in PLAIN:
-            raise CheckpointError(f"{name} is stored as {tensor.dtype}, expected plain floats")
+    def _floats(self, name: str, shape: tuple[int, ...], tensor: NDArray[Any]) -> NDArray[Any]:
+        verify_shape(name, tensor.shape, shape)
+        if type_name(tensor) not in PLAIN:
+            raise CheckpointError(f"{name} is stored as {type_name(tensor)}, expected plain floats")
         return tensor
 
-    def _mapped(self, name: str, of_layer: bool = False) -> Tensor:
+    def _mapped(self, name: str, of_layer: bool = False) -> NDArray[Any]:
         """Take the tensor `name`. of_layer: count its bytes for the next matrix."""
         if name not in self._names:
             raise CheckpointError(f"{name} is missing from the checkpoint")
         if self._take(name) and of_layer:
             entry = self._checkpoint.entry(name)
             self._num_layer_bytes += entry.end - entry.begin
-        return self._checkpoint.tensor(name)
+        return self._checkpoint.array(name)
 
 
 class _LayerTensors:
@@ -226,7 +206,7 @@ class _LayerTensors:
     def __init__(self, weights: SafetensorsWeights) -> None:
         self._weights = weights
 
-    def __call__(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> NDArray[Any]:
         return self._weights._mapped(name, of_layer=True)
 
     def has(self, name: str) -> bool:

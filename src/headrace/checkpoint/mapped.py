@@ -14,7 +14,6 @@ import mmap
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from headrace.hub import read_json
 from headrace.protocol.errors import CheckpointError
+from headrace.quant.arrays import BF16, E4M3, E5M2, cast
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 STATED_DTYPES = (*DTYPE_NAMES.values(), "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 """What a config.json may state as the type of its weights."""
 
-VIEWS: dict[str, type[np.generic]] = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16,
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
-    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.uint8,
-    "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "F8_E8M0": np.uint8,
+VIEWS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BF16,
+    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"), "F8_E4M3": E4M3, "F8_E5M2": E5M2, "F8_E8M0": np.dtype("u1"),
 }  # fmt: skip
-"""Numpy's type for each type of a file; those that numpy lacks come as bits."""
+"""The type of arrays for each type of a file. Scales of type E8M0 are bytes."""
 
 
 class Entry(NamedTuple):
@@ -49,16 +49,6 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MappedTensor:
-    """Numbers in a mapping. `dtype` is float32, float16 or bfloat16 (whose bits `data` has as uint16), or the type of
-    K-quants ("Q6_K"), whose rows `data` has as bytes."""
-
-    data: NDArray[Any]
-    dtype: str
-    mapped: bool = True
 
 
 class MappedFile:
@@ -74,12 +64,14 @@ class MappedFile:
         self.entries, self.metadata, self.header = self._parse()
 
     def array(self, name: str) -> NDArray[Any]:
-        """A read-only view of the mapping, of the type that `VIEWS` gives."""
+        """A read-only view of the mapping, of the type that `VIEWS` gives; a copy where it is not aligned."""
         entry = self.entries[name]
         count = math.prod(entry.shape)
         if not count:
             return np.zeros(entry.shape, VIEWS[entry.dtype])
-        return np.frombuffer(self.buffer, VIEWS[entry.dtype], count, entry.begin).reshape(entry.shape)
+        values = np.frombuffer(self.buffer, VIEWS[entry.dtype], count, entry.begin).reshape(entry.shape)
+        # The kernels read whole numbers. An odd address is legal in the format, and never seen.
+        return values.copy() if entry.begin % values.itemsize else values
 
     def release(self) -> None:
         """Take the file's pages out of this process's memory. They come back when they are read."""
@@ -128,7 +120,7 @@ class MappedFile:
         if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
             raise self._broken(f"{name} has shape {shape!r:.80} and data_offsets {offsets!r:.80}")
         begin, end = offsets
-        num_bytes = math.prod(shape) * np.dtype(VIEWS[dtype]).itemsize
+        num_bytes = math.prod(shape) * VIEWS[dtype].itemsize
         if end - begin != num_bytes:
             raise self._broken(f"{name} has {end - begin} bytes, its shape makes them {num_bytes}")
         return Entry(dtype, tuple(shape), base + begin, base + end)
@@ -165,7 +157,7 @@ class MappedCheckpoint:
     def config(self) -> bytes:
         return (self.directory / "config.json").read_bytes()
 
-    def table(self, name: str, shape: tuple[int, int]) -> MappedTensor:
+    def table(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
         """An embedding table [V, H], mapped. Raises `CheckpointError` for another shape, and for other than floats."""
         if name not in self._file_of:
             raise CheckpointError(f"{name} is missing from the checkpoint")
@@ -173,11 +165,11 @@ class MappedCheckpoint:
         verify_shape(name, entry.shape, shape)
         values = file.array(name)
         if entry.dtype == "F64":
-            return MappedTensor(values.astype(np.float32), "float32")
+            return cast(values, "float32")
         if entry.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} is stored as {entry.dtype}, expected plain floats")
         file.advise(name, mmap.MADV_RANDOM)
-        return MappedTensor(values, DTYPE_NAMES[entry.dtype])
+        return values
 
     def entry(self, name: str) -> Entry:
         return self.file(name).entries[name]

@@ -226,7 +226,7 @@ class PackedWeights(Reader):
             raise CheckpointError(f"{self._packed.path} lacks {name}")
         verify_shape(name, values.shape, shape)
         self._take(name)
-        return self._backend.constant(values)
+        return self._backend.constant(values, is_weight=True)
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
         """As `Weights.table`: mapped in the checkpoint, which a packed file does not repeat."""

@@ -6,16 +6,16 @@ them. Knows no file formats. Called by `checkpoint.loader` and `checkpoint.gguf_
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.checkpoint.reader import Progress, Reader
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.quant.arrays import floats
 from headrace.quant.schemes import NAMES, Quantization, Scheme, parse
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ P = TypeVar("P")
 
 
 class QuantisingReader(Reader, Generic[P]):
-    """`Weights` that are read with torch and may be quantised on the way.
+    """`Weights` that may be quantised on the way.
 
     Args:
         owner: what error messages call the file.
@@ -69,8 +69,8 @@ class QuantisingReader(Reader, Generic[P]):
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
         values = self._small(name, shape)
         if self._writer is not None:
-            self._writer.tensor(name, values.float().numpy())
-        return self._backend.constant(values)
+            self._writer.tensor(name, floats(values))
+        return self._backend.constant(values, is_weight=True)
 
     def linear(
         self,
@@ -98,16 +98,16 @@ class QuantisingReader(Reader, Generic[P]):
         ...
 
     @abstractmethod
-    def _bias(self, name: str, size: int) -> Tensor:
+    def _bias(self, name: str, size: int) -> NDArray[Any]:
         """The bias [size] of the linear layer `name`."""
         ...
 
     @abstractmethod
-    def _small(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def _small(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]: ...
 
     @abstractmethod
     def _matrix(
-        self, names: Sequence[str], layers: list[P], scheme: Scheme | None, bias: Tensor | None, plain: bool
+        self, names: Sequence[str], layers: list[P], scheme: Scheme | None, bias: NDArray[Any] | None, plain: bool
     ) -> Matrix:
         """One matrix of stacked layers. scheme: what floats become; None for the backend's dtype."""
         ...
@@ -122,28 +122,21 @@ class QuantisingReader(Reader, Generic[P]):
     def _head_scheme(self) -> Scheme | None:
         return None if self._quantization is None else self._quantization.head
 
-    def _biases(self, names: Sequence[str], num_outs: Sequence[int], bias: bool) -> Tensor | None:
+    def _biases(self, names: Sequence[str], num_outs: Sequence[int], bias: bool) -> NDArray[Any] | None:
         if not bias:
             return None
-        return torch.cat([self._bias(name, num_out) for name, num_out in zip(names, num_outs, strict=True)])
+        parts = [self._bias(name, num_out) for name, num_out in zip(names, num_outs, strict=True)]
+        return np.concatenate([floats(part) for part in parts])
 
-    def _make(self, source: MatrixSource, bias: Tensor | None) -> Matrix:
+    def _make(self, source: MatrixSource, bias: NDArray[Any] | None) -> Matrix:
         """The backend's matrix of `source`, which is also written to the packed file."""
-        constant = None if bias is None else self._backend.constant(bias)
+        constant = None if bias is None else self._backend.constant(bias, is_weight=True)
         matrix: Matrix = self._backend.ops.matrix(source, constant)
         if self._writer is not None and source.columns is not None:
             self._writer.give_up(f"{source.name} has outliers, which a packed file has no place for")
         elif self._writer is not None:
-            values = None if bias is None else bias.float().numpy()
-            self._writer.matrix(source.name, cast("Packable", matrix), values)
+            self._writer.matrix(source.name, cast("Packable", matrix), bias)
         return matrix
-
-
-def read_only(buffer: Any, dtype: torch.dtype, count: int = -1, offset: int = 0) -> Tensor:
-    """A flat tensor over a mapping, without a copy. Nobody may write to it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
 
 
 def _schemes(quantization: Quantization) -> set[Scheme]:

@@ -52,6 +52,7 @@ class Local:
     is_interruptible = False
 
     def __init__(self, config: EngineConfig) -> None:
+        self.num_tokens = 0
         self._config = config
         self._open(config.model)
 
@@ -73,11 +74,13 @@ class Local:
         """Return the answer's text in pieces; a piece is empty where a step added no text."""
         text = self._template.render(messages, add_generation_prompt=True)
         prompt = {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
-        length = 0
+        length = self.num_tokens = 0
         with closing(self._llm.stream(prompt, params)) as outputs:  # type: ignore[type-var]
             for output in outputs:
-                yield output.outputs[0].text[length:]
-                length = len(output.outputs[0].text)
+                answer = output.outputs[0]
+                self.num_tokens = len(answer.token_ids)
+                yield answer.text[length:]
+                length = len(answer.text)
 
     def close(self) -> None:
         self._llm.close()
@@ -100,6 +103,7 @@ class Remote:
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         from headrace.cli.bench.serve import authorization, first_model
 
+        self.num_tokens = 0
         self._url = url
         self._headers = authorization(api_key)
         self.model = model or first_model(url, self._headers)["id"]
@@ -113,7 +117,8 @@ class Remote:
         import httpx
 
         body = {name: getattr(params, name) for name in SETTINGS if getattr(params, name) is not None}
-        body |= {"model": self.model, "messages": messages, "stream": True}
+        body |= {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
+        self.num_tokens = 0
         try:
             with (
                 httpx.Client(timeout=httpx.Timeout(10.0, read=None), trust_env=False) as client,
@@ -129,6 +134,7 @@ class Remote:
                     event = json.loads(data)
                     if "error" in event:
                         raise HeadraceError(f"{self._url}: {event['error'].get('message', event['error'])}")
+                    self.num_tokens = (event.get("usage") or {}).get("completion_tokens", self.num_tokens)
                     for choice in event.get("choices") or []:
                         yield choice.get("delta", {}).get("content") or ""
         except httpx.HTTPError as error:

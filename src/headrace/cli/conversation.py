@@ -10,6 +10,7 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace import builtin
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
 
@@ -26,9 +28,14 @@ Message = dict[str, Any]
 
 
 class Source(Protocol):
-    """Where answers come from. With `is_interruptible`, an exception may be raised at any point of `answer`."""
+    """Where answers come from. With `is_interruptible`, an exception may be raised at any point of `answer`.
+
+    Attributes:
+        num_tokens: tokens of the last answer so far; 0 where the source does not say.
+    """
 
     is_interruptible: bool
+    num_tokens: int
 
     @property
     def model(self) -> str: ...
@@ -52,6 +59,8 @@ class Conversation:
         """Read and answer lines until /quit or the end of input. On a terminal an error ends its turn only."""
         is_terminal = sys.stdin.isatty()
         if is_terminal:
+            if self.source.model == "builtin":
+                _note(f"{builtin.ABOUT}.")
             _note(f"{self.source.model}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
         for line in _lines(is_terminal):
             text = line.strip()
@@ -72,15 +81,20 @@ class Conversation:
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         pieces: list[str] = []
+        pace = Pace()
         try:
             with _Page() as page, self._interrupts(), suppress(KeyboardInterrupt), closing(self._pieces()) as answer:
                 for piece in answer:
                     pieces.append(piece)
+                    if piece:
+                        pace.tick()
                     page.write(piece)
         except BaseException:
             self.messages = before
             raise
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        if sys.stdout.isatty():
+            _note(pace.text(self.source.num_tokens), "dim")
 
     def _pieces(self) -> Generator[str]:
         self._is_stopped = False
@@ -170,6 +184,29 @@ class Conversation:
 
     def _quit(self, _: str) -> None:
         """End; so does Ctrl-D."""
+
+
+class Pace:
+    """When the text of one answer came."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.monotonic()
+        self._first: float | None = None
+
+    def tick(self) -> None:
+        """Note that some text came."""
+        self._last = time.monotonic()
+        if self._first is None:
+            self._first = self._last
+
+    def text(self, num_tokens: int) -> str:
+        """Return the time to the first token, and the rate of those after it, in words."""
+        if self._first is None:
+            return "no text"
+        words = f"first token after {self._first - self._start:.2f} s"
+        if num_tokens > 1 and self._last > self._first:
+            words = f"{num_tokens} tokens, {(num_tokens - 1) / (self._last - self._first):.1f} tok/s, {words}"
+        return words
 
 
 class _Saved(msgspec.Struct):
@@ -275,12 +312,12 @@ def _no_echo() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _note(text: str) -> None:
+def _note(text: str, style: str = "") -> None:
     """Print a line that is no part of the conversation."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:

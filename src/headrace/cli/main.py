@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import headrace
-from headrace.cli import chat, doctor, generate, quantize, replay, run_batch, serve, verify
+from headrace.cli import chat, doctor, explain, generate, models, quantize, replay, run_batch, serve, top, verify
 from headrace.cli.bench import commands as bench
 from headrace.protocol.errors import HeadraceError, RequestError
 
@@ -31,10 +31,17 @@ app = typer.Typer(
 app.command(cls=serve.ServeCommand)(serve.serve)
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command(name="list")(models.list_models)
+app.command()(models.ps)
+app.command()(models.show)
+app.command()(models.pull)
+app.command()(models.rm)
 app.command()(run_batch.run_batch)
 app.command()(quantize.quantize)
 app.command()(verify.verify)
 app.command()(replay.replay)
+app.command()(explain.explain)
+app.command()(top.top)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 
@@ -65,6 +72,11 @@ def main() -> None:
     except HeadraceError as error:
         print(f"headrace: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, RequestError) else 1) from None
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("headrace: this needs torch, which is not installed: pip install 'headrace[torch]'", file=sys.stderr)
+        raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

@@ -75,6 +75,13 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "loopback address, localhost and the machine's own name; on others, any name.",
         "max_requests_per_minute": "Most requests of one key in a minute; further ones get 429. None by default.",
         "max_tokens_per_minute": "Most prompt and answer tokens of one key in a minute; beyond, 429. None by default.",
+        "models_dir": "Folder of models, each loaded when a request first names it; see howto-models.md. Without "
+        "MODEL, these are all that is served.",
+        "models_max": "Models of the folder loaded at once; for a further one the least recently used is unloaded. 0 "
+        "for no bound.",
+        "models_memory": "Memory that the loaded models of the folder may take together, in bytes; none by default.",
+        "keep_alive": "Time that a model of the folder stays loaded after its last use, such as 30s, 5m or 1h; 0 "
+        "unloads it at once, -1 never. Requests to Ollama's API may say otherwise.",
         "served_model_name": "Name of the model in the API, if not MODEL; several may follow MODEL, and replies have "
         "the first.",
         "any_model_name": "Answer requests for any model by the one that is served; replies have its true name. By "
@@ -85,8 +92,10 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "chat_template": "File with a Jinja chat template, instead of the model's own.",
         "max_num_queued_reqs": "Requests that may wait; further ones get 429.",
         "max_num_queued_tokens": "Prompt tokens that may wait; further ones get 429.",
-        "storage_dir": "Folder for uploaded files, batches and stored responses; without it they are kept in memory.",
-        "max_storage_bytes": "Most bytes of stored files, and of stored responses; the holders of keys share them.",
+        "storage_dir": "Folder for files, batches, responses and conversations; without it they are kept in memory.",
+        "max_storage_bytes": "Most bytes of files, responses, conversations, and of session files; holders share them.",
+        "trust_request_chat_template": "Take a chat_template in a chat request, and render it in the sandbox.",
+        "slot_save_path": "A folder for session files: POST /slots/ID?action=save and restore, as in llama-server.",
         "max_batch_concurrency": "Requests of batches that are open at once; none starts while other requests wait.",
         "max_restarts": "Restarts of the engine in ten minutes before the server gives up.",
         "watchdog_timeout": "Seconds without a step or processor time after which an engine with open requests "

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from headrace import hub
 from headrace.cli.options import build, options
-from headrace.cli.progress import progress_bar
+from headrace.engine.progress import progress_bar
 from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
 
 if TYPE_CHECKING:

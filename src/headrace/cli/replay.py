@@ -16,24 +16,28 @@ def replay(
     num_threads: Annotated[
         int | None, typer.Option(help="Threads, if not as many as in the recording; the bits are the same.")
     ] = None,
+    blind: Annotated[
+        bool, typer.Option("--blind", help="Run the scheduler alone over the recorded results, without the model.")
+    ] = False,
 ) -> None:
     """Run a recorded engine again, to the bit, and name the first step that differs."""
     import msgspec
 
-    from headrace.engine import recording
+    from headrace.engine.blind import notes_of, open_recording
     from headrace.engine.build import build_engine
-    from headrace.engine.replay import RecordingError, read
     from headrace.engine.replay import replay as run_again
-    from headrace.protocol.config import EngineConfig
 
-    records = read(log)
-    head = next(records)
-    if not isinstance(head, recording.LogHead):
-        raise RecordingError(f"{log} has no head")
-    try:
-        config = msgspec.msgpack.decode(head.config, type=EngineConfig)
-    except msgspec.DecodeError as error:
-        raise RecordingError(f"{log}: its config can not be read by this version: {error}") from error
+    recording = open_recording(log)
+    head, config, records = recording
+    if blind:
+        steps = [note.step for note in notes_of(recording)]
+        num_requests = sum(len(step.arrivals) for step in steps)
+        num_preempted = sum(len(step.preemptions) for step in steps)
+        print(
+            f"{len(steps):,} steps of {num_requests:,} requests with {num_preempted:,} preemptions were decided as "
+            "recorded, without the model"
+        )
+        return
     changed: dict[str, Any] = {"record_schedule": None, "save_packed": False, "kv_cache_memory_bytes": None}
     changed["async_scheduling"] = False
     changed["num_gpu_blocks_override"] = head.info.num_blocks

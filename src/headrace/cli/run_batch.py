@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.options import build, options
-from headrace.cli.progress import progress_bar
+from headrace.engine.progress import progress_bar
 from headrace.protocol.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -76,16 +76,15 @@ def _one(name: str, flag: str, argument: Path | None, option: Path | None) -> Pa
 async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerConfig, concurrency: int) -> Report:
     from headrace.engine.build import build_engine
     from headrace.engine.client import InprocClient
-    from headrace.engine.generation import TextClient
     from headrace.serve.apis.openai.storage import offline_answerer
-    from headrace.serve.app import advised_params, load_text, served_model
+    from headrace.serve.loading import RunningModel, advised_params, load_text
     from headrace.serve.storage.batch_file import answer_file
 
     # Lines beyond the queue's bound wait here, and not in the engine.
     client = InprocClient(lambda: build_engine(engine), max_num_queued_reqs=2 * concurrency + 1)
     tokenizer, template = load_text(engine, server)
     defaults = advised_params(engine) if server.generation_config == "auto" else {}
-    model = served_model(TextClient(client, tokenizer), template, server, engine.model, defaults, engine.seed)
+    model = RunningModel(client, tokenizer, template, server, engine.model, None, defaults, engine.seed)
     await client.start()
     try:
         with progress_bar("Requests") as show:

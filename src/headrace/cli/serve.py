@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from headrace import builtin
 from headrace.cli.options import build, options
 from headrace.other_engines import translate
 from headrace.protocol.config import EngineConfig, ServerConfig
@@ -29,13 +30,24 @@ class ServeCommand(TyperCommand):
 @options(EngineConfig, ServerConfig)
 def serve(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = "builtin",
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A directory, a hub id, or 'builtin' (the default, unless --models-dir is set)."),
+    ] = None,
     **fields: Any,
 ) -> None:
-    """Serve a model over HTTP, with OpenAI's API."""
-    engine_config = build(EngineConfig, fields | {"model": model})
+    """Serve a model over HTTP, with OpenAI's API.
+
+    Exit status: 0 after a signal and the drain that it begins, 1 if the server could not start (no such model, a port
+    in use) or its engine died too often, 2 for a flag or a value at fault, 130 (Ctrl-C) or 143 (SIGTERM) if a further
+    signal cut the drain.
+    """
+    engine_config = build(EngineConfig, fields | {"model": model or EngineConfig().model})
     server_config = build(ServerConfig, fields)
     # Bad values are refused above, before the server's libraries are loaded.
     from headrace.serve.app import serve as run
 
-    run(engine_config, server_config, ctx.meta["notes"])
+    has_model = model is not None or server_config.models_dir is None
+    is_builtin = has_model and engine_config.model == "builtin"
+    notes = [f"{builtin.ABOUT}; give another: headrace serve MODEL"] if is_builtin else []
+    run(engine_config, server_config, [*ctx.meta["notes"], *notes], has_model)

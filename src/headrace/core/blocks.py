@@ -13,6 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from headrace.protocol.errors import InvariantError
 
+TAKEN, DROPPED, PINNED, CACHED, EVICTED, FORGOTTEN = range(6)
+"""What happens to blocks: a holder takes or drops a reference, or leaves its reference to the step in flight (holder
+0); a block is cached under a key, or evicted; all blocks are forgotten by the cache."""
+
+BlockEvent = tuple[int, Iterable[int], list[int]]
+"""A kind of event, the holders, and the blocks: block i belongs to holder i, or to the only one."""
+
 
 def _nothing(_: int) -> None:
     return None
@@ -21,8 +28,10 @@ def _nothing(_: int) -> None:
 class BlockPool:
     """`num_blocks` blocks of `block_size` slots. Block ids are 0 ... num_blocks - 1; none is special.
 
-    `is_busy`: a step is in flight. `fail_at` makes the allocation with that number fail (the first is 1), as if memory
-    had run out: for tests; `has_failed` then stays set until it is cleared.
+    `is_busy`: a step is in flight. `users` are the sequences for which the pool is called: one for
+    all blocks, or one for each. While the pool is watched, `log` has the events since it was emptied last.
+    `fail_at` makes the allocation with that number fail (the first is 1), as if memory had run out: for tests;
+    `has_failed` then stays set until it is cleared.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -36,6 +45,8 @@ class BlockPool:
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.pins: list[int] = []
         self.is_busy = False
+        self.users: Iterable[int] = (0,)
+        self.log: list[BlockEvent] | None = None
         self.on_evict: Callable[[int], None] = _nothing
         self.num_allocations = 0
         self.fail_at = 0
@@ -70,14 +81,21 @@ class BlockPool:
         while len(free) < num:
             block, _ = self.evictable.popitem(last=False)
             self.cached[block] = False
+            self.note(EVICTED, (block,))
             self.on_evict(block)
             free.append(block)
         blocks = [free.pop() for _ in range(num)]
         for block in blocks:
             self.refs[block] = 1
+        self.note(TAKEN, blocks)
         return blocks
 
-    def take(self, blocks: Iterable[int]) -> None:
+    def note(self, kind: int, blocks: Iterable[int]) -> None:
+        """Log an event if the pool is watched."""
+        if self.log is not None:
+            self.log.append((kind, self.users, list(blocks)))
+
+    def take(self, blocks: Sequence[int]) -> None:
         """Add one reference to each block, held or evictable.
 
         Raises `InvariantError` (I-3) for a free block.
@@ -89,6 +107,7 @@ class BlockPool:
                     raise InvariantError("I-3", f"block {block} is free and was taken")
                 del self.evictable[block]
             refs[block] += 1
+        self.note(TAKEN, blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block, the last of the table first, so that leaves are evicted before parents.
@@ -105,32 +124,38 @@ class BlockPool:
                     self.evictable[block] = None
                 else:
                     self.free.append(block)
+        self.note(DROPPED, blocks)
 
     def pin(self, block: int) -> None:
         """Turn one reference to `block` into a pin: it stays until the step in flight is retired (I-7)."""
         self.pins.append(block)
+        self.note(PINNED, (block,))
 
     def unpin(self, num: int = sys.maxsize) -> None:
         """Release the first `num` pins: the step that they belong to is retired."""
         pins, self.pins = self.pins[:num], self.pins[num:]
+        self.users = (0,)
         self.release(pins)
 
     def give_up(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block; a step in flight may still use them, so that they stay pinned under it."""
         if self.is_busy:
             self.pins += blocks
+            self.note(PINNED, blocks)
         else:
             self.release(blocks)
 
     def mark_cached(self, block: int) -> None:
         """Make `block`, which is held, evictable instead of free when its last reference is released."""
         self.cached[block] = True
+        self.note(CACHED, (block,))
 
     def forget_cached(self) -> None:
         """Uncache all blocks: evictable ones are free now, held ones when they are released."""
         self.free.extend(self.evictable)
         self.evictable.clear()
         self.cached = [False] * self.num_blocks
+        self.note(FORGOTTEN, ())
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Compare the counts with all block tables. Raises `InvariantError` I-1, I-2 or I-3."""

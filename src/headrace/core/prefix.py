@@ -9,6 +9,9 @@ is reused as far as it agrees, so that reuse is by token, as in a radix tree (SG
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import IntEnum
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -16,6 +19,9 @@ from headrace.core.blocks import BlockPool
 from headrace.protocol.errors import InvariantError
 
 MAX_CANDIDATES = 8
+MAX_EVICTED = 16384
+NUM_SHOWN = 8
+"""Token ids that a verdict has of each side, before and after the first that differs."""
 _ITEM = array("q").itemsize
 
 
@@ -27,16 +33,40 @@ class Entry(NamedTuple):
     content: bytes
 
 
+class Miss(IntEnum):
+    """Why a lookup returned no more tokens: it lacks none; nothing follows the root; the cached tokens differ; the
+    block was evicted; the tokens after the last whole block were not published; the request needs every row computed
+    (as for `prompt_logprobs`); caching is off."""
+
+    NONE, EMPTY, DIVERGED, EVICTED, PART_OF_A_BLOCK, EVERY_ROW, OFF = range(7)
+
+
+class Verdict(NamedTuple):
+    """The result of one lookup: why it ended, and `at` which token. An evicted block was so at `time`, for the sequence
+    `by`. `ours` and `theirs` are the token ids around `at`: the request's, and those of the newest cached block
+    there."""
+
+    miss: Miss
+    at: int
+    time: int = 0
+    by: int = 0
+    ours: Sequence[int] = ()
+    theirs: Sequence[int] = ()
+
+
 class PrefixCache:
     """Cached blocks of one pool. `key` is secret to the process (at most 64 bytes); `fingerprint` names the model
-    and the form of its cache, so that blocks of another never match."""
+    and the form of its cache, so that blocks of another never match. `evicted` has the keys that were evicted last,
+    with `now`, a time that the caller sets, and the sequence that needed the room."""
 
     def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"") -> None:
         self.pool = pool
         self.blocks: dict[bytes, int] = {}
         self.entries: dict[int, Entry] = {}
-        # The values are used as ordered sets: the newest child is last.
-        self.children: dict[tuple[bytes, int], dict[int, None]] = {}
+        # By parent and first token. The values are used as ordered sets: the newest child is last.
+        self.children: dict[bytes, dict[int, dict[int, None]]] = {}
+        self.evicted: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self.now = 0
         self._key = key
         self._fingerprint = fingerprint
         pool.on_evict = self._forget
@@ -96,12 +126,29 @@ class PrefixCache:
         """
         best, longest = -1, 0
         content = array("q", tokens).tobytes()
-        children = self.children.get((parent, tokens[0]), {})
+        children = self.children.get(parent, {}).get(tokens[0], {})
         for block, _ in zip(reversed(children), range(MAX_CANDIDATES), strict=False):
             common = _common(content, self.entries[block].content)
             if common > longest:
                 best, longest = block, common
         return best, longest
+
+    def verdict(self, tokens: list[int], keys: list[bytes], num: int) -> Verdict:
+        """Return why `match` returned only `num` of `tokens`, fewer than its limit. `keys` are as it left them."""
+        index, size = num // self.pool.block_size, self.pool.block_size
+        if len(keys) > index + 1 and keys[index + 1] in self.evicted:
+            return Verdict(Miss.EVICTED, num, *self.evicted[keys[index + 1]])
+        children = self.children.get(keys[index])
+        if not children:
+            return Verdict(Miss.PART_OF_A_BLOCK if index else Miss.EMPTY, num)
+        block, _ = self._best_child(keys[index], tokens[index * size : num + 1])
+        newest = block if block >= 0 else next(reversed(next(reversed(children.values()))))
+        start, content = max(0, num - NUM_SHOWN), array("q", self.entries[newest].content).tolist()
+        theirs = [
+            *tokens[start : index * size],
+            *content[max(0, start - index * size) : num + NUM_SHOWN - index * size],
+        ]
+        return Verdict(Miss.DIVERGED, num, ours=tokens[start : num + NUM_SHOWN], theirs=theirs)
 
     def publish(self, tokens: list[int], keys: list[bytes], table: list[int], first: int, last: int) -> bool:
         """Cache blocks first ... last - 1 of `table`, full and computed, under their keys (which are extended).
@@ -123,7 +170,10 @@ class PrefixCache:
             if other is None:
                 self.blocks[key] = block
                 self.entries[block] = Entry(key, parent, content)
-                self.children.setdefault((parent, tokens[index * size]), {})[block] = None
+                children = self.children.setdefault(parent, {})
+                siblings = children.pop(tokens[index * size], {})
+                siblings[block] = None
+                children[tokens[index * size]] = siblings
                 pool.mark_cached(block)
             elif self.entries[other] != (key, parent, content):
                 return False
@@ -138,16 +188,22 @@ class PrefixCache:
         self.blocks.clear()
         self.entries.clear()
         self.children.clear()
+        self.evicted.clear()
         self.pool.forget_cached()
 
     def _forget(self, block: int) -> None:
         key, parent, content = self.entries.pop(block)
         del self.blocks[key]
-        name = (parent, _first_token(content))
-        siblings = self.children[name]
-        del siblings[block]
-        if not siblings:
-            del self.children[name]
+        children, first = self.children[parent], _first_token(content)
+        del children[first][block]
+        if not children[first]:
+            del children[first]
+        if not children:
+            del self.children[parent]
+        self.evicted.pop(key, None)
+        self.evicted[key] = self.now, next(iter(self.pool.users))
+        if len(self.evicted) > MAX_EVICTED:
+            self.evicted.popitem(last=False)
 
     def check(self, roots: set[bytes] | None = None) -> None:
         """Compare the maps with one another and with the pool. Raises `InvariantError` I-5.
@@ -164,11 +220,11 @@ class PrefixCache:
                 raise InvariantError("I-5", f"block {block} is known by a key that is not its tokens'")
             if len(entry.content) != self.pool.block_size * _ITEM:
                 raise InvariantError("I-5", f"block {block} was published before it was full")
-            if block not in self.children.get((entry.parent, _first_token(entry.content)), {}):
+            if block not in self.children.get(entry.parent, {}).get(_first_token(entry.content), {}):
                 raise InvariantError("I-5", f"block {block} is not among the children of its parent")
             if roots is not None and entry.parent not in roots and entry.parent not in self.blocks:
                 raise InvariantError("I-5", f"the parent of block {block} is not known")
-        if sum(map(len, self.children.values())) != len(self.blocks):
+        if sum(len(group) for groups in self.children.values() for group in groups.values()) != len(self.blocks):
             raise InvariantError("I-5", "a child is listed that is not known")
 
 

@@ -1,10 +1,9 @@
 """The scheduler: which sequence computes how many tokens in the next step, and in which blocks.
 
-Owns the waiting queue, the running set and, through `BlockPool` and `PrefixCache`, the blocks. Knows token ids,
-numbers and nothing else: no tensors, no text, no clock, no config. The engine calls `add` and `abort` at any moment,
-and `schedule` then `commit` once per step; in between it may call `schedule_ahead` for the step after it. There is no
-prefill or decode phase: a sequence has a gap between its known and its computed tokens, and steps spend their budget
-on gaps until all are closed.
+Owns the waiting queue, the running set and, through `BlockPool` and `PrefixCache`, the blocks. Knows token ids and
+numbers: no tensors, no text, no clock, no config. The engine calls `add` and `abort` at any moment, and `schedule` then
+`commit` once per step; in between it may call `schedule_ahead` for the step after it. There is no prefill or decode
+phase: a sequence has a gap between its known and its computed tokens, and steps spend their budget on the gaps.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from itertools import count
 
 from headrace.core import invariants
 from headrace.core.batches import make_batch
-from headrace.core.beams.searches import Searches
+from headrace.core.beams.searches import Row, Searches
 from headrace.core.blocks import BlockPool
 from headrace.core.drafting import Drafts
 from headrace.core.finish import STOP, append_known, finish_of
 from headrace.core.flight import Flight
+from headrace.core.notes import Notes
 from headrace.core.outputs import output_of, stats_of
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, Ranks, WaitingQueue
@@ -30,9 +30,6 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 MAX_PREEMPTIONS = 2
-
-Row = tuple[Sequence, int, bool, int]
-"""What a step gave one sequence: the tokens computed, whether one was sampled after them, and which (or -1)."""
 
 
 class Scheduler:
@@ -95,6 +92,7 @@ class Scheduler:
         self._num_older_pins = 0
         self._started: dict[str, int] = {}
         self.finished: dict[str, Finish] = {}  # ends that the next commit reports
+        self.notes = Notes()
         # The last sequence that lacked blocks to start, and how many there were then.
         self._refused: Sequence | None = None
         self._refused_room = 0
@@ -179,10 +177,9 @@ class Scheduler:
         return self._build(*self._choose())
 
     def schedule_ahead(self) -> ScheduledBatch | None:
-        """Choose the step after the one in flight, as `schedule` does, for the sequences that can run ahead of its
-        result; the others wait. None if there is nothing to compute yet.
-
-        No sequence is preempted under a step in flight: where blocks lack, the step after this one is chosen without.
+        """Choose the step after the one in flight, for the sequences that can run ahead of its result; the others wait.
+        None if there is nothing to compute yet. No sequence is preempted under a step in flight: where blocks lack, the
+        step after this one is chosen without.
         """
         waits = self._runs_ahead is None or self._is_short or self.searches.open or self.drafts.enabled
         if waits or not self.steps.has_room():
@@ -232,7 +229,7 @@ class Scheduler:
         counters = self.counters
         counters.num_steps += 1
         for seq, length in chunks:
-            counters.num_recomputed_tokens += seq.count_again(length)
+            seq.count(length, counters)
         drafts = self.drafts.place([*((seq, 1) for seq in ready), *chunks], num_guesses) if num_guesses else {}
         copies, ended = self.tables.take_copies(), self.drafts.take_ended()
         asks = self.drafts.asks(len(ready) + len(chunks))
@@ -334,14 +331,14 @@ class Scheduler:
             candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS and not self.steps]
             if not candidates:
                 return False
-            self._preempt(max(candidates, key=ORDER))
+            self._preempt(max(candidates, key=ORDER), by=seq)
             if seq.status is not Status.RUNNING:
                 return False
         return True
 
-    def _preempt(self, seq: Sequence, forced: bool = False) -> None:
-        """Send `seq` back to the queue, with all beams of a search. Its blocks are released, and matched again if they
-        are still cached. A `forced` preemption does not count towards protection."""
+    def _preempt(self, seq: Sequence, forced: bool = False, by: Sequence | None = None) -> None:
+        """Send `seq` back to the queue, with all beams of a search, and release its blocks. A `forced` preemption,
+        which is not `by` another, does not count towards protection."""
         search = self.searches.get(seq)
         for member in [seq] if search is None else search.live:
             if member.status is Status.RUNNING:
@@ -352,6 +349,7 @@ class Scheduler:
             member.num_forced += forced
             member.num_preemptions += not forced
         self.counters.num_preemptions += 1
+        self.notes.preempted.append((seq.arrival, by.arrival if by else 0))
         self.waiting.add(seq if search is None else search.retire())
 
     def _chunk(self, seq: Sequence, num_computed: int, budget: int) -> int:
@@ -404,6 +402,7 @@ class Scheduler:
             # A lookup of a long prompt's prefix in every step that it waits would cost more than the step.
             return 0
         shared, num_shared, publish = self.tables.find_shared(seq)
+        verdict = self.tables.verdict(seq, num_shared)  # before it evicts what it did not find
         length = self._start(seq, shared, num_shared, publish, budget, num_promised)
         if not length and num_shared % self.block_size:
             # A copy of the half-matching block takes one block more than to compute it again; that may be missing.
@@ -417,10 +416,10 @@ class Scheduler:
         seq.move(Status.RUNNING)
         self.running.append(seq)
         self.tables.enter_family(seq)
+        self.notes.admitted.append((seq.arrival, num_shared, verdict))
         if not seq.started:
             seq.started = True
             num_hits = self._started[seq.request_id] = min(num_shared, seq.num_prompt)
-            self.counters.num_prompt_tokens += seq.num_prompt
             if seq.may_share and self.tables.enable_prefix_caching:
                 self.counters.prefix_cache_queries += seq.num_prompt
                 self.counters.prefix_cache_hits += num_hits

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Draft, Pooling, Request
+from headrace.protocol.step import Draft, Pooling, Request, Stats
 
 NEVER = sys.maxsize
 
@@ -122,12 +122,16 @@ class Sequence:
             return False
         return self.params.prompt_logprobs is None or self.high_water >= self.num_prompt - 1
 
-    def count_again(self, length: int) -> int:
-        """Count and return those of the next `length` tokens that were computed before a preemption."""
+    def count(self, length: int, counters: Stats) -> None:
+        """Count those of the next `length` tokens that are of the prompt, and those computed before a preemption.
+
+        A prompt's last token counts with the one before it, since steps of one token are not counted here."""
         start = self.num_computed + self.num_ahead
         num_again = max(0, min(self.high_water, start + length) - start)
         self.num_recomputed += num_again
-        return num_again
+        counters.num_recomputed_tokens += num_again
+        num_prompt = self.num_prompt if start + length + 1 >= self.num_prompt else start + length
+        counters.num_prompt_tokens += max(0, num_prompt - max(start, self.high_water))
 
     def fork(self, seq_id: int) -> Sequence:
         """Return another beam of the same search with the same tokens, waiting and without blocks."""

@@ -12,7 +12,7 @@ sibling computes the prompt itself.
 from __future__ import annotations
 
 from headrace.core.blocks import BlockPool
-from headrace.core.prefix import PrefixCache
+from headrace.core.prefix import Miss, PrefixCache, Verdict
 from headrace.core.sequence import NEVER, Sequence
 
 
@@ -74,6 +74,16 @@ class BlockTables:
             return [], 0, False
         return *self.cache.match(seq.tokens, seq.keys, len(seq.tokens) - 1), True
 
+    def verdict(self, seq: Sequence, num: int) -> Verdict:
+        """Return why `find_shared` returned no more than `num` tokens of `seq`. It was called with the same pool."""
+        if num >= len(seq.tokens) - 1 or (seq.may_share and self.source(seq) is not None):
+            return Verdict(Miss.NONE, num)
+        if not self.enable_prefix_caching:
+            return Verdict(Miss.OFF, num)
+        if not seq.may_share:
+            return Verdict(Miss.EVERY_ROW, num)
+        return self.cache.verdict(seq.tokens, seq.keys, num)
+
     def start(self, seq: Sequence, shared: list[int], num_shared: int, publish: bool, length: int, spare: int) -> bool:
         """Build the table of a new `seq` on `shared` blocks that hold `num_shared` tokens, for `length` more.
 
@@ -84,6 +94,7 @@ class BlockTables:
         pool, size = self.pool, self.pool.block_size
         copied = num_shared % size > 0
         num_whole = len(shared) - copied
+        pool.users = (seq.arrival,)
         pool.take(shared)
         blocks = None
         if pool.blocks_for(len(seq.tokens)) - num_whole <= pool.num_available - spare:
@@ -106,6 +117,7 @@ class BlockTables:
         table = seq.block_table
         copied = seq.is_beam and self.shares_tail(seq)
         num = self.pool.blocks_for(seq.num_computed + seq.num_ahead + length) - len(table) + copied
+        self.pool.users = (seq.arrival,)
         if num <= 0:
             return True
         blocks = self.pool.allocate(num)
@@ -121,6 +133,7 @@ class BlockTables:
 
     def grow_by_one(self, seqs: list[Sequence]) -> bool:
         """Add one block to the table of each. False, with nothing changed, if there are not enough."""
+        self.pool.users = [seq.arrival for seq in seqs]
         blocks = self.pool.allocate(len(seqs))
         if blocks is None:
             return False
@@ -131,6 +144,7 @@ class BlockTables:
     def trim(self, seq: Sequence) -> None:
         """Release the blocks that hold no computed token, after a chunk was shortened by its result."""
         num = self.pool.blocks_for(seq.num_computed)
+        self.pool.users = (seq.arrival,)
         self.pool.give_up(seq.block_table[num:])
         # A new list, since the old one may still be lent to a step in flight.
         seq.block_table = seq.block_table[:num]
@@ -138,6 +152,7 @@ class BlockTables:
     def adopt(self, seq: Sequence, num_whole: int, path: int) -> None:
         """Keep the blocks of one `path` of a draft tree, from block `num_whole` on, and release those of the others."""
         tails, seq.tails = seq.tails, []
+        self.pool.users = (seq.arrival,)
         if path:
             tail, tails[path - 1] = tails[path - 1], seq.block_table[num_whole:]
             # A new list, since the old one may still be lent to the step's batch.
@@ -156,6 +171,7 @@ class BlockTables:
         """Let `seq`, which holds no blocks, share the blocks of the first `num` tokens that `source` has computed. If
         `num` ends within the last block, the first sequence that writes there copies it."""
         pool = self.pool
+        pool.users = (seq.arrival,)
         seq.block_table = source.block_table[: pool.blocks_for(num)]
         pool.take(seq.block_table)
         seq.num_computed = num
@@ -166,6 +182,7 @@ class BlockTables:
     def publish(self, seq: Sequence) -> None:
         """Publish the blocks that `seq` has filled in the prefix cache."""
         last = seq.num_computed // self.pool.block_size
+        self.pool.users = (seq.arrival,)
         if self.cache.publish(seq.tokens, seq.keys, seq.block_table, seq.num_published, last):
             seq.num_published = last
             seq.publish_at = (last + 1) * self.pool.block_size
@@ -183,7 +200,9 @@ class BlockTables:
         for source, target in [copy for copy in self.copies if copy[1] in seq.block_table]:
             self.copies.remove((source, target))
             self.pool.pins.remove(source)
+            self.pool.users = (0,)
             self.pool.release((source,))
+        self.pool.users = (seq.arrival,)
         self.pool.release(seq.block_table)
         for tail in seq.tails:
             self.pool.release(tail)

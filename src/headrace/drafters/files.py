@@ -56,7 +56,6 @@ def load(
     """Return what `build` makes of the weights of a checkpoint with the config `values`, in the form of the target's
     backend. It has to take all but those whose names match `spare`. Raises `CheckpointError`, or `RequestError` for an
     unknown quantization."""
-    # The loader imports torch, which takes a second; early_exit and ngram do not need it.
     from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 
     quantization = spec.quantization or target.quantization

@@ -35,7 +35,25 @@ def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
         bound = f"at least max_model_len ({info.max_model_len}) while enable_chunked_prefill is off"
         raise RequestError("max_num_batched_tokens", config.max_num_batched_tokens, bound)
-    scheduler = Scheduler(
+    scheduler = make_scheduler(config, info, runner.speculator is not None, choose_overlap(config, runner.runs_ahead))
+    # The scheduler lowers the context length to what the pool holds; everything else reads it from `info`.
+    info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
+    make_core: Callable[..., EngineCore] = EngineCore
+    if config.record_schedule is not None:
+        make_core = recorded(config, config.record_schedule, info, runner.speculator, runner.matchers, is_restart)
+    return make_core(
+        scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
+    )
+
+
+def make_scheduler(
+    config: EngineConfig,
+    info: EngineInfo,
+    speculates: bool,
+    runs_ahead: Callable[[SamplingParams], bool] | None = None,
+) -> Scheduler:
+    """Return the scheduler of an engine with these numbers. For the last two arguments see `Scheduler`."""
+    return Scheduler(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -46,21 +64,13 @@ def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         policy=config.scheduling_policy,
         eos_token_ids=info.eos_token_ids,
-        speculates=runner.speculator is not None,
-        runs_ahead=choose_overlap(config, runner.runs_ahead),
+        speculates=speculates,
+        runs_ahead=runs_ahead,
         # A key of this process alone, so that the keys of its cache can not be computed outside (S-23).
         cache_key=os.urandom(32),
         cache_fingerprint="/".join(
             (info.model, str(config.revision), info.dtype, info.quantization, info.kv_cache_dtype, info.backend)
         ).encode(),
-    )
-    # The scheduler lowers the context length to what the pool holds; everything else reads it from `info`.
-    info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
-    make_core: Callable[..., EngineCore] = EngineCore
-    if config.record_schedule is not None:
-        make_core = recorded(config, config.record_schedule, info, runner.speculator, runner.matchers, is_restart)
-    return make_core(
-        scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
     )
 
 

@@ -16,13 +16,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from headrace import env
-from headrace.engine import logs
+from headrace.engine import logs, sessions
 from headrace.engine.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Executor, Ticket
+from headrace.insight.journal import Journal
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -30,6 +31,9 @@ from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch,
 from headrace.text.bounded import die_with_parent
 
 logger = logging.getLogger("headrace.engine")
+
+PART_NUMBERS = 4096
+"""Log-probabilities and hidden numbers after which an output goes on in another frame."""
 
 Receive = Callable[[bool], "list[frames.ToEngine] | None"]
 Send = Callable[[frames.FromEngine], None]
@@ -44,6 +48,7 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
         send: may block, so that the engine waits for a server that is slow to read.
     """
     debug = env.debug_level()
+    journal = core.journal = core.journal or Journal(core.scheduler, core.clock)
     send(frames.Ready(core.info))
     while True:
         if core.on_idle is not None and not core.has_work() and core.num_steps:
@@ -53,9 +58,9 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
             return
         for message in messages:
             match message:
-                case Add(request):
+                case Add(request, times):
                     try:
-                        core.add(request)
+                        core.add(request, times)
                     except RequestError as error:
                         reason = (error.field, repr(error.value)[:80], error.bound, error.code)
                         send(frames.Rejected(request.request_id, *reason))
@@ -68,6 +73,10 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                     core.abort(request_id)
                 case ResetPrefixCache():
                     core.reset_prefix_cache()
+                case frames.Watch(is_watched):
+                    journal.watch(is_watched)
+                case frames.MoveSession() as move:
+                    send(sessions.move(core, move))
                 case frames.Shutdown():
                     return
                 case frames.Start():
@@ -75,9 +84,48 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
         # After aborts alone there is no step to compute, but the gauges have changed.
         output = core.step() if core.has_work() else StepOutput(step_id=-1)
         output.stats = output.stats or core.stats()
-        send(frames.Output(output))
+        for part in parts_of(output):
+            send(frames.Output(part))
         if debug:
             show(output)
+
+
+def parts_of(output: StepOutput) -> Iterator[StepOutput]:
+    """Yield `output` in parts, each with about `PART_NUMBERS` log-probabilities and hidden numbers at most: a frame of
+    all of them would hold up the server while it is decoded, or be above the cap.
+
+    The parts of a request come in order, its prompt's log-probabilities first and its end last; `stats` are in the last
+    part. Only the whole vocabulary at one token (`--max-logprobs -1`) makes a part larger.
+    """
+    if not (output.prompt_logprobs or output.logprobs or output.pooled):
+        yield output
+        return
+    times = {"step_id": output.step_id, "start_time": output.start_time, "end_time": output.end_time}
+    columns = dict(zip(output.request_ids, output.token_ids, strict=True))
+    part, size = StepOutput(**times), 0  # type: ignore[arg-type]
+    rare = ("started", "prompt_logprobs", "logprobs", "states", "pooled", "finished", "beams")
+    for request_id in dict.fromkeys([*columns, *(each for name in rare for each in getattr(output, name))]):
+        if request_id in output.started:
+            part.started[request_id] = output.started[request_id]
+        for entry in output.prompt_logprobs.get(request_id, ()):
+            if size >= PART_NUMBERS:
+                yield part
+                part, size = StepOutput(**times), 0  # type: ignore[arg-type]
+            part.prompt_logprobs.setdefault(request_id, []).append(entry)
+            size += 1 + len(entry.top)
+        if size >= PART_NUMBERS:
+            yield part
+            part, size = StepOutput(**times), 0  # type: ignore[arg-type]
+        if request_id in columns:
+            part.request_ids.append(request_id)
+            part.token_ids.append(columns[request_id])
+        for name in rare[2:]:
+            if request_id in (column := getattr(output, name)):
+                getattr(part, name)[request_id] = column[request_id]
+        size += sum(1 + len(entry.top) for entry in part.logprobs.get(request_id, ()))
+        size += len(part.pooled.get(request_id, ()))
+    part.stats = output.stats
+    yield part
 
 
 def show(output: StepOutput) -> None:
@@ -95,7 +143,7 @@ class BlackBoxExecutor(Executor):
     """An executor that writes the shape of each step into a black box before it computes the step."""
 
     def __init__(self, core: EngineCore, box: BlackBox) -> None:
-        self._inner: Executor = core.executor
+        self.inner: Executor = core.executor
         self._core = core
         self._box = box
 
@@ -113,16 +161,16 @@ class BlackBoxExecutor(Executor):
             len(batch.copies),
         )
         self._box.begin(shape)
-        return batch.step_id, self._inner.start(batch)
+        return batch.step_id, self.inner.start(batch)
 
     def finish(self, ticket: Ticket) -> StepResult:
         step_id, inner = ticket
-        result = self._inner.finish(inner)
+        result = self.inner.finish(inner)
         self._box.end(step_id)
         return result
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
 
 
 def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] = build_engine) -> int:
@@ -146,8 +194,8 @@ def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] = build_engi
         start = channel.receive_start()
         if start is None:
             return 0
-        if start.log_format != "text":
-            logs.set_up("warning", start.log_format)
+        if (start.log_level, start.log_format) != ("warning", "text"):
+            logs.set_up(start.log_level, start.log_format)
         if start.black_box is not None:
             box = BlackBox.inherit(start.black_box)
             faulthandler.enable(box.stacks_file)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -18,9 +18,12 @@ from headrace.engine import tenants
 from headrace.engine.admission import Admission
 from headrace.engine.core import EngineCore, verify
 from headrace.engine.crash_reports import CrashReports
-from headrace.engine.links import InprocLink, Link, ProcessLink
+from headrace.engine.links import ENGINE_COMMAND, InprocLink, Link, ProcessLink, engine_level
+from headrace.engine.observer import Observer
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.resumption import PROBE, OpenRequest, PoisonedRequestError, Resumption, negated, summed
+from headrace.engine.session_calls import SessionCalls
+from headrace.engine.watching import Watching
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import DeadlineError, EngineDeadError, HeadraceError, RequestError
@@ -36,18 +39,6 @@ logger = logging.getLogger("headrace.engine")
 RESTART_WINDOW_S = 600.0
 # Multiple of the first start's time after which another start counts as frozen.
 START_PATIENCE = 10
-
-
-class Observer(Protocol):
-    """Takes measurements. Called on the event loop, so it must be quick."""
-
-    def on_step(self, output: StepOutput) -> None: ...
-
-    def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
-
-    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
-        """Note tokens of one request, `seconds` after the tokens before them (None for its first)."""
-        ...
 
 
 class EngineClient:
@@ -88,12 +79,12 @@ class EngineClient:
         self._watch: asyncio.Task[None] | None = None
         self.admission = Admission(max_num_queued_reqs, max_num_queued_tokens)
         self.watchdog = Watchdog(watchdog_timeout)
+        self.sessions = SessionCalls(link.post)
+        self.watching = Watching(link.post)
         self.observer: Observer | None = None
         self.reports: CrashReports | None = None
         self.stats = Stats()
-        self.num_restarts = 0
-        self.num_expired = 0
-        self.num_quarantined = 0
+        self.num_restarts = self.num_expired = self.num_quarantined = 0
         self.is_proven_once = False
         self.is_draining = False
         self.dead = asyncio.Event()
@@ -101,10 +92,11 @@ class EngineClient:
     # -- life
 
     async def start(self) -> None:
-        """Start the engine and wait for one real token from it.
+        """Start the engine, also one that was closed, and wait for one real token from it.
 
         Raises what kept the engine from loading (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
         """
+        self._closing = False
         try:
             await self._launch()
             self._watch = self._spawn(self._keep_watch())
@@ -112,21 +104,21 @@ class EngineClient:
                 async for _ in stream:
                     pass
             # The probe is not traffic of any client.
-            self._past = negated(self.stats)
+            self._past = summed(self._past, negated(self.stats))
             self.is_proven_once = True
         except BaseException:
             await self.close()
             raise
 
-    async def close(self) -> None:
-        """Stop the engine. Open streams end with `EngineDeadError`."""
-        self._closing = True
-        self._alive = False
+    async def close(self, at_once: bool = False) -> None:
+        """Stop the engine, `at_once` in mid-step. Open streams end with `EngineDeadError`."""
+        self._closing, self._alive = True, False
+        self._past, self.stats = self.total, Stats()
         self.fail_all(EngineDeadError("the server is shutting down"))
         for task in (self._supervisor, self._watch):
             if task is not None:
                 task.cancel()
-        await self._link.close()
+        await self._link.close(at_once)
 
     @property
     def info(self) -> EngineInfo:
@@ -143,6 +135,11 @@ class EngineClient:
     def is_alive(self) -> bool:
         """Whether the engine runs and has made a token since it (re)started."""
         return self._alive and self._proven
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the engine's process, if it has one of its own and runs."""
+        return self._link.pid
 
     @property
     def num_unfinished(self) -> int:
@@ -171,6 +168,7 @@ class EngineClient:
         self._start_seconds = self._start_seconds or time.monotonic() - began
         self.stats = Stats(num_blocks=self._info.num_blocks)
         self._alive = True
+        self.watching.renew()
         self.watchdog.starts_anew()
 
     async def _watch_start(self, until: asyncio.Timeout) -> None:
@@ -209,7 +207,7 @@ class EngineClient:
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True, detokenize=False)
         request = Request(request_id=PROBE + new_request_id(), prompt_token_ids=[0], params=params)
         stream = RequestStream([request], self.abort)
-        entry = self._enter(request, stream, 0, time.monotonic(), 0)
+        entry = self._enter(request, stream, 0, time.monotonic(), 0, "")
         if self._alive:
             self._send(entry)
         return stream
@@ -242,6 +240,14 @@ class EngineClient:
         self._check_open()
         self.admission.check_room(num, tenants.current().name, time.monotonic())
 
+    def verify(self, requests: Sequence[Request]) -> None:
+        """Raise `RequestError` unless the engine can serve each of `requests`. A worker thread may call this."""
+        for request in {r.group or r.request_id: r for r in requests}.values():  # a group differs in its seeds only
+            verify(request, self.info)
+            if request.params.logits_processors and not self._link.in_process:
+                bound = "left out, unless the engine runs in the caller's own process"
+                raise RequestError("logits_processors", "functions", bound)
+
     def _check_open(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(str(self._dead))
@@ -251,17 +257,13 @@ class EngineClient:
     def submit(
         self, requests: Sequence[Request], arrival_time: float | None = None, deadline: float | None = None
     ) -> RequestStream:
-        """Accept all of `requests` or none. `arrival_time` is when the call came in (None: now); at `deadline` (both
-        monotonic seconds) the stream ends with a `DeadlineError`, wherever its requests are then.
+        """Accept all of `requests`, which `verify` has passed, or none. `arrival_time` is when the call came in (None:
+        now); at `deadline` (both monotonic seconds) the stream ends with a `DeadlineError`, wherever its requests are
+        then.
 
-        Raises what `check_room` does, `RequestError` (can not be served as it stands) or `DeadlineError` (too late).
+        Raises what `check_room` does, or `DeadlineError` (too late).
         """
         self._check_open()
-        for request in {r.group or r.request_id: r for r in requests}.values():  # a group differs in its seeds only
-            verify(request, self.info)
-            if request.params.logits_processors and not self._link.in_process:
-                bound = "left out, unless the engine runs in the caller's own process"
-                raise RequestError("logits_processors", "functions", bound)
         now = time.monotonic()
         if deadline is not None and deadline <= now:
             self.num_expired += 1
@@ -274,7 +276,7 @@ class EngineClient:
         for index, (request, work) in enumerate(zip(requests, works, strict=True)):
             if self.info.scheduling_policy == "fair":
                 request = msgspec.structs.replace(request, tenant=name, work=work)
-            entry = self._enter(request, stream, index, arrival, work, name)
+            entry = self._enter(request, stream, index, arrival, work, name, now)
             # Requests that are not sent now are sent to the next engine.
             if self.is_alive:
                 self._resumption.add(entry)
@@ -282,17 +284,16 @@ class EngineClient:
             stream.arm(asyncio.get_running_loop().call_later(deadline - now, self._expire, stream))
         return stream
 
-    def _enter(
-        self, request: Request, stream: RequestStream, index: int, arrival: float, work: int, name: str = ""
-    ) -> OpenRequest:
-        entry = OpenRequest(request, stream, index, arrival, work, name)
+    def _enter(self, request: Request, stream: RequestStream, index: int, arrival: float, *more: Any) -> OpenRequest:
+        entry = OpenRequest(request, stream, index, arrival, *more)
         self._open[request.request_id] = entry
-        self.admission.enter(work, name)
+        self.admission.enter(entry.work, entry.name)
         return entry
 
     def _send(self, entry: OpenRequest) -> None:
         entry.is_sent = True
-        self._link.post(Add(entry.resumed() if entry.deaths else entry.request))
+        request = entry.resumed() if entry.deaths else entry.request
+        self._link.post(Add(request, entry.times(time.monotonic())))
 
     def _expire(self, stream: RequestStream) -> None:
         """End a call at its deadline (R-13), with an error and never as if its answer were complete."""
@@ -303,7 +304,6 @@ class EngineClient:
         started = any(entry.started for entry in entries)
         where = "while it was computed" if started else "in the queue"
         stream.fail(DeadlineError(f"the request's time was over {where}", started))
-        stream.close()
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks. Unknown and ended ids are fine: ends race with aborts."""
@@ -331,13 +331,14 @@ class EngineClient:
         match message:
             case frames.Output(output):
                 self._on_output(output)
+            case frames.SessionMoved() as moved:
+                self.sessions.settle(moved)
             case frames.Rejected(request_id, field, value, bound, code):
                 entry = self._forget(request_id)
                 if entry is not None:
                     refusal = RequestError(field, value, bound, code)
                     fault = HeadraceError(f"the engine could not take in the request: {value}")
                     entry.stream.fail(fault if code == HeadraceError.code else refusal)
-                    entry.stream.close()
             case _:
                 raise frames.TransportError(f"unexpected {type(message).__name__} from a running engine")
 
@@ -396,6 +397,7 @@ class EngineClient:
         self._alive = False
         logger.error("the engine died with %d open requests: %s", len(self._open), reason)
         self._report(reason)
+        self.sessions.fail_all()
         # Its counters stay in the sums; its gauges are void.
         self._past, self.stats = self.total, Stats()
         self._supervisor = self._spawn(self._restart(reason))
@@ -430,13 +432,12 @@ class EngineClient:
                 return
             try:
                 await self._launch()
+                break
             except (HeadraceError, OSError) as error:
                 reason, now = str(error), time.monotonic()
                 self._deaths.append(now)
                 logger.error("the engine did not start again: %s", reason)
                 self._report(reason)
-                continue
-            break
         self.num_restarts += 1
         logger.warning("the engine was restarted; %d requests go on", len(self._open))
         # It counts as alive after one real token. Then all other requests are sent.
@@ -455,7 +456,6 @@ class EngineClient:
         self.num_quarantined += 1
         self._forget(culprit.request.request_id)
         culprit.stream.fail(PoisonedRequestError(f"the engine died {len(culprit.deaths)} times over this request"))
-        culprit.stream.close()
 
     def _give_up(self, message: str) -> None:
         self._dead = EngineDeadError(message)
@@ -465,9 +465,9 @@ class EngineClient:
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every open stream with an error."""
+        self.sessions.fail_all()
         for request_id, entry in list(self._open.items()):
             entry.stream.fail(error)
-            entry.stream.close()
             self._forget(request_id)
 
     # -- counters that survive a restart
@@ -483,7 +483,7 @@ class ProcessClient(EngineClient):
 
     def __init__(self, config: EngineConfig, server: ServerConfig) -> None:
         super().__init__(
-            ProcessLink(config, logs_stderr=server.log_format == "json"),
+            ProcessLink(config, ENGINE_COMMAND, server.log_format == "json", engine_level(server.uvicorn_log_level)),
             max_num_queued_reqs=server.max_num_queued_reqs,
             max_num_queued_tokens=server.max_num_queued_tokens,
             max_restarts=server.max_restarts,

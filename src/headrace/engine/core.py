@@ -8,11 +8,12 @@ of an in-process client, and the engine's own process. The clock is an argument,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from headrace.core.requests import verify_fit, verify_model
 from headrace.core.scheduler import Scheduler
+from headrace.insight.journal import Journal
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 Ticket: TypeAlias = Any
@@ -56,6 +57,8 @@ class EngineCore:
         clock: seconds, monotonic.
         check_every: run `Scheduler.check()` after each n-th step (0: only when idle).
         on_idle: called by the engine's process or thread when the work has run out.
+
+    `journal`, if set, notes each step; it changes none.
     """
 
     def __init__(
@@ -74,13 +77,17 @@ class EngineCore:
         # The steps that are started and not finished: at most one between two calls of `step`.
         self._tickets: deque[tuple[ScheduledBatch, Ticket]] = deque()
         self.on_idle = on_idle
-        self._clock = clock
+        self.journal: Journal | None = None
+        self.clock = clock
         self._check_every = check_every
 
-    def add(self, request: Request) -> None:
-        """Accept a request. Raises `RequestError`, with nothing changed, if it can not be served."""
+    def add(self, request: Request, times: Sequence[float] = ()) -> None:
+        """Accept a request; `times` are those of its `Add`. Raises `RequestError`, with nothing changed, if it can not
+        be served."""
         verify_model(request, self.info)
         self.scheduler.add(request)
+        if self.journal is not None:
+            self.journal.arrived(request, times)
 
     def abort(self, request_id: str) -> bool:
         """End a request early. False if it is unknown or has ended, which is no error: ends race with aborts."""
@@ -95,7 +102,7 @@ class EngineCore:
         Raises what the executor raises, an interrupt too. Then the step has not happened, nor one that was started
         after it: their requests wait again, and can be aborted or tried once more.
         """
-        start = self._clock()
+        start = self.clock()
         if not self._tickets:
             self._start(self.scheduler.schedule())
         ahead = self.scheduler.schedule_ahead()
@@ -107,15 +114,20 @@ class EngineCore:
         except BaseException:
             self._retract()
             raise
+        computed = self.clock()
         output = self.scheduler.commit(batch, result)
         self.num_steps += 1
         if (self._check_every and self.num_steps % self._check_every == 0) or not self.scheduler.has_work():
             self.scheduler.check()
         output.start_time = start
-        output.end_time = self._clock()
+        output.end_time = self.clock()
+        if self.journal is not None:
+            output.note = self.journal.note(batch, result, output, computed)
         return output
 
     def _start(self, batch: ScheduledBatch) -> None:
+        if self.journal is not None:
+            self.journal.plan(batch)
         try:
             self._tickets.append((batch, self.executor.start(batch)))
         except BaseException:

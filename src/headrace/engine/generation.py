@@ -11,8 +11,7 @@ import contextvars
 import functools
 import itertools
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
@@ -27,16 +26,20 @@ from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import DeadlineError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import EngineInfo, Finish, Pooling
+from headrace.protocol.step import EngineInfo, Finish, Pooling, Request
 from headrace.text.beams import make_search, parts_of
 from headrace.text.grammars import GrammarChecker
-from headrace.text.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size
-from headrace.text.outputs import Delta, RequestState, TextDelta, best
+from headrace.text.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size, with_token_ids
+from headrace.text.outputs import PART_TOKENS, Delta, RequestState, TextDelta, best
 from headrace.text.reasoning import THINK
 from headrace.text.tokenizer import Tokenizer
 
 # Below this many characters the work takes less time than passing it to a thread.
 LARGE_TEXT = 4096
+# Tokens whose check takes as long as making a request does.
+REQUEST_SIZE = 32
+# Entries of a list that are freed at a time.
+FREED = 256
 
 T = TypeVar("T")
 
@@ -83,6 +86,14 @@ async def off_loop(size: int, work: Callable[[], T], thread: Executor | None = N
         return work()
     run = functools.partial(contextvars.copy_context().run, work)
     return await asyncio.get_running_loop().run_in_executor(thread, run)
+
+
+def free(lists: Sequence[list[Any]]) -> None:
+    """Empty lists of many objects, from their ends. Freed in one go, a million objects would hold the interpreter's
+    lock throughout; so call this on a worker thread, with lists that nothing else reads."""
+    for each in lists:
+        while each:
+            del each[-FREED:]
 
 
 def with_salt(params: SamplingParams, cache_salt: str) -> SamplingParams:
@@ -169,7 +180,7 @@ class TextClient:
         await asyncio.sleep(0)
         return await in_time(off_loop(prompt_size(prompt), work), "its prompt was tokenised")
 
-    def open(
+    async def open(
         self,
         prompts: Sequence[list[int]],
         params: SamplingParams,
@@ -199,22 +210,40 @@ class TextClient:
             # A search is one request with all answers to its prompt.
             self.check_room(len(prompts), params, beam)
             num_answers = num_returned = per_request = beam.num_answers
-            groups = [[make_search(token_ids, beam, params, self.info, **options)] for token_ids in prompts]
         else:
             num_answers, num_returned, per_request = params.best_of or params.n, params.n, 1
             options |= {"draw": draw or draw_seed, "pooling": pooling, "marks": self.marks}
-            groups = [make_requests(token_ids, params, self.info, **options) for token_ids in prompts]
-        stream = self.client.submit([request for group in groups for request in group], arrival, deadline())
-        states = [
-            RequestState(group[index // per_request], self.tokenizer, index, arrival)
-            for group in groups
-            for index in range(num_answers)
-        ]
+
+        def prepare() -> tuple[list[Request], list[RequestState]]:
+            groups = []
+            # Once: its texts are the same for all prompts.
+            complete = with_token_ids(params, self.tokenizer, self.info.vocab_size, self.marks, options["cache_salt"])
+            for token_ids in prompts:
+                if beam is not None:
+                    groups.append([make_search(token_ids, beam, complete, self.info, **options)])
+                else:
+                    groups.append(make_requests(token_ids, complete, self.info, **options))
+                self.client.verify(groups[-1])
+            states = [
+                RequestState(group[index // per_request], self.tokenizer, index, arrival)
+                for group in groups
+                for index in range(num_answers)
+            ]
+            return [request for group in groups for request in group], states
+
+        has_texts = params.bad_words or params.dry_multiplier > 0.0
+        size = LARGE_TEXT if has_texts else num_tokens + REQUEST_SIZE * len(prompts) * num_answers
+        requests, states = await in_time(off_loop(size, prepare), "its prompts were checked")
+        stream = self.client.submit(requests, arrival, deadline())
         generation = Generation(stream, states, num_answers, self.observer, num_returned, per_request)
         if meter is not None:
             meter(num_tokens)
             generation.meter = meter
         return generation
+
+
+def _parts(place: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
+    return ((place, part) for part in delta.parts())
 
 
 class Generation:
@@ -240,8 +269,10 @@ class Generation:
         self._stream = stream
         self._per_request = per_request
         self._observer = observer
-        # What came and was not read yet, in the order in which it is read.
-        self._unread: deque[list[tuple[int, Delta]]] = deque()
+        # What came last, and the parts of it that were not read yet, in the order in which they are read.
+        self._deltas: list[tuple[int, Delta]] = []
+        self._unread: Iterator[tuple[tuple[int, Delta] | None, ...]] = iter(())
+        self._num_read = 0
         # Called with the number of tokens that came, where the caller has a limit.
         self.meter: Callable[[int], None] | None = None
 
@@ -261,13 +292,20 @@ class Generation:
 
     async def __anext__(self) -> list[tuple[int, TextDelta]]:
         text_deltas = []
-        if not self._unread:
+        pairs = next(self._unread, None)
+        if pairs is None:
             deltas = await self._stream.__anext__()
             if self.meter is not None:
                 self.meter(sum(len(delta.token_ids) for _, delta in deltas))
-            parts = [[(place, part) for part in delta.by_token()] for place, delta in self._places(deltas)]
-            self._unread.extend([pair for pair in pairs if pair] for pairs in itertools.zip_longest(*parts))
-        for place, delta in self._unread.popleft():
+            self._deltas = self._places(deltas)
+            self._unread = itertools.zip_longest(*(_parts(place, delta) for place, delta in self._deltas))
+            pairs = next(self._unread, ())
+        for place, delta in filter(None, pairs):
+            self._num_read += len(delta.token_ids)
+            if self._num_read >= PART_TOKENS:
+                # Reading what has come already does not let others run.
+                self._num_read = 0
+                await asyncio.sleep(0)
             if self.states[place].finish is not None:
                 continue
             state = self.states[place]
@@ -310,6 +348,19 @@ class Generation:
                 state.closed = True
                 if self._observer is not None:
                     self._observer.on_finish(state, "abort")
+
+    def release(self) -> None:
+        """Close, and free the log-probabilities. Call this when nothing is read from the answers any more."""
+        self.close()
+        holders: list[Delta | RequestState] = [*self.states]
+        holders += [delta for _, delta in (*self._deltas, *self._stream.take())]
+        self._deltas, self._unread = [], iter(())
+        lists = []
+        for holder in holders:
+            lists += [holder.logprobs, holder.prompt_logprobs]
+            holder.logprobs, holder.prompt_logprobs = [], []
+        if sum(map(len, lists)) > FREED:
+            asyncio.get_running_loop().run_in_executor(None, free, lists)
 
     async def __aenter__(self) -> Generation:
         return self

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import IO, Protocol
 
@@ -39,10 +40,18 @@ READ_BYTES = 16 << 10
 asyncio takes 256 KiB and shrinks that to what came. The next read does not find such a gap again if something small was
 allocated meanwhile, and the heap grows: by 7 MiB an hour with 20 requests a second.
 """
+POSTED_BYTES = 1 << 16
+"""Bytes of messages after whose encoding the event loop runs others: a call may post a thousand long requests."""
 ENGINE_COMMAND = (sys.executable, "-m", "headrace.engine.child")
 
 OnMessage = Callable[[frames.FromEngine], None]
 OnLost = Callable[[str], None]
+
+
+def engine_level(server_level: str) -> str:
+    """Return the level of the engine's log, by that of the server's. It is never debug, at which messages of errors are
+    shown: the engine's may quote a request (S-22)."""
+    return "info" if server_level in ("debug", "trace") else server_level
 
 
 def read_small(transport: asyncio.BaseTransport) -> None:
@@ -58,6 +67,11 @@ class Link(Protocol):
     """Whether a SIGKILL from outside ended the last engine."""
     black_box: BlackBox | None
     """The record of the engine, alive or dead; None for an engine in this process."""
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the engine's process; None for an engine in this process, and while there is none."""
+        ...
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         """Start an engine and wait until it is loaded. Raises the error that it failed with. May be called again after
@@ -78,8 +92,9 @@ class Link(Protocol):
         `on_lost` is not called. Does nothing to an engine in this process."""
         ...
 
-    async def close(self) -> None:
-        """Stop the engine and wait for its end. May be called twice."""
+    async def close(self, at_once: bool = False) -> None:
+        """Stop the engine and wait for its end; with `at_once` it is killed, where it is a process. May be called
+        twice; `start` may be called again."""
         ...
 
 
@@ -87,33 +102,41 @@ class ProcessLink:
     """A child process on a socketpair. Its death is an end-of-file.
 
     `command` is the program; its last argument is the number of its end of the socket. With `logs_stderr` each line
-    that the process writes to stderr is logged here, and each record that it logs is logged as such.
+    that the process writes to stderr is logged here, and each record that it logs is logged as such. `log_level` is the
+    lowest level that the process logs.
     """
 
     in_process = False
     was_killed = False
 
     def __init__(
-        self, config: EngineConfig, command: Sequence[str] = ENGINE_COMMAND, logs_stderr: bool = False
+        self,
+        config: EngineConfig,
+        command: Sequence[str] = ENGINE_COMMAND,
+        logs_stderr: bool = False,
+        log_level: str = "warning",
     ) -> None:
         self.black_box: BlackBox | None = None
         self._config = config
         self._command = command
         self._logs_stderr = logs_stderr
+        self._log_level = log_level
         self._errors: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._pump: asyncio.Task[None] | None = None
+        # Messages that are posted and not encoded yet, in order.
+        self._posted: deque[frames.ToEngine] = deque()
         self._is_restart = False
 
     @property
     def pid(self) -> int | None:
-        """The child's process id, or None before the first start."""
         return self._process.pid if self._process else None
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         await self._reap()
         self._close_box()
+        self._pump = None
         box = self.black_box = BlackBox.make()
         server_end, engine_end = socket.socketpair()
         with engine_end:
@@ -130,7 +153,7 @@ class ProcessLink:
         reader, self._writer = await asyncio.open_connection(sock=server_end)
         read_small(self._writer.transport)
         form = "json" if self._logs_stderr else "text"
-        self._writer.write(frames.encode(frames.Start(self._config, box.fds, self._is_restart, form)))
+        self._writer.write(frames.encode(frames.Start(self._config, box.fds, self._is_restart, form, self._log_level)))
         messages = _messages(reader)
         try:
             first = await anext(messages, None)
@@ -154,8 +177,24 @@ class ProcessLink:
                 raise frames.TransportError(f"the engine began with {type(other).__name__}")
 
     def post(self, message: frames.ToEngine) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frames.encode(message))
+        self._posted.append(message)
+        if len(self._posted) == 1:
+            asyncio.get_running_loop().call_soon(self._send_posted)
+
+    def _send_posted(self) -> None:
+        """Encode and send posted messages until they are many bytes, and the others after the loop has run others."""
+        num_bytes = 0
+        if self._writer is None or self._writer.is_closing():
+            self._posted.clear()
+            return
+        try:
+            while self._posted and num_bytes < POSTED_BYTES:
+                frame = frames.encode(self._posted.popleft())
+                self._writer.write(frame)
+                num_bytes += len(frame)
+        finally:
+            if self._posted:
+                asyncio.get_running_loop().call_soon(self._send_posted)
 
     def usage(self) -> tuple[float, bool] | None:
         return None if self._process is None else usage(self._process.pid)
@@ -173,9 +212,14 @@ class ProcessLink:
         self._log_stacks()
         self.was_killed = False
 
-    async def close(self) -> None:
+    async def close(self, at_once: bool = False) -> None:
+        # A process that loads would not read the message.
+        if self._process is not None and (at_once or self._pump is None):
+            self._process.kill()
         self._stop_listening()
+        self._posted.clear()
         self.post(frames.Shutdown())
+        self._send_posted()
         await self._reap()
         self._close_box()
         if self._errors is not None:
@@ -217,6 +261,7 @@ class ProcessLink:
     async def _reap(self) -> str:
         """End the child, by closing its socket and if need be by SIGKILL, and return how it ended."""
         process = self._process
+        self._posted.clear()
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 if self._writer.can_write_eof():
@@ -278,6 +323,7 @@ class InprocLink:
 
     in_process = True
     was_killed = False
+    pid = None
 
     def __init__(self, build: Callable[[], EngineCore]) -> None:
         self.black_box: BlackBox | None = None
@@ -288,6 +334,7 @@ class InprocLink:
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         if self._thread is not None:
             raise EngineDeadError("an engine in this process can not be restarted")
+        self._inbox = queue.SimpleQueue()
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[EngineInfo] = loop.create_future()
 
@@ -337,10 +384,11 @@ class InprocLink:
     async def kill(self) -> None:
         return
 
-    async def close(self) -> None:
+    async def close(self, at_once: bool = False) -> None:
         self._inbox.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+            self._thread = None
 
     def _receive(self, wait: bool) -> list[frames.ToEngine] | None:
         messages: list[frames.ToEngine] = []

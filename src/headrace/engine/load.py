@@ -6,9 +6,6 @@ The one place in `runner` that sees `EngineConfig`. Called by `headrace.engine.b
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from headrace.checkpoint.source import prediction_layers, with_weights
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
+from headrace.engine.progress import progress_bar
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
 from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, EngineConfig
@@ -48,7 +46,8 @@ def build_runner(
 ) -> tuple[Runner, EngineInfo]:
     """Load `config.model` and make room for its KV cache.
 
-    `progress` is called with (tensors loaded, tensors in all); without it a bar is drawn if stderr is a terminal.
+    `progress` is called with (tensors loaded, tensors in all); without it a bar is drawn if stderr is a terminal, else
+    lines are logged.
     `vocabulary` reads the tokenizer when the first constraint needs it; without it there are none.
     Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model can not meet.
     """
@@ -56,7 +55,7 @@ def build_runner(
     if progress is not None:
         backend, model, model_config = load_model(config, directory, progress)
     else:
-        with progress_bar(f"loading {config.model}") as show:
+        with progress_bar(f"loading {config.model}", logger=logger) as show:
             backend, model, model_config = load_model(config, directory, show)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend)
@@ -134,7 +133,7 @@ def make_target(
             save_packed=False,
             speculative_config=None,
         )
-        with progress_bar(f"loading {path}") as show:
+        with progress_bar(f"loading {path}", logger=logger) as show:
             loaded = load_model(draft_config, path, show)
         return loaded[0], loaded[1], loaded[2].values
 
@@ -281,34 +280,17 @@ def choose_num_blocks(
         field, num_blocks = "max_model_len", min(budget // block_bytes, config.max_num_seqs * least)
     if num_blocks >= least:
         return num_blocks
+    fits = num_blocks * config.block_size
+    if config.max_model_len is None and fits >= MIN_AUTO_MODEL_LEN:
+        logger.warning(
+            "the context is %d tokens, which is what the KV cache of %d bytes holds; the model has %d. "
+            "Set max_model_len or kv_cache_memory_bytes to choose",
+            fits, num_blocks * block_bytes, max_model_len,
+        )  # fmt: skip
+        return num_blocks
     if field == "max_model_len":
-        fits = num_blocks * config.block_size
-        if config.max_model_len is None and fits >= MIN_AUTO_MODEL_LEN:
-            logger.warning(
-                "the context is %d tokens, which is what the KV cache of %d bytes holds; the model has %d. "
-                "Set max_model_len or kv_cache_memory_bytes to choose",
-                fits, budget, max_model_len,
-            )  # fmt: skip
-            return num_blocks
-        raise RequestError(
-            field,
-            max_model_len,
-            f"at most {fits}, which is what the KV cache of {budget} bytes holds; or set kv_cache_memory_bytes",
-        )
+        bound = f"at most {fits}, which is what the KV cache of {budget} bytes holds; or set kv_cache_memory_bytes"
+        raise RequestError(field, max_model_len, bound)
     value = config.num_gpu_blocks_override if field == "num_gpu_blocks_override" else config.kv_cache_memory_bytes
     needed = least if field == "num_gpu_blocks_override" else least * block_bytes
     raise RequestError(field, value, f"at least {needed}, to hold one sequence of max_model_len {max_model_len}")
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
-    """A progress bar on stderr if that is a terminal; nothing otherwise."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -5,11 +5,15 @@ of the server's code, and of the exception's message, which may quote a request,
 debug and trace. A line has the id of its call (`context`). A thread writes the lines to stderr. Lines that a full disk,
 a broken pipe or a stopped reader keeps from being written are dropped and counted, and the next line that is written
 gives their number. Called by `serve.app` and `engine.child`.
+
+A message may have `extra={"fields": {...}}`, which JSON shows beside it, and `extra={"rows": {...}}`, which text shows
+below it: as a table on a terminal, and elsewhere as one line for each row.
 """
 
 from __future__ import annotations
 
 import atexit
+import copy
 import datetime
 import json
 import logging
@@ -20,6 +24,7 @@ import threading
 import traceback
 from types import TracebackType
 
+from headrace import env
 from headrace.engine import context
 
 NAMES = ("headrace", "uvicorn", "asyncio", "opentelemetry", "py.warnings")
@@ -40,11 +45,27 @@ def escaped(text: str) -> str:
 
 class LineFormatter(logging.Formatter):
     """Formats a message as one line, with the id of its call if it has one. Of exceptions it shows the places and
-    kinds, and with `shows_messages` their messages too."""
+    kinds, and with `shows_messages` their messages too. `on_terminal`: rows are shown as a table, and a line begins
+    with the sequence that erases a progress bar."""
 
-    def __init__(self, shows_messages: bool = False) -> None:
+    def __init__(self, shows_messages: bool = False, on_terminal: bool = False) -> None:
         super().__init__("%(levelname)-8s %(asctime)s %(name)s: %(message)s", "%m-%d %H:%M:%S")
         self._shows_messages = shows_messages
+        self._on_terminal = on_terminal
+
+    def format(self, record: logging.LogRecord) -> str:
+        rows: dict[str, str] = getattr(record, "rows", {})
+        first = super().format(record)
+        if self._on_terminal:
+            width = max(map(len, rows), default=0)
+            table = (f"         {escaped(name):{width}}  {escaped(value)}" for name, value in rows.items())
+            return "\n".join(("\r\x1b[K" + first, *table))
+        lines = [first]
+        for name, value in rows.items():
+            row = copy.copy(record)
+            row.msg, row.args = f"{name}: {value}", None
+            lines.append(super().format(row))
+        return "\n".join(lines)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         call_id = context.current().call_id
@@ -70,7 +91,8 @@ class LineFormatter(logging.Formatter):
 
 class JsonFormatter(LineFormatter):
     """Formats a message as one JSON object in a line: time (UTC), level, logger, message; request_id if the line is
-    about a call; exception, a list of lines, if there was one. All that is not ASCII is escaped."""
+    about a call; exception, a list of lines, if there was one; the message's own fields. All that is not ASCII is
+    escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
@@ -86,6 +108,7 @@ class JsonFormatter(LineFormatter):
             fields["exception"] = self.formatException(record.exc_info).split("\n")
         elif record.exc_text:
             fields["exception"] = record.exc_text.split("\n")
+        fields |= {name: value for name, value in getattr(record, "fields", {}).items() if name not in fields}
         return json.dumps(fields).replace("\x7f", "\\u007f")
 
 
@@ -93,14 +116,16 @@ def record_of(line: str) -> logging.LogRecord | None:
     """Return the record of a line that `JsonFormatter` made in another process; None for any other text."""
     try:
         fields = json.loads(line)
+        level = fields.pop("level").upper()
         return logging.makeLogRecord(
             {
-                "created": datetime.datetime.fromisoformat(fields["time"]).timestamp(),
-                "levelname": fields["level"].upper(),
-                "levelno": logging.getLevelNamesMapping()[fields["level"].upper()],
-                "name": fields["logger"],
-                "msg": str(fields["message"]),
-                "exc_text": "\n".join(fields.get("exception", ())),
+                "created": datetime.datetime.fromisoformat(fields.pop("time")).timestamp(),
+                "levelname": level,
+                "levelno": logging.getLevelNamesMapping()[level],
+                "name": fields.pop("logger"),
+                "msg": str(fields.pop("message")),
+                "exc_text": "\n".join(fields.pop("exception", ())),
+                "fields": fields,
             }
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -180,12 +205,14 @@ FORMATTERS: dict[str, type[LineFormatter]] = {"text": LineFormatter, "json": Jso
 def set_up(level: str, form: str = "text") -> None:
     """Log to stderr, at uvicorn's name of a level, by one of `FORMATTERS`."""
     sink = Sink()
-    sink.setFormatter(FORMATTERS[form](shows_messages=level in ("debug", "trace")))
+    is_verbose = level in ("debug", "trace")
+    sink.setFormatter(FORMATTERS[form](is_verbose, env.is_terminal(2)))
     for name in NAMES:
         logger = logging.getLogger(name)
         logger.handlers = [sink]
         logger.setLevel(level.upper() if level != "trace" else "DEBUG")
         logger.propagate = False
     logging.captureWarnings(form == "json")
-    # asyncio's messages below this level are about its own connections.
-    logging.getLogger("asyncio").setLevel("WARNING")
+    # asyncio's messages below this level are about its own connections; what uvicorn says, the server says itself.
+    for name in ("asyncio",) if is_verbose else ("asyncio", "uvicorn"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger(name).level))

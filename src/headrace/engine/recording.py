@@ -1,7 +1,8 @@
 """`Recorder` writes the life of an engine to a log, from which `replay` runs it again, equal in every bit.
 
-The log has the requests, and before which step each came; the scheduler's decisions and the executor's results; and the
-inputs of neither: readings of the clock that control speculation, and which masks of grammars were late. It holds the
+The log has the requests, when and before which step each came; the scheduler's decisions and the executor's results,
+and when; and the inputs of neither: readings of the clock that control speculation, and which masks of grammars were
+late. It holds the
 token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that the one that
 killed the engine is there too. `engine.build` makes a recorded engine; the core does not know of it.
 
@@ -14,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from headrace.engine.core import EngineCore, Executor, Ticket
+from headrace.insight.journal import Journal, arrival_times
 from headrace.protocol.step import (
     Abort,
     Add,
@@ -73,6 +75,13 @@ class StepEnd(msgspec.Struct, frozen=True, tag="made"):
     late: list[list[int]]
 
 
+class StepTimes(msgspec.Struct, frozen=True, tag="timed"):
+    """When a step began, was scheduled, computed and ended, in monotonic seconds. Follows its `StepEnd`."""
+
+    step_id: int
+    times: tuple[float, float, float, float]
+
+
 class StepError(msgspec.Struct, frozen=True, tag="raised"):
     """A step without a result: the executor raised an exception of this kind, and the scheduler undid the step."""
 
@@ -85,7 +94,7 @@ class LogEnd(msgspec.Struct, frozen=True, tag="closed"):
     reason: str
 
 
-Record = LogHead | Add | Abort | ResetPrefixCache | StepPlan | StepEnd | StepError | LogEnd
+Record = LogHead | Add | Abort | ResetPrefixCache | StepPlan | StepEnd | StepTimes | StepError | LogEnd
 
 
 class Clocked(Protocol):
@@ -282,14 +291,16 @@ class RecordedEngine(EngineCore):
         super().__init__(*parts, **more)
         self.executor = RecordingExecutor(self.executor, recorder)
         self._recorder = recorder
+        self.journal = Journal(self.scheduler, self.clock)
         if speculator is not None:
             self._record_clock(speculator)
         if matchers is not None:
             self._record_masks(matchers)
 
-    def add(self, request: Request) -> None:
-        self._recorder.put(Add(request))
-        super().add(request)
+    def add(self, request: Request, times: Sequence[float] = ()) -> None:
+        times = arrival_times(times, self.clock())
+        self._recorder.put(Add(request, times))
+        super().add(request, times)
 
     def abort(self, request_id: str) -> bool:
         self._recorder.put(Abort(request_id))
@@ -301,6 +312,8 @@ class RecordedEngine(EngineCore):
 
     def step(self) -> StepOutput:
         output = super().step()
+        if self.journal is not None and self.journal.last is not None:
+            self._recorder.put(StepTimes(output.step_id, self.journal.last.step.times))
         if not self.has_work():
             self._recorder.flush()
         output.stats = output.stats and self._with_end(output.stats)

@@ -27,6 +27,7 @@ from headrace.engine.recording import (
     StepEnd,
     StepError,
     StepPlan,
+    StepTimes,
     Waited,
     plan_of,
 )
@@ -244,6 +245,8 @@ def replay(
             if end is not None:
                 continue
         match record:
+            case StepTimes():
+                pass
             case Add(request):
                 outcome.num_requests += 1
                 # A request that was refused is refused again; the following records show whether that is so.

@@ -50,9 +50,10 @@ class RequestStream:
         self._wake.set()
 
     def fail(self, error: HeadraceError) -> None:
-        """End with an error, raised after the pending deltas were read."""
+        """Close with an error, raised after the pending deltas were read."""
         self._error = self._error or error
         self._wake.set()
+        self.close()
 
     def abort(self, index: int) -> None:
         """End one of the requests; no more deltas of it come."""
@@ -82,6 +83,10 @@ class RequestStream:
                 raise StopAsyncIteration
             self._wake.clear()
             await self._wake.wait()
+        return self.take()
+
+    def take(self) -> list[tuple[int, Delta]]:
+        """Return the deltas that wait, which may be none."""
         pending, self._pending = self._pending, {}
         return list(pending.items())
 

@@ -49,6 +49,7 @@ class OpenRequest:
     arrival_time: float
     work: int
     name: str
+    tokenised_time: float = 0.0
     started: bool = False
     is_sent: bool = False
     is_suspect: bool = False
@@ -89,6 +90,10 @@ class OpenRequest:
         elif delta.num_cached_tokens is not None:
             self.started = True
             self.num_cached = delta.num_cached_tokens
+
+    def times(self, now: float) -> list[float]:
+        """Return the times of its `Add`, which is sent `now`."""
+        return [self.arrival_time, self.tokenised_time or now, now]
 
     def resumed(self) -> Request:
         """Return the request to send to a new engine."""

@@ -135,7 +135,7 @@ def json_options(constraint: StructuredOutputs) -> dict[str, Any]:
         return {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}
     pattern = constraint.whitespace_pattern
     if pattern is None:
-        pattern = SPACE if constraint.kind == "json" else WHITESPACE
+        pattern = WHITESPACE if constraint.kind == "json_object" else SPACE
     return {"whitespace_flexible": True, "whitespace_pattern": pattern, "coerce_one_of": False, "lenient": False}
 
 

@@ -1,9 +1,12 @@
 """`format` of a structural tag: a form of text put together from parts, each an object with a `type`.
 
-const_string {value}; json_schema {json_schema}; regex {pattern}; any_text, which ends where the next part begins; token
+const_string {value}; json_schema {json_schema}; regex {pattern}; json_text {grammar}, the inside of a JSON string whose
+text follows a grammar in Lark; any_text, which ends where the next part begins; token
 {token_id}, for special tokens, which no text allows; sequence {elements}; or {elements}; optional {content};
+in_text {trigger, content}, free text in which `content` follows each `trigger`, a text or a token;
 tag {begin, content, end}; tags_with_separator {tags, separator, at_least_one, stop_after_first}. The names are
-xgrammar's where it has the thing, so that those of vLLM's clients work; optional and token are headrace's own.
+xgrammar's where it has the thing, so that those of vLLM's clients work; optional, token, json_text and in_text are
+headrace's own.
 
 From plain JSON to Lark; knows no tokenizer. Called by `compile`.
 """
@@ -14,6 +17,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from headrace.grammar.json_text import GrammarError, rules_in_json
 from headrace.protocol.errors import RequestError
 
 Body = Callable[[Any], str]
@@ -23,11 +27,13 @@ FIELDS = {
     "const_string": {"value"},
     "json_schema": {"json_schema"},
     "regex": {"pattern"},
+    "json_text": {"grammar"},
     "any_text": set(),
     "token": {"token_id"},
     "sequence": {"elements"},
     "or": {"elements"},
     "optional": {"content"},
+    "in_text": {"trigger", "content"},
     "tag": {"begin", "content", "end"},
     "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
 }
@@ -58,6 +64,14 @@ class Lark:
                 terminal = f"PART_{len(self.lines)}"
                 self.lines.append(f"{terminal}: /{pattern.replace('/', chr(92) + '/')}/")
                 return terminal
+            case {"type": "json_text", "grammar": str(grammar)}:
+                try:
+                    start, lines = rules_in_json(grammar, f"text_{len(self.lines)}")
+                except GrammarError as error:
+                    bound = f"a Lark grammar that can be held to inside JSON; here: {error}"
+                    raise RequestError(f"{self._field}.{at}.grammar", grammar, bound) from None
+                self.lines += lines
+                return self.rule(start)
             case {"type": "token", "token_id": int(token_id)}:
                 return f"<[{token_id}]>"
             case {"type": "any_text"}:
@@ -69,6 +83,9 @@ class Lark:
                 return self.rule(" | ".join(parts))
             case {"type": "optional", "content": content}:
                 return f"{self.rule(self.expression(content, f'{at}.content'))}?"
+            case {"type": "in_text", "trigger": trigger, "content": content}:
+                before = self._until(self.expression(trigger, f"{at}.trigger"), trigger, f"{at}.trigger")
+                return self.rule(f"({before} {self.expression(content, f'{at}.content')})* TEXT")
             case {"type": "tag", "begin": str(begin), "content": content, "end": str(end)}:
                 const = [{"type": "const_string", "value": text} for text in (begin, end)]
                 return self._sequence([const[0], content, const[1]], at)
@@ -97,16 +114,18 @@ class Lark:
             elif place == len(elements):
                 parts.append("TEXT")
             else:
-                # Free text ends where the next part is first met.
                 follower = self.expression(elements[place], f"{at}.elements[{place}]")
+                parts.append(self._until(follower, elements[place], at))
                 place += 1
-                if follower.startswith("<["):
-                    parts.append(f"TEXT {follower}")
-                elif follower.startswith('"') and follower != '""':
-                    parts.append(self.rule(f"TEXT {follower}", "[lazy]"))
-                else:
-                    raise RequestError(f"{self._field}.{at}", elements[place - 1], "a text or token after any_text")
         return self.rule(" ".join(part for part in parts if part != '""') or '""')
+
+    def _until(self, follower: str, part: Any, at: str) -> str:
+        """Return free text up to where `follower`, the expression of `part`, is first met, and that."""
+        if follower.startswith("<["):
+            return f"TEXT {follower}"
+        if follower.startswith('"') and follower != '""':
+            return self.rule(f"TEXT {follower}", "[lazy]")
+        raise RequestError(f"{self._field}.{at}", part, "a text or token after any_text")
 
     def _tags(self, part: dict[str, Any], tags: list[Any], at: str) -> str:
         one = self.expression({"type": "or", "elements": tags}, at)

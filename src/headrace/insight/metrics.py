@@ -7,7 +7,7 @@ counters. Knows no HTTP; `serve.app` serves the text of `render`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -34,6 +34,8 @@ class ServerMetrics:
         self._client = client
         self._values = (model_name, "0")
         self._num_batched = 0
+        self.num_helper_faults: Callable[[], Mapping[str, int]] = dict
+        """Returns how often each kind of process beside the engine failed."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS)
@@ -154,6 +156,9 @@ class ServerMetrics:
         for name, (doc, value) in counters.items():
             # The start's own probe is subtracted, which must not give a negative count.
             yield self._family(CounterMetricFamily, name, doc, {(): max(0, value)})
+        doc = "Processes beside the engine that failed, and in whose place another was started."
+        helpers: dict[tuple[str, ...], float] = {(name,): num for name, num in self.num_helper_faults().items()}
+        yield self._family(CounterMetricFamily, "helper_restarts", doc, helpers, ("helper",))
         accepted = enumerate(total.num_accepted_per_pos)
         counts: dict[tuple[str, ...], float] = {(str(position),): count for position, count in accepted}
         doc = "Draft tokens that were kept, by how many came before them in the draft."
@@ -189,3 +194,25 @@ class ServerMetrics:
         """Return a counter for each value of a further label."""
         counter = Counter(f"headrace:{name}", doc, (*LABELS, label), registry=self.registry)
         return {value: counter.labels(*self._values, value) for value in values}
+
+
+class _Together:
+    """The metrics of several models as one collector: each metric once, with the samples of all."""
+
+    def __init__(self, metrics: Sequence[ServerMetrics]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for each in self._metrics:
+            for family in each.registry.collect():
+                if family.name in families:
+                    families[family.name].samples.extend(family.samples)
+                else:
+                    families[family.name] = family
+        return families.values()
+
+
+def render(metrics: Sequence[ServerMetrics]) -> bytes:
+    """Return the exposition text of one scrape of all models."""
+    return metrics[0].render() if len(metrics) == 1 else generate_latest(_Together(metrics))

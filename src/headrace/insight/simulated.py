@@ -94,10 +94,10 @@ class Oracle:
 
     def logprob(self, token_id: int, position: int, num_top: int) -> TokenLogprob:
         """Return an invented but repeatable log-probability, with the chosen token as the likeliest."""
-        top = [
+        top = tuple(
             ((token_id + i) % self.vocab_size, -0.5 - 0.3 * i - 0.3 * (token_id * 31 + position * 7 + i * 53) % 17 / 17)
             for i in range(min(max(num_top, 0), self.vocab_size))
-        ]
+        )
         return TokenLogprob(token_id, -0.5 - position % 16 / 1024, 1, top)
 
     def stream(self, request: Request, max_model_len: int, fingerprint: int = 0) -> list[int]:
@@ -332,6 +332,14 @@ class SimulatedExecutor:
             slots[at] = fingerprint
             slots[at + 1] = token
             slots[at + 2] = position
+
+    def read_block(self, block: int) -> bytes:
+        """Return all that a block holds."""
+        return self._block(block).tobytes()
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """Set a block to what `read_block` returned."""
+        self._block(block)[:] = array("q", data)
 
     def _block(self, block: int) -> memoryview[int]:
         width = 3 * self.block_size

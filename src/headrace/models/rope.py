@@ -87,9 +87,9 @@ def _linear(rope: ModelConfig, base: float, dim: int, max_positions: int, max_mo
 
 
 def _dynamic(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
-    factor = rope.number("factor", low=1.0)
-    lengths = np.maximum(np.arange(1, max_model_len + 1, dtype=np.float64), max_positions)
-    bases = base * ((factor * lengths / max_positions) - (factor - 1)) ** (dim / (dim - 2))
+    factor, original = rope.number("factor", low=1.0), rope.integer("original_max_position_embeddings", max_positions)
+    lengths = np.maximum(np.arange(1, max_model_len + 1, dtype=np.float64), original)
+    bases = base * ((factor * lengths / original) - (factor - 1)) ** (dim / (dim - 2))
     return (1.0 / bases[:, None] ** _exponents(dim).astype(np.float64)).astype(np.float32), 1.0
 
 

@@ -72,6 +72,7 @@ _OTHERS = [
     Bound("length_penalty", "float", -8.0, 8.0, "power of the length that a beam's score is divided by"),
     Bound("num_beam_groups", "int", 1, 64, "groups of a diverse beam search; divides beam_width"),
     Bound("diversity_penalty", "float", 0.0, 100.0, "cost of a token that an earlier group has chosen"),
+    Bound("max_string_length", "int", 1, MAX_INT32, "of a model's generation_config.json: characters of a JSON string"),
     # Sizes.
     Bound("stop_string", "size", 1, 1024, "characters of one stop string"),
     Bound("bad_word", "size", 1, 256, "characters of one bad word"),
@@ -84,7 +85,7 @@ _OTHERS = [
     Bound("messages", "size", 1, 4096, "chat messages in one request"),
     Bound("text", "size", 0, 8 * 2**20, "characters of a prompt or of a message"),
     Bound("cache_salt", "size", 1, 256, "characters of the prefix cache's salt"),
-    Bound("label", "size", 0, 512, "characters of user, safety_identifier and prompt_cache_key"),
+    Bound("label", "size", 0, 512, "characters of user, safety_identifier, prompt_cache_key, metadata.user_id"),
     Bound("request_id", "size", 1, 256, "characters of the client's own request id"),
 ]
 BOUNDS = {bound.name: bound for bound in [*_PARAMETERS, *_OTHERS]}

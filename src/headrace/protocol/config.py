@@ -73,22 +73,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.quantization is not None:
             _member("quantization", self.quantization, (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS)),))
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
-        _at_least("num_threads", self.num_threads, 0)
+        _at_least(self, 0, "num_threads", "long_prefill_token_threshold")
         if self.num_threads > MAX_NUM_THREADS:
             raise RequestError("num_threads", self.num_threads, f"an integer from 0 to {MAX_NUM_THREADS}")
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes"):
-            _at_least(name, getattr(self, name), 1)
+        _at_least(self, 1, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes")
         # One token of prompt and one of answer.
-        for name, low in (("max_model_len", 2), ("num_gpu_blocks_override", 1), ("kv_cache_memory_bytes", 1)):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), low)
+        _at_least(self, 2, "max_model_len", optional=True)
+        _at_least(self, 1, "num_gpu_blocks_override", "kv_cache_memory_bytes", optional=True)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise RequestError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _at_least("max_logprobs", self.max_logprobs, -1)
-        if self.seed is not None:
-            _at_least("seed", self.seed, 0)
+        _at_least(self, -1, "max_logprobs")
+        _at_least(self, 0, "seed", optional=True)
         if self.speculative_config is not None:
             msgspec.structs.force_setattr(self, "speculative_config", speculative_config(self.speculative_config))
 
@@ -105,9 +101,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     allowed_hosts: list[str] | None = None
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
+    models_dir: str | None = None
+    models_max: int = 4
+    models_memory: int | None = None
+    keep_alive: str = "5m"
     served_model_name: list[str] | None = None
     any_model_name: bool | None = None
     chat_template: str | None = None
+    trust_request_chat_template: bool = False
     enable_auto_tool_choice: bool = True
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -122,6 +123,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     storage_dir: str | None = None
     max_storage_bytes: int = 2**28
     max_batch_concurrency: int = 16
+    slot_save_path: str | None = None
     uvicorn_log_level: str = "info"
     log_format: str = "text"
     crash_report_dir: str = "~/.cache/headrace/crash-reports"
@@ -132,12 +134,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise RequestError("port", self.port, "an integer from 0 to 65535")
-        for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("max_requests_per_minute", "max_tokens_per_minute", "max_connections_per_peer"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
-        _at_least("max_restarts", self.max_restarts, 0)
+        _at_least(self, 0, "max_restarts", "models_max")
+        _at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency")
+        _at_least(self, 1, "max_requests_per_minute", "max_tokens_per_minute", optional=True)
+        _at_least(self, 1, "max_connections_per_peer", "models_memory", optional=True)
         for name in ("max_request_timeout", "shutdown_delay", "shutdown_timeout", "watchdog_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise RequestError(name, getattr(self, name), "0 or more seconds")
@@ -153,9 +153,13 @@ def _member(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise RequestError(name, value, "one of " + ", ".join(allowed))
 
 
-def _at_least(name: str, value: float, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise RequestError(name, value, f"at least {low}")
+def _at_least(config: msgspec.Struct, low: int, *names: str, optional: bool = False) -> None:
+    """Check fields that are integers, or None if `optional`. Raises `RequestError`."""
+    for name in names:
+        value = getattr(config, name)
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not (is_integer and value >= low) and not (optional and value is None):
+            raise RequestError(name, value, f"at least {low}")
 
 
 def human_int(text: str) -> int:

@@ -59,7 +59,7 @@ class UnsupportedError(RequestError):
 class ContextLengthError(RequestError):
     """The prompt, or prompt + max_tokens, does not fit the context or the KV cache (HTTP 400).
 
-    The message begins with OpenAI's own words, by which clients find out that they have to shorten the prompt.
+    By OpenAI's own words and the code in the message, clients find out that they have to shorten the prompt.
     `num_prompt`: its tokens, or at least so many. `num_answer`: those that the request gives the answer.
     """
 
@@ -76,7 +76,7 @@ class ContextLengthError(RequestError):
         return (
             f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
             f"{least}{self.num_prompt + self.num_answer} tokens ({self.num_prompt} in the prompt, {self.num_answer} in "
-            f"the completion). {super().sentence(quoted)}"
+            f"the completion; {self.code}). {super().sentence(quoted)}"
         )
 
     def renamed(self, field: str) -> ContextLengthError:

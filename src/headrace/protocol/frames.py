@@ -34,16 +34,23 @@ class TransportError(HeadraceError):
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """To the engine, first: what to load, the `fds` of its `black_box.BlackBox` if it has one, whether it replaces an
-    engine that has died, and the form of its log, one of `logs.FORMATTERS`."""
+    engine that has died, and the form of its log, one of `logs.FORMATTERS`, with the level, one of `LOG_LEVELS`."""
 
     config: EngineConfig
     black_box: tuple[int, int] | None = None
     is_restart: bool = False
     log_format: str = "text"
+    log_level: str = "warning"
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
+
+
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """To the engine: note the events of its blocks from now on, or no longer."""
+
+    is_watched: bool
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -73,8 +80,31 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     code: str
 
 
-ToEngine = Start | Add | Abort | ResetPrefixCache | Shutdown
-FromEngine = Ready | Failed | Output | Rejected
+class MoveSession(msgspec.Struct, frozen=True, tag="move_session"):
+    """To the engine: write the cached blocks of `token_ids` under `cache_salt` to a file of at most `max_bytes`, or,
+    with `restores`, read the blocks of a file. `weights` is a digest of the model's files."""
+
+    session_id: str
+    path: str
+    weights: str
+    cache_salt: str = ""
+    token_ids: list[int] = []
+    max_bytes: int = 0
+    restores: bool = False
+
+
+class SessionMoved(msgspec.Struct, frozen=True, tag="session_moved"):
+    """From the engine: the tokens of all blocks in the file and its size in bytes, or in `error` why nothing was
+    done."""
+
+    session_id: str
+    token_ids: list[int] = []
+    num_bytes: int = 0
+    error: str = ""
+
+
+ToEngine = Start | Add | Abort | ResetPrefixCache | Watch | MoveSession | Shutdown
+FromEngine = Ready | Failed | Output | Rejected | SessionMoved
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -136,10 +166,6 @@ class FrameBuffer:
             start = end
         del self._bytes[:start]
         return payloads
-
-    @property
-    def empty(self) -> bool:
-        return not self._bytes
 
 
 class EngineSocket:

@@ -53,7 +53,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     work: int = 0
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of one token under the raw logits (before temperature, bias and filters), natural log.
 
     `rank` is 1 for the likeliest. `top` holds (token id, logprob) pairs of the likeliest, best first.
@@ -62,7 +62,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     rank: int
-    top: list[tuple[int, float]]
+    top: tuple[tuple[int, float], ...]
 
 
 class Draft(msgspec.Struct, array_like=True, gc=False):
@@ -249,9 +249,11 @@ class BeamResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
-    """A message to the engine: a new request."""
+    """A message to the engine: a new request, and when its call came, its prompt was tokenised, and it was sent
+    (`insight.journal.Arrival.times`)."""
 
     request: Request
+    times: list[float] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -267,6 +269,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
 class Stats(msgspec.Struct, kw_only=True):
     """Gauges and counters of the engine. Counters only grow. Not frozen, since the scheduler counts in one of them.
 
+    `num_prompt_tokens` counts what is computed of prompts, chunk by chunk, and not what a cache had.
     `num_beam_blocks` are held by beam searches, which would hold `num_beam_blocks_unshared` if no beam shared.
     `num_drafts` drafts of `num_draft_tokens` tokens were verified, and `num_accepted_tokens` of these were accepted;
     entry i of `num_accepted_per_pos` counts those that were i tokens after a draft's first. `num_recordings_ended` is 1
@@ -306,7 +309,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     `started` maps a request to the number of its prompt tokens in the prefix cache, in the step that first ran it.
     A request appears in `finished` exactly once, and never again in any later output. `states` are the samplers' states
     with which a request can be resumed elsewhere (`Request.resume_state`). `beams` has the answers of a search, in the
-    output that has its end. Times are monotonic seconds.
+    output that has its end. `note` is for viewers (`insight.journal.Note`). Times are monotonic seconds.
     """
 
     step_id: int
@@ -322,6 +325,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     finished: dict[str, Finish] = {}
     beams: dict[str, BeamResult] = {}
     stats: Stats | None = None
+    note: bytes = b""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,14 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
+from headrace.quant.arrays import PLAIN, Array, floats, joined, looked_up, repeated, type_name
 from headrace.quant.schemes import BOOKS, Kind, Scheme, find_method
-
-PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes whose numbers are the weights themselves."""
 
 PANEL = 32
 """Rows that a backend packs together: slabs begin at multiples of it."""
@@ -40,22 +38,22 @@ class QWeight:
     codebook: float32 [n], n > any code, or None where a code is itself the value.
     """
 
-    codes: Tensor
-    scales: Tensor | None = None
-    zeros: Tensor | None = None
-    mins: Tensor | None = None
+    codes: Array
+    scales: Array | None = None
+    zeros: Array | None = None
+    mins: Array | None = None
     group: int = 0
     bits: int = 32
-    permutation: Tensor | None = None
-    codebook: Tensor | None = None
+    permutation: Array | None = None
+    codebook: Array | None = None
 
     def __post_init__(self) -> None:
-        if self.codes.dim() != 2:
+        if len(self.codes.shape) != 2:
             raise CheckpointError(f"codes have shape {list(self.codes.shape)}, expected [out, in]")
         if self.scales is None:
             others = (self.zeros, self.mins, self.permutation, self.codebook)
-            if any(part is not None for part in others) or self.codes.dtype not in PLAIN:
-                raise CheckpointError(f"a weight without scales must be plain floats, not {self.codes.dtype}")
+            if any(part is not None for part in others) or type_name(self.codes) not in PLAIN:
+                raise CheckpointError(f"a weight without scales must be plain floats, not {type_name(self.codes)}")
             return
         if self.group < 1:
             raise CheckpointError(f"group is {self.group}, expected at least 1")
@@ -75,27 +73,20 @@ class QWeight:
         parts = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "mins")}
         return replace(self, **{name: part[first:last] for name, part in parts.items() if part is not None})
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self) -> Array:
         """The weights as float32 [out, in], inputs in the model's order; one rounding for each operation."""
         if self.scales is None:
-            return self.codes.float()
-        if self.codebook is None:
-            weight = self.codes.float()
-        else:
-            weight = self.codebook.index_select(0, self.codes.flatten().int()).view(self.codes.shape)
+            return floats(self.codes)
+        weight = floats(self.codes) if self.codebook is None else looked_up(self.codebook, self.codes)
         if self.zeros is not None:
-            weight = torch.sub(weight, self._wide(self.zeros))
-        weight = torch.mul(weight, self._wide(self.scales))
+            weight = weight - self._wide(self.zeros)
+        weight = weight * self._wide(self.scales)
         if self.mins is not None:
-            weight = weight.add_(self._wide(self.mins))
-        if self.permutation is None:
-            return weight
-        out = torch.empty_like(weight)
-        out[:, self.permutation] = weight
-        return out
+            weight += self._wide(self.mins)
+        return weight if self.permutation is None else weight[:, self.permutation.argsort()]
 
-    def _wide(self, part: Tensor) -> Tensor:
-        return widened(part.float(), self.group, self.codes.shape[1])
+    def _wide(self, part: Array) -> Array:
+        return widened(floats(part), self.group, self.codes.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +96,24 @@ class SplitWeight(QWeight):
     columns: int64 [n] inputs. kept: bfloat16 [out, n], their weights.
     """
 
-    columns: Tensor | None = None
-    kept: Tensor | None = None
+    columns: Array | None = None
+    kept: Array | None = None
 
     def rows(self, first: int, last: int) -> SplitWeight:
         # A dataclass with slots is created twice, which breaks super() without arguments.
         rows: SplitWeight = QWeight.rows(self, first, last)  # type: ignore[assignment]
         return rows if self.kept is None else replace(rows, kept=self.kept[first:last])
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self) -> Array:
         weight = QWeight.dequantize(self)
         if self.columns is not None and self.kept is not None:
-            weight[:, self.columns] = self.kept.float()
+            weight[:, self.columns] = floats(self.kept)
         return weight
 
 
-def widened(part: Tensor, group: int, num_in: int) -> Tensor:
+def widened(part: Array, group: int, num_in: int) -> Array:
     """[out, groups] as [out, in], or as a column if there is one group only."""
-    return part if part.shape[1] == 1 else part.unsqueeze(-1).expand(-1, -1, group).flatten(1)[:, :num_in]
+    return part if part.shape[1] == 1 else repeated(part, group)[:, :num_in]
 
 
 class MatrixSource(Protocol):
@@ -145,7 +136,7 @@ class MatrixSource(Protocol):
         ...
 
     @property
-    def columns(self) -> Tensor | None:
+    def columns(self) -> NDArray[np.int64] | None:
         """int64 [n]: inputs whose weights have 16 bits beside the codes of all (`SplitWeight`); None for none."""
         ...
 
@@ -164,7 +155,7 @@ def slabs(source: MatrixSource) -> Iterator[tuple[int, int]]:
 class Stacked:
     """The rows of several weights [out, in], one after the other. All must have one scheme if `scheme` is None."""
 
-    columns: Tensor | None = None
+    columns: Array | None = None
 
     def __init__(self, name: str, parts: Sequence[QWeight], scheme: Scheme | None = None) -> None:
         self.name = name
@@ -206,9 +197,9 @@ def source_of(weights: Sequence[QWeight], name: str = "") -> Stacked:
 def scheme_of(weight: QWeight) -> Scheme:
     """The form of a weight; kind f for all that `Scheme` has no codes for."""
     if weight.scales is None:
-        wide = weight.codes.dtype == torch.float64
-        return Scheme("f", dtype="float32" if wide else str(weight.codes.dtype).removeprefix("torch."))
-    if weight.codes.is_floating_point() or weight.permutation is not None or isinstance(weight, SplitWeight):
+        dtype = type_name(weight.codes)
+        return Scheme("f", dtype="float32" if dtype == "float64" else dtype)
+    if type_name(weight.codes).startswith("float") or weight.permutation is not None or isinstance(weight, SplitWeight):
         return Scheme("f", dtype="float32")
     if weight.codebook is not None:
         entries = tuple(weight.codebook.tolist()) if weight.zeros is None and weight.mins is None else ()
@@ -232,17 +223,17 @@ def concatenated(weights: Sequence[QWeight]) -> QWeight:
     if len(weights) == 1:
         return first
     names = ["codes", "scales", "zeros", "mins"] + ["kept"] * isinstance(first, SplitWeight)
-    joined: dict[str, Any] = {}
+    stacked: dict[str, Any] = {}
     for name in names:
         parts = [getattr(weight, name) for weight in weights]
-        joined[name] = None if parts[0] is None else torch.cat(parts)
-    return replace(first, **joined)
+        stacked[name] = None if parts[0] is None else joined(parts)
+    return replace(first, **stacked)
 
 
 class Tensors(Protocol):
     """A checkpoint as a format reads it."""
 
-    def __call__(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> NDArray[Any]:
         """Map a tensor, read-only, and mark it as used. Raises `CheckpointError` if there is none."""
         ...
 

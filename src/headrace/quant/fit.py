@@ -11,11 +11,12 @@ dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from headrace.quant.arrays import half, repeated, type_name
 from headrace.quant.base import QWeight, SplitWeight, widened
 from headrace.quant.schemes import BOOKS, E4M3, GROUPS, SCHEMES, Kind, Scheme, kernel_name
 
@@ -37,7 +38,7 @@ class Fit(NamedTuple):
     scheme: Scheme | None
     why: str = ""
     rounding: float = 0.0
-    columns: Tensor | None = None
+    columns: NDArray[np.int64] | None = None
 
 
 def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES) -> Fit:
@@ -68,7 +69,7 @@ def _fit_stacked(weights: Sequence[QWeight], takes_f8: bool) -> Fit:
 def _fit_split(weights: Sequence[QWeight]) -> Fit:
     """LLM.int8(): the codes are the int8 kernel's, and all parts must have the same outliers."""
     columns = [weight.columns for weight in weights if isinstance(weight, SplitWeight) and weight.columns is not None]
-    if len(columns) < len(weights) or not all(torch.equal(columns[0], other) for other in columns[1:]):
+    if len(columns) < len(weights) or not all(np.array_equal(columns[0], other) for other in columns[1:]):
         return Fit(None, "its parts have outliers of their own, whose weights have 16 bits")
     if any(weight.scales is None or weight.scales.shape[1] > 1 or weight.bits != 8 for weight in weights):
         return Fit(None, "some of its inputs are outliers beside codes in groups")
@@ -83,24 +84,24 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
         return weight
     num_in, codes = weight.shape[1], weight.codes
     if scheme.book:
-        scales = _regrouped(_book_scales(weight, scheme.book), weight, scheme.group).half().float()
-        book = torch.tensor(BOOKS[scheme.book], dtype=torch.float32)
+        scales = half(_regrouped(_book_scales(weight, scheme.book), weight, scheme.group))
+        book = np.array(BOOKS[scheme.book], np.float32)
         return QWeight(codes, scales, group=scheme.group, bits=4, codebook=book)
     scales = weight.scales if scheme.group == 0 else _regrouped(weight.scales, weight, scheme.group)
     group = scheme.group or num_in
     if scheme.kind == "f8":
-        return QWeight(codes, scales.float(), group=group, bits=8)
-    scales = scales if scheme.group == 0 else scales.half().float()
+        return QWeight(codes, scales, group=group, bits=8)
+    scales = scales if scheme.group == 0 else half(scales)
     if scheme.has_min:
-        mins = _regrouped(_minimums(weight, weight.scales), weight, group).half().float()
+        mins = half(_regrouped(_minimums(weight, weight.scales), weight, group))
         return QWeight(codes, scales, mins=mins, group=group, bits=scheme.bits)
     middle = scheme.middle
-    if weight.zeros is not None and not bool((weight.zeros == middle).all()):
-        shifts = middle - widened(weight.zeros, weight.group, num_in).to(torch.int16)
-        codes = (codes.to(torch.int16) + shifts).to(torch.uint8 if middle else torch.int8)
+    if weight.zeros is not None and not (weight.zeros == middle).all():
+        shifts = middle - widened(weight.zeros, weight.group, num_in).astype(np.int16)
+        codes = (codes.astype(np.int16) + shifts).astype(np.uint8 if middle else np.int8)
     elif weight.zeros is None and middle:
         codes = codes + middle
-    zeros = torch.full((1, 1), float(middle)).expand(scales.shape) if middle else None
+    zeros = np.broadcast_to(np.float32(middle), scales.shape) if middle else None
     return QWeight(codes, scales, zeros, group=group, bits=scheme.bits)
 
 
@@ -109,7 +110,7 @@ def _fit(weight: QWeight, takes_f8: bool) -> Fit:
     if why or weight.scales is None:
         return Fit(None, why)
     channel = weight.scales.shape[1] == 1
-    if weight.codes.is_floating_point():
+    if _is_float(weight):
         return Fit(Scheme("f8", 0 if channel else next(n for n in GROUPS if weight.group % n == 0), dtype=E4M3))
     group = CHANNEL_GROUP if channel else next(size for size in GROUPS if weight.group % size == 0)
     if weight.codebook is not None:
@@ -125,7 +126,7 @@ def _fit(weight: QWeight, takes_f8: bool) -> Fit:
     if kind == "i8":
         return Fit(scheme, "", change)
     is_whole = weight.mins is None and (weight.zeros is None or _is_whole(weight.zeros))
-    is_centred = weight.zeros is not None and bool((weight.zeros == scheme.middle).all())
+    is_centred = weight.zeros is not None and (weight.zeros == scheme.middle).all()
     if is_whole and (weight.bits < scheme.bits or is_centred):
         return Fit(scheme, "", change)
     least = _min_rounding(weight)
@@ -138,29 +139,30 @@ def _fit_book(weight: QWeight, group: int) -> Fit:
     """Find the kernel whose book is the weight's table of 16 numbers, up to a factor and half a 127th."""
     if weight.codebook is None or weight.scales is None or weight.bits != 4 or len(weight.codebook) != 16:
         return Fit(None, f"codes of {weight.bits} bits from a table have no kernel")
-    table = weight.codebook.double() / weight.codebook.double().abs().max()
-    for name, entries in BOOKS.items():
-        book = torch.tensor(entries).double() / max(abs(entry) for entry in entries)
-        change = float((table - book).abs().max())
+    entries = weight.codebook.astype(np.float64)
+    table = entries / np.abs(entries).max()
+    for name, numbers in BOOKS.items():
+        book = np.array(numbers, np.float64) / max(abs(number) for number in numbers)
+        change = float(np.abs(table - book).max())
         rounding = _rounding(_book_scales(weight, name))
         if change <= BOOK_ROUNDING and rounding <= MOST_ROUNDING and weight.zeros is None and weight.mins is None:
-            steps = table.sort().values.diff()
+            steps = np.diff(np.sort(table))
             return Fit(Scheme("i4", group, book=name), "", (change + rounding) / float(steps[steps > 0].min()))
     return Fit(None, "no kernel has its table of codes")
 
 
-def _book_scales(weight: QWeight, book: str) -> Tensor:
+def _book_scales(weight: QWeight, book: str) -> Any:
     """Scales [out, groups] for the kernel's book, whose entries are integers."""
     if weight.scales is None or weight.codebook is None:
         raise ValueError("a weight without a table")
-    return weight.scales * (float(weight.codebook.abs().max()) / max(abs(entry) for entry in BOOKS[book]))
+    return weight.scales * (float(np.abs(weight.codebook).max()) / max(abs(entry) for entry in BOOKS[book]))
 
 
 def _why_not(weight: QWeight, takes_f8: bool) -> str:
     """Why no kernel has the form of `weight`, or "". takes_f8: there are kernels for 8-bit floats."""
     if weight.scales is None:
         return "it is not quantised"
-    if weight.codes.is_floating_point():
+    if _is_float(weight):
         return "" if takes_f8 and _is_f8(weight) else "8-bit floats have no kernel"
     if weight.permutation is not None:
         return "its groups are of inputs that do not lie side by side (act-order)"
@@ -170,13 +172,13 @@ def _why_not(weight: QWeight, takes_f8: bool) -> str:
         return ""
     if weight.bits > 6:
         return _why_not_i8(weight)
-    return "" if weight.codes.dtype == torch.uint8 else f"signed codes of {weight.bits} bits have no kernel"
+    return "" if type_name(weight.codes) == "uint8" else f"signed codes of {weight.bits} bits have no kernel"
 
 
 def _is_f8(weight: QWeight) -> bool:
     """Whether the codes are E4M3 with nothing but scales, one for each output or in groups that kernels may have."""
     others = (weight.zeros, weight.mins, weight.codebook, weight.permutation)
-    if weight.scales is None or weight.codes.dtype != torch.float8_e4m3fn or any(part is not None for part in others):
+    if weight.scales is None or type_name(weight.codes) != E4M3 or any(part is not None for part in others):
         return False
     return weight.scales.shape[1] == 1 or any(weight.group % size == 0 for size in GROUPS)
 
@@ -185,20 +187,24 @@ def _why_not_i8(weight: QWeight) -> str:
     if weight.bits > 8 or weight.mins is not None or (weight.zeros is not None and not _is_whole(weight.zeros)):
         return f"codes of {weight.bits} bits with minimums have no kernel"
     if weight.zeros is None:
-        return "" if weight.codes.dtype == torch.int8 or weight.bits < 8 else "unsigned codes of 8 bits have no kernel"
-    if weight.bits == 8 and not bool((weight.zeros == 128).all() and weight.codes.dtype == torch.uint8):
+        return "" if type_name(weight.codes) == "int8" or weight.bits < 8 else "unsigned codes of 8 bits have no kernel"
+    if weight.bits == 8 and not ((weight.zeros == 128).all() and type_name(weight.codes) == "uint8"):
         return "codes of 8 bits with a zero point have no kernel"
     return ""
 
 
-def _is_whole(zeros: Tensor) -> bool:
-    return bool(((zeros == zeros.round()) & (zeros >= 0) & (zeros < 256)).all())
+def _is_float(weight: QWeight) -> bool:
+    return type_name(weight.codes).startswith("float")
 
 
-def _minimums(weight: QWeight, scales: Tensor) -> Tensor:
+def _is_whole(zeros: NDArray[Any]) -> bool:
+    return bool(((zeros == np.rint(zeros)) & (zeros >= 0) & (zeros < 256)).all())
+
+
+def _minimums(weight: QWeight, scales: NDArray[np.float32]) -> Any:
     """The weights that code 0 stands for: [out, groups]."""
-    least = torch.zeros_like(scales) if weight.mins is None else weight.mins
-    return least if weight.zeros is None else least - weight.zeros * scales.half().float()
+    least = np.zeros_like(scales) if weight.mins is None else weight.mins
+    return least if weight.zeros is None else least - weight.zeros * half(scales)
 
 
 def _min_rounding(weight: QWeight) -> float:
@@ -206,23 +212,25 @@ def _min_rounding(weight: QWeight) -> float:
     if weight.scales is None:
         return 0.0
     least = _minimums(weight, weight.scales)
-    return _largest_share((least.half().float() - least).abs(), weight.scales)
+    return _largest_share(np.abs(half(least) - least), weight.scales)
 
 
-def _rounding(scales: Tensor) -> float:
+def _rounding(scales: NDArray[np.float32]) -> float:
     """The largest relative change of a scale by rounding it to float16; inf beyond float16."""
-    return _largest_share((scales.half().float() - scales).abs(), scales)
+    return _largest_share(np.abs(half(scales) - scales), scales)
 
 
-def _largest_share(changes: Tensor, scales: Tensor) -> float:
-    sizes = scales.abs()
-    sizes = torch.maximum(sizes, sizes.max() * SMALL)
-    return float(torch.where(changes == 0, 0.0, changes / sizes).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+def _largest_share(changes: NDArray[np.float32], scales: NDArray[np.float32]) -> float:
+    sizes = np.abs(scales)
+    sizes = np.maximum(sizes, sizes.max() * SMALL)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = np.where(changes == 0, 0.0, changes / sizes)
+    return float(np.nan_to_num(shares, nan=np.inf, posinf=np.inf).max())
 
 
-def _regrouped(part: Tensor, weight: QWeight, group: int) -> Tensor:
+def _regrouped(part: NDArray[Any], weight: QWeight, group: int) -> Any:
     """[out, groups of weight.group] as [out, groups of `group`]."""
     num_groups = -(-weight.shape[1] // group)
     if part.shape[1] == 1:
-        return part.expand(-1, num_groups)
+        return repeated(part, num_groups)
     return widened(part, weight.group // group, num_groups)

@@ -10,11 +10,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.base import PLAIN, QWeight, Tensors
+from headrace.quant.arrays import PLAIN, floats, type_name
+from headrace.quant.base import QWeight, Tensors
 
 MAX_PATTERN = 256
 MAX_REPEATS = 4
@@ -24,7 +25,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 """The values of 4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
 
-def checked(tensors: Tensors, name: str, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> Tensor:
+def checked(tensors: Tensors, name: str, shape: tuple[int | None, ...], *dtypes: str) -> NDArray[Any]:
     """The tensor `name`, verified to have that shape (None: any size from 1 on) and one of `dtypes` (plain floats)."""
     tensor = tensors(name)
     fits = len(tensor.shape) == len(shape) and all(
@@ -34,28 +35,27 @@ def checked(tensors: Tensors, name: str, shape: tuple[int | None, ...], *dtypes:
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected [{expected}]")
     dtypes = dtypes or PLAIN
-    if tensor.dtype not in dtypes:
-        names = ", ".join(_short(dtype) for dtype in dtypes)
-        raise CheckpointError(f"{name} is stored as {_short(tensor.dtype)}, expected {names}")
+    if type_name(tensor) not in dtypes:
+        raise CheckpointError(f"{name} is stored as {type_name(tensor)}, expected {', '.join(dtypes)}")
     return tensor
 
 
-def good_scales(scales: Tensor, name: str) -> Tensor:
+def good_scales(scales: NDArray[Any], name: str) -> NDArray[np.float32]:
     """Scales as float32. Raises `CheckpointError` if they are no floats, one is no number, or all of them are 0."""
-    if scales.dtype not in PLAIN:
-        raise CheckpointError(f"{name} is stored as {_short(scales.dtype)}, expected plain floats")
-    wide = scales.float()
-    if not bool(torch.isfinite(wide).all()):
+    if type_name(scales) not in PLAIN:
+        raise CheckpointError(f"{name} is stored as {type_name(scales)}, expected plain floats")
+    wide: NDArray[np.float32] = floats(scales)
+    if not np.isfinite(wide).all():
         raise CheckpointError(f"{name} has a scale that is not finite; shape {list(scales.shape)}, expected numbers")
-    if wide.numel() and not bool(wide.any()):
+    if wide.size and not wide.any():
         raise CheckpointError(f"{name} has only zeros; shape {list(scales.shape)}, expected scales")
     return wide
 
 
-def one_scale(tensors: Tensors, name: str) -> Tensor:
+def one_scale(tensors: Tensors, name: str) -> NDArray[np.float32]:
     """The scale of a whole matrix, float32 [1, 1]."""
     scale = good_scales(tensors(name), name)
-    if scale.numel() != 1:
+    if scale.size != 1:
         raise CheckpointError(f"{name} has shape {list(scale.shape)}, expected [1]")
     return scale.reshape(1, 1)
 
@@ -67,34 +67,34 @@ def two_sizes(values: Any, what: str) -> tuple[int, int]:
     raise CheckpointError(f"{what} is {values!r:.80}, expected two whole numbers")
 
 
-def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+def unpacked(words: NDArray[Any], bits: int, count: int) -> NDArray[np.uint8]:
     """The first `count` codes of `bits` (1 to 8) of each row of int32 words [rows, n], as uint8 [rows, count].
 
     Code j is the bits from j * bits on of the row's words as one little-endian number; it may lie in two words.
     """
-    rows = words.contiguous().view(torch.uint8)
+    rows = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
-        return rows[:, :count].contiguous()
-    mask = (1 << bits) - 1
+        return np.ascontiguousarray(rows[:, :count])
+    mask = np.uint8((1 << bits) - 1)
     if 8 % bits == 0:
         per_byte = 8 // bits
-        codes = torch.empty(*rows.shape, per_byte, dtype=torch.uint8)
+        codes = np.empty((*rows.shape, per_byte), np.uint8)
         for i in range(per_byte):
-            torch.bitwise_and(rows >> (bits * i), mask, out=codes[:, :, i])
-        return codes.flatten(1)[:, :count]
+            np.bitwise_and(rows >> (bits * i), mask, out=codes[:, :, i])
+        return codes.reshape(len(rows), -1)[:, :count]
     # `bits` bytes hold 8 codes; each lies in one byte or in two neighbours.
     octs = -(-count // 8)
-    padded = torch.zeros(rows.shape[0], octs * bits, dtype=torch.uint8)
+    padded = np.zeros((len(rows), octs * bits), np.uint8)
     padded[:, : min(rows.shape[1], octs * bits)] = rows[:, : octs * bits]
-    parts = padded.view(rows.shape[0], octs, bits)
-    codes = torch.empty(rows.shape[0], octs, 8, dtype=torch.uint8)
+    parts = padded.reshape(len(rows), octs, bits)
+    codes = np.empty((len(rows), octs, 8), np.uint8)
     for i in range(8):
         byte, shift = divmod(i * bits, 8)
         code = parts[:, :, byte] >> shift
         if shift + bits > 8:
             code = code | parts[:, :, byte + 1] << (8 - shift)
         codes[:, :, i] = code & mask
-    return codes.flatten(1)[:, :count]
+    return codes.reshape(len(rows), -1)[:, :count]
 
 
 def num_words(count: int, bits: int) -> int:
@@ -102,33 +102,33 @@ def num_words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
-def nibbles(packed: Tensor, high_first: bool) -> Tensor:
+def nibbles(packed: NDArray[np.uint8], high_first: bool) -> NDArray[np.uint8]:
     """Two codes out of each byte of [rows, n] -> uint8 [rows, 2 * n]."""
     high, low = packed >> 4, packed & 15
-    return torch.stack((high, low) if high_first else (low, high), -1).flatten(1)
+    return np.stack((high, low) if high_first else (low, high), -1).reshape(len(packed), -1)
 
 
-def four_bit_floats(pairs: Tensor, scales: Tensor, group: int) -> QWeight:
+def four_bit_floats(pairs: NDArray[np.uint8], scales: NDArray[np.float32], group: int) -> QWeight:
     """E2M1 codes, two in each byte of [out, in / 2] with the lower half first, and scales float32 [out, groups]."""
-    return QWeight(nibbles(pairs, False), scales, group=group, bits=4, codebook=torch.tensor(E2M1))
+    return QWeight(nibbles(pairs, False), scales, group=group, bits=4, codebook=np.array(E2M1, np.float32))
 
 
-def by_index(codes: Tensor, scales: Tensor, zeros: Tensor | None, g_idx: Tensor, group: int, bits: int, name: str,
-             codebook: Tensor | None = None) -> QWeight:  # fmt: skip
+def by_index(codes: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | None, g_idx: NDArray[Any], group: int,
+             bits: int, name: str) -> QWeight:  # fmt: skip
     """Codes [out, in] whose input j has the scale (and zero) of group g_idx[j]; scales, zeros [out, groups]."""
     num_in, num_groups = codes.shape[1], scales.shape[1]
-    index = g_idx.long()
-    if bool((index < 0).any() or (index >= num_groups).any()):
+    index = g_idx.astype(np.int64)
+    if ((index < 0) | (index >= num_groups)).any():
         raise CheckpointError(
             f"{name} has groups {int(index.min())} to {int(index.max())}; shape {list(g_idx.shape)}, expected 0 to "
             f"{num_groups - 1}"
         )
-    plain = torch.arange(num_in) // group
-    if torch.equal(index, plain):
-        return QWeight(codes, scales, zeros, group=group, bits=bits, codebook=codebook)
-    order = torch.argsort(index, stable=True)
-    if torch.equal(index[order], plain):
-        return QWeight(codes[:, order], scales, zeros, group=group, bits=bits, permutation=order, codebook=codebook)
+    plain = np.arange(num_in) // group
+    if np.array_equal(index, plain):
+        return QWeight(codes, scales, zeros, group=group, bits=bits)
+    order = np.argsort(index, kind="stable")
+    if np.array_equal(index[order], plain):
+        return QWeight(codes[:, order], scales, zeros, group=group, bits=bits, permutation=order)
     # Groups of unequal size: every input becomes a group.
     each = QWeight(codes, scales[:, index], None if zeros is None else zeros[:, index], None, 1, bits)
     return QWeight(each.dequantize())
@@ -184,8 +184,4 @@ def group_of(config: dict[str, Any], key: str, default: int | None = None) -> in
 def plain_weight(tensors: Tensors, name: str) -> QWeight:
     """`<name>.weight` of a layer that was not quantised."""
     weight = checked(tensors, f"{name}.weight", (None, None))
-    return QWeight(weight, bits=8 * weight.element_size())
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return QWeight(weight, bits=8 * weight.itemsize)

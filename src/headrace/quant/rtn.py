@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
+from headrace.quant.arrays import floats, half
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import BOOKS, Scheme
 from headrace.quant.threads import on_all_threads
+
+F32 = NDArray[np.float32]
 
 SHRINK = (1.0, 0.9)
 """Scales that are tried for int4, as shares of the one that reaches the group's ends. On Gaussian, Laplace and trained
@@ -28,13 +32,16 @@ weights the second lowers the squared error by 4% (groups of 32) to 9% (128); se
 BLOCK_WEIGHTS = 2**19
 """Weights that a thread works on at once: enough that the calls cost little, and few enough for the caches."""
 
+LONG = 512
+"""Inputs of a group for which numpy is as fast along the group as along others."""
+
 MAX_F16 = 65504.0
 TINY_F16 = 2.0**-24
 NORMAL_F16 = 2.0**-14
 
 
-def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
-    """Floats [out, in] as codes of `scheme` (any kind but f), on as many threads as torch is set to.
+def quantise(weight: NDArray[Any], scheme: Scheme, name: str = "a weight") -> QWeight:
+    """Floats [out, in] as codes of `scheme` (any kind but f), on a thread for each core.
 
     int4, int6: |w - dequantised| <= |scale| / 2, but for weights beyond the outermost code. Raises `CheckpointError`
     with `name` for weights that are not finite, or whose scale float16 can not hold.
@@ -42,73 +49,82 @@ def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
     num_out, num_in = weight.shape
     group = scheme.group or num_in
     num_groups = -(-num_in // group)
-    codes = torch.empty(num_out, num_in, dtype=torch.int8)
-    book = torch.tensor(BOOKS[scheme.book], dtype=torch.float32) if scheme.book else None
-    scales = torch.empty(num_out, num_groups)
-    mins = torch.empty(num_out, num_groups) if scheme.has_min else None
+    codes = np.empty((num_out, num_in), np.int8)
+    book = np.array(BOOKS[scheme.book], np.float32) if scheme.book else None
+    scales = np.empty((num_out, num_groups), np.float32)
+    mins = np.empty_like(scales) if scheme.has_min else None
     step = max(1, BLOCK_WEIGHTS // num_in)
-
     block = _Block(step, num_in, group)
 
     def work(first: int) -> None:
-        with torch.inference_mode():
-            rows = slice(first, first + step)
-            block_mins = None if mins is None else mins[rows]
-            if not block.quantise(weight[rows], scheme, codes[rows], scales[rows], block_mins):
-                raise CheckpointError(_why(weight[rows], name))
+        rows = slice(first, first + step)
+        with np.errstate(over="ignore", invalid="ignore"):
+            is_finite = block.quantise(
+                weight[rows], scheme, codes[rows], scales[rows], None if mins is None else mins[rows]
+            )
+        if not is_finite:
+            raise CheckpointError(_why(weight[rows], name))
 
     on_all_threads(work, num_out, step)
-    zeros = torch.full((1, 1), float(scheme.middle)).expand(num_out, num_groups) if scheme.middle else None
+    zeros = np.broadcast_to(np.float32(scheme.middle), scales.shape) if scheme.middle else None
     return QWeight(codes, scales, zeros, mins, group, bits=scheme.bits, codebook=book)
 
 
 class _Block(threading.local):
-    """Memory for some rows as floats in groups: `x` [rows, groups, group], and `y` of the same size as scratch.
+    """Memory for some rows as floats in groups: `x` [group, rows * groups], and `y` of the same shape as scratch.
 
-    Each thread has its own.
+    A short group is a column, so that numpy works on many groups at once. Each thread has its own.
     """
 
     def __init__(self, num_rows: int, num_in: int, group: int) -> None:
-        self.num_in = num_in
-        shape = (num_rows, -(-num_in // group), group)
-        self.x, self.y = torch.empty(shape), torch.empty(shape)
+        self.group = group
+        self.wide = np.empty((num_rows, -(-num_in // group) * group), np.float32)
+        self.x = self.wide if group >= LONG else np.empty_like(self.wide)
+        self.y = np.empty_like(self.wide)
 
-    def quantise(self, rows: Tensor, scheme: Scheme, codes: Tensor, scales: Tensor, mins: Tensor | None) -> bool:
+    def quantise(
+        self, rows: NDArray[Any], scheme: Scheme, codes: NDArray[np.int8], scales: F32, mins: F32 | None
+    ) -> bool:
         """Fill codes [rows, in], scales and mins [rows, groups]. Return False if a number is not finite."""
-        x, y = self.x[: rows.shape[0]], self.y[: rows.shape[0]]
-        flat = x.flatten(1)
-        flat[:, : self.num_in] = rows
+        num_rows, num_in = rows.shape
+        wide = self.wide[:num_rows]
+        wide[:, :num_in] = floats(rows)
         # A short last group is filled up with one of its weights, which changes neither end of its range.
-        flat[:, self.num_in :] = flat[:, self.num_in - 1 : self.num_in]
-        low, high = x.amin(-1), x.amax(-1)
-        if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
+        wide[:, num_in:] = wide[:, num_in - 1 : num_in]
+        x, y = (self._grouped(memory[:num_rows]) for memory in (self.x, self.y))
+        if self.group < LONG:
+            x[:] = wide.reshape(-1, self.group).T
+        low, high = x.min(0), x.max(0)
+        if not (np.isfinite(low) & np.isfinite(high)).all():
             return False
         if scheme.kind == "i8":
-            scale = torch.maximum(high, -low) / 127
+            scale: F32 = np.maximum(high, -low) / np.float32(127)
             scale = scale if scheme.group == 0 else _f16(scale)
             _codes(x, scale, -127, 127, y)
         elif scheme.book:
-            scale = _book_scale(torch.maximum(high, -low), scheme.book)
+            scale = _book_scale(np.maximum(high, -low), scheme.book)
             _nearest(x, scale, BOOKS[scheme.book], y)
         elif mins is not None:
             most = 2**scheme.bits - 1
             scale, least = _best(x, y, lambda share: _affine(low, high, share, most), 0, most)
-            _codes(x.sub_(least.unsqueeze(-1)), scale, 0, most, y)
-            mins.copy_(least)
+            _codes(np.subtract(x, least, out=x), scale, 0, most, y)
+            mins[:] = least.reshape(num_rows, -1)
         else:
             middle = scheme.middle
-            end = torch.where(-low >= high, low, high) / -middle
+            end = np.where(-low >= high, low, high) / -middle
             scale, _ = _best(x, y, lambda share: (_f16(end * share), None), -middle, middle - 1)
-            _codes(x, scale, -middle, middle - 1, y).add_(middle)
-        codes.copy_(y.flatten(1)[:, : self.num_in])
-        scales.copy_(scale)
-        finite = torch.isfinite(scale).all() if mins is None else (torch.isfinite(scale) & torch.isfinite(mins)).all()
-        return bool(finite)
+            _codes(x, scale, -middle, middle - 1, y)
+            y += middle
+        codes[:] = y.astype(np.int8).T.reshape(num_rows, -1)[:, :num_in]
+        scales[:] = scale.reshape(num_rows, -1)
+        return bool(np.isfinite(scale).all() and (mins is None or np.isfinite(mins).all()))
+
+    def _grouped(self, rows: F32) -> F32:
+        """The memory of some rows as [group, groups]; a long group lies there in one piece."""
+        return rows.reshape(-1, self.group).T if self.group >= LONG else rows.reshape(self.group, -1)
 
 
-def _best(
-    x: Tensor, y: Tensor, candidate: Callable[[float], tuple[Tensor, Tensor | None]], low: int, high: int
-) -> tuple[Tensor, Tensor]:
+def _best(x: F32, y: F32, candidate: Callable[[float], tuple[F32, F32 | None]], low: int, high: int) -> tuple[F32, F32]:
     """(scale, minimum) of each group with the least squared error among the candidates; `y` is scratch."""
     scale, least = candidate(SHRINK[0])
     error = _error(x, y, scale, least, low, high)
@@ -116,73 +132,83 @@ def _best(
         other, other_least = candidate(share)
         other_error = _error(x, y, other, other_least, low, high)
         better = other_error < error
-        error = torch.where(better, other_error, error)
-        scale = torch.where(better, other, scale)
+        error = np.where(better, other_error, error)
+        scale = np.where(better, other, scale)
         if least is not None and other_least is not None:
-            least = torch.where(better, other_least, least)
+            least = np.where(better, other_least, least)
     return scale, scale if least is None else least
 
 
-def _error(x: Tensor, y: Tensor, scale: Tensor, least: Tensor | None, low: int, high: int) -> Tensor:
+def _error(x: F32, y: F32, scale: F32, least: F32 | None, low: int, high: int) -> F32:
+    """Squared error of each group, summed in float32 from the group's first weight to its last."""
     if least is not None:
-        x = x - least.unsqueeze(-1)
+        x = x - least
     _codes(x, scale, low, high, y)
-    torch.addcmul(x, y, scale.unsqueeze(-1), value=-1, out=y)
-    error: Tensor = torch.linalg.vecdot(y, y)
+    y *= scale
+    np.subtract(x, y, out=y)
+    y *= y
+    error: F32 = y[0].copy()
+    for row in y[1:]:
+        error += row
     return error
 
 
-def _codes(x: Tensor, scale: Tensor, low: int, high: int, out: Tensor) -> Tensor:
-    """round(x / scale) in [low, high], 0 where the scale is 0; x and out [rows, groups, group]."""
-    divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1)
-    return torch.div(x, divisor, out=out).round_().clamp_(low, high)
+def _codes(x: F32, scale: F32, low: int, high: int, out: F32) -> None:
+    """round(x / scale) in [low, high], 0 where the scale is 0; x and out [group, groups]."""
+    np.divide(x, np.where(scale == 0, np.float32(np.inf), scale), out=out)
+    np.rint(out, out=out)
+    np.clip(out, low, high, out=out)
 
 
-def _book_scale(largest: Tensor, book: str) -> Tensor:
+def _book_scale(largest: F32, book: str) -> F32:
     """float16 scales under which the groups' largest magnitudes reach the book's ends."""
     if book != "e2m1":
-        return _f16(largest / max(BOOKS[book]))
+        return _f16(largest / np.float32(max(BOOKS[book])))
     # The book has twice E2M1's numbers, whose largest power of two is 4. Below 2**-24 float16 has nothing.
-    exponent = torch.floor(torch.log2(largest.clamp_min(TINY_F16))) - 3
-    return torch.where(largest == 0, 0.0, torch.exp2(exponent.clamp_min(-24.0)))
+    exponent = np.floor(np.log2(np.maximum(largest, np.float32(TINY_F16)))) - 3
+    return np.where(largest == 0, np.float32(0), np.exp2(np.maximum(exponent, np.float32(-24))))
 
 
-def _nearest(x: Tensor, scale: Tensor, book: tuple[int, ...], out: Tensor) -> None:
-    """The code of the entry nearest to x / scale; x and out [rows, groups, group]."""
-    entries, order = torch.tensor(book, dtype=torch.float32).sort(stable=True)
-    divisor = torch.where(scale == 0, torch.inf, scale).unsqueeze(-1)
-    places = torch.bucketize(torch.div(x, divisor, out=out), (entries[1:] + entries[:-1]) / 2)
-    torch.index_select(order.float(), 0, places.flatten(), out=out.view(-1))
+def _nearest(x: F32, scale: F32, book: tuple[int, ...], out: F32) -> None:
+    """The code of the entry nearest to x / scale; x and out [group, groups]."""
+    numbers = np.array(book, np.float32)
+    order = np.argsort(numbers, kind="stable")
+    entries = numbers[order]
+    np.divide(x, np.where(scale == 0, np.float32(np.inf), scale), out=out)
+    places = np.zeros(out.shape, np.uint8)
+    for boundary in (entries[1:] + entries[:-1]) / 2:
+        places += out > boundary
+    out[:] = order[places]
 
 
-def _affine(low: Tensor, high: Tensor, share: float, most: int) -> tuple[Tensor, Tensor]:
+def _affine(low: F32, high: F32, share: float, most: int) -> tuple[F32, F32]:
     """Scale and minimum for codes 0 ... most from end to end, or over the middle `share` of the range."""
     margin = (high - low) * ((1 - share) / 2)
     # Rounded down: a minimum above the weights would clip them by more than a code where their range is narrow.
     least = _f16_below(low + margin)
-    return _f16((high - margin - least) / most), least
+    return _f16((high - margin - least) / np.float32(most)), least
 
 
-def _f16(scale: Tensor) -> Tensor:
+def _f16(scale: F32) -> F32:
     """The nearest float16, as float32; away from zero where float16 has few bits left, so that no weight is cut off."""
-    small = scale.abs() < NORMAL_F16
-    coarse = torch.copysign(torch.ceil(scale.abs() / TINY_F16) * TINY_F16, scale)
-    return torch.where(small, coarse, scale.half().float())
+    size = np.abs(scale)
+    coarse = np.copysign(np.ceil(size / TINY_F16) * TINY_F16, scale)
+    return np.where(size < NORMAL_F16, coarse, half(scale))
 
 
-def _f16_below(x: Tensor) -> Tensor:
+def _f16_below(x: F32) -> F32:
     """The greatest float16 that is not greater than x, as float32; -inf if there is none."""
-    near = x.half()
-    bits = near.view(torch.int16)
-    below = torch.where(near == 0, -32767, torch.where(near > 0, bits - 1, bits + 1)).to(torch.int16)
-    return torch.where(near.float() > x, below.view(torch.float16), near).float()
+    near = x.astype(np.float16)
+    bits = near.view(np.int16)
+    below = np.where(near == 0, np.int16(-32767), np.where(near > 0, bits - 1, bits + 1)).astype(np.int16)
+    return np.where(near.astype(np.float32) > x, below.view(np.float16), near).astype(np.float32)
 
 
-def _why(rows: Tensor, name: str) -> str:
-    rows = rows.float()
-    if not bool(torch.isfinite(rows).all()):
+def _why(rows: NDArray[Any], name: str) -> str:
+    rows = floats(rows)
+    if not np.isfinite(rows).all():
         return f"{name} has a weight that is not finite; it can not be quantised"
     return (
-        f"{name} has weights as large as {rows.abs().max().item():.3g}, and their scale is beyond float16 "
+        f"{name} has weights as large as {np.abs(rows).max():.3g}, and their scale is beyond float16 "
         f"({MAX_F16:g}); int8-channel keeps scales in float32"
     )

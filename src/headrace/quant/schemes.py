@@ -57,7 +57,7 @@ GROUPS = (128, 64, 32, 16, 8)
 HEAD_GROUP = 32
 """Group of the head under plain "int4": its errors go straight into the logits."""
 
-METHOD = 1
+METHOD = 2
 """Changes when the same weights get other codes: packed files of another method are written anew."""
 
 NAMES = (

@@ -1,29 +1,30 @@
-"""Runs a function on pieces of a large array, on as many threads as torch is set to.
+"""Runs a function on pieces of a large array, on a thread for each core that the process may use.
 
 Called by `quant.rtn`, `quant.formats.gguf_blocks` and `quantize.gguf_encode`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
+
+def num_cores() -> int:
+    """Return the number of cores that the process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def on_all_threads(work: Callable[[int], None], end: int, step: int) -> None:
     """Call `work` with 0, step, 2 * step, ... below `end`. Each thread takes the next number when it is done with one.
 
-    torch's own threads meet at a barrier after every operation, where all wait for the slowest; these need not wait.
+    `work` has to spend its time in calls that let other threads run, as numpy's do.
     """
     starts = range(0, end, step)
-    num_threads = torch.get_num_threads()
-    if min(num_threads, len(starts)) <= 1:
+    num_threads = min(num_cores(), len(starts))
+    if num_threads <= 1:
         for first in starts:
             work(first)
         return
-    try:
-        with ThreadPoolExecutor(min(num_threads, len(starts)), "quantise", torch.set_num_threads, (1,)) as pool:
-            list(pool.map(work, starts))
-    finally:
-        torch.set_num_threads(num_threads)
+    with ThreadPoolExecutor(num_threads, "quantise") as pool:
+        list(pool.map(work, starts))

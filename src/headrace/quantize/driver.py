@@ -24,16 +24,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace import hub, models
 from headrace.backends.base import Chunks
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
-from headrace.checkpoint.loader import DTYPES, Checkpoint, view_of
+from headrace.backends.torch_ref.tensors import DTYPES, tensor
+from headrace.checkpoint.loader import Checkpoint
 from headrace.checkpoint.mapped import MappedFile, choose_dtype, read_config
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.quant.base import PLAIN, QWeight
+from headrace.quant.arrays import PLAIN, type_name
+from headrace.quant.base import QWeight
 from headrace.quantize import grid, shards
 from headrace.quantize.base import Layer, LayerShape, Options, Statistics, find_method, find_writer
 from headrace.quantize.tracing import LazyMatrix, LazyWeights, TracingBackend
@@ -176,7 +179,7 @@ class Run:
             if num_done <= self.num_layers:
                 names = [name for name in self.checkpoint.names if _layer_of(name) is None]
                 file = self.state.file_of(self.num_layers)
-                shards.write(self.out / file, {name: self.checkpoint.tensor(name) for name in names})
+                shards.write(self.out / file, {name: self._stored(name) for name in names})
                 self.state.add(file, names, {})
         return self._finish()
 
@@ -215,6 +218,10 @@ class Run:
             self.ops.forget()
         return out
 
+    def _stored(self, name: str) -> Tensor:
+        """Return a view of a tensor of the source. Nobody may write to it."""
+        return tensor(self.checkpoint.array(name))
+
     def _matrices(self, i: int) -> list[LazyMatrix]:
         return [matrix for matrix in self.weights.matrices if _layer_of(matrix.names[0]) == i]
 
@@ -228,7 +235,7 @@ class Run:
         tensors: dict[str, Tensor] = {}
         for name in self.checkpoint.names:
             if _layer_of(name) == i and name.removesuffix(".weight") not in layer.weights:
-                stored = self.checkpoint.tensor(name)
+                stored = self._stored(name)
                 new = changed.get(name)
                 # A tensor that did not change is written as it is, whatever its dtype.
                 tensors[name] = stored if new is None or torch.equal(new.float(), stored.float()) else new
@@ -252,20 +259,20 @@ class Run:
         plain: dict[str, Tensor] = {}
         for matrix in self._matrices(i):
             for name, num_out in zip(matrix.names, matrix.num_outs, strict=True):
-                weight = _turned(self.checkpoint.tensor(f"{name}.weight"), matrix)
-                if tuple(weight.shape) != (num_out, matrix.num_in) or weight.dtype not in PLAIN:
+                weight = _turned(self._stored(f"{name}.weight"), matrix)
+                if tuple(weight.shape) != (num_out, matrix.num_in) or type_name(weight) not in PLAIN:
                     raise CheckpointError(
-                        f"{name}.weight has shape {list(weight.shape)} and dtype {weight.dtype}, expected floats "
+                        f"{name}.weight has shape {list(weight.shape)} and dtype {type_name(weight)}, expected floats "
                         f"[{num_out}, {matrix.num_in}]"
                     )
                 floats = weight.float().clone(memory_format=torch.contiguous_format)
                 (layer.weights if name in self.shapes else plain)[name] = floats
                 if matrix.bias:
-                    layer.biases[name] = self.checkpoint.tensor(f"{name}.bias").float().clone()
+                    layer.biases[name] = self._stored(f"{name}.bias").float().clone()
         for full, norm in self.weights.norms.items():
             name = full.removesuffix(".weight")
             if _layer_of(full) == i and full != name:
-                norm.copy_(self.checkpoint.tensor(full))
+                norm.copy_(self._stored(full))
                 layer.norms[name] = norm.clone()
         self.ops.weights, self.ops.biases = layer.weights | plain, dict(layer.biases)
         return layer
@@ -294,7 +301,7 @@ class Run:
         tensors = _File(self.out / file)
         for name, weight in weights.items():
             codes = self.writer.read(tensors, name, self.quantization_config)
-            if not torch.equal(codes.dequantize(), weight.dequantize()):
+            if not torch.equal(tensor(codes.dequantize()), weight.dequantize()):
                 raise CheckpointError(f"{self.out / file}: {name} is not read back as it was written")
 
     def _read_back(self, i: int) -> None:
@@ -305,14 +312,14 @@ class Run:
         for matrix in self._matrices(i):
             for name in matrix.names:
                 if name in self.shapes:
-                    weights[name] = self.writer.read(file, name, self.quantization_config).dequantize()
+                    weights[name] = tensor(self.writer.read(file, name, self.quantization_config).dequantize())
                 else:
-                    weights[name] = _turned(file(f"{name}.weight"), matrix).float()
+                    weights[name] = _turned(tensor(file(f"{name}.weight")), matrix).float()
                 if matrix.bias:
-                    biases[name] = file(f"{name}.bias").float()
+                    biases[name] = tensor(file(f"{name}.bias")).float()
         for name, norm in self.weights.norms.items():
             if _layer_of(name) == i:
-                norm.copy_(file(name))
+                norm.copy_(tensor(file(name)))
         self.ops.weights, self.ops.biases = weights, biases
 
 
@@ -370,10 +377,10 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._file = MappedFile(path)
 
-    def __call__(self, name: str) -> Tensor:
+    def __call__(self, name: str) -> NDArray[Any]:
         if name not in self._file.entries:
             raise CheckpointError(f"{self._file.path} lacks {name}")
-        return view_of(self._file, name)
+        return self._file.array(name)
 
     def has(self, name: str) -> bool:
         return name in self._file.entries

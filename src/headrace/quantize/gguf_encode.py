@@ -16,10 +16,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
+from headrace.quant.arrays import cast
 from headrace.quant.formats.gguf_blocks import PIECE_WEIGHTS, TYPES
 from headrace.quant.threads import on_all_threads
 
@@ -44,7 +44,7 @@ class Encoder(NamedTuple):
 def encode(kind: str, weight: F32, name: str = "a weight") -> U8:
     """Rows of floats [rows, in] as rows of blocks, uint8 [rows, in / elements * size].
 
-    On as many threads as torch is set to. Raises `CheckpointError` with `name` for weights that are not finite, whose
+    On a thread for each core. Raises `CheckpointError` with `name` for weights that are not finite, whose
     scales float16 can not hold, or whose rows are no whole number of blocks.
     """
     encoder = ENCODERS[kind]
@@ -245,7 +245,7 @@ _BLOCKS: dict[str, Callable[[F32], U8]] = {
 ENCODERS: dict[str, Encoder] = {
     "F32": Encoder(1, 4, lambda x: np.ascontiguousarray(x, "<f4").view(np.uint8)),
     "F16": Encoder(1, 2, _bytes),
-    "BF16": Encoder(1, 2, lambda x: torch.from_numpy(x).to(torch.bfloat16).view(torch.uint8).numpy()),
+    "BF16": Encoder(1, 2, lambda x: cast(x, "bfloat16").view(np.uint8)),
 } | {kind: Encoder(TYPES[kind].elements, TYPES[kind].size, write) for kind, write in _BLOCKS.items()}
 """By the type's name."""
 

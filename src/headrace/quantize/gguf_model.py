@@ -77,6 +77,9 @@ def _decoder(config: ModelConfig, model_type: str, architecture: str) -> Metadat
     longest = config.integer("max_position_embeddings")
     _verify(config, kind, model_type, head_dim)
     rope = _global_rope(config)
+    if rope.values["rope_type"] == "dynamic":
+        # GGUF has no such scaling. The model is the plain one up to its original context.
+        longest = rope.integer("original_max_position_embeddings", longest)
     turned = int(head_dim * rope.number("partial_rotary_factor", 1.0))
     values: dict[str, Value] = {
         "context_length": longest,
@@ -183,7 +186,7 @@ def _scaling(
     rope: ModelConfig, head_dim: int, longest: int, theta: float
 ) -> tuple[dict[str, Value], NDArray[np.float32] | None]:
     kind = rope.values["rope_type"]
-    if kind == "default":
+    if kind in ("default", "dynamic"):
         return {}, None
     if kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")}, None
@@ -192,7 +195,7 @@ def _scaling(
         scaled = frequencies_of(rope, head_dim, longest, longest, theta)
         return {}, (plain[0] / scaled[0]).astype(np.float32)
     if kind != "yarn" or not rope.flag("truncate", True):
-        refuse("rope_type", kind, "default, linear, llama3 and yarn (truncated)")
+        refuse("rope_type", kind, "default, linear, llama3, dynamic (its original context) and yarn (truncated)")
     original = rope.integer("original_max_position_embeddings", longest)
     factor = rope.number("factor", longest / original)
     _, magnitude = frequencies_of(rope, head_dim, longest, longest, theta)

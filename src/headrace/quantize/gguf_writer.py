@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headrace import models
@@ -24,6 +23,7 @@ from headrace.checkpoint.loader import Checkpoint
 from headrace.checkpoint.mapped import read_config
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.quant.arrays import bits_of, floats
 from headrace.quantize import gguf_file, gguf_model, gguf_tokenizer
 from headrace.quantize.gguf_encode import ENCODERS, encode
 from headrace.quantize.gguf_file import U8, Value
@@ -34,7 +34,7 @@ VERSION = 1
 """Changes when the same weights get other bytes: an interrupted run then begins anew."""
 FITTING = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Types of blocks of 32 for rows that are no whole number of blocks of 256."""
-FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+FLOATS = ("F32", "F16", "BF16")
 
 BLOCKS = ".blocks"
 """The end of the names of tensors that are already blocks, uint8 [out, in / 32, bytes of a block]."""
@@ -130,7 +130,7 @@ class Source:
         return self.metadata.architecture == "gpt2"
 
     def _same(self, first: str, second: str) -> bool:
-        return torch.equal(self.checkpoint.tensor(first), self.checkpoint.tensor(second))
+        return np.array_equal(bits_of(self.checkpoint.array(first)), bits_of(self.checkpoint.array(second)))
 
     def shape(self, plan: Planned) -> tuple[int, ...]:
         """Return the shape of the tensor of the file, the slowest dimension first."""
@@ -156,30 +156,31 @@ class Source:
     def floats(self) -> Level:
         """The level of floats whose type most of the checkpoint's bytes have."""
         entries = [self.checkpoint.entry(name) for name in self.checkpoint.names]
-        sizes = {kind: sum(e.end - e.begin for e in entries if e.dtype == kind) for kind in FLOATS.values()}
+        sizes = {kind: sum(e.end - e.begin for e in entries if e.dtype == kind) for kind in FLOATS}
         return LEVELS[max(sizes, key=lambda kind: sizes[kind])]
 
     def raw(self, plan: Planned) -> Iterator[U8]:
         """Yield the bytes of a tensor that is already blocks, rows in the file's order."""
         for name in plan.sources:
-            stored = self.checkpoint.tensor(self.blocks[name]).flatten(1)
-            yield stored[self._order(plan, len(stored))].numpy() if plan.turned else stored.numpy()
+            stored = self.checkpoint.array(self.blocks[name])
+            rows = stored.reshape(len(stored), -1)
+            yield rows[self._order(plan, len(rows))] if plan.turned else rows
 
-    def _order(self, plan: Planned, num_rows: int) -> torch.Tensor:
-        return torch.from_numpy(np.argsort(pair_order(num_rows, self.metadata.head_dim, plan.turned)))
+    def _order(self, plan: Planned, num_rows: int) -> NDArray[np.int64]:
+        return np.argsort(pair_order(num_rows, self.metadata.head_dim, plan.turned))
 
     def slabs(self, plan: Planned) -> Iterator[NDArray[np.float32]]:
         """Yield the tensor's numbers [rows, in], some four million at a time, rows in the file's order."""
         for name in plan.sources:
-            stored = self.checkpoint.tensor(name)
-            rows = stored.t() if plan.transposed else stored.reshape(-1, 1) if stored.dim() == 1 else stored
+            stored = self.checkpoint.array(name)
+            rows = stored.T if plan.transposed else stored.reshape(-1, 1) if stored.ndim == 1 else stored
             order = self._order(plan, len(rows)) if plan.turned else None
             step = max(SLAB_WEIGHTS // rows.shape[1], 1)
             for first in range(0, len(rows), step):
                 last = min(first + step, len(rows))
-                self.checkpoint.about_to_read((last - first) * rows.shape[1] * stored.element_size())
-                piece = (rows[first:last] if order is None else rows[order[first:last]]).float()
-                yield np.ascontiguousarray((piece + plan.offset if plan.offset else piece).numpy())
+                self.checkpoint.about_to_read((last - first) * rows.shape[1] * stored.itemsize)
+                piece = floats(rows[first:last] if order is None else rows[order[first:last]])
+                yield np.ascontiguousarray(piece + plan.offset if plan.offset else piece)
 
     def kinds(self, level: Level) -> dict[str, str]:
         """Return the type of each tensor by its name in the file."""
@@ -196,7 +197,7 @@ class Source:
             return "F32"
         stem = plan.name.removesuffix(".weight")
         if stem == "position_embd":
-            return level.base if level.base in FLOATS.values() else "F16"
+            return level.base if level.base in FLOATS else "F16"
         kind = level.base
         if stem == "output" or (stem == "token_embd" and self.tied):
             kind = level.head

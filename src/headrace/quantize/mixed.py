@@ -28,6 +28,7 @@ from headrace.backends.base import Backend, Chunks, Matrix
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
+from headrace.backends.torch_ref.tensors import tensor
 from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.protocol.errors import RequestError
 from headrace.quant.formats import gguf_blocks
@@ -297,6 +298,6 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
         return weight
     raw = encode(kind, np.ascontiguousarray(weight.numpy()))
     if kind in gguf_blocks.TYPES:
-        return gguf_blocks.decode(kind, raw).dequantize()
+        return tensor(gguf_blocks.decode(kind, raw).dequantize())
     dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[kind]
     return torch.from_numpy(raw).view(dtype).view(weight.shape).float()

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.checkpoint.loader import STORED
+from headrace.checkpoint.mapped import VIEWS
+from headrace.quant.arrays import type_name
 
 INDEX = "model.safetensors.index.json"
-NAMES = {dtype: name for name, dtype in STORED.items() if not (name == "F8_E8M0" or dtype == torch.bool)}
+NAMES = {dtype.names[0] if dtype.names else dtype.name: name for name, dtype in VIEWS.items() if name != "F8_E8M0"}
+"""The name in a file of each type."""
 ALIGNMENT = 8
 
 
@@ -31,7 +33,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for name in order:
         size = tensors[name].numel() * tensors[name].element_size()
         header[name] = {
-            "dtype": NAMES[tensors[name].dtype],
+            "dtype": NAMES[type_name(tensors[name])],
             "shape": list(tensors[name].shape),
             "data_offsets": [end, end + size],
         }

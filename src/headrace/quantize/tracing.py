@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace.backends.base import Activation, Array, Backend, Heads, Matrix
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.ops import RefOps
+from headrace.backends.torch_ref.tensors import tensor
 from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.quant.base import MatrixSource
 from headrace.quantize.base import Fold, Statistics
@@ -152,8 +153,7 @@ class TracingBackend(TorchRef):
         self.ops = self.tracing
 
     def table(self, values: Any) -> Tensor:
-        tensor: Tensor = values
-        return tensor
+        return tensor(values)
 
 
 class LazyWeights(SafetensorsWeights):
@@ -167,10 +167,10 @@ class LazyWeights(SafetensorsWeights):
         self.norms: dict[str, Tensor] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
-        tensor: Tensor = super().tensor(name, shape)
-        self.norms[name] = tensor
-        self._ops.norm_names[id(tensor)] = name.removesuffix(".weight")
-        return tensor
+        norm: Tensor = super().tensor(name, shape)
+        self.norms[name] = norm
+        self._ops.norm_names[id(norm)] = name.removesuffix(".weight")
+        return norm
 
     def linear(self, names: Sequence[str], num_in: int, num_outs: Sequence[int], **flags: bool) -> Matrix:
         matrix = super().linear(names, num_in, num_outs, **flags)

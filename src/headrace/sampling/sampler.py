@@ -411,7 +411,7 @@ def token_logprob(row: F32, token_id: int, num_top: int) -> TokenLogprob:
         token_id=token_id,
         logprob=float(here - log_sum),
         rank=rank,
-        top=list(zip(top.tolist(), (x[top] - log_sum).tolist(), strict=True)),
+        top=tuple(zip(top.tolist(), (x[top] - log_sum).tolist(), strict=True)),
     )
 
 

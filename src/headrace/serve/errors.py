@@ -51,7 +51,11 @@ STATUSES = {
     431: Status("invalid_request_error", "The headers are too large."),
     500: Status("server_error", "The engine failed this request."),
     501: Status("server_error", "Not done by this server."),
-    503: Status("server_error", "The engine, or a process beside it, is loading or gone."),
+    503: Status(
+        "server_error",
+        "The engine, or a process beside it, is loading, ending or gone; too many connections or bytes come at a time; "
+        "or the disk for stored files is full or fails.",
+    ),
     504: Status("timeout_error", "The deadline passed while the engine computed."),
 }
 

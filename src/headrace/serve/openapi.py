@@ -37,8 +37,9 @@ MESSAGE = {
 REF = "#/components/schemas/{name}"
 
 
-def document(app: Starlette, model: str, locked: bool) -> dict[str, Any]:
-    """Return the document. `model` is the one that is served; `locked`: a key is needed."""
+def document(app: Starlette, model: str | None, locked: bool) -> dict[str, Any]:
+    """Return the document. `model` is the one that is served, None if there are several; `locked`: a key is
+    needed."""
     operations = routing.operations(app)
     kinds = [(each.takes, each.gives, *each.chunks, each.api.error_type) for each in operations]
     schemas = Schemas([kind for each in kinds for kind in each if kind is not None])
@@ -123,10 +124,10 @@ def _tidy(struct: str, value: Any) -> Any:
     return tidy
 
 
-def _fill_in(properties: dict[str, Any], model: str, least: int) -> None:
+def _fill_in(properties: dict[str, Any], model: str | None, least: int) -> None:
     """Add what the types of a body's fields do not have: which model there is, what a message looks like, and of how
     many there must be `least`."""
-    if "model" in properties:
+    if "model" in properties and model is not None:
         optional = "anyOf" in properties["model"]
         properties["model"] = {"type": ["string", "null"] if optional else "string"}
         properties["model"]["enum"] = [model, None] if optional else [model]
@@ -185,7 +186,7 @@ def _operation(each: routing.Operation, path: str, schemas: Schemas) -> dict[str
     return operation
 
 
-def add_routes(app: Starlette, model: str, locked: bool) -> None:
+def add_routes(app: Starlette, model: str | None, locked: bool) -> None:
     """Add `/openapi.json` and `/docs`; after all others."""
 
     def described() -> dict[str, Any]:

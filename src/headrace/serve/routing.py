@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.engine import context
-from headrace.engine.generation import LARGE_TEXT, in_time, off_loop
+from headrace.engine.generation import LARGE_TEXT, free, in_time, off_loop
 from headrace.serve.errors import ENDINGS, OPENAI, Api, error_event, error_response, event, json_response
 from headrace.serve.gates.limits import ClientGoneError, Receive, Scope, parse_json, read_body
 
@@ -83,6 +83,8 @@ class Readable(ABC):
     """
 
     headers: Mapping[str, str] = {}
+    keeps_reply = False
+    """Whether what `whole` returns is read again after it was sent."""
     media_type = EVENT_STREAM
 
     def __init__(self, answer: Any, stream: bool) -> None:
@@ -99,7 +101,7 @@ class Readable(ABC):
         """Yield the reply in pieces. Raises the engine's errors."""
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort what still runs. Nothing is read from the answer afterwards."""
         self.answer.close()
 
 
@@ -195,26 +197,55 @@ async def deliver(request: Request, answer: Readable, api: Api) -> Any:
     try:
         if answer.stream:
             return EventStream(answer, headers, api)
-        reply = await until_gone(request.receive, answer.whole())
-        return await large_response(reply, answer.answer.size, headers)
+        reply, size = await until_gone(request.receive, answer.whole()), answer.answer.size
+        answer.close()
+        return await large_response(reply, size, headers, answer.keeps_reply)
     except BaseException:
         answer.close()
         raise
 
 
-async def large_response(body: object, size: int, headers: Mapping[str, str] | None = None) -> Response:
-    """Return `json_response` of a body of about `size` tokens, written beside the event loop if it is large."""
+async def large_response(
+    body: object, size: int, headers: Mapping[str, str] | None = None, keeps_body: bool = False
+) -> Response:
+    """Return `json_response` of a body of about `size` tokens, written and freed beside the event loop if it is large,
+    but not freed if `keeps_body`."""
     if size < LARGE_TEXT:
         return json_response(body, headers=headers)
-    content = await off_loop(size, lambda: b"".join(json_pieces(body)))
-    return PieceResponse(content, headers=dict(headers or {}), media_type="application/json")
+    parts = await off_loop(size, lambda: _written(body, keeps_body))
+    return PieceResponse(parts, dict(headers or {}))
 
 
 async def large_event(body: object, size: int) -> bytes:
-    """Return `event` of a body of about `size` tokens, written beside the event loop if it is large."""
+    """Return `event` of a body of about `size` tokens, written and freed beside the event loop if it is large."""
     if size < LARGE_TEXT:
         return event(body)
-    return await off_loop(size, lambda: b"data: " + b"".join(json_pieces(body)) + b"\n\n")
+    return await off_loop(size, lambda: b"".join((b"data: ", *_written(body, False), b"\n\n")))
+
+
+def _written(body: object, keeps_body: bool) -> list[bytes]:
+    """Return the JSON of `body` in parts of about `SENT_BYTES`, and free the body's long lists."""
+    parts, rest, num_bytes = [], [], 0
+    for piece in json_pieces(body):
+        rest.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= SENT_BYTES:
+            parts.append(b"".join(rest))
+            rest, num_bytes = [], 0
+    if not keeps_body:
+        free(list(_lists(body)))
+    return [*parts, b"".join(rest)]
+
+
+def _lists(value: Any, levels: int = 4) -> Iterator[list[Any]]:
+    """Yield the lists in a reply whose items have values of their own, the inner ones first."""
+    if isinstance(value, list) and value and isinstance(value[-1], msgspec.Struct | dict):
+        for item in value if levels and len(value) <= PIECE else ():
+            yield from _lists(item, levels - 1)
+        yield value
+    elif levels and isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from _lists(getattr(value, name), levels - 1)
 
 
 def json_pieces(value: Any, levels: int = 4) -> Iterator[bytes]:
@@ -251,12 +282,16 @@ def _is_plain(config: Any) -> bool:
 
 
 class PieceResponse(Response):
-    """A response whose body is passed on in pieces, as fast as the client reads."""
+    """A response of JSON whose body is passed on in parts, as fast as the client reads."""
+
+    def __init__(self, parts: list[bytes], headers: dict[str, str]) -> None:
+        headers["content-length"] = str(sum(map(len, parts)))
+        super().__init__(headers=headers, media_type="application/json")
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for start in range(0, len(self.body), SENT_BYTES):
-            part = bytes(self.body[start : start + SENT_BYTES])
+        for part in self._parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

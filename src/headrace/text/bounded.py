@@ -75,6 +75,11 @@ class BoundedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._ending: weakref.finalize[[subprocess.Popen[bytes]], BoundedProcess] | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """The process's id, or None while there is none."""
+        return None if self._process is None else self._process.pid
+
     def run(self, job: object, reply_type: type[Reply]) -> Reply | str:
         """Return the reply to a job, or a text that says why the job ended its process.
 

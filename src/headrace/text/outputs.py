@@ -20,6 +20,9 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import BeamResult, Finish, Request, StepOutput, TokenLogprob
 from headrace.text.tokenizer import DetokenizeStream, Tokenizer
 
+PART_TOKENS = 256
+"""Tokens that become text at a time, where a slow reader finds many."""
+
 
 class Delta(msgspec.Struct):
     """The output for one request since the last delta was read. Times are monotonic seconds of the engine's clock.
@@ -57,20 +60,24 @@ class Delta(msgspec.Struct):
         self.beams = self.beams or later.beams
         self.pooled = self.pooled or later.pooled
 
-    def by_token(self) -> list[Delta]:
-        """Return this delta cut into deltas of one token each, if it has log-probabilities; else, and for a search,
-        this delta alone."""
-        if len(self.token_ids) < 2 or not self.logprobs or self.beams is not None:
-            return [self]
-        parts = [
-            Delta(self.time, self.first_time, self.last_time, [token_id], [entry])
-            for token_id, entry in zip(self.token_ids, self.logprobs, strict=True)
-        ]
-        first, last = parts[0], parts[-1]
-        first.prompt_logprobs, first.start_time = self.prompt_logprobs, self.start_time
-        first.num_cached_tokens = self.num_cached_tokens
-        last.finish, last.pooled = self.finish, self.pooled
-        return parts
+    def parts(self) -> Iterator[Delta]:
+        """Yield this delta cut into deltas of one token each, if it has log-probabilities, else of `PART_TOKENS`; for a
+        search, this delta alone."""
+        size, num = 1 if self.logprobs else PART_TOKENS, len(self.token_ids)
+        if num <= size or self.beams is not None:
+            yield self
+            return
+        for start in range(0, num, size):
+            end = start + size
+            part = Delta(
+                self.time, self.first_time, self.last_time, self.token_ids[start:end], self.logprobs[start:end]
+            )
+            if not start:
+                part.prompt_logprobs, part.start_time = self.prompt_logprobs, self.start_time
+                part.num_cached_tokens = self.num_cached_tokens
+            if end >= num:
+                part.finish, part.pooled = self.finish, self.pooled
+            yield part
 
 
 def deltas_of(output: StepOutput) -> Iterator[tuple[str, Delta]]:
@@ -133,7 +140,7 @@ def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
 
 
-class Logprob(msgspec.Struct, frozen=True):
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     """One log-probability, as vLLM gives it: natural log under the raw logits, rank 1 for the likeliest, and the
     text."""
 

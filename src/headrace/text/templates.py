@@ -21,6 +21,7 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
+from headrace.text.tools import custom
 from headrace.text.traits import Traits
 
 logger = logging.getLogger("headrace.server")
@@ -138,7 +139,9 @@ class ChatTemplate:
         self._traits: dict[str, Traits] = {}
 
     @classmethod
-    def of(cls, tokenizer: TemplateSource, chat_template: str | None = None) -> ChatTemplate:
+    def of(
+        cls, tokenizer: TemplateSource, chat_template: str | None = None, process: BoundedProcess | None = None
+    ) -> ChatTemplate:
         """Return the template of `tokenizer`, or of `chat_template`: a Jinja source, or the path of one.
 
         Raises `RequestError` if there is none.
@@ -148,7 +151,7 @@ class ChatTemplate:
             sources = {"default": _source(chat_template)}
         if not sources:
             raise RequestError("messages", "a conversation", "a prompt: the model has no chat template")
-        return cls(sources, tokenizer.special_tokens)
+        return cls(sources, tokenizer.special_tokens, process)
 
     @property
     def sources(self) -> list[str]:
@@ -179,6 +182,8 @@ class ChatTemplate:
         source = self._source_for(bool(tools))
         traits = self._traits_of(source)
         typed = _typed(messages)
+        if self.moves_system(typed, bool(tools)):
+            typed = _with_one_system(typed, traits)
         chat = [message.template_form(traits) for message in typed]
         if continue_final_message:
             if typed[-1].content is None or typed[-1].content is msgspec.UNSET:
@@ -204,6 +209,12 @@ class ChatTemplate:
         if self.traits(tools).text_arguments:
             return []
         return [call.field for message in messages for call in message.tool_calls if not call.is_well_formed()]
+
+    def moves_system(self, messages: Sequence[ChatMessage], tools: bool) -> bool:
+        """Return whether there are system messages that the template does not take where they stand. A first one that
+        follows another is added to it; a later one is given as the user's."""
+        traits = self.traits(tools)
+        return not traits.takes_late_system and any(_is_system(message, traits) for message in messages[1:])
 
     def _source_for(self, tools: bool) -> str:
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
@@ -235,10 +246,15 @@ class ChatTemplate:
         return result
 
 
+def new_process() -> BoundedProcess:
+    """Return a process that renders templates."""
+    return BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
+
+
 @functools.cache
 def shared_process() -> BoundedProcess:
     """Return the process that all templates share by default."""
-    return BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
+    return new_process()
 
 
 def _source(chat_template: str) -> str:
@@ -253,6 +269,35 @@ def _source(chat_template: str) -> str:
 def _typed(messages: Sequence[ChatMessage] | Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     typed = [message for message in messages if isinstance(message, ChatMessage)]
     return typed if len(typed) == len(messages) else read_messages(messages)
+
+
+def _is_system(message: ChatMessage, traits: Traits) -> bool:
+    return message.role == "system" or (message.role == "developer" and not traits.shows_developer)
+
+
+def _with_one_system(messages: Sequence[ChatMessage], traits: Traits) -> list[ChatMessage]:
+    """Return messages of which the first alone may be a system message. Neighbours of one role are put together: most
+    templates that take no later one want the roles to alternate."""
+    merged: list[ChatMessage] = []
+    is_moved = False
+    for message in messages:
+        is_system = _is_system(message, traits)
+        joins = bool(merged) and (is_system or (is_moved and message.role == "user"))
+        if joins and (merged[-1].role == "user" or (is_system and _is_system(merged[-1], traits))):
+            text = f"{_plain(merged[-1])}\n\n{_plain(message)}"
+            merged[-1] = msgspec.structs.replace(merged[-1], content=text)
+        elif is_system and merged:
+            merged.append(ChatMessage(role="user", content=message.content))
+        else:
+            merged.append(message)
+        is_moved = is_system and merged[-1].role == "user"
+    return merged
+
+
+def _plain(message: ChatMessage) -> str:
+    if isinstance(message.content, list):
+        return "\n".join(message.content)
+    return message.content if isinstance(message.content, str) else ""
 
 
 def _read_message(message: object, field: str) -> ChatMessage:
@@ -296,11 +341,20 @@ def _part(text: str) -> dict[str, Any]:
 def _tool_calls(calls: object, field: str) -> list[ToolCall]:
     if not isinstance(calls, list):
         raise RequestError(field, calls, "a list")
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{field}[{i}]", call, "an object with a function that has a name")
-    return [ToolCall(call, f"{field}[{i}].function.arguments") for i, call in enumerate(calls)]
+    return [_tool_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, field: str) -> ToolCall:
+    custom_call = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
+    if isinstance(custom_call, Mapping):
+        call_id, name, text = call.get("id"), custom_call.get("name"), custom_call.get("input")
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise RequestError(f"{field}.custom", custom_call, "an object with name and input, which are strings")
+        return ToolCall.of(call_id, name, custom.arguments(text), f"{field}.custom.input")
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(field, call, "an object with a function that has a name")
+    return ToolCall(call, f"{field}.function.arguments")
 
 
 def _mark(message: dict[str, Any]) -> None:

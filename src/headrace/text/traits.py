@@ -44,7 +44,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """What a template takes and writes. The defaults are for one of which nothing could be found.
 
     `takes_null`: whether a turn with calls may have the content null. `text_arguments`: whether the arguments of calls
-    must be JSON text, not an object. `shows_developer`: whether it writes messages of the role `developer`. `call`:
+    must be JSON text, not an object. `shows_developer`: whether it writes messages of the role `developer`.
+    `takes_late_system`: whether it takes a system message after others. `call`:
     what it writes for a turn that calls `NAME` with `ARGUMENTS`; empty: it does not write such calls. `opening`: how it
     opens an answer.
     """
@@ -53,6 +54,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     takes_null: bool = False
     text_arguments: bool = False
     shows_developer: bool = True
+    takes_late_system: bool = True
     call: str = ""
     opening: str = ""
 
@@ -69,12 +71,15 @@ def find(render: Render) -> Traits:
         return [{"type": "text", "text": text}] * bool(text) if form == "parts" else text
 
     user = {"role": "user", "content": content("Where?")}
-    developer = {"role": "developer", "content": content("Be brief.")}
+    system, developer = ({"role": role, "content": content("Be brief.")} for role in ("system", "developer"))
     before = write(user)
-    answer = _after(before, write(user, {"role": "assistant", "content": content("Xanadu")}))
+    so = {"role": "assistant", "content": content("Xanadu")}
+    answer = _after(before, write(user, so))
     traits = Traits(
         content_form=form,
         shows_developer="Be brief." in write(developer, user),
+        takes_late_system=not write(system, user)
+        or all(write(system, *messages) for messages in ((system, user), (user, system), (user, so, system))),
         opening=answer.partition("Xanadu")[0],
     )
     for empty in (None, content("")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.support.interpreter import run_interpreted
 from torch import Tensor
 
 from headrace.backends.cuda.kernels.best import KERNEL, best
@@ -29,7 +30,7 @@ def run(x: Tensor, mode: str, config: Config) -> tuple[Tensor, Tensor, Tensor]:
     values, finite = torch.full((8,), -7.0), torch.full((8,), -7, dtype=torch.int32)
     sizes = torch.tensor([0, 0, 7], dtype=torch.int32)
     launch = best(x, ids, values, finite, sizes, 2, config)
-    launch.run_twin() if mode == "twin" else launch.run_interpreted()
+    launch.run_twin() if mode == "twin" else run_interpreted(launch)
     return ids, values, finite
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.cubin import compiled
+from tests.support.interpreter import run_interpreted
 
 from headrace.backends.base import Draw
 from headrace.backends.cuda.kernels.choose import KERNEL, MARGIN, choose, pack
@@ -54,7 +55,7 @@ def run(x: torch.Tensor, draws: list[Draw], mode: str, config: Config) -> tuple[
     pack(list(range(num)), draws, reals.numpy(), wholes.numpy(), masks.numpy())
     sizes = torch.tensor([0, 0, num], dtype=torch.int32)
     launch = choose(x, masks, reals, wholes, scratch, ids, margins, sizes, 2, config)
-    launch.run_twin() if mode == "twin" else launch.run_interpreted()
+    launch.run_twin() if mode == "twin" else run_interpreted(launch)
     return ids.tolist(), margins.tolist()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
@@ -248,7 +249,7 @@ def test_results_added_in_another_order_are_seen() -> None:
         turned = y.view(8, 3, 64)[:, order].reshape(24, 64).contiguous()
         arguments = {"y": turned, "ld_y": 64, "weights": weights[:, order].contiguous(), "out": out, "ld_out": 64,
                      "sizes": sizes(8), "width": 64, "TOP_K": 3, "DIM": 2}  # fmt: skip
-        Launch(module.COMBINE, (8, 1), arguments, Config({"COLUMNS": 64}, 2)).run_interpreted()
+        run_interpreted(Launch(module.COMBINE, (8, 1), arguments, Config({"COLUMNS": 64}, 2)))
         results.append(out)
     assert_close(results[0], results[1])
     assert not torch.equal(results[0], results[1])

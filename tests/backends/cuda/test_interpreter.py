@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from tests.support.interpreter import interpret
 from triton.runtime import interpreter
-
-from headrace.backends.cuda.interpreter import interpret
 
 
 @triton.jit

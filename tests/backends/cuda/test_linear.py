@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from tests.support.cubin import compiled, faults
+from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
@@ -158,7 +159,7 @@ def test_sums_are_added_in_order_whoever_arrives_last() -> None:
         )
         assert launch.grid[0] == 6
         for _ in range(2):  # as in a replayed graph: the counters are 0 again
-            launch.run_interpreted(order)
+            run_interpreted(launch, order)
         assert not scratch.arrived.any()
         results.append(out)
     assert torch.equal(results[0], results[1])

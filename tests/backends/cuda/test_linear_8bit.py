@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.backends.cuda.test_linear import ROWS, meta, sizes
 from tests.support.cubin import compiled, faults
+from tests.support.interpreter import run_interpreted
 from tests.support.kernels import assert_close, assert_twin_agrees, poisoned, written
 from torch import Tensor
 
@@ -131,7 +132,7 @@ def broken_law(grouped: bool, mode: str, span_by_rows: bool = False) -> list[str
             if mode == "twin":
                 launch.run_twin()
             else:
-                launch.run_interpreted()
+                run_interpreted(launch)
             expected = out if expected is None else expected
             if not torch.equal(out, expected[part]):
                 found.append(f"{config.name}: {part}")

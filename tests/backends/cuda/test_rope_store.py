@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, TOLERANCES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
@@ -160,7 +161,7 @@ def test_every_kind_of_number_gets_the_code_of_torch(kind: str) -> None:
     heads = Heads(1, len(numbers), 64)
     layer = KVCache(KVShape(1, heads.num_kv_heads, 64), 1, 1, kind, CPU).layer(0)
     qkv = torch.cat([numbers[:1], numbers, numbers]).reshape(1, -1)
-    rope_store(qkv, heads, layer, ints(0), ints(0), ints(1, 0, 0, 0), 1).run_interpreted()
+    run_interpreted(rope_store(qkv, heads, layer, ints(0), ints(0), ints(1, 0, 0, 0), 1))
     codes, scale = coded(numbers, kind)
     actual = layer.keys[0, :, 0].view(torch.uint8)
     zero = (codes.float() == 0) & (actual & 127 == 0)  # the sign of zero is free

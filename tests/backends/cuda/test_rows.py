@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, assert_twin_agrees, poisoned, written
 from torch import Tensor
 
@@ -89,7 +90,7 @@ def test_the_kernels_write_what_their_twins_write(dtype: torch.dtype, width: int
     whole = operators(dtype, width, rows.CONFIGS[0])
     for name, launch in whole.items():
         out = poisoned(5, width, dtype=dtype)
-        launch(out).run_interpreted()
+        run_interpreted(launch(out))
         assert torch.equal(out.nan_to_num(), results[name].nan_to_num()), f"{name} depends on the tile"
 
 
@@ -97,7 +98,7 @@ def test_the_kernels_write_what_their_twins_write(dtype: torch.dtype, width: int
 def test_an_embedding_is_scaled_as_the_reference_scales_it(dtype: torch.dtype) -> None:
     table, ids, out = random(11, 64, dtype=dtype), torch.tensor([10, 0, 3, 3], dtype=torch.int32), torch.zeros(4, 64)
     out = out.to(dtype)
-    rows.embedding(ids, table, out, SIZES, 4, scale=8.3).run_interpreted()
+    run_interpreted(rows.embedding(ids, table, out, SIZES, 4, scale=8.3))
     assert torch.equal(out, table[ids.long()] * table.new_tensor(8.3))
 
 
@@ -112,11 +113,11 @@ def test_activations_are_within_their_bounds_of_float64() -> None:
     }
     for kind in KINDS:
         out = torch.zeros_like(x)
-        rows.activation(x, kind, out, one, 1).run_interpreted()
+        run_interpreted(rows.activation(x, kind, out, one, 1))
         expected, bound = exact[kind]
         assert ((out.double() - expected).abs() <= bound * 2**-24 * expected.abs() + 1e-37).all(), kind
     out = torch.zeros_like(x)
-    rows.softcap(x, 30.0, out, one, 1).run_interpreted()
+    run_interpreted(rows.softcap(x, 30.0, out, one, 1))
     expected = 30 * torch.tanh(d / 30)
     assert ((out.double() - expected).abs() <= 2**-21 * expected.abs()).all()
 
@@ -181,8 +182,8 @@ def test_a_grid_from_a_host_number_is_caught_by_the_next_step() -> None:
         out = poisoned(4, 64, dtype=torch.float32)
         sizes[0] = 2
         launch = rows.add(x, x, out, sizes, num_rows)
-        launch.run_interpreted()
+        run_interpreted(launch)
         assert out[2:].isnan().all()
         sizes[0] = 4
-        launch.run_interpreted()
+        run_interpreted(launch)
         assert torch.equal(out, 2 * x) is complete

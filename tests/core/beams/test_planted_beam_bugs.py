@@ -33,8 +33,8 @@ def forced_past_the_end(s, monkeypatch):
 def sampler_state_lost_by_a_preemption(s, _):
     preempt = s._preempt
 
-    def forgetful(seq, forced=False):
-        preempt(seq, forced)
+    def forgetful(seq, **more):
+        preempt(seq, **more)
         seq.state = None
 
     s._preempt = forgetful

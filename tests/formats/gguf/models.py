@@ -113,7 +113,8 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
         writer.add_feed_forward_length(4 * config["n_embd"])
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
-    writer.add_context_length(config["max_position_embeddings"])
+    original = (config.get("rope_scaling") or {}).get("original_max_position_embeddings")
+    writer.add_context_length(original or config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])

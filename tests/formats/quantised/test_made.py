@@ -16,6 +16,7 @@ from tests.support.harness import follow, load, save_random
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from headrace.backends.torch_ref.tensors import tensor
 from headrace.quantize.base import Options, find_writer
 from headrace.quantize.driver import _File, quantise_checkpoint
 
@@ -54,7 +55,7 @@ def made(tmp_path: Path, method: str, layout: str, **changes: Any) -> tuple[Path
 def own_weight(out: Path, layout: str, name: str, config: dict[str, Any]) -> Tensor:
     number = int(name.split(".layers.")[1].split(".")[0])
     file = _File(out / f"model-{number + 1:05}-of-00003.safetensors")
-    return find_writer(layout).read(file, name, config).dequantize()
+    return tensor(find_writer(layout).read(file, name, config).dequantize())
 
 
 NAMES = [f"model.layers.{i}.{part}_proj" for i in range(2) for part in ("self_attn.k", "self_attn.o", "mlp.down")]

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from headrace.backends.torch_ref import TorchRef
+from headrace.backends.torch_ref.tensors import tensor, weight_of
 from headrace.checkpoint import loader
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
@@ -235,7 +236,7 @@ def test_experts_of_mxfp4_are_those_of_transformers() -> None:
     expected = dequantize_convertops(blocks, scales, torch.float32)  # [experts, in, out]
     for expert in range(4):
         weight = mxfp4.read(Held(names), f"m.experts.{expert}.gate_up_proj", {})
-        assert torch.equal(weight.dequantize(), expected[expert].t().float())
+        assert torch.equal(tensor(weight.dequantize()), expected[expert].t().float())
     with pytest.raises(CheckpointError, match="expected more than 4 experts"):
         mxfp4.read(Held(names), "m.experts.4.gate_up_proj", {})
 
@@ -287,7 +288,7 @@ def test_8_bit_floats_reach_a_backend_that_declares_them_with_their_scales(decla
     make = backend.ops.matrix
 
     def matrix(source: Any, bias: Any = None) -> Any:
-        slabs.append(source.slab(16, 48))
+        slabs.append(weight_of(source.slab(16, 48)))
         return make(source, bias)
 
     backend.ops.matrix = matrix  # type: ignore[method-assign]

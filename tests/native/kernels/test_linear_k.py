@@ -23,9 +23,10 @@ from tests.native.kernels.calls import (
     same,
     untouched,
 )
+from tests.support.tensors import decode
 
 from headrace import _native
-from headrace.quant.formats.gguf_blocks import TYPES, decode
+from headrace.quant.formats.gguf_blocks import TYPES
 from headrace.quant.schemes import K_TYPES
 
 every_type = pytest.mark.parametrize("kind", K_TYPES)

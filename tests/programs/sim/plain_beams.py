@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from headrace.protocol.beam import BeamSearchParams
 
-Tops = Callable[[list[int]], list[tuple[int, float]]]
+Tops = Callable[[list[int]], tuple[tuple[int, float], ...]]
 Answer = tuple[float, float, list[int]]
 
 

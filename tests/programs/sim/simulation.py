@@ -285,7 +285,7 @@ class Simulation:
         stops = frozenset([*((0,) if not request.params.ignore_eos else ()), *(request.params.stop_token_ids or ())])
         prompt, print_ = request.prompt_token_ids, self._fingerprint(request)
 
-        def tops(token_ids: list[int]) -> list[tuple[int, float]]:
+        def tops(token_ids: list[int]) -> tuple[tuple[int, float], ...]:
             context = array("q")
             for position, token in enumerate([*prompt, *token_ids]):
                 context.extend((print_, token, position))

@@ -40,6 +40,8 @@ def test_an_overflow_has_openais_words(live: Live, path: str, body: dict[str, An
     answer = body.get("max_tokens", body.get("max_completion_tokens", 0))
     assert int(words[1]) == int(words[2]) + answer > 2048
     assert error.get("code") in ("context_length_exceeded", 400)
+    # langchain's classes see the message alone.
+    assert "context_length_exceeded" in error["message"]
 
 
 def test_anthropics_and_ollamas_words(live: Live) -> None:

@@ -232,7 +232,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "wand"}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].custom"),
+    ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].custom.name"),
+    (
+        {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "grammar"}}}]},
+        "tools[0].custom.format.grammar",
+    ),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
     (

@@ -106,10 +106,10 @@ def test_a_server_that_can_not_start_says_so_in_the_logs_form(
 ) -> None:
     monkeypatch.setattr(app.logs, "set_up", lambda *arguments: None)
     with pytest.raises(SystemExit):
-        app.serve(EngineConfig(model="/nope"), ServerConfig(log_format="json"))
+        app.serve(EngineConfig(model="/nope"), ServerConfig(port=0, log_format="json"))
     assert "/nope: no such directory" in caplog.text
     with pytest.raises(HeadraceError):
-        app.serve(EngineConfig(model="/nope"), ServerConfig())
+        app.serve(EngineConfig(model="/nope"), ServerConfig(port=0))
 
 
 def test_a_line_of_another_process_is_logged_as_it_was(log: io.StringIO) -> None:

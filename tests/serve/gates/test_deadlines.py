@@ -144,7 +144,7 @@ def test_R_13_R_31_time_that_runs_out_while_a_chat_is_rendered(
 ) -> None:
     """The process of templates stands still: the call ends in time, and the server gets another process."""
     slow.wait(lambda: is_idle(slow))
-    [worker] = slow.app.state.lifespan._model.workers
+    [worker] = slow.app.state.lifespan.models.default.served.workers
     slow.wait(lambda: worker.status == "ready" and worker.process._process is not None)
     process = worker.process._process
     # However slow this machine is, the process stands still until the call's time is over.
@@ -169,15 +169,18 @@ def test_R_13_R_31_time_that_runs_out_while_a_chat_is_rendered(
 
 
 def test_R_31_a_process_that_fails_again_and_again_is_a_503(slow: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    [worker] = slow.app.state.lifespan._model.workers
+    [worker] = slow.app.state.lifespan.models.default.served.workers
     process = worker.process
     slow.wait(lambda: process._process is not None)
+    num_restarts = slow.metric("helper_restarts_total", helper="templates")
     monkeypatch.setattr(process, "_command", ["/nothing/there"])
     process._process.kill()
     reply = slow.post("/v1/chat/completions", SAID)
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1"), reply.text
     assert reply.json()["error"]["code"] == "process_failed"
     assert "messages" not in reply.text, "no field of the client's is blamed"
+    assert slow.metric("helper_restarts_total", helper="templates") >= num_restarts + 2
+    assert slow.metric("helper_restarts_total", helper="grammars") == 0
     for probe in ("/health/ready", "/health/serving"):
         state = HTTP.get(slow.url + probe)
         assert (state.status_code, state.json()["status"]) == (503, "impaired")

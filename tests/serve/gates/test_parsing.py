@@ -226,8 +226,7 @@ def break_down(live: Live, patch: pytest.MonkeyPatch, place: str, error: Callabl
 
 
 def _fronts(live: Live) -> list[Any]:
-    storage = live.app.state.lifespan.storage
-    return [storage.model.front]
+    return [live.app.state.lifespan.models.default.served.front]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

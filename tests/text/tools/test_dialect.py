@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.dialect import Dialect
 from headrace.text import reasoning
 from headrace.text.bounded import BoundedProcess
+from headrace.text.outputs import MessageBuilder
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import calls, formats
@@ -37,15 +39,13 @@ FOUND = {
     "ollama/nemotron3nano_chat_template.jinja2": ("qwen3_coder", "qwen3"),
     "ollama/laguna_v2_chat_template.jinja2": ("glm45", "qwen3"),
     "ollama/laguna_v8_chat_template.jinja2": ("glm45", "qwen3"),
-    "ollama/gemma4_31b_chat_template.jinja2": (None, "gemma4"),
-    "ollama/gemma4_e2b_chat_template.jinja2": (None, "gemma4"),
+    "llama.cpp/meetkai-functionary-medium-v3.2.jinja": ("functionary_v32", None),
+    "ollama/gemma4_31b_chat_template.jinja2": ("gemma4", "gemma4"),
+    "ollama/gemma4_e2b_chat_template.jinja2": ("gemma4", "gemma4"),
     "chat_templates/granite-3.0-instruct.jinja": ("granite", None),
 }
 OF_UNKNOWN_FORM = {
     "llama.cpp/CohereForAI-c4ai-command-r-plus-tool_use.jinja",
-    "llama.cpp/meetkai-functionary-medium-v3.2.jinja",
-    "ollama/gemma4_31b_chat_template.jinja2",
-    "ollama/gemma4_e2b_chat_template.jinja2",
 }
 
 
@@ -62,7 +62,7 @@ def test_K17_every_template_has_its_format_or_a_warning(caplog: pytest.LogCaptur
             f"chat template {'writes calls in ' * (name in OF_UNKNOWN_FORM)}{reason}" in caplog.text
         ), name
         num_named += dialect.tools is not None
-    assert num_named == 18
+    assert num_named == 21
 
 
 LOOP = "{% for m in messages %}{{ '<' + m.role + '>' }}{{ m.content or '' }}"
@@ -76,6 +76,7 @@ WRITTEN = {
     "granite": '<|tool_call|>[{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}]',
     # Functionary v3.1 and FireFunction v2 add the arguments as text.
     "functionary_v31": "{{ '<function=' + f.name + '>' + f.arguments + '</function>' }}",
+    "functionary_v32": "{{ '\\n>>>' + f.name + '\\n' + f.arguments }}",
     "firefunction": "{{ ' functools[{\"name\": \"' + f.name + '\", \"arguments\": ' + f.arguments + '}]' }}",
     "command_r7b": '<|START_THINKING|><|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": '
     '"{{ f.name }}", "parameters": {{ f.arguments | tojson }}}\n]<|END_ACTION|>',
@@ -83,6 +84,8 @@ WRITTEN = {
     '<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>\n{% endfor %}</atem:invoke>\n</atem:function_calls>',
     "qwen3_coder": "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "gemma4": '<|tool_call>call:{{ f.name }}{count:{{ f.arguments.count }},place:<|"|>{{ f.arguments.place }}<|"|>}'
+    "<tool_call|>",
     "pythonic": "[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}" + LAST + "{% endfor %})]",
 }
 
@@ -92,6 +95,39 @@ WRITTEN = {
 def test_K17_the_format_is_that_of_a_written_call(name: str, sign: str) -> None:
     source = sign + LOOP + FOR_CALLS + WRITTEN[name] + ENDS
     assert Dialect.of(ChatTemplate({"default": source}, {})).tools == name
+
+
+NESTED = {
+    "s": 'he said "x" {a}, [b]: c',
+    "n": -1.5,
+    "b": True,
+    "z": None,
+    "l": [1, "a b", {"q": False, "e": {}}],
+    "i-x": "",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ollama/gemma4_31b_chat_template.jinja2",
+        "ollama/gemma4_e2b_chat_template.jinja2",
+        "llama.cpp/meetkai-functionary-medium-v3.2.jinja",
+    ],
+)
+def test_K17_what_a_template_writes_for_calls_is_read_back(name: str) -> None:
+    template = ChatTemplate({"default": sources()[name]}, SPECIAL)
+    user = {"role": "user", "content": "Where?"}
+    arguments = [json.dumps(each) if template.traits().text_arguments else each for each in (NESTED, {})]
+    functions = [{"name": name, "arguments": each} for name, each in zip("fg", arguments, strict=True)]
+    turn = {"role": "assistant", "tool_calls": [{"type": "function", "function": each} for each in functions]}
+    text = template.render([user, turn])
+    tools = Dialect.of(template).tools
+    assert tools is not None
+    message = MessageBuilder()
+    for part in calls.new_parser(tools, {}).feed(text, True):
+        message.add(part)
+    assert [(call["name"], json.loads(call["arguments"])) for call in message.calls] == [("f", NESTED), ("g", {})]
 
 
 def test_a_call_in_no_format_is_none_whatever_the_signs(caplog: pytest.LogCaptureFixture) -> None:

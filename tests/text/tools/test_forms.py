@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,7 @@ ENDS = {
     "glm45": b"</arg_value>\n",
     "qwen3_coder": b"\n</parameter>\n",
     "muse_glimmer": b"</atem:parameter>\n",
+    "gemma4": b'<|"|>',
 }
 """Of free text, in which nearly all is allowed, so that its end would not come by chance."""
 
@@ -212,3 +214,48 @@ def test_a_format_that_is_none_is_refused_naming_the_place(part: Any, field: str
     with pytest.raises(RequestError) as caught:
         compile_grammar(StructuredOutputs(structural_tag=tag))
     assert caught.value.field == f"structured_outputs.structural_tag.{field}"
+
+
+CUSTOM = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: ("go" | "\\"" /[0-9]\\n/)'}}
+CUSTOMS = [{"type": "custom", "custom": {"name": "patch", "format": CUSTOM}}, *TOOLS]
+TAGGED = {name for name, each in formats.FORMATS.items() if each.layouts[0].body in ("tagged", "bare")}
+
+
+@pytest.mark.parametrize("name", sorted(set(formats.FORMATS) - TAGGED))
+def test_the_text_of_a_custom_tool_follows_its_grammar(name: str) -> None:
+    use = ToolUse.of(CUSTOMS, {"type": "custom", "custom": {"name": "patch"}}, True)
+    marks = formats.FORMATS[name].special_texts()
+    constraint = held(name, use, token_ids={m: i for m, i in IDS.items() if m in marks})
+    inputs = set()
+    for seed in range(8):
+        (call,) = read(tool_parser(name, use.schemas, enforced=True), [walk(constraint, seed)])[2]
+        inputs.add(json.loads(call[1])["input"])
+    assert all(re.fullmatch(r'go|"[0-9]\n', text) for text in inputs)
+    assert len(inputs) > 1
+
+
+@pytest.mark.parametrize("name", sorted(TAGGED))
+def test_bare_text_can_not_be_held_to_a_grammar(name: str) -> None:
+    with pytest.raises(RequestError, match="bare text"):
+        Dialect(name).constraint(ToolUse.of(CUSTOMS, "required", True), "", None)
+    # Where the model may choose, it is not held to it, and the caller is warned.
+    assert Dialect(name).constraint(ToolUse.of(CUSTOMS, "auto", True), "", None) == (None, False)
+
+
+def test_calls_within_free_text_are_held_to_grammars_alone() -> None:
+    constraint = held("hermes", ToolUse.of(CUSTOMS, "auto", True))
+
+    def takes(text: str) -> bool:
+        matcher = build_matcher(TOKENIZER, compile_grammar(constraint), constraint)
+        return all(matcher.consume_token(letter) for letter in text.encode()) and bool(matcher.is_accepting())
+
+    def call(tool: str, arguments: str) -> str:
+        return f'<tool_call>\n{{"name": "{tool}", "arguments": {arguments}}}\n</tool_call>'
+
+    assert takes("No <tool> is called.")
+    assert takes("I see. " + call("patch", '{"input": "\\"7\\n"}') + "\n" + call("measure", '{"x": [1]}') + " Done.")
+    assert not takes(call("patch", '{"input": "stop"}'))
+    assert not takes(call("patch", "{}"))
+    assert not takes(call("unknown", "{}"))
+    # Control: without a grammar nothing is held.
+    assert Dialect("hermes").constraint(ToolUse.of(TOOLS, "auto", True), "", None) == (None, False)

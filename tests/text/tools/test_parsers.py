@@ -124,6 +124,30 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Ok",
         [("f", '{"a": 1, "s": " x\\n"}'), ("g", "{}")],
     ),
+    (
+        "gemma4",
+        'Ok<|tool_call>call:f.g{a:-1.5,b:<|"|>say "x", {y}<|"|>,c:[true,<|"|>z w<|"|>,{k:null}],d:{e:{},f-g:word}}'
+        "<tool_call|><|tool_call>call:h{}<tool_call|>",
+        "Ok",
+        [
+            (
+                "f.g",
+                '{"a": -1.5, "b": "say \\"x\\", {y}", "c": [true, "z w", {"k": null}], "d": {"e": {}, "f-g": "word"}}',
+            ),
+            ("h", "{}"),
+        ],
+    ),
+    ("gemma4", '<|tool_call>call:f { "a" : {"b": "\\n"} , } <tool_call|>', "", [("f", '{"a": {"b": "\\n"}}')]),
+    ("gemma4", "<|tool_call>call:f{a:1,a:2}<tool_call|>", "<|tool_call>call:f{a:1,a:2}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:f{a:[1}<tool_call|>", "<|tool_call>call:f{a:[1}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:f{}<tool_", "", [("f", "{}")]),
+    (
+        "functionary_v32",
+        '>>>all\nFirst\n>>>f\n{"a": 1}>>>g.h\n{}>>>all\nThen >>> x = 1',
+        "FirstThen >>> x = 1",
+        [("f", '{"a": 1}'), ("g.h", "{}")],
+    ),
+    ("functionary_v32", '>>>f {"a": 1', '>>>f {"a": 1', []),
     # Cut in the closing mark: the call is whole.
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}\n</', "", [("f", '{"a": 1}')]),
     ("qwen3_coder", "<function=f><parameter=a>1</parameter></fun", "", [("f", '{"a": 1}')]),
@@ -306,7 +330,9 @@ def test_no_text_is_lost_or_refused(form: str, data: st.DataObject) -> None:
     assert read(tool_parser(form, SCHEMAS), pieces) == whole
     assert read(tool_parser(form, SCHEMAS), list(text)) == whole
     content, _, calls = whole
-    if not calls:
+    # The mark of content, which functionary's answers have, is not content.
+    mark = formats.FORMATS[form].content
+    if not calls and not (mark and formats.FORMATS[form].marks[0] + mark in text):
         assert content == text
     assert told(text, content)
 
@@ -317,7 +343,7 @@ def told(text: str, content: str) -> bool:
     return all(letter in letters for letter in content)
 
 
-ANYWHERE = sorted({form for form, *_ in CASES} - {"llama3_json", "pythonic"})
+ANYWHERE = sorted({form for form, *_ in CASES} - {"llama3_json", "pythonic", "functionary_v32"})
 
 
 @pytest.mark.parametrize("form", ANYWHERE)

@@ -6,6 +6,7 @@ Values between operators are float32 whatever the model's dtype; weights are kep
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
 from headrace.protocol.errors import RequestError
+from headrace.quant.arrays import floats, type_name
 from headrace.quant.schemes import K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag
 
 
@@ -42,28 +44,19 @@ class Cpu:
         self.dtype = dtype
         self.ops = CpuOps(dtype)
 
-    def constant(self, values: Any) -> NDArray[np.float32]:
-        """Return `values` as contiguous float32; a tensor is copied."""
-        if isinstance(values, np.ndarray):
-            return np.ascontiguousarray(values, np.float32)
-        copy: NDArray[np.float32] = values.detach().float().contiguous().numpy().copy()
-        return copy
+    def constant(self, values: NDArray[Any], is_weight: bool = False) -> NDArray[np.float32]:
+        """Return `values` as contiguous float32; a copy of a weight, so that no page of its file is held."""
+        wide: NDArray[np.float32] = np.ascontiguousarray(floats(values))
+        return wide.copy() if is_weight and wide is values else wide
 
-    def table(self, values: Any) -> Table:
-        """As it is stored, mapped where it was mapped: only the rows that are looked up come into memory.
-
-        `values` is a torch tensor, or (bfloat16 as uint16, blocks as bytes) a `checkpoint.mapped.MappedTensor`.
-        """
-        if isinstance(values.data, np.ndarray):
-            height, width = values.data.shape
-            if values.dtype in K_TYPES:
-                width = width // K_TYPES[values.dtype].size * K_BLOCK
-            return Table(values.data.ctypes.data, TYPE_CODES[values.dtype], height, width, values)
-        height, width = values.shape
-        dtype = str(values.dtype).removeprefix("torch.")
-        if dtype not in TYPE_CODES or not values.is_contiguous():
-            values, dtype = values.float().contiguous(), "float32"
-        return Table(values.data_ptr(), TYPE_CODES[dtype], height, width, values)
+    def table(self, values: NDArray[Any]) -> Table:
+        """As it is stored, mapped where it was mapped: only the rows that are looked up come into memory."""
+        if type_name(values) not in TYPE_CODES or not values.flags.c_contiguous:
+            values = np.ascontiguousarray(floats(values))
+        dtype, (height, width) = type_name(values), values.shape
+        if dtype in K_TYPES:
+            width *= K_BLOCK
+        return Table(values.ctypes.data, TYPE_CODES[dtype], height, width, values)
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory that is read fast. Raises MemoryError."""
@@ -103,6 +96,8 @@ class Cpu:
         max_chunks = min(max_num_seqs, max_rows)
         max_blocks = max_chunks * max_blocks_per_seq
         check = env.debug_level() >= 3
+        if check and importlib.util.find_spec("torch") is None:
+            raise RequestError("HEADRACE_DEBUG", 3, "less, or install torch: pip install 'headrace[torch]'")
         return TapedProgram(
             model, self.ops, kv, max_rows, max_chunks, max_blocks, num_threads, check=check, layers=feature_layers
         )

@@ -129,6 +129,25 @@ class KVCache:
                 mean = np.zeros((heads, size), np.float32)
             self.layers.append(LayerCache(dtype, keys, values, scales[0], scales[1], mean))
 
+    def _at(self, block: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return tile and lane of each slot of a block."""
+        tile, lane = np.divmod(block * self.block_size + np.arange(self.block_size), TILE)
+        return tile, lane
+
+    def read_block(self, block: int) -> bytes:
+        """Return all that a block holds, without what is the model's (`key_mean`)."""
+        at = self._at(block)
+        return b"".join(array[at].tobytes() for layer in self.layers for array in layer.by_slot())
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """Set a block to what `read_block` returned."""
+        at = self._at(block)
+        for layer in self.layers:
+            for array in layer.by_slot():
+                part = array[at]
+                array[at] = np.frombuffer(data[: part.nbytes], part.dtype).reshape(part.shape)
+                data = data[part.nbytes :]
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, target), one pair after the other."""
         size = self.block_size

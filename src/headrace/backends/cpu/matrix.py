@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.native import require_native
 from headrace.protocol.errors import CheckpointError
+from headrace.quant.arrays import cast, joined
 from headrace.quant.schemes import K_BLOCK, K_GROUP, K_TYPES, Scheme, native_flag
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class CpuStack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """An embedding table [height, width] as it is stored. `owner` keeps the memory (a tensor, a mapping) alive."""
+    """An embedding table [height, width] as it is stored. `owner` keeps the memory (an array, a mapping) alive."""
 
     data: int
     type_code: int
@@ -207,8 +208,6 @@ def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Po
 def _outliers(source: MatrixSource, pool: Pool) -> Outliers | None:
     if source.columns is None:
         return None
-    import torch
-
     from headrace.quant.base import QWeight, SplitWeight, slabs, source_of
 
     columns, parts = source.columns, []
@@ -217,31 +216,24 @@ def _outliers(source: MatrixSource, pool: Pool) -> Outliers | None:
         if not isinstance(part, SplitWeight) or part.kept is None:
             raise ValueError(f"{source.name}: outliers without their weights")
         parts.append(part.kept)
-    pick = torch.zeros(len(columns), source.num_in, dtype=torch.bfloat16)
-    pick[torch.arange(len(columns)), columns] = 1
-    plain = (pick, -pick.t().contiguous(), torch.cat(parts))
+    pick = np.zeros((len(columns), source.num_in), np.float32)
+    pick[np.arange(len(columns)), columns] = 1
+    plain = (cast(pick, "bfloat16"), cast(np.ascontiguousarray(-pick.T), "bfloat16"), joined(parts))
     matrices = [
         make_matrix(source_of([QWeight(weight)], f"{source.name}/{name}"), None, pool)
         for name, weight in zip(("pick", "back", "kept"), plain, strict=True)
     ]
-    return Outliers(columns.numpy(), *matrices)
+    return Outliers(columns, *matrices)
 
 
 def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]:
     """codes, scales and minima as the packer reads them."""
-    import torch
-
-    if kind == "f":
-        codes = slab.codes.contiguous()
-        return codes.view(torch.int16).numpy() if codes.itemsize == 2 else codes.numpy(), None, None
-    if kind == "k":
-        return slab.codes.contiguous().numpy(), None, None
+    if kind in ("f", "k"):
+        return np.ascontiguousarray(slab.codes), None, None
     if slab.scales is None:
         raise ValueError("quantised codes without scales")
-    scales = slab.scales.float().contiguous().numpy()
-    codes = slab.codes.to(torch.int8).contiguous()
-    mins = None if slab.mins is None else slab.mins.float().contiguous().numpy()
-    return codes.numpy(), scales, mins
+    codes, scales = np.ascontiguousarray(slab.codes.astype(np.int8)), np.ascontiguousarray(slab.scales, np.float32)
+    return codes, scales, None if slab.mins is None else np.ascontiguousarray(slab.mins, np.float32)
 
 
 def _address(array: NDArray[Any] | None) -> int:

@@ -27,6 +27,7 @@ from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import Node
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.ops import RefOps
+from headrace.backends.torch_ref.tensors import tensor
 from headrace.quant.base import QWeight, source_of
 from headrace.quant.formats.gguf_blocks import decode
 from headrace.quant.schemes import K_BLOCK, K_TYPES
@@ -194,7 +195,7 @@ def _embedding(view: View) -> Expected:
     if kind is None:
         table = torch.from_numpy(widened(stored, TYPE_NAMES[view["type"]])).float()
     else:
-        table = decode(kind, stored).dequantize()
+        table = tensor(decode(kind, stored).dequantize())
     return {"out": view.ops.embedding(torch.arange(view.num_rows), table, view["scale"])}
 
 

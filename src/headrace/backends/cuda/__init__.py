@@ -7,7 +7,6 @@ the cache as `kv_cache_dtype` says. Needs torch and triton.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +20,11 @@ from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.matrix import schemes
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.program import MAX_ROWS, CudaProgram, capability, planned_bytes
+from headrace.backends.torch_ref.tensors import DTYPES, tensor
 from headrace.protocol.errors import RequestError
 
 GRAPH_BYTES = 512 * 2**20
 """Left for CUDA graphs and the driver's own needs; not measured on hardware."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Cuda:
@@ -41,13 +39,12 @@ class Cuda:
         self.ops = CudaOps(torch.device(device), DTYPES[dtype])
         self.schemes = schemes(DTYPES[dtype], capability(self.ops.device))
 
-    def constant(self, values: Any) -> Tensor:
-        """Return a norm or bias in the model's dtype; a rope table (numpy) stays float32."""
-        if not isinstance(values, Tensor):
-            return torch.from_numpy(values).to(self.ops.device)
-        return values.to(self.ops.device, self.ops.dtype, copy=True).contiguous()
+    def constant(self, values: Any, is_weight: bool = False) -> Tensor:
+        """Return a norm or bias in the model's dtype; a rope table stays float32."""
+        return tensor(values).to(self.ops.device, self.ops.dtype if is_weight else torch.float32, copy=is_weight)
 
-    table = constant
+    def table(self, values: Any) -> Tensor:
+        return self.constant(values, is_weight=True)
 
     def layouts(self) -> dict[str, str]:
         return {}
@@ -104,7 +101,4 @@ class Cuda:
 
 
 def make(device: str, dtype: str) -> Cuda:
-    """Raises `RequestError` if triton is missing."""
-    if importlib.util.find_spec("triton") is None:
-        raise RequestError("backend", "cuda", "another one, or install triton: pip install 'headrace[cuda]'")
     return Cuda(device, dtype)

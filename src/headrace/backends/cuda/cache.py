@@ -67,6 +67,19 @@ class KVCache:
                 if part is not None:
                     part[:, :, target] = part[:, :, source]
 
+    def _parts(self, block: int) -> list[Tensor]:
+        return [part[:, :, block] for part in (self.data, self.scales) if part is not None]
+
+    def read_block(self, block: int) -> bytes:
+        """Return all that a block holds."""
+        return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in self._parts(block))
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """Set a block to what `read_block` returned."""
+        for part in self._parts(block):
+            raw, data = data[: part.nbytes], data[part.nbytes :]
+            part.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(part.dtype).view(part.shape))
+
     def close(self) -> None:
         """Free the memory."""
         self.data, self.scales = self.data.new_empty(0), None

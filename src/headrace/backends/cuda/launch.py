@@ -1,4 +1,4 @@
-"""How a kernel runs: as its twin in plain torch, in Triton's interpreter, or on the GPU.
+"""How a kernel runs: as its twin in plain torch, or on the GPU.
 
 A `Launch` is a kernel, a grid and fixed arguments: addresses, widths, constants. What changes from step to step lies in
 device memory, so a launch can be captured in a CUDA graph and replayed. Knows no operators and no models. Called by
@@ -77,13 +77,6 @@ class Launch:
 
     def run_twin(self) -> None:
         self.kernel.twin(**self.arguments)
-
-    def run_interpreted(self, order: Callable[[int], list[int]] | None = None) -> None:
-        """Run in the interpreter, on the CPU, without inline assembly. `order`: of the programs, from their number."""
-        from headrace.backends.cuda.interpreter import interpret
-
-        tiles = {name: 0 if name == "ASM" else value for name, value in self.config.tiles.items()}
-        interpret(self.kernel.jit, self.grid, dict(self.arguments) | tiles, order)
 
     def run_gpu(self) -> None:
         self.kernel.jit[self.grid](

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.backends.cuda.kernels.linear_8bit import PIECE
 from headrace.backends.cuda.kernels.linear_codes import PackedCodes, pack, packs
+from headrace.backends.torch_ref.tensors import tensor, weight_of
 from headrace.quant.base import slabs, widened
 from headrace.quant.schemes import F8_SCHEMES, SCHEMES, Scheme
 
@@ -44,7 +45,7 @@ class EightBits:
         return self.scales.shape[1] > 1
 
     def dense(self) -> Tensor:
-        return self.codes.float() * widened(self.scales, PIECE, self.codes.shape[1])
+        return self.codes.float().mul(widened(self.scales, PIECE, self.codes.shape[1]))
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +85,7 @@ def make_matrix(source: MatrixSource, bias: Any, device: torch.device, dtype: to
     """Copy `source` to the device. Raises `CheckpointError` for weights that do not fit their scheme."""
     data: Tensor | PackedCodes | EightBits
     if source.scheme.kind == "f8":
-        parts = [source.slab(first, last) for first, last in slabs(source)]
+        parts = [weight_of(source.slab(first, last)) for first, last in slabs(source)]
         scales = torch.cat([part.scales for part in parts if part.scales is not None]).float().to(device)
         data = EightBits(torch.cat([part.codes.view(torch.uint8) for part in parts]).to(device).view(E4M3), scales)
     elif source.scheme.kind != "f":
@@ -92,7 +93,7 @@ def make_matrix(source: MatrixSource, bias: Any, device: torch.device, dtype: to
     else:
         data = torch.empty(source.num_out, source.num_in, dtype=dtype, device=device)
         for first, last in slabs(source):
-            data[first:last] = source.slab(first, last).dequantize()
+            data[first:last] = tensor(source.slab(first, last).dequantize())
     if bias is not None:
         bias = bias.to(device, torch.float32)
     return CudaMatrix(source.name, source.scheme, data, source.num_in, source.num_out, bias)
@@ -101,7 +102,7 @@ def make_matrix(source: MatrixSource, bias: Any, device: torch.device, dtype: to
 def _packed(source: MatrixSource, device: torch.device, dtype: torch.dtype) -> PackedCodes:
     parts = []
     for first, last in slabs(source):
-        part = pack(source.slab(first, last), source.scheme, dtype)
+        part = pack(weight_of(source.slab(first, last)), source.scheme, dtype)
         mins = None if part.mins is None else part.mins.to(device)
         parts.append(dataclasses.replace(part, codes=part.codes.to(device), scales=part.scales.to(device), mins=mins))
     if len(parts) == 1:

@@ -13,12 +13,11 @@ from headrace.backends.base import ITEM_BYTES, KVShape, part_of_memory
 from headrace.backends.torch_ref import rounded
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
+from headrace.backends.torch_ref.tensors import DTYPES, tensor
 from headrace.quant.schemes import SCHEMES
 
 SMALL_MODEL_BYTES = 64 * 2**20
 """Below it the calls are so short that a second thread costs more than it gives, at every batch size (ADR 0008)."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchRef:
@@ -35,13 +34,12 @@ class TorchRef:
         self.dtype = dtype
         self.ops = RefOps(torch.device(device), DTYPES[dtype])
 
-    def constant(self, values: Any) -> Tensor:
-        """A norm or bias in the model's dtype. A rope table (numpy) stays float32."""
-        if not isinstance(values, Tensor):
-            return torch.from_numpy(values).to(self.ops.device)
-        return values.to(self.ops.device, self.ops.dtype, copy=True)
+    def constant(self, values: Any, is_weight: bool = False) -> Tensor:
+        """A norm or bias in the model's dtype. A rope table stays float32."""
+        return tensor(values).to(self.ops.device, self.ops.dtype if is_weight else torch.float32, copy=is_weight)
 
-    table = constant
+    def table(self, values: Any) -> Tensor:
+        return self.constant(values, is_weight=True)
 
     def layouts(self) -> dict[str, str]:
         return {}

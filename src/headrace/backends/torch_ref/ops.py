@@ -18,6 +18,7 @@ from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.rounded import RoundedCache
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
+from headrace.backends.torch_ref.tensors import tensor
 from headrace.quant.base import MatrixSource
 from headrace.quant.schemes import Scheme
 
@@ -63,7 +64,7 @@ class RefOps:
         # Turned some rows at a time, in the cache: one copy of all is several times slower.
         for first in range(0, num_out, SLAB):
             last = min(first + SLAB, num_out)
-            part = source.slab(first, last).dequantize().to(self.device, self.dtype)
+            part = tensor(source.slab(first, last).dequantize()).to(self.device, self.dtype)
             data[:num_in, first:last] = part.float().t().contiguous()
         self.weight_bytes += num_in * num_out * self.dtype.itemsize
         bias = None if bias is None else bias.to(self.device, self.dtype).float()

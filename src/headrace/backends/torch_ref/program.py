@@ -64,6 +64,16 @@ class EagerProgram:
             for source, target in pairs:
                 self.kv[:, :, target] = self.kv[:, :, source]
 
+    def read_block(self, block: int) -> bytes:
+        """Return all that a block of the cache holds."""
+        return self.kv[:, :, block].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """Set a block to what `read_block` returned."""
+        part = self.kv[:, :, block]
+        with torch.inference_mode():
+            part.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(part.dtype).view(part.shape))
+
     @torch.inference_mode()
     def forward(
         self, chunks: Chunks, rows: list[int], features: NDArray[np.float32] | None = None

@@ -23,7 +23,7 @@ from headrace.checkpoint import gguf_config
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.cli.bench.divergence import LayerError, Tally, layer_errors, score, short_name
 from headrace.cli.bench.plans import QualityPlan
-from headrace.engine.load import progress_bar
+from headrace.engine.progress import progress_bar
 from headrace.insight import audit
 from headrace.llm import LLM
 from headrace.protocol.config import EngineConfig

@@ -23,7 +23,7 @@ from headrace import env
 from headrace.cli.bench.data import Sample, check_dataset, file_samples, find_tokenizer, random_samples
 from headrace.cli.bench.plans import ServePlan
 from headrace.cli.bench.stats import Timeline, figures
-from headrace.cli.progress import progress_bar
+from headrace.engine.progress import progress_bar
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.text.tokenizer import Tokenizer
 

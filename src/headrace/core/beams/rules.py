@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from headrace.protocol.beam import BeamSearchParams
 
-Top = list[tuple[int, float]]
+Top = tuple[tuple[int, float], ...]
 """(token id, log-probability) pairs, likeliest first."""
 
 

@@ -21,6 +21,9 @@ from headrace.core.tables import BlockTables
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.step import Beam, BeamResult, Request, StepResult
 
+Row = tuple[Sequence, int, bool, int]
+"""What a step gave one sequence: the tokens computed, whether one was sampled after them, and which (or -1)."""
+
 
 class Search:
     """One search. `live` are its beams in `BeamSearch`'s order: the prompt alone until the first choice. `tops` holds
@@ -137,9 +140,7 @@ class Searches:
 
     # -- the end of a step ---------------------------------------------------------------------------------------
 
-    def take_in(
-        self, rows: list[tuple[Sequence, int, bool, int]], result: StepResult, failed: set[int]
-    ) -> dict[str, Search]:
+    def take_in(self, rows: list[Row], result: StepResult, failed: set[int]) -> dict[str, Search]:
         """Apply the result of a step to the beams in it. Returns their searches by request id."""
         searches: dict[str, Search] = {}
         for index, (seq, length, sampled, _) in enumerate(rows):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
@@ -43,22 +43,22 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     alone = left_alone(name, names_listed(config, "modules_to_not_convert"))
     if alone or (not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight")):
         return plain_weight(tensors, name)
-    packed = checked(tensors, f"{name}.qweight", (None, None), torch.int32)
+    packed = checked(tensors, f"{name}.qweight", (None, None), "int32")
     num_in, num_words = packed.shape
     group = num_in if group == -1 else group
     num_groups = -(-num_in // group)
     scales = checked(tensors, f"{name}.scales", (num_groups, 8 * num_words))
     if config.get("zero_point", True):
-        zeros = _in_order(checked(tensors, f"{name}.qzeros", (num_groups, num_words), torch.int32))
+        zeros = _in_order(checked(tensors, f"{name}.qzeros", (num_groups, num_words), "int32"))
     else:
         if tensors.has(f"{name}.qzeros"):
             tensors(f"{name}.qzeros")
-        zeros = torch.full((num_groups, 8 * num_words), 8, dtype=torch.uint8)
-    scales = good_scales(scales, f"{name}.scales").t().contiguous()
-    return QWeight(_in_order(packed).t().contiguous(), scales, zeros.t().float().contiguous(), group=group, bits=bits)
+        zeros = np.full((num_groups, 8 * num_words), 8, np.uint8)
+    parts = np.ascontiguousarray(good_scales(scales, f"{name}.scales").T), np.ascontiguousarray(zeros.T, np.float32)
+    return QWeight(np.ascontiguousarray(_in_order(packed).T), *parts, group=group, bits=bits)
 
 
-def _in_order(words: Tensor) -> Tensor:
+def _in_order(words: NDArray[np.int32]) -> NDArray[np.uint8]:
     """int32 [rows, n] -> uint8 [rows, 8 * n], outputs in the model's order."""
-    stored = unpacked(words, 4, 8 * words.shape[1]).view(*words.shape, 8)
-    return stored[:, :, list(PLACES)].flatten(1)
+    stored = unpacked(words, 4, 8 * words.shape[1]).reshape(*words.shape, 8)
+    return stored[:, :, list(PLACES)].reshape(len(words), -1)

@@ -13,11 +13,12 @@ import json
 import re
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.base import PLAIN, QWeight, SplitWeight, Tensors
+from headrace.quant.arrays import PLAIN, type_name
+from headrace.quant.base import QWeight, SplitWeight, Tensors
 from headrace.quant.packing import checked, good_scales, left_alone, names_listed, nibbles, plain_weight
 
 SPARE = re.compile(r"(?!)")
@@ -36,31 +37,31 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     if tensors.has(f"{name}.SCB"):
         return _int8(tensors, name)
     weight = tensors(f"{name}.weight")
-    if weight.dtype in PLAIN:
+    if type_name(weight) in PLAIN:
         return plain_weight(tensors, name)
     raise CheckpointError(
-        f"{name}.weight is stored as {weight.dtype} with shape {list(weight.shape)}; expected {name}.SCB or "
+        f"{name}.weight is stored as {type_name(weight)} with shape {list(weight.shape)}; expected {name}.SCB or "
         f"{name}.weight.quant_state.bitsandbytes__nf4 beside it"
     )
 
 
 def _int8(tensors: Tensors, name: str) -> QWeight:
-    codes = checked(tensors, f"{name}.weight", (None, None), torch.int8)
+    codes = checked(tensors, f"{name}.weight", (None, None), "int8")
     if tensors.has(f"{name}.weight_format"):
         layout = tensors(f"{name}.weight_format")
-        if layout.numel() != 1 or int(layout) != 0:
+        if layout.size != 1 or layout.any():
             raise CheckpointError(f"{name}.weight_format is {layout.tolist()!r:.80}, expected 0 (row after row)")
     largest = checked(tensors, f"{name}.SCB", (codes.shape[0],))
-    scales = (good_scales(largest, f"{name}.SCB") / 127).view(-1, 1)
+    scales = (good_scales(largest, f"{name}.SCB") / 127).reshape(-1, 1)
     if not tensors.has(f"{name}.outlier_columns"):
         return QWeight(codes, scales, group=codes.shape[1], bits=8)
-    columns = checked(tensors, f"{name}.outlier_columns", (None,), torch.int32).long()
+    columns = checked(tensors, f"{name}.outlier_columns", (None,), "int32").astype(np.int64)
     num_in = codes.shape[1]
-    if bool((columns < 0).any() or (columns >= num_in).any()) or len(set(columns.tolist())) < len(columns):
+    if ((columns < 0) | (columns >= num_in)).any() or len(set(columns.tolist())) < len(columns):
         raise CheckpointError(
             f"{name}.outlier_columns, shape {list(columns.shape)}, has inputs twice or beyond 0 to {num_in - 1}"
         )
-    outliers = checked(tensors, f"{name}.outlier_weight", (codes.shape[0], len(columns)), torch.bfloat16)
+    outliers = checked(tensors, f"{name}.outlier_weight", (codes.shape[0], len(columns)), "bfloat16")
     return SplitWeight(codes, scales, group=num_in, bits=8, columns=columns, kept=outliers)
 
 
@@ -69,38 +70,38 @@ def _four_bits(tensors: Tensors, name: str, kind: str) -> QWeight:
     num_out, num_in = state.shape
     count, size = num_out * num_in, state.whole("blocksize")
     packed = tensors(f"{name}.weight")
-    if packed.dtype in PLAIN and packed.dim() == 2 and packed.shape[1] == 1:  # bnb_4bit_quant_storage
-        packed = packed.contiguous().view(torch.uint8)
-    if packed.dtype != torch.uint8 or packed.numel() != -(-count // 2):
+    if type_name(packed) in PLAIN and packed.ndim == 2 and packed.shape[1] == 1:  # bnb_4bit_quant_storage
+        packed = np.ascontiguousarray(packed).view(np.uint8)
+    if type_name(packed) != "uint8" or packed.size != -(-count // 2):
         raise CheckpointError(
-            f"{name}.weight is {packed.dtype} with shape {list(packed.shape)}, expected {-(-count // 2)} bytes for "
-            f"{num_out} x {num_in} weights"
+            f"{name}.weight is {type_name(packed)} with shape {list(packed.shape)}, expected {-(-count // 2)} bytes "
+            f"for {num_out} x {num_in} weights"
         )
-    codebook = checked(tensors, f"{name}.weight.quant_map", (16,), torch.float32)
-    if not bool(torch.isfinite(codebook).all()):
+    codebook = checked(tensors, f"{name}.weight.quant_map", (16,), "float32")
+    if not np.isfinite(codebook).all():
         raise CheckpointError(f"{name}.weight.quant_map has a value that is not finite; expected 16 numbers")
     scales = _scales(tensors, name, state, -(-count // size))
-    codes = nibbles(packed.reshape(1, -1), True)[0, :count].view(num_out, num_in)
+    codes = nibbles(packed.reshape(1, -1), True)[0, :count].reshape(num_out, num_in)
     if num_in % size == 0:
-        return QWeight(codes, scales.view(num_out, -1), group=size, bits=4, codebook=codebook)
+        return QWeight(codes, scales.reshape(num_out, -1), group=size, bits=4, codebook=codebook)
     if count % size == 0 and size % num_in == 0:
-        of_rows = scales.repeat_interleave(size // num_in).view(num_out, 1)
+        of_rows = scales.repeat(size // num_in).reshape(num_out, 1)
         return QWeight(codes, of_rows, group=num_in, bits=4, codebook=codebook)
     # Blocks begin in the middle of a row, so that no scale is that of a group of one row.
-    flat = QWeight(codes.reshape(1, -1), scales.view(1, -1), group=size, bits=4, codebook=codebook)
-    return QWeight(flat.dequantize().view(num_out, num_in))
+    flat = QWeight(codes.reshape(1, -1), scales.reshape(1, -1), group=size, bits=4, codebook=codebook)
+    return QWeight(flat.dequantize().reshape(num_out, num_in))
 
 
-def _scales(tensors: Tensors, name: str, state: _State, num_blocks: int) -> Tensor:
+def _scales(tensors: Tensors, name: str, state: _State, num_blocks: int) -> NDArray[np.float32]:
     """Scales float32 [blocks], which may be quantised themselves."""
     absmax, nested = f"{name}.weight.absmax", f"{name}.weight.nested_absmax"
     if not tensors.has(nested):
-        return good_scales(checked(tensors, absmax, (num_blocks,), torch.float32), absmax)
-    codes = checked(tensors, absmax, (num_blocks,), torch.uint8)
+        return good_scales(checked(tensors, absmax, (num_blocks,), "float32"), absmax)
+    codes = checked(tensors, absmax, (num_blocks,), "uint8")
     size = state.whole("nested_blocksize")
-    outer = good_scales(checked(tensors, nested, (-(-num_blocks // size),), torch.float32), nested)
-    table = checked(tensors, f"{name}.weight.nested_quant_map", (256,), torch.float32)
-    inner = QWeight(codes.view(1, -1), outer.view(1, -1), group=size, bits=8, codebook=table)
+    outer = good_scales(checked(tensors, nested, (-(-num_blocks // size),), "float32"), nested)
+    table = checked(tensors, f"{name}.weight.nested_quant_map", (256,), "float32")
+    inner = QWeight(codes.reshape(1, -1), outer.reshape(1, -1), group=size, bits=8, codebook=table)
     return good_scales(inner.dequantize()[0] + state.number("nested_offset"), absmax)
 
 
@@ -109,8 +110,8 @@ class _State:
 
     def __init__(self, tensors: Tensors, name: str, kind: str) -> None:
         self.name = name
-        stored = checked(tensors, name, (None,), torch.uint8)
-        if stored.numel() > MAX_STATE_BYTES:
+        stored = checked(tensors, name, (None,), "uint8")
+        if stored.size > MAX_STATE_BYTES:
             raise CheckpointError(f"{name} has shape {list(stored.shape)}, expected at most {MAX_STATE_BYTES} bytes")
         try:
             values = json.loads(bytes(stored.tolist()))

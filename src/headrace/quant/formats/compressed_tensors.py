@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.base import PLAIN, QWeight, Tensors
+from headrace.quant.arrays import PLAIN, floats, type_name
+from headrace.quant.base import QWeight, Tensors
 from headrace.quant.formats.fp8 import FLOATS, of_floats
 from headrace.quant.formats.mxfp4 import of_blocks
 from headrace.quant.packing import (
@@ -62,7 +63,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         if args.get("type") == "float":
             return _four_bit_floats(tensors, name, layout)
         return _packed(tensors, name, args)
-    weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, torch.int8, *PLAIN)
+    weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, "int8", *PLAIN)
     if weight.dtype in PLAIN:
         if tensors.has(f"{name}.weight_scale"):
             raise CheckpointError(
@@ -70,7 +71,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
                 "quantization_status is not compressed"
             )
         return plain_weight(tensors, name)
-    if weight.dtype == torch.int8:
+    if type_name(weight) == "int8":
         return _int8(tensors, name, weight, args)
     block, size = _block(args), args.get("group_size")
     columns = whole(args, "group_size") if args.get("strategy") in ("group", "tensor_group") and size else None
@@ -79,31 +80,31 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
 
 def _packed(tensors: Tensors, name: str, args: dict[str, Any]) -> QWeight:
     bits = _bits(args)
-    shape = checked(tensors, f"{name}.weight_shape", (2,), torch.int64, torch.int32).tolist()
+    shape = checked(tensors, f"{name}.weight_shape", (2,), "int64", "int32").tolist()
     num_out, num_in = int(shape[0]), int(shape[1])
     if not (0 < num_out < 2**31 and 0 < num_in < 2**31):
         raise CheckpointError(f"{name}.weight_shape is {shape}, expected [out, in]")
-    words = checked(tensors, f"{name}.weight_packed", (num_out, None), torch.int32)
+    words = checked(tensors, f"{name}.weight_packed", (num_out, None), "int32")
     codes = _codes(words, bits, num_in, f"{name}.weight_packed")
     scales, size = _scales(tensors, name, args, (num_out, num_in))
     zero = f"{name}.weight_zero_point"
-    zeros = torch.full_like(scales, 2.0 ** (bits - 1))
+    zeros = np.full_like(scales, 2.0 ** (bits - 1))
     if not args.get("symmetric", True) and tensors.has(zero):
-        stored = checked(tensors, zero, (None, scales.shape[1]), torch.int32, torch.int8)
-        if stored.dtype == torch.int8:
-            zeros = zeros + checked(tensors, zero, (num_out, scales.shape[1]), torch.int8).float()
+        stored = checked(tensors, zero, (None, scales.shape[1]), "int32", "int8")
+        if type_name(stored) == "int8":
+            zeros = zeros + floats(checked(tensors, zero, (num_out, scales.shape[1]), "int8"))
         else:
-            zeros = _codes(stored.t(), bits, num_out, zero).t().float().contiguous()
+            zeros = np.ascontiguousarray(_codes(stored.T, bits, num_out, zero).T, np.float32)
     index = f"{name}.weight_g_idx"
     if not tensors.has(index):
         return QWeight(codes, scales, zeros, group=size, bits=bits)
-    g_idx = checked(tensors, index, (num_in,), torch.int32, torch.int64)
-    if bool((g_idx == -1).all()):  # the writer never filled it
+    g_idx = checked(tensors, index, (num_in,), "int32", "int64")
+    if (g_idx == -1).all():  # the writer never filled it
         return QWeight(codes, scales, zeros, group=size, bits=bits)
     return by_index(codes, scales, zeros, g_idx, size, bits, index)
 
 
-def _codes(words: Tensor, bits: int, count: int, name: str) -> Tensor:
+def _codes(words: NDArray[np.int32], bits: int, count: int, name: str) -> NDArray[np.uint8]:
     """int32 [rows, n] -> uint8 [rows, count]. Older writers split no code between two words."""
     per_word = 32 // bits
     if words.shape[1] == num_words(count, bits):
@@ -114,11 +115,11 @@ def _codes(words: Tensor, bits: int, count: int, name: str) -> Tensor:
             f"shape {list(words.shape)}"
         )
     mask = (1 << bits) - 1
-    parts = [((words >> (bits * i)) & mask).to(torch.uint8) for i in range(per_word)]
-    return torch.stack(parts, -1).flatten(1)[:, :count]
+    parts = [((words >> (bits * i)) & mask).astype(np.uint8) for i in range(per_word)]
+    return np.stack(parts, -1).reshape(len(words), -1)[:, :count]
 
 
-def _int8(tensors: Tensors, name: str, codes: Tensor, args: dict[str, Any]) -> QWeight:
+def _int8(tensors: Tensors, name: str, codes: NDArray[np.int8], args: dict[str, Any]) -> QWeight:
     bits = _bits(args)
     shape = (codes.shape[0], codes.shape[1])
     scales, size = _scales(tensors, name, args, shape)
@@ -126,33 +127,35 @@ def _int8(tensors: Tensors, name: str, codes: Tensor, args: dict[str, Any]) -> Q
     if not args.get("symmetric", True) and tensors.has(zero):
         block = _block(args)
         stored = tensors(zero)
-        zeros = _spread(stored, zero, args, shape, block).float()
-        if bool(zeros.any()):
+        zeros = floats(_spread(stored, zero, args, shape, block))
+        if zeros.any():
             return QWeight(codes, scales, zeros, group=size, bits=bits)
         zeros = None
     if bits > 6:
         return QWeight(codes, scales, zeros, group=size, bits=bits)
     # Unsigned codes, which the kernels of few bits take.
     half = 2 ** (bits - 1)
-    if bool((codes < -half).any() or (codes >= half).any()):
+    if ((codes < -half) | (codes >= half)).any():
         raise CheckpointError(f"{name}.weight, shape {list(codes.shape)}, has codes beyond {bits} bits")
-    return QWeight((codes + half).to(torch.uint8), scales, torch.full_like(scales, half), group=size, bits=bits)
+    return QWeight((codes + half).astype(np.uint8), scales, np.full_like(scales, half), group=size, bits=bits)
 
 
 def _four_bit_floats(tensors: Tensors, name: str, layout: str) -> QWeight:
-    packed = checked(tensors, f"{name}.weight_packed", (None, None), torch.uint8)
+    packed = checked(tensors, f"{name}.weight_packed", (None, None), "uint8")
     num_out, num_in = packed.shape[0], 2 * packed.shape[1]
     if layout == MXFP4:
-        scales = checked(tensors, f"{name}.weight_scale", (num_out, num_in // 32), torch.uint8)
+        scales = checked(tensors, f"{name}.weight_scale", (num_out, num_in // 32), "uint8")
         return of_blocks(packed.reshape(num_out, -1, 16), scales, f"{name}.weight_scale")
     if layout != NVFP4:
         raise CheckpointError(f"quantization_config: format {layout!r:.80} of 4-bit floats, expected {MXFP4}")
-    scales = checked(tensors, f"{name}.weight_scale", (num_out, num_in // 16), torch.float8_e4m3fn)
+    scales = checked(tensors, f"{name}.weight_scale", (num_out, num_in // 16), FLOATS[0])
     outer = one_scale(tensors, f"{name}.weight_global_scale")
-    return four_bit_floats(packed, good_scales(scales.float() / outer, f"{name}.weight_scale"), 16)
+    return four_bit_floats(packed, good_scales(floats(scales) / outer, f"{name}.weight_scale"), 16)
 
 
-def _scales(tensors: Tensors, name: str, args: dict[str, Any], shape: tuple[int, int]) -> tuple[Tensor, int]:
+def _scales(
+    tensors: Tensors, name: str, args: dict[str, Any], shape: tuple[int, int]
+) -> tuple[NDArray[np.float32], int]:
     """float32 [out, groups], and the inputs of a group."""
     scale, block = f"{name}.weight_scale", _block(args)
     scales = good_scales(_spread(tensors(scale), scale, args, shape, block), scale)
@@ -160,13 +163,13 @@ def _scales(tensors: Tensors, name: str, args: dict[str, Any], shape: tuple[int,
 
 
 def _spread(
-    part: Tensor, name: str, args: dict[str, Any], shape: tuple[int, int], block: tuple[int, int] | None
-) -> Tensor:
+    part: NDArray[Any], name: str, args: dict[str, Any], shape: tuple[int, int], block: tuple[int, int] | None
+) -> NDArray[Any]:
     """Scales or zero points of the tensor, its outputs, groups or blocks as [out, groups]."""
     num_out, num_in = shape
     strategy = args.get("strategy") or ("group" if args.get("group_size") else "tensor")
-    if strategy == "tensor" and part.numel() == 1:
-        return part.reshape(1, 1).expand(num_out, 1)
+    if strategy == "tensor" and part.size == 1:
+        return np.broadcast_to(part.reshape(1, 1), (num_out, 1))
     if strategy == "channel" and tuple(part.shape) in ((num_out, 1), (num_out,)):
         return part.reshape(num_out, 1)
     expected = [1] if strategy == "tensor" else [num_out, 1]
@@ -177,7 +180,7 @@ def _spread(
         expected = [-(-num_out // block[0]), -(-num_in // block[1])]
     if list(part.shape) != expected or strategy in ("tensor", "channel"):
         raise CheckpointError(f"{name} has shape {list(part.shape)}, expected {expected} ({strategy!r:.40})")
-    return part if block is None else part.repeat_interleave(block[0], 0)[:num_out]
+    return part if block is None else part.repeat(block[0], 0)[:num_out]
 
 
 def _bits(args: dict[str, Any]) -> int:

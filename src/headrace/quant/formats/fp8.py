@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.base import PLAIN, QWeight, Tensors
+from headrace.quant.arrays import PLAIN, type_name
+from headrace.quant.base import QWeight, Tensors
 from headrace.quant.packing import checked, good_scales, left_alone, names_listed, plain_weight, two_sizes
 
 SPARE = re.compile(r".*\.(input_scale|input_scale_inv|activation_scale|output_scale|[kqv]_scale)")
-FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
@@ -28,14 +29,18 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     if left_alone(name, names_listed(config, "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")):
         return plain_weight(tensors, name)
     weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, *PLAIN)
-    if weight.dtype in PLAIN:
+    if type_name(weight) in PLAIN:
         return plain_weight(tensors, name)
     scale = f"{name}.weight_scale" if tensors.has(f"{name}.weight_scale") else f"{name}.weight_scale_inv"
     return of_floats(weight, tensors, scale, block)
 
 
 def of_floats(
-    weight: Tensor, tensors: Tensors, scale_name: str, block: tuple[int, int] | None, group: int | None = None
+    weight: NDArray[Any],
+    tensors: Tensors,
+    scale_name: str,
+    block: tuple[int, int] | None,
+    group: int | None = None,
 ) -> QWeight:
     """8-bit floats [out, in] with the scales in tensor `scale_name`, whose shape says how many weights share one.
 
@@ -43,8 +48,7 @@ def of_floats(
     """
     num_out, num_in = weight.shape
     scales = tensors(scale_name)
-    widened = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales
-    widened = good_scales(widened, scale_name)
+    widened = good_scales(powers(scales) if type_name(scales) == "uint8" else scales, scale_name)
     shapes = {(): num_in, (1,): num_in, (1, 1): num_in, (num_out,): num_in, (num_out, 1): num_in}
     rows = 1 if block is None else block[0]
     columns = group or (num_in if block is None else block[1])
@@ -53,6 +57,12 @@ def of_floats(
     if shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise CheckpointError(f"{scale_name} has shape {list(scales.shape)}, expected {expected}")
-    if shapes[shape] == num_in and widened.numel() in (1, num_out):
-        return QWeight(weight, widened.reshape(-1, 1).expand(num_out, 1), group=num_in, bits=8)
-    return QWeight(weight, widened.repeat_interleave(rows, 0)[:num_out], group=columns, bits=8)
+    if shapes[shape] == num_in and widened.size in (1, num_out):
+        return QWeight(weight, np.broadcast_to(widened.reshape(-1, 1), (num_out, 1)), group=num_in, bits=8)
+    return QWeight(weight, widened.repeat(rows, 0)[:num_out], group=columns, bits=8)
+
+
+def powers(exponents: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Scales of type E8M0: 2^(byte - 127)."""
+    with np.errstate(over="ignore"):
+        return np.asarray(np.ldexp(np.float32(1), exponents.astype(np.int32) - 127))

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
+from headrace.quant.arrays import half, repeated
 from headrace.quant.base import QWeight
 from headrace.quant.formats.gguf_grids import even_signs, grid, signs
 from headrace.quant.schemes import BOOKS, K_BLOCK, K_GROUP, K_TYPES, SCHEMES, Scheme
@@ -280,7 +280,7 @@ TYPES: dict[str, BlockType] = {
 def decode(kind: str, raw: U8) -> QWeight:
     """Rows of raw blocks, uint8 [rows, bytes of a row], as codes with exact float32 scales and minima.
 
-    Works on some blocks at a time, on as many threads as torch is set to. What overflows comes out as infinity.
+    Works on some blocks at a time, on a thread for each core. What overflows comes out as infinity.
     """
     block = TYPES[kind]
     blocks = raw.reshape(-1, block.size)
@@ -300,12 +300,12 @@ def decode(kind: str, raw: U8) -> QWeight:
     on_all_threads(work, num, step)
     rows = len(raw)
     return QWeight(
-        torch.from_numpy(codes.reshape(rows, -1)),
-        torch.from_numpy(scales.reshape(rows, -1)),
-        mins=None if mins is None else torch.from_numpy(mins.reshape(rows, -1)),
+        codes.reshape(rows, -1),
+        scales.reshape(rows, -1),
+        mins=None if mins is None else mins.reshape(rows, -1),
         group=block.group,
         bits=8,
-        codebook=torch.tensor(BOOKS[block.book], dtype=torch.float32) if block.book else None,
+        codebook=np.array(BOOKS[block.book], np.float32) if block.book else None,
     )
 
 
@@ -322,14 +322,15 @@ class KBlocks(QWeight):
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1] // K_TYPES[self.kind].size * K_BLOCK
 
-    def dequantize(self) -> torch.Tensor:
-        return decode(self.kind, self.codes.numpy()).dequantize()
+    def dequantize(self) -> F32:
+        weight: F32 = decode(self.kind, self.codes).dequantize()
+        return weight
 
 
 def k_blocks(kind: str, raw: U8, name: str) -> KBlocks:
     """Rows of raw blocks, uint8 [rows, bytes of a row], copied out of the file. Raises as `check_scales`."""
     check_scales(kind, raw, name)
-    return KBlocks(torch.from_numpy(raw.copy()), kind=kind)
+    return KBlocks(raw.copy(), kind=kind)
 
 
 def check_scales(kind: str, raw: U8, name: str) -> None:
@@ -375,19 +376,19 @@ def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
         return rtn.quantise(weight.dequantize(), scheme, name)
     codes, scales, mins, low = weight.codes, weight.scales, weight.mins, TYPES[kind].low
     if weight.codebook is not None and not scheme.book:
-        codes = weight.codebook.to(torch.int8)[codes.int()]
+        codes = weight.codebook.astype(np.int8)[codes]
     if scheme.has_min and kind == "IQ3_S" and scheme.bits == 4:  # odd numbers from -15 to 15
         codes, scales, mins = (codes + 15) // 2, scales * 2, scales * -15
     elif scheme.has_min and mins is None:
         codes, mins = codes - low, scales * low
     codes = codes + scheme.middle
     share = weight.group // scheme.group
-    zeros = torch.full((1, 1), float(scheme.middle)).expand(len(codes), -(-codes.shape[1] // scheme.group))
+    zeros = np.broadcast_to(np.float32(scheme.middle), (len(codes), -(-codes.shape[1] // scheme.group)))
     return replace(
         weight,
         codes=codes,
-        scales=_rounded(scales, name).repeat_interleave(share, 1),
-        mins=None if mins is None else _rounded(mins, name).repeat_interleave(share, 1),
+        scales=repeated(_rounded(scales, name), share),
+        mins=None if mins is None else repeated(_rounded(mins, name), share),
         zeros=zeros if scheme.middle else None,
         group=scheme.group,
         bits=scheme.bits,
@@ -395,9 +396,9 @@ def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
     )
 
 
-def _rounded(values: torch.Tensor, name: str) -> torch.Tensor:
+def _rounded(values: F32, name: str) -> F32:
     """The nearest float16, as float32."""
-    rounded = values.half().float()
-    if not bool(torch.isfinite(rounded).all()):
+    rounded = half(values)
+    if not np.isfinite(rounded).all():
         raise CheckpointError(f"{name} has a scale that is not finite or beyond float16; it can not be quantised")
     return rounded

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
+import numpy as np
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
@@ -37,18 +37,18 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         raise CheckpointError("quantization_config: bits that differ between layers (dynamic) are not supported")
     if not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight"):
         return plain_weight(tensors, name)
-    packed = checked(tensors, f"{name}.qweight", (None, None), torch.int32)
+    packed = checked(tensors, f"{name}.qweight", (None, None), "int32")
     num_out, num_in = packed.shape[1], packed.shape[0] * 32 // bits
     if num_in * bits != packed.shape[0] * 32:
         raise CheckpointError(f"{name}.qweight has shape {list(packed.shape)}, expected a multiple of {bits} rows")
     group = num_in if group == -1 else group
     num_groups = -(-num_in // group)
     scales = checked(tensors, f"{name}.scales", (num_groups, num_out))
-    stored = checked(tensors, f"{name}.qzeros", (num_groups, num_words(num_out, bits)), torch.int32)
+    stored = checked(tensors, f"{name}.qzeros", (num_groups, num_words(num_out, bits)), "int32")
     zeros = (unpacked(stored, bits, num_out) + LAYOUTS[layout]) & (2**bits - 1)
-    parts = good_scales(scales, f"{name}.scales").t().contiguous(), zeros.t().float().contiguous()
-    codes = unpacked(packed.t(), bits, num_in)
+    parts = np.ascontiguousarray(good_scales(scales, f"{name}.scales").T), np.ascontiguousarray(zeros.T, np.float32)
+    codes = unpacked(packed.T, bits, num_in)
     if not tensors.has(f"{name}.g_idx"):
         return QWeight(codes, *parts, group=group, bits=bits)
-    g_idx = checked(tensors, f"{name}.g_idx", (num_in,), torch.int32, torch.int64)
+    g_idx = checked(tensors, f"{name}.g_idx", (num_in,), "int32", "int64")
     return by_index(codes, *parts, g_idx, group, bits, f"{name}.g_idx")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.base import PLAIN, QWeight, Tensors
+from headrace.quant.arrays import PLAIN, floats, type_name
+from headrace.quant.base import QWeight, Tensors
 from headrace.quant.formats import fp8
 from headrace.quant.packing import checked, four_bit_floats, good_scales, one_scale, plain_weight
 
@@ -21,16 +20,16 @@ GROUP = 16
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; plain floats if it is stored as floats."""
-    weight = checked(tensors, f"{name}.weight", (None, None), torch.uint8, *fp8.FLOATS, *PLAIN)
-    if weight.dtype in PLAIN:
+    weight = checked(tensors, f"{name}.weight", (None, None), "uint8", *fp8.FLOATS, *PLAIN)
+    if type_name(weight) in PLAIN:
         return plain_weight(tensors, name)
-    if weight.dtype != torch.uint8:
+    if type_name(weight) != "uint8":
         return fp8.of_floats(weight, tensors, f"{name}.weight_scale", None)
     num_out, num_in = weight.shape[0], 2 * weight.shape[1]
     if num_in % GROUP:
         raise CheckpointError(
             f"{name}.weight has shape {list(weight.shape)}, expected a multiple of {GROUP // 2} bytes"
         )
-    inner = checked(tensors, f"{name}.weight_scale", (num_out, num_in // GROUP), torch.float8_e4m3fn)
-    scales = good_scales(inner.float() * one_scale(tensors, f"{name}.weight_scale_2"), f"{name}.weight_scale")
+    inner = checked(tensors, f"{name}.weight_scale", (num_out, num_in // GROUP), fp8.FLOATS[0])
+    scales = good_scales(floats(inner) * one_scale(tensors, f"{name}.weight_scale_2"), f"{name}.weight_scale")
     return four_bit_floats(weight, scales, GROUP)

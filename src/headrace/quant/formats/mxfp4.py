@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
+from headrace.quant.formats.fp8 import powers
 from headrace.quant.packing import checked, four_bit_floats, left_alone, names_listed, plain_weight
 
 SPARE = re.compile(r"(?!)")
@@ -30,20 +31,20 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     expert = EXPERT.fullmatch(name)
     if expert is not None and tensors.has(f"{expert[1]}.{expert[3]}_blocks"):
         stem, number = f"{expert[1]}.{expert[3]}", int(expert[2])
-        blocks = checked(tensors, f"{stem}_blocks", (None, None, None, GROUP // 2), torch.uint8)
+        blocks = checked(tensors, f"{stem}_blocks", (None, None, None, GROUP // 2), "uint8")
         if number >= blocks.shape[0]:
             raise CheckpointError(f"{stem}_blocks has shape {list(blocks.shape)}, expected more than {number} experts")
-        scales = checked(tensors, f"{stem}_scales", tuple(blocks.shape[:3]), torch.uint8)
+        scales = checked(tensors, f"{stem}_scales", tuple(blocks.shape[:3]), "uint8")
         return of_blocks(blocks[number], scales[number], f"{stem}_scales")
     if not tensors.has(f"{name}.weight_blocks"):
         return plain_weight(tensors, name)
-    blocks = checked(tensors, f"{name}.weight_blocks", (None, None, GROUP // 2), torch.uint8)
-    scales = checked(tensors, f"{name}.weight_scales", tuple(blocks.shape[:2]), torch.uint8)
+    blocks = checked(tensors, f"{name}.weight_blocks", (None, None, GROUP // 2), "uint8")
+    scales = checked(tensors, f"{name}.weight_scales", tuple(blocks.shape[:2]), "uint8")
     return of_blocks(blocks, scales, f"{name}.weight_scales")
 
 
-def of_blocks(blocks: Tensor, scales: Tensor, name: str) -> QWeight:
+def of_blocks(blocks: NDArray[np.uint8], scales: NDArray[np.uint8], name: str) -> QWeight:
     """blocks uint8 [out, in / 32, 16] and scales uint8 [out, in / 32]. 255 stands for NaN and is refused."""
-    if bool((scales == 255).any()):
+    if (scales == 255).any():
         raise CheckpointError(f"{name} has a scale that is not finite; shape {list(scales.shape)}, expected 0 to 254")
-    return four_bit_floats(blocks.flatten(1), torch.exp2(scales.float() - 127), GROUP)
+    return four_bit_floats(blocks.reshape(len(blocks), -1), powers(scales), GROUP)

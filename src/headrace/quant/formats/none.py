@@ -13,4 +13,4 @@ SPARE = re.compile(r"(?!)")
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """`<name>.weight` as it is."""
     weight = tensors(f"{name}.weight")
-    return QWeight(weight, bits=8 * weight.element_size())
+    return QWeight(weight, bits=8 * weight.itemsize)

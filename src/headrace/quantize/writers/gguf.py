@@ -68,7 +68,7 @@ def quantization_config(options: Options, plain_layers: Sequence[str]) -> dict[s
 
 def read(source: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     blocks = source(f"{name}{gguf_writer.BLOCKS}")
-    raw = np.ascontiguousarray(blocks.flatten(1).numpy())
+    raw = np.ascontiguousarray(blocks.reshape(len(blocks), -1))
     return gguf_blocks.decode(gguf_writer.kind_of_blocks(tuple(blocks.shape), name), raw)
 
 

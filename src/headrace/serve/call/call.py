@@ -44,6 +44,8 @@ class Call(msgspec.Struct, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    explain: bool = False
+    return_progress: bool = False
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int = 0
@@ -80,16 +82,25 @@ class TextCall(Call, kw_only=True):
 
 
 class ChatCall(Call, kw_only=True):
-    """A conversation to be gone on with. `template_variables` are further variables of the chat template.
-    `add_generation_prompt` None: unless the final message is continued."""
+    """A conversation to be gone on with. `chat_template` is a Jinja source in place of the model's template, and
+    `template_variables` are further variables of it. `add_generation_prompt` None: unless the final message is
+    continued. `echo`: the reply repeats the last message before the answer, if that is the assistant's."""
 
     messages: list[ChatMessage]
     tools: ToolUse = msgspec.field(default_factory=lambda: ToolUse.of(None, None, True))
     reasoning_effort: str | None = None
     include_reasoning: bool = True
+    chat_template: str | None = None
     template_variables: dict[str, Any] = {}
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    echo: bool = False
+
+    @property
+    def echoed(self) -> str:
+        """The text before the answer."""
+        content = self.messages[-1].content if self.echo and self.messages[-1].role == "assistant" else ""
+        return "\n".join(content) if isinstance(content, list) else content or ""
 
 
 def chat_of(request: Any, **fields: Any) -> ChatCall:
@@ -101,6 +112,7 @@ def chat_of(request: Any, **fields: Any) -> ChatCall:
         messages=read_messages(request.messages or []),
         tools=ToolUse.of(request.tools, choice, parallel is not False),
         reasoning_effort=request.reasoning_effort,
+        chat_template=getattr(request, "chat_template", None),
         template_variables=request.chat_template_kwargs or {},
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
@@ -203,8 +215,8 @@ class Answer:
         return num
 
     def close(self) -> None:
-        """Abort what still runs."""
-        self.generation.close()
+        """Abort what still runs, and free what only a reply needs."""
+        self.generation.release()
 
 
 def arguments_object(text: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from headrace.text.reasoning import ReasoningParser
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import call_grammar, detection, formats
-from headrace.text.tools.calls import new_parser
+from headrace.text.tools.calls import begins_in_prompt, new_parser
 from headrace.text.tools.choice import ToolUse
 from headrace.text.traits import Traits
 
@@ -98,6 +98,10 @@ class Dialect(NamedTuple):
             efforts=frozenset(name for name in EFFORTS if any(_reads(source, name) for source in sources)),
         )
 
+    def reads(self, name: str) -> bool:
+        """Whether the chat template uses a variable."""
+        return _reads(self.template, name)
+
     def needs_marks(self, use: ToolUse) -> bool:
         """Whether a chat's answers must be read with their special tokens."""
         form = self.format_for(use)
@@ -109,28 +113,41 @@ class Dialect(NamedTuple):
         """Return what the answers are held to, and whether that ensures the form of all calls. `form` is that of the
         content, if the request names one.
 
-        An answer that must be calls is nothing else. One that may be calls is calls or JSON of that form.
+        An answer that must be calls is nothing else. One that may be calls is calls or JSON of that form. Where there
+        is no form, its calls are held to the grammars of custom tools, if it has any.
         """
-        calls = self.format_for(use)
-        constraint, enforced = form, False
-        is_json = form is not None and form.kind in ("json", "json_object")
-        if calls is not None and (use.mode == "required" or is_json):
-            part = call_grammar.grammar(
-                calls, call_grammar.RequiredCalls(use.schemas, not use.parallel, self.template, self.token_ids)
-            )
-            if use.mode == "auto" and form is not None:
-                schema = json.loads(form.json) if isinstance(form.json, str) else {"type": "object"}
-                part = {"type": "or", "elements": [part, {"type": "json_schema", "json_schema": schema}]}
+        part = self._call_grammar(use, prompt, form)
+        constraint, enforced = form, part is not None
+        if part is not None:
             tag = msgspec.json.encode({"type": "structural_tag", "format": part}).decode()
             # Where a tool does not say that it takes other arguments than those it names, it takes none.
             base = form or StructuredOutputs(json_object=True, disable_additional_properties=True)
-            constraint, enforced = msgspec.structs.replace(base, **{**_ONLY, "structural_tag": tag}), True
+            constraint = msgspec.structs.replace(base, **{**_ONLY, "structural_tag": tag})
         if constraint is None or self.reasoning is None:
             return constraint, enforced
         before = reasoning.prefix(self.reasoning, prompt, self.token_ids)
         if before is None:
             return constraint, enforced
         return msgspec.structs.replace(constraint, prefix=msgspec.json.encode(before).decode()), enforced
+
+    def _call_grammar(self, use: ToolUse, prompt: str, form: StructuredOutputs | None) -> dict[str, Any] | None:
+        """Return the grammar of an answer whose calls must have their form; None where nothing is held to one."""
+        calls = self.format_for(use)
+        if calls is None:
+            return None
+        is_begun = begins_in_prompt(formats.FORMATS[calls], prompt)
+        required = call_grammar.RequiredCalls(
+            use.schemas, not use.parallel, self.template, self.token_ids, is_begun, use.customs
+        )
+        if use.mode == "required":
+            return call_grammar.grammar(calls, required)
+        if form is None:
+            return call_grammar.in_text(calls, required) if any(use.customs.values()) else None
+        if form.kind not in ("json", "json_object"):
+            return None
+        schema = json.loads(form.json) if isinstance(form.json, str) else {"type": "object"}
+        elements = [call_grammar.grammar(calls, required), {"type": "json_schema", "json_schema": schema}]
+        return {"type": "or", "elements": elements}
 
     def set_effort(self, call: ChatCall, effort: str, variables: dict[str, Any]) -> None:
         """Put a call's `reasoning_effort` into the chat template's variables. Raises `RequestError`."""
@@ -164,7 +181,7 @@ class Dialect(NamedTuple):
         def parser() -> MessageParser:
             inner: MessageParser = ContentParser()
             if form is not None:
-                inner = new_parser(form, use.schemas, enforced, single=not use.parallel)
+                inner = new_parser(form, use.schemas, enforced, single=not use.parallel, prompt=prompt)
             return inner if style is None else ReasoningParser(style, inside, inner)
 
         return parser

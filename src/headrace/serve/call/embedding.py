@@ -49,7 +49,7 @@ async def vectors(
             text, add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens
         )
         prompts.append(token_ids)
-    async with front.open(
+    async with await front.open(
         prompts, EMBEDDING_PARAMS, priority=priority, cache_salt=cache_salt, draw=lambda: 0, pooling=kind
     ) as generation:
         async for _ in generation:

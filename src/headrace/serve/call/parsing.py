@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 import types
 import typing
@@ -113,6 +114,21 @@ def _structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
     elif isinstance(hint, types.UnionType) or typing.get_origin(hint) in (list, typing.Union):
         for inner in typing.get_args(hint):
             yield from _structs_in(inner)
+
+
+def seconds_of(value: float | str | None) -> float | None:
+    """Return Ollama's `keep_alive` in seconds: a number, or Go's notation such as 5m, 1h30m or 300ms; infinity for a
+    negative one, None for none. Raises `RequestError`."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        parts = re.fullmatch(r"(-?)((?:\d+(?:\.\d+)?(?:ms|h|m|s))+|\d+(?:\.\d+)?)", value.strip())
+        if parts is None:
+            raise RequestError("keep_alive", value, "seconds, or a duration such as 5m; 0 unloads, -1 is for ever")
+        pieces = re.findall(r"(\d+(?:\.\d+)?)(ms|h|m|s|$)", parts[2])
+        total = sum(float(number) * {"ms": 0.001, "h": 3600.0, "m": 60.0}.get(unit, 1.0) for number, unit in pieces)
+        value = -1.0 if parts[1] else total
+    return math.inf if value < 0 else float(value)
 
 
 def _pick(structs: tuple[type[msgspec.Struct], ...], value: dict[str, Any]) -> type[msgspec.Struct] | None:

@@ -7,7 +7,7 @@ OpenAPI document is made from the same structs. A field whose type has `UnsetTyp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -47,14 +47,31 @@ class Timings(msgspec.Struct, kw_only=True):
     predicted_per_second: float
 
 
-class TopLogprob(msgspec.Struct, kw_only=True):
+class PromptProgress(msgspec.Struct, kw_only=True):
+    """How far a prompt is computed, as llama-server has it: `processed` of `total` tokens, of which the prefix cache
+    had `cache`; `time_ms` since the first of them began."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+
+FollowPrompt = Callable[[str, Callable[[int, int, int, int], None]], Callable[[], object]]
+"""Calls a function with the numbers of `PromptProgress` after each step that computed a part of a request's prompt.
+Returns what ends that."""
+
+
+class TopLogprob(msgspec.Struct, kw_only=True, gc=False):
+    """A reply may have a million of them, so no part of one is walked by the garbage collector."""
+
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: tuple[int, ...]
 
 
-class ChatTokenLogprob(TopLogprob, kw_only=True):
-    top_logprobs: list[TopLogprob]
+class ChatTokenLogprob(TopLogprob, kw_only=True, gc=False):
+    top_logprobs: tuple[TopLogprob, ...]
 
 
 class TokenPiece(msgspec.Struct, kw_only=True):
@@ -135,12 +152,12 @@ def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprob]) 
     def fields(token_id: int, logprob: float) -> dict[str, Any]:
         text = token_text(tokenizer, token_id)
         raw = text.encode() if tokenizer is None else tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": clamp(logprob), "bytes": list(raw)}
+        return {"token": text, "logprob": clamp(logprob), "bytes": tuple(raw)}
 
     return [
         ChatTokenLogprob(
             **fields(entry.token_id, entry.logprob),
-            top_logprobs=[TopLogprob(**fields(*alternative)) for alternative in entry.top],
+            top_logprobs=tuple(TopLogprob(**fields(*alternative)) for alternative in entry.top),
         )
         for entry in entries
     ]

@@ -47,6 +47,8 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    explain: bool | None = None
+    return_progress: bool | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     # The form of the answer.
@@ -84,6 +86,12 @@ class ChatCompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # A template in place of the model's, where the server trusts those of requests.
+    chat_template: str | None = None
+    # A variable of templates that have a place for texts to answer from.
+    documents: list[dict[str, Any]] | None = None
+    # Repeat the last message before the answer, if it is the assistant's.
+    echo: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -125,12 +133,12 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": (([],), "a request can not bring code; offline, SamplingParams takes functions"),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tool_choice"),
-    "echo": ((False,), "a chat has no text of its own to repeat; send the prompt to /v1/completions"),
+    "echo": ((False,), "the answer alone is returned; /v1/chat/completions and /v1/completions have it"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
     "suffix": (("",), "write it into the prompt, with the model's own marks for filling in"),
-    "documents": (([],), "write them into a message, or into chat_template_kwargs if the template reads them"),
-    "chat_template": ((), "a request can not bring a template; start the server with --chat-template"),
+    "documents": (([],), "write them into the input, or into chat_template_kwargs if the template reads them"),
+    "chat_template": ((), "start the server with --chat-template; /v1/chat/completions takes one where it is trusted"),
     "prompt_embeds": ((), "prompts are text or token ids"),
 }
 

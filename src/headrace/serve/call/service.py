@@ -1,4 +1,4 @@
-"""`ServedModel`: answers calls with the one model that is served. Every API stands on it.
+"""`ServedModel`: answers calls with one model. Every API stands on it; `models.ModelSet` finds it by its name.
 
 Everything that can be refused is refused before there is an answer, so a stream that has begun fails only by the
 engine's fault. Knows calls, prompts and answers; knows no HTTP, no JSON and no API.
@@ -7,6 +7,7 @@ engine's fault. Knows calls, prompts and answers; knows no HTTP, no JSON and no 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +18,22 @@ import msgspec
 from headrace.engine import context
 from headrace.engine.fair_worker import FairWorker
 from headrace.engine.generation import Generation, TextClient, in_time, off_loop
+from headrace.engine.tenants import salted
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
-from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import EngineInfo
 from headrace.serve.call.call import Answer, Call, ChatCall, TextCall, spelled
 from headrace.serve.call.dialect import Dialect
+from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import draw_seed
 from headrace.text.reasoning import STYLES
-from headrace.text.templates import ChatMessage, ChatTemplate
+from headrace.text.string_bounds import bound_strings
+from headrace.text.templates import ChatMessage, ChatTemplate, shared_process
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tools.choice import ToolUse
 
 logger = logging.getLogger("headrace.server")
 
@@ -42,7 +49,10 @@ class ServedModel:
         names: all names of the model, with `name` first; `name` alone by default.
         takes_any_name: whether a request may have any other name too.
         template: None if the model has no chat template.
-        defaults: sampling parameters that the model's makers advise, for what a request does not give.
+        trusts_templates: whether a request may bring a chat template of its own.
+        defaults: sampling parameters that the model's makers advise, for what a request does not give, and
+            for JSON: `max_string_length`, the characters of a string without a bound of its own, and
+            `disable_additional_properties`, as in `StructuredOutputs`.
         draw: where requests without a seed get theirs; the reply tells it.
         dialect: how the model writes tool calls and reasoning.
     """
@@ -57,20 +67,38 @@ class ServedModel:
         dialect: Dialect | None = None,
         names: Sequence[str] = (),
         takes_any_name: bool = False,
+        trusts_templates: bool = False,
     ) -> None:
         self.front = front
         self.name = name
         self.names = tuple(names) or (name,)
-        self._takes_any_name = takes_any_name
+        self.takes_any_name = takes_any_name
+        self._trusts_templates = trusts_templates
         self.template = template
         self.defaults = dict(defaults or {})
+        self._max_string_length: int | None = self.defaults.pop("max_string_length", None)
+        self._closes_objects: bool = self.defaults.pop("disable_additional_properties", False)
         self.draw = draw
         self.dialect = Dialect() if dialect is None else dialect
         if self.dialect.reasoning is not None:
             style = STYLES[self.dialect.reasoning]
             front.marks = (style.openings[0], style.closings[0])
         self.created = int(time.time())
-        self._renderer = None if template is None else FairWorker(template.process)
+        # Whether it is loaded as long as the server runs. If not, the seconds that it stays loaded after its last use,
+        # as the last call said that said something; None: what the server was started with.
+        self.stays_loaded = True
+        self.keep_alive: float | None = None
+        # What was measured of the model in the form that the engine runs, if anything was.
+        self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
+        # Returns the explanations of requests, by their ids (`insight.explainer`).
+        self.explanations: Callable[[list[str]], list[Any]] | None = None
+        # Set from `insight.explainer`, as the explanations.
+        self.follow_prompt: FollowPrompt | None = None
+        # Returns the digest of the model's files, which it reads; empty without files.
+        self.digest: Callable[[], str] = str
+        self._renderer = None
+        if template is not None or trusts_templates:
+            self._renderer = FairWorker(shared_process() if template is None else template.process)
 
     @property
     def max_context(self) -> int:
@@ -88,6 +116,12 @@ class ServedModel:
     def workers(self) -> list[FairWorker]:
         """The workers of the processes that render templates and build grammars, as far as they were needed."""
         return [worker for worker in (self._renderer, self.front.worker) if worker is not None]
+
+    @property
+    def num_helper_faults(self) -> dict[str, int]:
+        """How often these processes failed, and were started again, by what they do."""
+        workers = {"templates": self._renderer, "grammars": self.front.worker}
+        return {name: 0 if worker is None else worker.process.num_faults for name, worker in workers.items()}
 
     def close(self) -> None:
         """End the work of these processes."""
@@ -112,7 +146,7 @@ class ServedModel:
                 )
                 for prompt in call.prompts
             ]
-            generation = self._open([token_ids for _, token_ids in prompts], params, call)
+            generation = await self._open([token_ids for _, token_ids in prompts], params, call)
         return Answer(generation, call, self.front.tokenizer, "cmpl", [text for text, _ in prompts])
 
     async def chat(self, call: ChatCall) -> Answer:
@@ -123,7 +157,7 @@ class ServedModel:
             if call.logprobs and most != -1 and not 0 <= call.logprobs <= most:
                 # Every API of chats has this name for it.
                 raise RequestError("top_logprobs", call.logprobs, f"from 0 to {most} (--max-logprobs)")
-            use = call.tools
+            use = self._bound_arguments(call.tools)
             special: dict[str, Any] = {}
             if "skip_special_tokens" not in call.sampling and self.dialect.needs_marks(use):
                 special["skip_special_tokens"] = False
@@ -131,19 +165,24 @@ class ServedModel:
             self.front.check_room(1, params, call.beam)
             text = await self.render(call)
             constraint, enforced = self.dialect.constraint(use, text, params.structured_outputs)
-            if not enforced and any(tool["function"].get("strict") for tool in use.tools):
+            is_loose = not enforced or (use.mode == "auto" and params.structured_outputs is None)
+            if is_loose and any(tool["function"].get("strict") for tool in use.tools):
                 call.warn(
                     "tools", "strict is not enforced with tool_choice auto, but is where it is required or a tool"
                 )
+            if not enforced and any(use.customs.values()):
+                call.warn(
+                    "tools", "a custom tool's grammar is not enforced: the model's format of calls has no place for it"
+                )
             params = msgspec.structs.replace(params, structured_outputs=constraint)
-            await (self._check_tools(call, params, text) if enforced else self._check_form(call, params))
+            await (self._check_tools(call, params, text, is_loose) if enforced else self._check_form(call, params))
             new_parser = self.dialect.parsers(use, text, enforced)
             _, token_ids = await self.front.prompt_ids(
                 text,
                 add_special_tokens=bool(call.add_special_tokens),
                 truncate_prompt_tokens=call.truncate_prompt_tokens,
             )
-            generation = self._open([token_ids], params, call)
+            generation = await self._open([token_ids], params, call)
         return Answer(generation, call, self.front.tokenizer, "chatcmpl", [text], new_parser, call.include_reasoning)
 
     async def chat_prompt(self, call: ChatCall) -> tuple[str, list[int]]:
@@ -159,7 +198,7 @@ class ServedModel:
         Raises `RequestError` if they do not fit the model's template, `DeadlineError`, or `ChildFailedError`.
         """
         bounds.check("messages", call.messages)
-        template, renderer = self.template, self._renderer
+        template, renderer = self._template_for(call), self._renderer
         if template is None or renderer is None:
             raise RequestError(
                 "messages", "a chat", "sent to /v1/completions as a prompt: the model has no chat template"
@@ -169,6 +208,8 @@ class ServedModel:
             raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
         if call.reasoning_effort is not None:
             self.dialect.set_effort(call, call.reasoning_effort, variables)
+        if variables.get("documents") and call.chat_template is None and not self.dialect.reads("documents"):
+            call.warn("documents", "the model is not told of them: its chat template has no place for documents")
         if call.tools.tools and not self.dialect.shows_tools:
             call.warn("tools", "the model is not told of them: its chat template has no place for tools")
         opening = call.add_generation_prompt
@@ -184,9 +225,23 @@ class ServedModel:
             )
         )
         text = await in_time(work, "its prompt was rendered")
+        if template.moves_system(call.messages, bool(call.tools.tools)):
+            call.warn("messages", "the chat template takes one system message, and first: later ones are the user's")
         for field in template.dropped_arguments(call.messages, bool(call.tools.tools)):
             call.warn(field, "no JSON object: the chat template gets {} in its place")
         return text
+
+    def _template_for(self, call: ChatCall) -> ChatTemplate | None:
+        """Return the template of a call: the model's, or the call's own. Raises `UnsupportedError`."""
+        if call.chat_template is None:
+            return self.template
+        if not self._trusts_templates:
+            instead = "start the server with --trust-request-chat-template, or set its template with --chat-template"
+            raise UnsupportedError("chat_template", "a template", instead)
+        # The comment parts the holders of keys: what is compiled for one is not there for another (S-24).
+        source = f"{{#{salted('')}+#}}{call.chat_template}"
+        process = None if self.template is None else self.template.process
+        return ChatTemplate({"default": source}, self.tokenizer.special_tokens, process)
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""
@@ -207,7 +262,7 @@ class ServedModel:
 
     def check_model(self, name: str | None, is_request: bool = True) -> None:
         """Raises `ModelNotFoundError` unless `name` is None, the model's, or any in a request that may have any."""
-        if name is None or name in self.names or (is_request and self._takes_any_name):
+        if name is None or name in self.names or (is_request and self.takes_any_name):
             return
         label = name if len(name) <= 80 else name[:77] + "..."
         names = " or ".join(repr(each) for each in self.names)
@@ -221,13 +276,31 @@ class ServedModel:
         """The parameters, with the model's own for what is not given; of these, a search takes the ends only.
         `max_tokens` holds where neither says anything; `special` overrides both. Raises `RequestError`."""
         defaults: Mapping[str, Any] = self.defaults
-        fixed: dict[str, Any] = {"structured_outputs": call.form}
+        fixed: dict[str, Any] = {"structured_outputs": self._advised_form(call)}
         if call.beam is not None:
             defaults = {name: value for name, value in defaults.items() if name in KEPT}
             fixed |= {"n": 1, "best_of": None}
         return SamplingParams(**{"max_tokens": max_tokens, **defaults, **call.sampling, **special, **fixed})
 
-    def _open(self, prompts: list[list[int]], params: SamplingParams, call: Call) -> Generation:
+    def _advised_form(self, call: Call) -> StructuredOutputs | None:
+        form = call.form
+        if form is None or form.json is None:
+            return form
+        if self._max_string_length is not None:
+            schema = json.loads(str(form.json))
+            bounded = bound_strings(schema, self._max_string_length)
+            if bounded != schema:
+                form = msgspec.structs.replace(form, json=json.dumps(bounded))
+        closed = form.disable_additional_properties or self._closes_objects
+        return msgspec.structs.replace(form, disable_additional_properties=closed)
+
+    def _bound_arguments(self, use: ToolUse) -> ToolUse:
+        most = self._max_string_length
+        if most is None:
+            return use
+        return use._replace(schemas={name: bound_strings(schema, most) for name, schema in use.schemas.items()})
+
+    async def _open(self, prompts: list[list[int]], params: SamplingParams, call: Call) -> Generation:
         max_tokens = call.sampling.get("max_tokens")
         longest = max(map(len, prompts))
         room = self.max_context - longest
@@ -239,7 +312,7 @@ class ServedModel:
             params = msgspec.structs.replace(params, max_tokens=room)
         if max_tokens is None and isinstance(call, TextCall) and call.fills_context:
             params = msgspec.structs.replace(params, max_tokens=room)
-        return self.front.open(
+        return await self.front.open(
             prompts,
             params,
             priority=call.priority,
@@ -249,8 +322,9 @@ class ServedModel:
             beam=call.beam,
         )
 
-    async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str) -> None:
-        """Find out whether calls can be held to the tools' schemas. Raises `RequestError` naming the schema."""
+    async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str, is_loose: bool) -> None:
+        """Find out whether calls can be held to the tools' schemas (`is_loose`: only to the grammars of custom tools).
+        Raises `RequestError` naming the schema."""
         try:
             for warning in await self.front.check(params, call.cache_salt):
                 call.warn("tools", warning)
@@ -258,7 +332,7 @@ class ServedModel:
             use = call.tools
             for tool in use.tools:
                 name = tool["function"]["name"]
-                if name not in use.schemas:
+                if name not in use.schemas or (is_loose and name not in use.customs):
                     continue
                 one = use._replace(schemas={name: use.schemas[name]}, mode="required")
                 constraint, _ = self.dialect.constraint(one, prompt, None)

@@ -34,15 +34,21 @@ HIDDEN = "(not shown)"
 PUBLIC_PATHS = frozenset({"/health/live"})
 ANY = "any"
 """The class of paths that every key opens."""
-_ANY_PATHS = frozenset({"/", "/version", "/ping", "/health", "/openapi.json", "/docs"})
+_ANY_PATHS = frozenset({"/", "/version", "/ping", "/health", "/openapi.json", "/docs", "/is_sleeping", "/v1/health"})
 _METRICS_PATHS = frozenset({"/metrics", "/load", "/slots"})
 # Calls that change the server or its models, supported here or not.
-_ADMIN_PATHS = frozenset({"/api/push", "/api/create", "/api/copy", "/api/delete"})
+_ADMIN_PATHS = frozenset(
+    "/api/pull /api/push /api/create /api/copy /api/delete /v1/load_lora_adapter /v1/unload_lora_adapter".split()
+)
+_ADMIN_UNDER = "/api/blobs/"
+# Read with any key that infers, changed with the administrator's.
+_SETTINGS_PATHS = frozenset({"/props", "/lora-adapters"})
 _INFER_PATHS = frozenset(
     "/tokenize /detokenize /completion /completions /embedding /embeddings /apply-template /props /infill /score "
-    "/rerank".split()
+    "/rerank /reranking /pooling /classify /invocations /tokenizer_info /lora-adapters /chat/completions /models "
+    "/responses".split()
 )
-_INFER_UNDER = ("/v1/", "/v2/", "/api/")
+_INFER_UNDER = ("/v1/", "/v2/", "/api/", "/slots/")
 
 
 class Key(NamedTuple):
@@ -181,7 +187,8 @@ def class_of(method: str, path: str) -> str:
     reads = method in ("GET", "HEAD")
     if path in _METRICS_PATHS and reads:
         return "metrics"
-    if path in _ADMIN_PATHS or (path == "/props" and not reads):
+    is_setting = path in _SETTINGS_PATHS and not reads
+    if path in _ADMIN_PATHS or path.startswith(_ADMIN_UNDER) or is_setting:
         return "admin"
     return "infer" if path in _INFER_PATHS or path.startswith(_INFER_UNDER) else "admin"
 

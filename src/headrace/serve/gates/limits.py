@@ -111,8 +111,7 @@ async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY_BYTES) 
 
 async def _read(scope: Scope, receive: Receive, most: int, counted: _Body, bodies: _Bodies) -> bytes:
     too_large = CallError(413, "body_too_large", f"body: too large; it must be at most {most} bytes")
-    pace = f"each {BODY_IDLE_S:g} seconds must bring {MIN_BODY_RATE * BODY_IDLE_S:g} bytes or its end"
-    too_slow = CallError(408, "body_timeout", f"body: it comes too slowly; {pace}")
+    too_slow = _too_slow()
     too_many = CallError(
         503, "bodies_too_large", f"body: all that come now exceed {MAX_BODIES_BYTES} bytes", {"retry-after": "5"}
     )
@@ -143,6 +142,41 @@ async def _read(scope: Scope, receive: Receive, most: int, counted: _Body, bodie
             return bytes(body)
         if len(body) >= num_due:
             end, num_due = clock() + BODY_IDLE_S, len(body) + MIN_BODY_RATE * BODY_IDLE_S
+
+
+async def body_pieces(scope: Scope, receive: Receive, most: int) -> AsyncIterator[bytes]:
+    """Yield a body of at most `most` bytes in pieces as they come, for what goes to the disk. None is kept in memory,
+    and a body must come as fast as `read_body` has it.
+
+    Raises `CallError`, `ClientGoneError`."""
+    too_large = CallError(413, "body_too_large", f"body: too large; there is room for {most} bytes")
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    if declared.isdigit() and int(declared[:20]) > most:
+        raise too_large
+    num_bytes = num_before = 0
+    clock = asyncio.get_running_loop().time
+    end = clock() + BODY_IDLE_S
+    while True:
+        try:
+            async with asyncio.timeout_at(end):
+                message = await receive()
+        except TimeoutError as error:
+            raise _too_slow() from error
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError("the client hung up while it sent the body")
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > most:
+            raise too_large
+        yield message.get("body", b"")
+        if not message.get("more_body", False):
+            return
+        if num_bytes - num_before >= MIN_BODY_RATE * BODY_IDLE_S:
+            end, num_before = clock() + BODY_IDLE_S, num_bytes
+
+
+def _too_slow() -> CallError:
+    pace = f"each {BODY_IDLE_S:g} seconds must bring {MIN_BODY_RATE * BODY_IDLE_S:g} bytes or its end"
+    return CallError(408, "body_timeout", f"body: it comes too slowly; {pace}")
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

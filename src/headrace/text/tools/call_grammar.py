@@ -8,26 +8,33 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headrace.protocol.errors import RequestError
 from headrace.text.tools.calls import types_of
+from headrace.text.tools.custom import INPUT
 from headrace.text.tools.formats import FORMATS, Layout
 from headrace.text.tools.parser import Schemas
 
 FormatPart = dict[str, Any]
 """A part of a structural tag's `format`."""
+UNQUOTED = ("tagged", "bare")
+"""Bodies that write texts without JSON's quotes."""
 _NUMBER: FormatPart = {"type": "regex", "pattern": "[0-9]{1,4}"}
 
 
 class RequiredCalls(NamedTuple):
     """The calls that an answer must be: of tools with these `schemas`, and only one call if `single`. `template` is the
-    model's chat template. `token_ids` has those of the format's texts that are special tokens."""
+    model's chat template. `token_ids` has those of the format's texts that are special tokens. `is_begun`: the prompt
+    ends with the format's `in_prompt`. `customs` has the grammars of the tools that take a text, in Lark's syntax."""
 
     schemas: Schemas
     single: bool
     template: str
     token_ids: Mapping[str, int]
+    is_begun: bool = False
+    customs: Mapping[str, str | None] = MappingProxyType({})
 
     def sequence(self, *parts: FormatPart | str) -> FormatPart:
         """Return the parts one after another; texts are split at the special tokens in them."""
@@ -45,30 +52,60 @@ class RequiredCalls(NamedTuple):
         return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
-def grammar(name: str, required: RequiredCalls) -> FormatPart:
-    """Return the grammar of one call or more in the format `name`. Raises `RequestError` for what it can not honour."""
-    tool_format = FORMATS[name]
-    fitting = [layout for layout in tool_format.layouts if layout.in_template in required.template]
-    layout = max(fitting, key=lambda layout: len(layout.in_template))
-    around = {
-        place: tool_format.marks if layout.marks == place else ("", "") for place in ("around each", "around all")
-    }
-    before, after = around["around each"]
+def grammar(name: str, required: RequiredCalls, before_calls: str = "") -> FormatPart:
+    """Return the grammar of one call or more in the format `name`; `before_calls` is what stands there of
+    the first mark. Raises `RequestError` for what it can not honour."""
+    tool_format, layout = FORMATS[name], _layout(name, required)
+    opens, closes = tool_format.marks
+    marks = opens.lstrip().removeprefix(before_calls), closes
+    around = {place: marks if layout.marks == place else ("", "") for place in ("around each", "around all")}
+    before, after = ("", "") if tool_format.in_prompt else around["around each"]
     calls = [
         required.sequence(before, *_call(layout, required, name, schema), after)
         for name, schema in required.schemas.items()
     ]
     part: FormatPart = {"type": "tags_with_separator", "tags": calls, "at_least_one": True}
-    if required.single or layout.separator:
-        part |= {"separator": layout.separator, "stop_after_first": required.single}
+    separator = layout.separator or tool_format.in_prompt
+    if required.single or separator:
+        part |= {"separator": separator, "stop_after_first": required.single}
     before, after = around["around all"]
+    if not required.is_begun:
+        before += tool_format.in_prompt
     opening, closing = "[]" if layout.brackets else ("", "")
     return required.sequence(before, opening, part, closing, after)
 
 
+def in_text(name: str, required: RequiredCalls) -> FormatPart | None:
+    """Return the grammar of free text in which calls may stand, each of a tool of `required`; None where the format has
+    no mark before calls that sets them apart from free text, or writes bare text.
+
+    Of functions, nothing is held but that their arguments are an object.
+    """
+    layout, mark = _layout(name, required), FORMATS[name].marks[0].strip()
+    if not mark or layout.marks == "read only" or layout.body in UNQUOTED or FORMATS[name].in_prompt:
+        return None
+    loose: dict[str, Mapping[str, Any]] = {
+        tool: schema if tool in required.customs else {"type": "object", "additionalProperties": True}
+        for tool, schema in required.schemas.items()
+    }
+    single = required.single or layout.marks == "around each"
+    calls = grammar(name, required._replace(schemas=loose, single=single), mark)
+    return {"type": "in_text", "trigger": required.sequence(mark), "content": calls}
+
+
+def _layout(name: str, required: RequiredCalls) -> Layout:
+    fitting = [layout for layout in FORMATS[name].layouts if layout.in_template in required.template]
+    return max(fitting, key=lambda layout: len(layout.in_template))
+
+
 def _call(layout: Layout, required: RequiredCalls, name: str, schema: Mapping[str, Any]) -> list[FormatPart | str]:
     before, after = layout.name
-    arguments = _json(schema)
+    text = required.customs.get(name)
+    if text is not None and layout.body in UNQUOTED:
+        bound = "left out, or tool_choice be auto: the model's format of calls writes bare text, not held to it"
+        raise RequestError(f"tools[{name}].format", text, bound)
+    quoted: list[FormatPart | str] = ['"', {"type": "json_text", "grammar": text}, '"']
+    arguments = required.sequence(f'{{"{INPUT}": ', *quoted, "}") if text is not None else _json(schema)
     match layout.body:
         case "json":
             number: list[FormatPart | str] = [f'"{layout.id_key}": "', _NUMBER, '", '] if layout.id_key else []
@@ -79,8 +116,12 @@ def _call(layout: Layout, required: RequiredCalls, name: str, schema: Mapping[st
             return [before, "function", after, name, "\n```json\n", arguments, "\n```", layout.end]
         case "tagged":
             return [before, name, after, *_tagged_arguments(layout, required, name, schema), layout.end]
+        case "bare":
+            return [before, name, after, "{", *_keyword_arguments(layout, required, name, schema), "}"]
         case _:
-            return [f"{name}(", *_keyword_arguments(required, schema), ")"]
+            if text is not None:
+                return [f"{name}({INPUT}=", *quoted, ")"]
+            return [f"{name}(", *_keyword_arguments(layout, required, name, schema), ")"]
 
 
 def _tagged_arguments(
@@ -117,17 +158,31 @@ def _bare_string(schema: Any, name: str, key: str, closing: str) -> FormatPart:
     return {"type": "any_text"}
 
 
-def _keyword_arguments(required: RequiredCalls, schema: Mapping[str, Any]) -> list[FormatPart]:
-    """Return the required arguments, then the others, in the schema's order; values are JSON, which is read too."""
+def _keyword_arguments(
+    layout: Layout, required: RequiredCalls, name: str, schema: Mapping[str, Any]
+) -> list[FormatPart]:
+    """Return the required arguments, then the others, in the schema's order.
+
+    Values are JSON, which is read too, but for the strings of a layout with other quotes."""
     arguments = _properties(schema)
-    first = [required.sequence(f"{key}=", _json(inner)) for key, inner, is_required in arguments if is_required]
-    others = [required.sequence(f"{key}=", _json(inner)) for key, inner, is_required in arguments if not is_required]
+    before, after = layout.value
+    equals, comma = (":", ",") if layout.body == "bare" else ("=", ", ")
+
+    def argument(key: str, inner: Any) -> FormatPart:
+        if before and types_of(required.schemas, name, key) in (None, {"string"}):
+            # The quote is a part by itself: free text ends at the first one.
+            value = required.sequence(_bare_string(inner, name, key, after), after)
+            return required.sequence(f"{key}{equals}{before}", value)
+        return required.sequence(f"{key}{equals}", _json(inner))
+
+    first = [argument(key, inner) for key, inner, is_required in arguments if is_required]
+    others = [argument(key, inner) for key, inner, is_required in arguments if not is_required]
 
     def more(parts: list[FormatPart]) -> list[FormatPart]:
-        return [_optional(required.sequence(", ", part)) for part in parts]
+        return [_optional(required.sequence(comma, part)) for part in parts]
 
     if first:
-        return [first[0], *(required.sequence(", ", part) for part in first[1:]), *more(others)]
+        return [first[0], *(required.sequence(comma, part) for part in first[1:]), *more(others)]
     starts = [required.sequence(part, *more(others[place + 1 :])) for place, part in enumerate(others)]
     return [_optional(_either(starts))] if starts else []
 

@@ -25,6 +25,7 @@ MAX_LITERAL = 2**16
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+_BARE = re.compile(r"[^\s\[\]{}:,\"<>]+")
 _PYTHON_KEY = re.compile(r"\w+")
 _PLAIN = re.compile(r"[^\"'\[\](){},\\#]+")
 _PLAIN_IN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
@@ -36,11 +37,20 @@ def new_parser(
     enforced: bool = False,
     new_id: Callable[[], str] | None = None,
     single: bool = False,
+    prompt: str = "",
 ) -> ToolParser:
-    """Return a parser of one answer in the format `name`. See `ToolParser` for the arguments."""
+    """Return a parser of one answer to `prompt` in the format `name`. See `ToolParser` for the other arguments."""
     tool_format = FORMATS[name]
     read = functools.partial(_read_calls, tool_format)
-    return ToolParser(read, tool_format, schemas, new_id or tool_format.new_id, enforced, single)
+    parser = ToolParser(read, tool_format, schemas, new_id or tool_format.new_id, enforced, single)
+    if begins_in_prompt(tool_format, prompt):
+        parser.begin(tool_format.in_prompt)
+    return parser
+
+
+def begins_in_prompt(tool_format: ToolFormat, prompt: str) -> bool:
+    """Whether the mark of the answer's first part is the end of the prompt."""
+    return bool(tool_format.in_prompt) and prompt.endswith(tool_format.in_prompt)
 
 
 def _read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
@@ -48,6 +58,9 @@ def _read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
     text = call.text
     opening, closing = (mark.strip() for mark in tool_format.marks)
     marked = yield from text.take(opening)
+    if marked and tool_format.content and (yield from text.take(tool_format.content)):
+        call.skip()
+        return
     yield from text.space()
     for layout in tool_format.layouts:
         if (yield from text.comes(layout.begins)):
@@ -239,6 +252,65 @@ def _read_python(layout: Layout, call: ToolParser) -> Reading[None]:
     call.write("}")
 
 
+def _read_bare(layout: Layout, call: ToolParser) -> Reading[None]:
+    """Read `call:name{key:value, ...}`. Plain JSON is read too."""
+    text, quote = call.text, layout.value[0]
+    yield from _read_name(layout, call)
+    yield from text.space()
+    yield from text.expect("{")
+    yield from text.space()
+    keys: set[str] = set()
+    while not (yield from text.take("}")):
+        key = yield from _bare_key(text, quote, keys)
+        value = yield from _bare_value(text, quote)
+        call.write(f"{', ' if len(keys) > 1 else '{'}{key}: {value}")
+        if not (yield from text.comma("}")):
+            break
+    if keys:
+        call.write("}")
+
+
+def _bare_key(text: Reader, quote: str, keys: set[str]) -> Reading[str]:
+    """Read a key and the colon after it, return it as JSON and add it to `keys`. Raises `IllFormed` if it is there."""
+    yield from text.space()
+    if (yield from text.take(quote)):
+        key = yield from text.until(quote)
+    elif (yield from text.comes('"')):
+        key = yield from text.key()
+    else:
+        key = yield from text.word(_BARE)
+    if key in keys:
+        raise IllFormed
+    keys.add(key)
+    yield from text.colon()
+    return json_text(key)
+
+
+def _bare_value(text: Reader, quote: str, depth: int = 0) -> Reading[str]:
+    """Read a value and return it as JSON; a word that is no JSON is a string."""
+    if depth > MAX_DEPTH:
+        raise IllFormed
+    yield from text.space()
+    if (yield from text.take(quote)):
+        return json_text((yield from text.until(quote)))
+    if (yield from text.comes('"')):
+        return json_text((yield from text.key()))
+    members: list[str] = []
+    keys: set[str] = set()
+    for opening, closing in ("{}", "[]"):
+        if not (yield from text.take(opening)):
+            continue
+        yield from text.space()
+        while not (yield from text.take(closing)):
+            key = f"{(yield from _bare_key(text, quote, keys))}: " if opening == "{" else ""
+            members.append(key + (yield from _bare_value(text, quote, depth + 1)))
+            if not (yield from text.comma(closing)):
+                break
+        return f"{opening}{', '.join(members)}{closing}"
+    word = yield from text.word(_BARE)
+    return word if is_json(word) else json_text(word)
+
+
 def _literal(text: Reader) -> Reading[str]:
     """Read a Python literal and return it as JSON."""
     start = text.position
@@ -352,4 +424,5 @@ _READERS: dict[Body, Callable[[Layout, ToolParser], Reading[None]]] = {
     "fenced": _read_fenced,
     "tagged": _read_tagged,
     "python": _read_python,
+    "bare": _read_bare,
 }

@@ -6,12 +6,13 @@ Knows no formats and no HTTP; called by the routes of the APIs.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
+from headrace.text.tools import custom
 
 # A name must not contain what is a part of some format.
 _NAME = re.compile(r"[\w.:/-]{1,256}")
@@ -29,17 +30,24 @@ class ToolFields(NamedTuple):
     parameters: str = "function.parameters"
     chosen: str = "tool_choice.function.name"
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether the other fields are in an object under the tool's type."""
+        return "." in self.name
+
 
 class ToolUse(NamedTuple):
     """`tools` as the template is to show them, and the schemas of their parameters by name. With `mode` "required" the
     answer is one call or more, of one of `schemas`; without `parallel` it is one at most. `names` are the names of the
-    schemas in the request, by tool: `tools[2].function.parameters`."""
+    schemas in the request, by tool: `tools[2].function.parameters`. `customs` are the tools that take a text, with the
+    grammar of the text in Lark's syntax, None for any text; the template shows them as functions (see `custom`)."""
 
     tools: list[dict[str, Any]]
     schemas: dict[str, dict[str, Any]]
     mode: Mode
     parallel: bool
     names: Mapping[str, str] = MappingProxyType({})
+    customs: Mapping[str, str | None] = MappingProxyType({})
 
     @classmethod
     def of(
@@ -49,19 +57,30 @@ class ToolUse(NamedTuple):
         parallel: bool,
         fields: ToolFields = ToolFields(),
         allowed: Container[object] | None = None,
+        places: Sequence[str] | None = None,
     ) -> ToolUse:
-        """Check tools in OpenAI's form and return them. `allowed`: names of tools; the others are left out. Raises
-        `RequestError`, which names the fields as `fields` does."""
+        """Check tools in OpenAI's form and return them. `allowed`: names of tools; the others are left out. `places`:
+        what the request calls each tool; None: `tools[0]` and so on. Raises `RequestError`, which names the fields as
+        `fields` does."""
         bounds.check("tools", tools or [])
-        read = [_tool(tool, f"tools[{place}]", fields) for place, tool in enumerate(tools or [])]
+        places = places or [f"tools[{place}]" for place in range(len(tools or []))]
+        read: list[dict[str, Any]] = []
         schemas: dict[str, dict[str, Any]] = {}
         names: dict[str, str] = {}
-        for place, tool in enumerate(read):
+        customs: dict[str, str | None] = {}
+        for at, tool in zip(places, tools or [], strict=True):
+            named = fields
+            if tool.get("type") == "custom":
+                tool, grammar = custom.function(tool, at, fields.is_nested)
+                named = _of_custom(fields)
+                customs[tool["function"]["name"]] = grammar
+            tool = _tool(tool, at, named)
             name = tool["function"]["name"]
             if name in schemas:
-                raise RequestError(f"tools[{place}].{fields.name}", name, "a name that no other tool has")
+                raise RequestError(f"{at}.{named.name}", name, "a name that no other tool has")
+            read.append(tool)
             schemas[name] = tool["function"]["parameters"]
-            names[name] = f"tools[{place}].{fields.parameters}"
+            names[name] = f"{at}.{named.parameters}"
         if allowed is not None:
             read = [tool for tool in read if tool["function"]["name"] in allowed]
             schemas = {name: schema for name, schema in schemas.items() if name in allowed}
@@ -74,13 +93,19 @@ class ToolUse(NamedTuple):
             return cls([], {}, mode, parallel)
         if isinstance(choice, dict) and "allowed_tools" in choice:
             read = [tool for tool in read if chosen is None or tool["function"]["name"] in chosen]
-        single = isinstance(choice, dict) and choice.get("type") == "function"
-        return cls(read, schemas, mode, parallel and not single, names)
+        single = isinstance(choice, dict) and choice.get("type") in ("function", "custom")
+        return cls(read, schemas, mode, parallel and not single, names, customs)
+
+
+def _of_custom(fields: ToolFields) -> ToolFields:
+    """Return what an API calls the fields of a custom tool, which has a format instead of parameters."""
+    spelled = [name.replace("function.", "custom.") for name in fields]
+    return ToolFields(*spelled)._replace(parameters=spelled[3].replace("parameters", "format"))
 
 
 def _tool(tool: dict[str, Any], field: str, fields: ToolFields) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise RequestError(f"{field}.type", tool.get("type"), "function: there are no other tools here")
+        raise RequestError(f"{field}.type", tool.get("type"), "function or custom: there are no other tools here")
     function = tool.get("function")
     if not isinstance(function, dict):
         raise RequestError(f"{field}.function", function, "an object with name, description and parameters")
@@ -112,12 +137,12 @@ def _choice(
             return "auto" if schemas else "none", None
         case "none" | "auto" | "required":
             return choice if schemas or choice == "required" else "none", None
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
             return "required", [_known(name, schemas, fields.chosen)]
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
             names = []
             for place, tool in enumerate(tools):
-                function = tool.get("function") if isinstance(tool, dict) else None
+                function = tool.get(str(tool.get("type"))) if isinstance(tool, dict) else None
                 tool_name = function.get("name") if isinstance(function, dict) else None
                 names.append(_known(tool_name, schemas, f"tool_choice.allowed_tools.tools[{place}].function.name"))
             if not names:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from headrace.protocol.errors import RequestError
 
-Body = Literal["json", "named", "fenced", "tagged", "python"]
+Body = Literal["json", "named", "fenced", "tagged", "python", "bare"]
 """How the name and the arguments of a call are written:
 
 - json: `{"name": ..., "arguments": {...}}`
@@ -23,6 +23,7 @@ Body = Literal["json", "named", "fenced", "tagged", "python"]
 - fenced: as named, or with the arguments in a Markdown block and `function` as the kind of the call
 - tagged: the name, then each argument between tags; strings bare, anything else as JSON
 - python: `name(key=value, ...)`, with Python literals
+- bare: `name{key:value, ...}`, with JSON whose keys are bare and whose strings stand between other quotes
 """
 
 
@@ -46,16 +47,17 @@ class Layout(NamedTuple):
     id_key: str = ""
     """For json: the key of the call's number, which is written before its name and skipped."""
     name: tuple[str, str] = ("", "")
-    """For named, fenced and tagged: the texts around the name. For python: the text after it, which is only read."""
+    """For named, fenced, tagged and bare: the texts around the name. For python: the text after it, which is only
+    read."""
     name_pattern: re.Pattern[str] | None = None
-    """For named and tagged: what a name is; None: all up to the text after it."""
+    """For named, tagged and bare: what a name is; None: all up to the text after it."""
     id_mark: str = ""
     """For named: the text before an id, which may come after the name; only read."""
     end: str = ""
     """For named, fenced and tagged: the text after the arguments."""
     key: tuple[str, str] = ("", "")
     value: tuple[str, str] = ("", "")
-    """For tagged: the texts around the name of an argument and around its value."""
+    """For tagged: the texts around the name of an argument and around its value. For bare: `value` around a string."""
 
 
 def call_id() -> str:
@@ -80,6 +82,10 @@ class ToolFormat(NamedTuple):
     """What begins calls only at the start of the answer, or right after another call."""
     special: tuple[str, ...] = ()
     """Further texts that may be special tokens."""
+    content: str = ""
+    """What comes after the first of `marks` before content that is no call."""
+    in_prompt: str = ""
+    """The mark that a prompt may end with, after which the answer begins; it comes before each further call."""
     new_id: Callable[[], str] = call_id
 
     def all_openers(self) -> tuple[str, ...]:
@@ -160,6 +166,13 @@ FORMATS: dict[str, ToolFormat] = {
     "functionary_v31": ToolFormat(
         (Layout("named", "around each", name=("", ">")),), marks=("<function=", "</function>")
     ),
+    # Functionary v3.2: each part of an answer has its receiver, `all` or a tool.
+    "functionary_v32": ToolFormat(
+        (Layout("named", "around each", name=("", "\n"), name_pattern=re.compile(r"[\w.\-]+")),),
+        marks=(">>>", ""),
+        content="all\n",
+        in_prompt=">>>",
+    ),
     # Command R7B.
     "command_r7b": ToolFormat(
         (_JSON_LIST._replace(name_key="tool_name", arguments_key="parameters", id_key="tool_call_id"),),
@@ -179,6 +192,20 @@ FORMATS: dict[str, ToolFormat] = {
         ),
         # Without the newline before it, a grammar can tell it from a separator.
         marks=("<atem:function_calls>\n", "</atem:function_calls>"),
+    ),
+    # Gemma 4.
+    "gemma4": ToolFormat(
+        (
+            Layout(
+                "bare",
+                "around each",
+                name=("call:", ""),
+                name_pattern=re.compile(r"[^\s{}:\"]+"),
+                value=('<|"|>', '<|"|>'),
+            ),
+        ),
+        marks=("<|tool_call>", "<tool_call|>"),
+        special=('<|"|>',),
     ),
     # GLM 4.5 and later, Laguna.
     "glm45": ToolFormat(

@@ -77,6 +77,7 @@ class ToolParser:
         self._new_id = new_id
         self.enforced = enforced
         self._single = single
+        self._first_mark = ""
         self._hold = -1 if enforced else HOLD
         self._out: list[MessagePart] = []
         self._num_calls = 0
@@ -110,6 +111,11 @@ class ToolParser:
         self.text.push(text, final, keep)
         next(self._run, None)
         self._stream()
+
+    def begin(self, mark: str) -> None:
+        """Take `mark`, the end of the prompt, for the beginning of the answer; it is never content."""
+        self._first_mark = mark
+        self._feed(mark, False)
 
     # For the code that reads a format.
 
@@ -148,6 +154,10 @@ class ToolParser:
         if self._single:
             self.ended = True
             raise IllFormed
+
+    def skip(self) -> None:
+        """Drop what was read since the opening, which begins no call."""
+        self._reset()
 
     def back(self) -> None:
         """Unread the text since the last call."""
@@ -208,7 +218,8 @@ class ToolParser:
         self._catch_up()
         self._stream()
         if self._call.id is None:
-            self._say(self._call.space + self.text.since(self._call.start))
+            text = self.text.since(self._call.start)
+            self._say(self._call.space + (text if self._call.start else text.removeprefix(self._first_mark)))
         else:
             self._num_calls += 1
         self._fresh = False

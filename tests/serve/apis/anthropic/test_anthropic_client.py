@@ -145,6 +145,14 @@ def test_anthropic_models(client: anthropic.Anthropic) -> None:
     assert client.models.retrieve("fake").id == "fake"
 
 
+def test_a_label_of_a_user_has_a_bound(live: Live) -> None:
+    assert post(live, metadata={"user_id": "u" * 512}).status_code == 200
+    reply = post(live, metadata={"user_id": "u" * 513})
+    assert reply.status_code == 400
+    message = reply.json()["error"]["message"]
+    assert message == "metadata.user_id: 513 is not allowed; it must be a length from 0 to 512"
+
+
 def test_anthropic_warnings(client: anthropic.Anthropic, live: Live) -> None:
     message: Any = client.messages.create(
         **ASKED, service_tier="auto", extra_body={"top_q": 1, "metadata": {"user_id": "u", "x": 1}}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.support.server import HTTP, Live, brittle
+from tests.support.server import HTTP, Live, brittle, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ def test_llama_cache_prompt(live: Live) -> None:
 def test_llama_warnings(live: Live) -> None:
     given = {"id_slot": 1, "min_keep": 2, "t_max_predict_ms": 5, "post_sampling_probs": True, "n_probs": 1, "nprobs": 1}
     told = [
-        "id_slot: ignored: there are no slots; a prefix is found wherever it was computed",
+        "id_slot: ignored: a prefix is found wherever it was computed; see --slot-save-path",
         "min_keep: ignored: filters keep at least one token, and no other number",
         "nprobs: unknown, and ignored; did you mean n_probs?",
         "post_sampling_probs: ignored: probabilities are the model's, before samplers",
@@ -210,10 +210,18 @@ def test_llama_refusals_name_the_field(live: Live, more: dict[str, Any], field: 
 
 
 def test_llama_what_is_not_done_is_told(live: Live) -> None:
-    for path in ("/infill", "/props", "/slots/0?action=save"):
+    for path in ("/lora-adapters", "/slots/0?action=save"):
         reply = live.post(path, {})
         assert (reply.status_code, reply.json()["error"]["type"]) == (501, "not_supported_error")
     assert live.post("/completion", {"prompt": "x", "model": "gpt"}).status_code == 404
+
+
+def test_llama_props_takes_no_settings(live: Live) -> None:
+    assert live.post("/props", {}).json() == {"success": True}
+    reply = live.post("/props", {"n_ctx": 5})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, 400)
+    assert reply.json()["error"]["message"].startswith("n_ctx: 5 is not allowed")
+    assert HTTP.get(live.url + "/lora-adapters").json() == []
 
 
 def test_llama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:
@@ -221,3 +229,41 @@ def test_llama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:
         told = events(live.post("/completion", {"prompt": "x", "stream": True}).text)
         assert set(told[-1]) == {"error"}
         assert not any(each.get("stop") for each in told[:-1])
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_stream_has_the_progress_of_its_prompt(tokenizer: Tokenizer, is_chat: bool) -> None:
+    """Chunk by chunk, of all tokens, with those that the cache had; the text is the same without."""
+    with Live(inproc(delay=0.01, max_num_batched_tokens=64), tokenizer, ServerConfig(log_stats_interval=0)) as small:
+        text = "".join(map(str, range(150)))
+
+        def stream(**more: Any) -> list[dict[str, Any]]:
+            body = {"stream": True, "max_tokens": 4, "seed": 1, "temperature": 0.0} | more
+            chat = {"messages": [{"role": "user", "content": text}]}
+            path = "/v1/chat/completions" if is_chat else "/completion"
+            body |= chat if is_chat else {"prompt": text}
+            return events(small.post(path, body).text.partition("data: [")[0])
+
+        def shown(parts: list[dict[str, Any]]) -> list[dict[str, int]]:
+            return [part["prompt_progress"] for part in parts if "prompt_progress" in part]
+
+        first, plain, again = stream(return_progress=True), stream(), stream(return_progress=True)
+        assert not shown(plain)
+        total = shown(first)[0]["total"]
+        processed = [each["processed"] for each in shown(first)]
+        assert processed == sorted(set(processed))
+        assert len(processed) > 1
+        assert processed[-1] == total
+        assert set(processed) <= {*range(64, total, 64), total}
+        assert {each["cache"] for each in shown(first)} == {0}
+        times = [each["time_ms"] for each in shown(first)]
+        assert times == sorted(times)
+        [last] = shown(again)
+        assert last["processed"] == last["total"] == total
+        assert total - 32 <= last["cache"] < total
+        # It ends before the first token, and no token is missing.
+        place = [index for index, part in enumerate(first) if "prompt_progress" in part]
+        contents = [each.get("content") or each.get("choices") for each in first]
+        assert not any(contents[index] for index in place)
+        rest = [part for part in first if "prompt_progress" not in part]
+        assert len(rest) == len(plain)

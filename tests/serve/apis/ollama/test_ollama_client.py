@@ -11,9 +11,9 @@ import ollama
 import pytest
 from tests.support.server import HTTP, Live, brittle, inproc
 
-from headrace import __version__
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.step import Finish
+from headrace.serve.apis.ollama.library import OLLAMA_VERSION
 from headrace.serve.apis.ollama.reply import OllamaAnswer
 from headrace.serve.apis.ollama.request import ChatRequest
 from headrace.text.outputs import MessageBuilder, ToolCall
@@ -142,7 +142,7 @@ def test_ollama_tags_show_ps_version(client: ollama.Client, live: Live) -> None:
     assert "completion" in shown.capabilities
     assert shown.modelinfo is not None
     assert shown.modelinfo[shown.modelinfo["general.architecture"] + ".context_length"] == 2048
-    assert HTTP.get(live.url + "/api/version").json() == {"version": __version__}
+    assert HTTP.get(live.url + "/api/version").json() == {"version": OLLAMA_VERSION}
     assert HTTP.head(live.url + "/").status_code == 200
 
 
@@ -156,7 +156,6 @@ def test_ollama_loading_and_pulling_what_is_there(client: ollama.Client) -> None
 
 def test_ollama_what_is_not_done_is_told(client: ollama.Client, live: Live) -> None:
     for call in (
-        lambda: client.push("fake"),
         lambda: client.create("other", from_="fake"),
         lambda: client.copy("fake", "other"),
         lambda: client.delete("fake"),
@@ -164,6 +163,8 @@ def test_ollama_what_is_not_done_is_told(client: ollama.Client, live: Live) -> N
         with pytest.raises(ollama.ResponseError, match="not supported here; the model is named") as caught:
             call()
         assert caught.value.status_code == 501
+    with pytest.raises(ollama.ResponseError, match="pulled from the hub, not pushed"):
+        client.push("fake")
     for call in (lambda: client.pull("llama3"), lambda: client.generate("llama3", "x"), lambda: client.show("llama3")):
         with pytest.raises(ollama.ResponseError, match="not served here") as caught:
             call()

@@ -31,7 +31,7 @@ def expected(params: BeamSearchParams, max_tokens: int) -> list[tuple[float, flo
     oracle = Oracle(fake.VOCAB_SIZE, [fake.EOS])
     seedless = SamplingParams(seed=0, temperature=0.0)
 
-    def tops(token_ids: list[int]) -> list[tuple[int, float]]:
+    def tops(token_ids: list[int]) -> tuple[tuple[int, float], ...]:
         context = array("q")
         for position, token in enumerate([*PROMPT, *token_ids]):
             context.extend((0, token, position))

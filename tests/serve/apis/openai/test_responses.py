@@ -21,7 +21,7 @@ from openai.types.responses import ResponseInputParam
 from tests.support import fake
 from tests.support.server import HTTP, Live, child, inproc, lines_of
 
-from headrace.engine.generation import Generation, TextClient
+from headrace.engine.generation import Generation
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
@@ -32,7 +32,6 @@ from headrace.serve.apis.openai.responses_events import Output
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
-from headrace.serve.call.service import ServedModel
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, ContentParser, Delta, MessageParser, Reasoning, RequestState, ToolCall
@@ -182,7 +181,7 @@ class Scripted:
             raise StopAsyncIteration
         length = self._lengths.pop(0)
         token_ids, self._token_ids = self._token_ids[:length], self._token_ids[length:]
-        entries = [TokenLogprob(token_id, -0.5, 1, []) for token_id in token_ids]
+        entries = [TokenLogprob(token_id, -0.5, 1, ()) for token_id in token_ids]
         finish = None if self._token_ids else Finish("stop")
         return [(0, Delta(0.0, 0.0, 0.0, token_ids, entries, finish=finish))]
 
@@ -194,7 +193,6 @@ class Scripted:
 
 
 async def read_scripted(
-    model: ServedModel,
     tokenizer: Tokenizer,
     token_ids: list[int],
     lengths: list[int],
@@ -207,13 +205,13 @@ async def read_scripted(
     scripted: Any = Scripted(token_ids, lengths)
     generation = Generation(scripted, [state], 1, None, num_returned=1, per_request=1)
     call = ChatCall(messages=[], sampling={"logprobs": 0})
-    responses = Responses(model, Store("resp_", None, max_items=1, max_bytes=2**20, evict=True), Writers())
+    responses = Responses(Store("resp_", None, max_items=1, max_bytes=2**20, evict=True), Writers())
     chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"], parser)
     request, _ = read({"input": "A", "stream": stream})
-    entry = Entry(response=responses._object(request, chat, "resp_1"), input=[], history=[])
+    entry = Entry(response=responses._object("fake", request, chat, "resp_1"), input=[], history=[])
     answer = ResponseAnswer(responses, request, chat, entry)
     if not stream:
-        return msgspec.to_builtins(await answer.whole()), []
+        return json.loads(msgspec.json.encode(await answer.whole())), []
     events = [json.loads(raw.split(b"data: ")[1]) async for raw in answer.events()]
     return events[-1]["response"], events
 
@@ -221,11 +219,10 @@ async def read_scripted(
 @pytest.mark.parametrize("text", ["One", ""])
 def test_logprobs_do_not_depend_on_the_pieces_of_an_answer(live: Live, tokenizer: Tokenizer, text: str) -> None:
     """The token that ends an answer is among them, as in a chat, though it has no text."""
-    model = ServedModel(TextClient(live.client, tokenizer), "fake")
     token_ids = [*text.encode(), fake.EOS]
     for lengths in ([1] * len(token_ids), [len(token_ids)], [max(len(token_ids) - 1, 1), 1][: len(token_ids)]):
         for stream in (False, True):
-            response, events = asyncio.run(read_scripted(model, tokenizer, token_ids, lengths, stream))
+            response, events = asyncio.run(read_scripted(tokenizer, token_ids, lengths, stream))
             (message,) = response["output"]
             (part,) = message["content"]
             assert part["text"] == text
@@ -243,7 +240,6 @@ def test_logprobs_before_a_call_do_not_depend_on_the_pieces_of_an_answer(
 ) -> None:
     """Those of the text before a call are the text's own, and tokens after the end of a single call are not counted,
     however many tokens come at once."""
-    model = ServedModel(TextClient(live.client, tokenizer), "fake")
     text = 'Let me see. <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> Done.'
     token_ids = [*text.encode(), fake.EOS]
     num = len(token_ids)
@@ -251,7 +247,7 @@ def test_logprobs_before_a_call_do_not_depend_on_the_pieces_of_an_answer(
     answers = []
     for lengths in ([1] * num, [num], [7] * (num // 7) + [num % 7], [12, num - 12], [20, 30, num - 50]):
         for stream in (False, True):
-            response, events = asyncio.run(read_scripted(model, tokenizer, token_ids, lengths, stream, parser))
+            response, events = asyncio.run(read_scripted(tokenizer, token_ids, lengths, stream, parser))
             answers.append({field: response[field] for field in ("output", "usage", "status")})
             if stream:
                 deltas = [event for event in events if event["type"] == "response.output_text.delta"]
@@ -280,14 +276,23 @@ def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:
         ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [{"type": "wand"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": {}}]}, "tools[0].tools"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "wand"}]}]},
+         "tools[0].tools[0].type"),
+        ({"input": "x", "tools": [{"type": "mcp"}, {"type": "custom", "name": "a b"}]}, "tools[1].name"),
+        ({"input": "x", "tools": [{"type": "custom", "name": "c", "format": {"type": "xml"}}]}, "tools[0].format"),
+        ({"input": "x", "tools": [{"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "peg"}}]},
+         "tools[0].format.syntax"),
+        ({"input": "x", "tools": [{"type": "custom", "name": "c"}, {"type": "custom", "name": "c"}]}, "tools[1].name"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "truncation": "middle"}, "truncation"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
-        ({"input": "x", "background": True, "stream": True}, "stream"),
         ({"input": "x", "background": True, "store": False}, "store"),
-        ({"input": "x", "conversation": "conv_1"}, "conversation"),
+        ({"input": "x", "conversation": {"name": "c"}}, "conversation.id"),
+        ({"input": "x", "conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "temperature": -1}, "temperature"),
         ({"input": "x", "metadata": {"k" * 65: "v"}}, "metadata"),
@@ -342,11 +347,11 @@ def test_events_of_reasoning_text_and_calls() -> None:
     output = Output(SimpleNamespace(id="resp_1", output=[]))
     logprob = {"token": "Say", "logprob": -1.0, "bytes": [83, 97, 121], "top_logprobs": []}
     given = output.take([Reasoning("Hm"), Reasoning("m.")], [])
-    given += output.take([Content("Say"), Content("ing")], [ChatTokenLogprob(**logprob)])
+    given += output.take([Content("Say"), Content("ing")], [msgspec.convert(logprob, ChatTokenLogprob)])
     given += output.take([ToolCall(0, "call_a", "f", "{"), ToolCall(0, "call_a", None, "}")], [])
     given += output.take([ToolCall(1, "call_b", "g", ""), Content("Done")], [])
     given += output.end("incomplete")
-    events, items = msgspec.to_builtins(given), msgspec.to_builtins(output.items)
+    events, items = json.loads(msgspec.json.encode(given)), json.loads(msgspec.json.encode(output.items))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"].removeprefix("response.") for event in events] == [
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
@@ -413,7 +418,7 @@ def test_fields_become_a_call_s() -> None:
             "reasoning": {"effort": "low"},
         }
     )  # fmt: skip
-    call = chat_call(request, shared)
+    call = chat_call(request, shared)[0]
     assert call.tools.tools == [
         {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
     ]
@@ -421,7 +426,9 @@ def test_fields_become_a_call_s() -> None:
     assert call.sampling == {"max_tokens": 9, "top_k": 3, "min_p": 0.1}
     assert call.form == StructuredOutputs(json={"type": "object"})
     assert call.reasoning_effort == "low"
-    chosen = chat_call(*read({"input": "x", "tools": [tool, other], "tool_choice": {"type": "function", "name": "f"}}))
+    chosen, _ = chat_call(
+        *read({"input": "x", "tools": [tool, other], "tool_choice": {"type": "function", "name": "f"}})
+    )
     assert (chosen.tools.mode, list(chosen.tools.schemas), chosen.tools.parallel) == ("required", ["f"], False)
     with pytest.raises(RequestError, match="tool_choice"):
         chat_call(*read({"input": "x", "tools": [tool], "tool_choice": {"type": "mcp"}}))

@@ -9,21 +9,22 @@ from starlette.applications import Starlette
 from headrace.serve import routing
 from headrace.serve.apis.anthropic.reply import API, MessageEvent, MessageReply, MessagesAnswer, TokenCount
 from headrace.serve.apis.anthropic.request import IGNORED, CountTokensRequest, MessagesRequest, chat_call
+from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.service import ServedModel
 
 
-def add_routes(app: Starlette, model: ServedModel) -> None:
+def add_routes(app: Starlette, models: ModelSet) -> None:
     """Add `/v1/messages` and `/v1/messages/count_tokens`."""
 
-    async def messages(body: dict[str, Any]) -> MessagesAnswer:
+    async def messages(model: ServedModel, body: dict[str, Any]) -> MessagesAnswer:
         """Anthropic's Messages."""
         request = convert(MessagesRequest, body, IGNORED)
         answer = await model.chat(chat_call(request))
         request.model = model.true_name(request.model)
         return MessagesAnswer(answer, request, model.front.info.block_size)
 
-    async def count_tokens(body: dict[str, Any]) -> TokenCount:
+    async def count_tokens(model: ServedModel, body: dict[str, Any]) -> TokenCount:
         """How many tokens a message's prompt has."""
         request = convert(CountTokensRequest, body, IGNORED)
         call = chat_call(request)
@@ -32,5 +33,6 @@ def add_routes(app: Starlette, model: ServedModel) -> None:
         return TokenCount(input_tokens=len(token_ids), warnings=warnings)
 
     stream: dict[str, Any] = {"streams": routing.EVENT_STREAM, "chunks": (MessageEvent,)}
-    routing.post(app, "/v1/messages", messages, API, takes=MessagesRequest, gives=MessageReply, **stream)
-    routing.post(app, "/v1/messages/count_tokens", count_tokens, API, takes=CountTokensRequest, gives=TokenCount)
+    routing.post(app, "/v1/messages", models.bound(messages), API, takes=MessagesRequest, gives=MessageReply, **stream)
+    counter = models.bound(count_tokens)
+    routing.post(app, "/v1/messages/count_tokens", counter, API, takes=CountTokensRequest, gives=TokenCount)

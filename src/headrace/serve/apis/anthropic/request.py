@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import ANTHROPIC
@@ -165,6 +166,8 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
         effort = "xhigh" if output.effort == "max" else output.effort
     if isinstance(request, MessagesRequest):
         sampling |= sampling_of(request, ANTHROPIC)
+        if request.metadata is not None and request.metadata.user_id is not None:
+            bounds.check("label", request.metadata.user_id, "metadata.user_id")
     return ChatCall(
         model=request.model,
         messages=messages,

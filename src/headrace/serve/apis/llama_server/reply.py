@@ -13,9 +13,11 @@ from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
+from headrace.serve.apis.llama_server.slots import Places
+from headrace.serve.call import progress
 from headrace.serve.call.call import Answer
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.call.replies import Timings, clamp, timings, token_text
+from headrace.serve.call.replies import FollowPrompt, PromptProgress, Timings, clamp, timings, token_text
 from headrace.serve.call.sampling import NO_SEED
 from headrace.serve.errors import Api, ErrorBody, event
 from headrace.serve.routing import Readable
@@ -42,19 +44,19 @@ def _error(status: int, body: ErrorBody) -> LlamaError:
     return LlamaError(error=LlamaErrorBody(code=status, message=body.message, type=kind))
 
 
-PREFIXES = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding")
+PREFIXES = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding", "/lora-adapters")
 API = Api(LlamaError, _error, prefixes=PREFIXES)
 
 
-class LlamaTopLogprob(msgspec.Struct, kw_only=True):
+class LlamaTopLogprob(msgspec.Struct, kw_only=True, gc=False):
     id: int
     token: str
-    bytes: list[int]
+    bytes: tuple[int, ...]
     logprob: float
 
 
-class LlamaTokenLogprob(LlamaTopLogprob, kw_only=True):
-    top_logprobs: list[LlamaTopLogprob]
+class LlamaTokenLogprob(LlamaTopLogprob, kw_only=True, gc=False):
+    top_logprobs: tuple[LlamaTopLogprob, ...]
 
 
 Probabilities = list[LlamaTokenLogprob] | UnsetType
@@ -95,6 +97,7 @@ class LlamaPart(msgspec.Struct, kw_only=True):
     tokens_evaluated: int
     completion_probabilities: Probabilities = UNSET
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     warnings: WarningLines = UNSET
 
 
@@ -126,6 +129,32 @@ class LlamaProps(msgspec.Struct, kw_only=True):
     is_sleeping: bool
 
 
+class LlamaSuccess(msgspec.Struct, kw_only=True):
+    """POST /props."""
+
+    success: bool
+
+
+class SlotTimings(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Milliseconds."""
+
+    save_ms: float | UnsetType = UNSET
+    restore_ms: float | UnsetType = UNSET
+
+
+class LlamaSlotAction(msgspec.Struct, kw_only=True):
+    """POST /slots/{slot_id}: tokens saved and bytes written, tokens restored and bytes read, or tokens erased."""
+
+    id_slot: int
+    filename: str | UnsetType = UNSET
+    n_saved: int | UnsetType = UNSET
+    n_written: int | UnsetType = UNSET
+    n_restored: int | UnsetType = UNSET
+    n_read: int | UnsetType = UNSET
+    n_erased: int | UnsetType = UNSET
+    timings: SlotTimings | UnsetType = UNSET
+
+
 class LlamaSlot(msgspec.Struct, kw_only=True):
     id: int
     n_ctx: int
@@ -138,18 +167,41 @@ class LlamaAnswer(Readable):
 
     Args:
         many: the request has several prompts, so that the reply is a list.
+        places: the slots of the answers; None where there are none.
+        follow: gives the progress of prompts, which a stream shows with `return_progress`.
     """
 
     answer: Answer
 
-    def __init__(self, answer: Answer, request: LlamaCompletionRequest, model: str, many: bool) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        request: LlamaCompletionRequest,
+        model: str,
+        many: bool,
+        places: Places | None = None,
+        follow: FollowPrompt | None = None,
+    ) -> None:
         super().__init__(answer, bool(request.stream))
         self._request = request
         self._model = model
         self._many = many
+        self._places = places
+        self._follow = follow if request.return_progress else None
+
+    def close(self) -> None:
+        """Abort what still runs, and give the slots back with the tokens that are in them."""
+        if self._places is not None:
+            self._places.give_back(self.answer.generation.states)
+        super().close()
+
+    def _slot(self, place: int) -> int:
+        return -1 if self._places is None else self._places.ids[place]
 
     async def whole(self) -> Any:
         await self.answer.collect()
+        if self._places is not None:
+            self._places.give_back(self.answer.generation.states)
         return await off_loop(self.answer.size, self._whole)
 
     def _whole(self) -> Any:
@@ -165,25 +217,33 @@ class LlamaAnswer(Readable):
     async def events(self) -> AsyncIterator[bytes]:
         """Yield parts of the results, the last one of each with "stop": true. Raises the engine's errors."""
         warnings = self.answer.call.warnings.reply()
-        async for place, piece, _ in self.answer.parts():
+        async for place, piece, _ in progress.parts(self.answer, self._follow):
             state = self.answer.generation.states[place]
-            part = LlamaPart(
-                index=place,
-                content=piece.text,
-                tokens=list(piece.token_ids),
-                stop=False,
-                id_slot=-1,
-                tokens_predicted=len(state.token_ids),
-                tokens_evaluated=len(state.request.prompt_token_ids),
-                completion_probabilities=self._probabilities(piece),
-                timings=timings([[state]]) if self._request.timings_per_token else UNSET,
-                warnings=warnings,
-            )
+            if isinstance(piece, PromptProgress):
+                part = self._part(place, state)
+                part.prompt_progress = piece
+                yield event(part)
+                continue
+            part = self._part(place, state, piece.text, piece.token_ids)
+            part.completion_probabilities = self._probabilities(piece)
+            part.timings = timings([[state]]) if self._request.timings_per_token else UNSET
+            part.warnings = warnings
             if piece.token_ids or piece.text:
                 yield event(part)
                 warnings = UNSET
             if state.finish is not None:
                 yield event(self._selected(self._result(place, state)))
+
+    def _part(self, place: int, state: RequestState, text: str = "", token_ids: Sequence[int] = ()) -> LlamaPart:
+        return LlamaPart(
+            index=place,
+            content=text,
+            tokens=list(token_ids),
+            stop=False,
+            id_slot=self._slot(place),
+            tokens_predicted=len(state.token_ids),
+            tokens_evaluated=len(state.request.prompt_token_ids),
+        )
 
     def _result(self, place: int, state: RequestState) -> LlamaResult:
         """The last event of an answer."""
@@ -196,7 +256,7 @@ class LlamaAnswer(Readable):
             text = self.answer.tokenizer.decode(state.request.prompt_token_ids, False, True)
         return LlamaResult(
             index=place,
-            id_slot=-1,
+            id_slot=self._slot(place),
             stop=True,
             model=self._model,
             tokens_predicted=len(state.token_ids),
@@ -218,7 +278,7 @@ class LlamaAnswer(Readable):
         return [self._entry(entry) for entry in source.logprobs] if self._request.n_probs else UNSET
 
     def _entry(self, entry: TokenLogprob) -> LlamaTokenLogprob:
-        top = [LlamaTopLogprob(**self._token(token_id, logprob)) for token_id, logprob in entry.top]
+        top = tuple(LlamaTopLogprob(**self._token(token_id, logprob)) for token_id, logprob in entry.top)
         return LlamaTokenLogprob(**self._token(entry.token_id, entry.logprob), top_logprobs=top)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -227,7 +287,7 @@ class LlamaAnswer(Readable):
         return {
             "id": token_id,
             "token": token_text(tokenizer, token_id),
-            "bytes": list(raw),
+            "bytes": tuple(raw),
             "logprob": clamp(logprob),
         }
 

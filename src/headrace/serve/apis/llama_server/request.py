@@ -9,14 +9,12 @@ from headrace.serve.call.parsing import Body
 from headrace.serve.call.sampling import takes_parameters
 
 IGNORED = {
-    "id_slot": "there are no slots; a prefix is found wherever it was computed",
     "n_keep": "an answer ends where the context does; nothing is shifted out",
     "n_discard": "an answer ends where the context does; nothing is shifted out",
     "n_indent": "answers are not made to indent",
     "min_keep": "filters keep at least one token, and no other number",
     "t_max_predict_ms": "the same request must give the same answer at every speed; use n_predict",
     "n_cache_reuse": "prefixes are always reused token by token",
-    "return_progress": "prompts are computed beside other requests; there is no share to tell",
     "lora": "no adapters are loaded",
     "grammar_lazy": "a grammar holds from the first token",
     "grammar_triggers": "a grammar holds from the first token",
@@ -46,7 +44,18 @@ class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
     cache_prompt: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     response_fields: list[str] | None = None
+    id_slot: int | None = None
+
+
+class InfillRequest(LlamaCompletionRequest, forbid_unknown_fields=True, kw_only=True):
+    """POST /infill: what comes before and after the gap. `prompt` is the last part of what comes before it."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[dict[str, Any]] | None = None
+    prompt: str = ""
 
 
 class TemplateRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -61,6 +70,12 @@ class TemplateRequest(Body, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+
+class SlotRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /slots/{slot_id}: the name of the session file, but for action=erase."""
+
+    filename: str | None = None
 
 
 class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):

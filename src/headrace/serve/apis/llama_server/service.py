@@ -1,19 +1,15 @@
 """llama-server's API.
 
-There are no slots here: the batch has `max_num_seqs` places, and every prompt finds its prefix in the cache
-wherever it runs, so `/slots` shows places and no request can name one.
+The batch has `max_num_seqs` places, and every prompt finds its prefix in the cache wherever it runs, so a slot is a
+place that holds no cache. A request can name one to have the tokens there for a session file (`slots`).
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from starlette.applications import Starlette
-from starlette.responses import Response
 
 from headrace import __version__
 from headrace.engine.generation import off_loop
@@ -22,9 +18,8 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER
 from headrace.protocol.params import SamplingParams
-from headrace.serve import routing
 from headrace.serve.apis.llama_server import reply
-from headrace.serve.apis.llama_server.reply import API, NO_SLOT, UNSERVED, LlamaAnswer, settings
+from headrace.serve.apis.llama_server.reply import NO_SLOT, LlamaAnswer, settings
 from headrace.serve.apis.llama_server.request import (
     IGNORED,
     MAX_PIECES,
@@ -34,6 +29,7 @@ from headrace.serve.apis.llama_server.request import (
     TemplateRequest,
     are_many,
 )
+from headrace.serve.apis.llama_server.slots import Slots
 from headrace.serve.call.call import TextCall, chat_of, spelled
 from headrace.serve.call.embedding import vectors
 from headrace.serve.call.parsing import convert
@@ -50,17 +46,35 @@ TOKEN_ID = re.compile("-?[0-9]{1,20}")
 class LlamaServer:
     """The routes without HTTP."""
 
-    def __init__(self, model: ServedModel) -> None:
-        self.model = model
+    def __init__(self, model: ServedModel, slots: Slots | None = None) -> None:
+        self.model, self.saved = model, slots
 
     async def completion(self, body: dict[str, Any]) -> LlamaAnswer:
         """llama-server's completion."""
         request = convert(LlamaCompletionRequest, body, IGNORED)
-        answer = await self.model.complete(await self._call(request))
-        return LlamaAnswer(answer, request, self.model.name, many=are_many(request.prompt))
+        return await self.answer(request, await self._prompts(request.prompt), are_many(request.prompt))
 
-    async def _call(self, request: LlamaCompletionRequest) -> TextCall:
-        prompts = await self._prompts(request.prompt)
+    async def answer(
+        self,
+        request: LlamaCompletionRequest,
+        prompts: list[list[int]],
+        many: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ) -> LlamaAnswer:
+        """Begin to go on with each prompt, which the request's own fields do not give. `many`: the reply is a list.
+        An answer ends at one of `stop_token_ids` too. Raises `HeadraceError`s of all kinds."""
+        if self.saved is not None:
+            self.saved.check_id(request.id_slot)
+        elif request.id_slot is not None:
+            request.warn("id_slot", "ignored: a prefix is found wherever it was computed; see --slot-save-path")
+        call = await self._call(request, prompts)
+        if stop_token_ids:
+            call.sampling["stop_token_ids"] = [*call.sampling.get("stop_token_ids", ()), *stop_token_ids]
+        answer = await self.model.complete(call)
+        places = None if self.saved is None else self.saved.take(len(answer.generation.states), request.id_slot)
+        return LlamaAnswer(answer, request, self.model.name, many, places, self.model.follow_prompt)
+
+    async def _call(self, request: LlamaCompletionRequest, prompts: list[list[int]]) -> TextCall:
         sampling = llama_sampling_of(request, LLAMA_SERVER)
         spelling = spelling_of(LLAMA_SERVER)
         if request.n_predict is None:
@@ -226,36 +240,3 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
         return raw.decode()
     except UnicodeDecodeError:
         return list(raw)
-
-
-INSTEAD = {
-    "/props": "settings are flags of headrace serve",
-    "/slots/": "a slot has no cache of its own; prefixes are cached for all requests",
-    "/infill": "send /completion a prompt with the model's own marks for filling in",
-}
-"""What to use in place of a route that is not served."""
-
-
-def add_routes(app: Starlette, model: ServedModel) -> None:
-    """Add `/completion`, `/embedding`, `/apply-template`, `/props` and `/slots`."""
-    llama = LlamaServer(model)
-
-    def unserved(path: str, slot_id: str = "") -> Response:
-        """Not done by this server."""
-        raise CallError(501, UNSERVED, f"{path}{slot_id}: not supported here; {INSTEAD[path]}")
-
-    completion: dict[str, Any] = {
-        "takes": LlamaCompletionRequest,
-        "gives": reply.LlamaResult | list[reply.LlamaResult],
-        "streams": routing.EVENT_STREAM,
-        "chunks": (reply.LlamaPart, reply.LlamaResult),
-    }
-    for path in ("/completion", "/completions"):
-        routing.post(app, path, llama.completion, API, **completion)
-    for path in ("/embedding", "/embeddings"):
-        routing.post(app, path, llama.embedding, API, takes=EmbeddingRequest, gives=list[reply.LlamaVector])
-    routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
-    routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps)
-    routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("fail_on_no_slot",))
-    for path, parameter in zip(INSTEAD, ("", "{slot_id}", ""), strict=True):
-        routing.post(app, path + parameter, functools.partial(unserved, path), API, unserved=True)

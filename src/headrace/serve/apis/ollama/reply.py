@@ -109,15 +109,15 @@ class GenerateReply(LineHead, kw_only=True):
 
 
 class LoadReply(msgspec.Struct, kw_only=True):
-    """The reply to a request that only loads the model. It fits the form of `ChatReply` or of `GenerateReply`, by which
-    of `message` and `response` it has."""
+    """The reply to a request that only loads the model, or unloads it. It fits the form of `ChatReply` or of
+    `GenerateReply`, by which of `message` and `response` it has."""
 
     model: str
     created_at: str
     message: ReplyMessage | UnsetType = UNSET
     response: str | UnsetType = UNSET
     done: Literal[True] = True
-    done_reason: Literal["load"] = "load"
+    done_reason: Literal["load", "unload"] = "load"
     warnings: WarningLines = UNSET
 
 

@@ -33,6 +33,7 @@ class GenerationRequest(Body, forbid_unknown_fields=True, kw_only=True):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    keep_alive: float | str | None = None
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -85,10 +86,37 @@ class EmbedRequest(Body, forbid_unknown_fields=True, kw_only=True):
     truncate: bool | None = None
     dimensions: int | None = None
     options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+
+
+class CopyRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/copy."""
+
+    source: str
+    destination: str
+
+
+class CreateRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/create. `files`: digests of uploaded files by the names that they get."""
+
+    model: str | None = None
+    name: str | None = None
+    from_: str | None = msgspec.field(default=None, name="from")
+    files: dict[str, str] | None = None
+    stream: bool | None = None
+    license: str | list[str] | None = None
+    adapters: dict[str, str] | None = None
+    messages: list[Any] | None = None
+    modelfile: str | None = None
+    parameters: dict[str, Any] | None = None
+    path: str | None = None
+    quantize: str | None = None
+    system: str | None = None
+    template: str | None = None
 
 
 class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/show and /api/pull; `name` is the older word for `model`."""
+    """POST /api/show and /api/pull, DELETE /api/delete; `name` is the older word for `model`."""
 
     model: str | None = None
     name: str | None = None

@@ -5,17 +5,13 @@ Options that belong to loading a model are listed in `warnings`: here the comman
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import time
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.responses import Response
 
-from headrace import __version__
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError, UnsupportedError
@@ -23,29 +19,29 @@ from headrace.protocol.parameters import OLLAMA
 from headrace.protocol.params import SamplingParams
 from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
-from headrace.serve.apis.ollama.reply import API, NDJSON, OllamaAnswer, line, now
+from headrace.serve.apis.ollama.library import Library
+from headrace.serve.apis.ollama.library import add_routes as add_library_routes
+from headrace.serve.apis.ollama.reply import API, NDJSON, OllamaAnswer, now
 from headrace.serve.apis.ollama.request import (
     ChatRequest,
     EmbedRequest,
     GenerateRequest,
     GenerationRequest,
     Options,
-    ShowRequest,
     message_of,
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
-from headrace.serve.call.parsing import Warnings, convert
+from headrace.serve.call.models import ModelSet
+from headrace.serve.call.parsing import Warnings, convert, seconds_of
 from headrace.serve.call.sampling import llama_sampling_of, spelling_of
 from headrace.serve.call.schema import UNSUPPORTED
 from headrace.serve.call.service import ServedModel
-from headrace.serve.errors import CallError
 from headrace.text.templates import ChatMessage
 from headrace.text.tools.choice import ToolUse
 
 STAYS = "the model is loaded as long as the server runs"
 IGNORED = {
-    "keep_alive": STAYS,
     "template": "prompts are put into the model's own chat template; raw takes them as they are",
     "truncate": "a prompt that does not fit is refused, not cut",
     "shift": "an answer ends where the context does",
@@ -128,8 +124,9 @@ class Ollama:
         They have the length 1. `older`: for /api/embeddings, whose one vector has any length.
         """
         start_time = time.monotonic()
-        request = convert(EmbedRequest, body, {"keep_alive": STAYS})
+        request = convert(EmbedRequest, body)
         self._take_name(request)
+        self._stay(request)
         if request.options:
             request.warn("options", "ignored: none of them changes a vector")
         field = "prompt" if older else "input"
@@ -157,81 +154,9 @@ class Ollama:
             warnings=warnings,
         )
 
-    def tags(self) -> reply.OllamaModels:
-        """The models that are there."""
-        return reply.OllamaModels(models=[self._card(name) for name in self.model.names])
-
-    def ps(self) -> reply.OllamaModels:
-        """The models that are loaded.
-
-        The model never expires; the date is one that no client takes for the past.
-        """
-        card = self._card()
-        card.expires_at, card.size_vram = "9999-12-31T23:59:59Z", 0
-        card.context_length = self.model.max_context
-        return reply.OllamaModels(models=[card])
-
-    def show(self, body: dict[str, Any]) -> reply.ShowReply:
-        """One model."""
-        request = convert(ShowRequest, body)
-        self._check_name(request)
-        info, card = self.model.front.info, self._card()
-        tokenizer = self.model.front.tokenizer
-        template = (tokenizer.chat_template if tokenizer is not None else None) or ""
-        family = card.details.family
-        abilities = [
-            ("tools", "tools" in template),
-            ("thinking", "<think>" in template or "enable_thinking" in template),
-        ]
-        return reply.ShowReply(
-            modelfile=f"FROM {self.model.name}\n",
-            parameters="\n".join(f"{name} {value}" for name, value in self.model.defaults.items()),
-            template=template,
-            details=card.details,
-            model_info={
-                "general.architecture": family,
-                f"{family}.context_length": self.model.max_context,
-                f"{family}.vocab_size": info.vocab_size,
-            },
-            capabilities=["completion", *(name for name, has in abilities if has)],
-            modified_at=card.modified_at,
-            warnings=request.warnings.reply(),
-        )
-
-    def pull(self, body: dict[str, Any]) -> reply.PullReply | Response:
-        """Nothing to do for the model that is served; others can not be had."""
-        request = convert(ShowRequest, body)
-        self._check_name(request)
-        done = reply.PullReply(warnings=request.warnings.reply())
-        return done if request.stream is False else Response(line(done), media_type=NDJSON)
-
-    def _check_name(self, request: ShowRequest) -> None:
-        """Raises `RequestError` for a request that names no model, and `ModelNotFoundError` for one not served."""
-        name = request.model or request.name
-        if not name:
-            raise RequestError("model", name, "the name of a model")
-        self.model.check_model(self._name(name), is_request=False)
-
-    def _card(self, name: str | None = None) -> reply.OllamaModel:
-        model, info = self.model, self.model.front.info
-        family = info.model.rstrip("/").rpartition("/")[2] or info.model
-        details = reply.ModelDetails(
-            parent_model="",
-            format="headrace",
-            family=family,
-            families=[family],
-            parameter_size="",
-            quantization_level=info.quantization or info.dtype,
-        )
-        return reply.OllamaModel(
-            name=name or model.name,
-            model=name or model.name,
-            modified_at=datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
-            size=0,
-            # Of the name: what it stands for is fixed while the server runs.
-            digest=hashlib.sha256(model.name.encode()).hexdigest(),
-            details=details,
-        )
+    async def older_embed(self, body: dict[str, Any]) -> reply.EmbedReply | reply.EmbeddingReply:
+        """Return the vector of one text, for /api/embeddings."""
+        return await self.embed(body, older=True)
 
     def _take_name(self, request: EmbedRequest | GenerationRequest) -> None:
         """Give the request the model's true name, where any is taken. Raises `ModelNotFoundError` elsewhere."""
@@ -239,6 +164,14 @@ class Ollama:
         self.model.check_model(name)
         if name not in self.model.names:
             request.model = self.model.name
+
+    def _stay(self, request: EmbedRequest | GenerationRequest) -> None:
+        """Note how long the model is to stay loaded. Raises `RequestError`."""
+        seconds = seconds_of(request.keep_alive)
+        if seconds is not None and self.model.stays_loaded:
+            request.warn("keep_alive", f"ignored: {STAYS}")
+        elif seconds is not None:
+            self.model.keep_alive = seconds
 
     def _name(self, name: str) -> str:
         """Ollama's clients add the tag that Ollama takes for granted."""
@@ -261,6 +194,7 @@ class Ollama:
         if request.top_logprobs is not None:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
         self._take_name(request)
+        self._stay(request)
         return request
 
     def _fields(self, request: GenerationRequest) -> dict[str, Any]:
@@ -309,42 +243,41 @@ def _template_fields(request: GenerationRequest) -> dict[str, Any]:
     return {"template_variables": {"enable_thinking": bool(request.think)}, "reasoning_effort": effort}
 
 
-def add_routes(app: Starlette, model: ServedModel) -> None:
+def add_routes(app: Starlette, models: ModelSet) -> None:
     """Add `/` and `/api/...`."""
-    ollama = Ollama(model)
+    ollama, library = models.bind(Ollama), Library(models)
 
     def root() -> Response:
         """Something answers here."""
         return Response("headrace is running\n", media_type="text/plain")
 
-    def version() -> routing.Version:
-        """headrace's version."""
-        return routing.Version(version=__version__)
+    async def unloaded(body: dict[str, Any], kind: type[T], **answer: Any) -> reply.LoadReply | None:
+        """Unload the model of a request without a prompt that says so, as Ollama's clients do; None for others."""
+        if body.get("prompt") or body.get("messages") or body.get("keep_alive") in (None, ""):
+            return None
+        request = convert(kind, body, IGNORED)
+        if seconds_of(request.keep_alive) != 0 or models.files is None:
+            return None
+        await library.unload(request.model)
+        return _loaded(request, done_reason="unload", **answer)
 
-    def unserved(path: str) -> Response:
-        """Not done by this server, whose one model is named when it starts."""
-        instead = "the model is named when the server starts: headrace serve MODEL"
-        raise CallError(501, "not_implemented", f"{path}: not supported here; {instead}")
+    async def chat(body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
+        answer = {"message": reply.ReplyMessage(content="")}
+        return await unloaded(body, ChatRequest, **answer) or await ollama.chat(body)
+
+    async def generate(body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
+        return await unloaded(body, GenerateRequest, response="") or await ollama.generate(body)
 
     # Ollama's own client sends HEAD to the root to see whether a server runs.
     routing.get(app, "/", root, API, media_type="text/plain")
-    lines: dict[str, Any] = {"api": API, "streams": NDJSON}
+    lines: dict[str, Any] = {"api": API, "streams": NDJSON, "summary": "Ollama's chat."}
     chunks: tuple[Any, ...] = (reply.ChatChunk, reply.ChatReply)
-    routing.post(app, "/api/chat", ollama.chat, takes=ChatRequest, gives=reply.ChatReply, chunks=chunks, **lines)
-    chunks = (reply.GenerateChunk, reply.GenerateReply)
+    routing.post(app, "/api/chat", chat, takes=ChatRequest, gives=reply.ChatReply, chunks=chunks, **lines)
+    lines["summary"], chunks = "Ollama's completion of one prompt.", (reply.GenerateChunk, reply.GenerateReply)
     routing.post(
-        app, "/api/generate", ollama.generate, takes=GenerateRequest, gives=reply.GenerateReply, chunks=chunks, **lines
+        app, "/api/generate", generate, takes=GenerateRequest, gives=reply.GenerateReply, chunks=chunks, **lines
     )
     routing.post(app, "/api/embed", ollama.embed, API, takes=EmbedRequest, gives=reply.EmbedReply)
     older: dict[str, Any] = {"gives": reply.EmbeddingReply, "summary": "The vector of one text."}
-    routing.post(app, "/api/embeddings", functools.partial(ollama.embed, older=True), API, takes=EmbedRequest, **older)
-    routing.post(app, "/api/show", ollama.show, API, takes=ShowRequest, gives=reply.ShowReply)
-    routing.post(
-        app, "/api/pull", ollama.pull, takes=ShowRequest, gives=reply.PullReply, chunks=(reply.PullReply,), **lines
-    )
-    routing.get(app, "/api/tags", ollama.tags, API, gives=reply.OllamaModels)
-    routing.get(app, "/api/ps", ollama.ps, API, gives=reply.OllamaModels)
-    routing.get(app, "/api/version", version, API, gives=routing.Version)
-    for method, name in (("POST", "push"), ("POST", "create"), ("POST", "copy"), ("DELETE", "delete")):
-        path = f"/api/{name}"
-        routing.add(app, path, functools.partial(unserved, path), (method,), API, unserved=True)
+    routing.post(app, "/api/embeddings", ollama.older_embed, API, takes=EmbedRequest, **older)
+    add_library_routes(app, models, library)

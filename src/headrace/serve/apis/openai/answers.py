@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from typing import Any
 
 import msgspec
@@ -19,14 +19,15 @@ from headrace import __version__
 from headrace.engine.generation import off_loop
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.step import Finish
-from headrace.serve.apis.openai import reply
-from headrace.serve.call.call import Answer, TextCall
+from headrace.serve.apis.openai import chat_parts, reply
+from headrace.serve.call import progress
+from headrace.serve.call.call import Answer, ChatCall, TextCall
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.call.replies import chat_logprobs, timings, usage
+from headrace.serve.call.replies import PromptProgress, chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import event
 from headrace.serve.routing import Readable, large_event
-from headrace.text.outputs import Content, MessageBuilder, MessagePart, Reasoning, RequestState, TextDelta
+from headrace.text.outputs import MessagePart, RequestState, TextDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -43,6 +44,8 @@ class Reply(Readable):
         self.generation = answer.generation
         self.tokenizer = answer.tokenizer
         self.groups = answer.groups
+        self._explanations = model.explanations if answer.call.explain else None
+        self._follow = model.follow_prompt if answer.call.return_progress else None
         info = model.front.info
         self._head = {
             "id": answer.id,
@@ -54,9 +57,16 @@ class Reply(Readable):
 
     async def whole(self) -> Any:
         await self.answer.collect()
-        return await off_loop(self.answer.size, self._whole)
+        # Here, where steps are followed, and not on a thread beside.
+        explanations = self._explain()
+        return await off_loop(self.answer.size, lambda: self._whole(explanations))
 
-    def _whole(self) -> Any:
+    def _explain(self) -> reply.Explanations:
+        if self._explanations is None:
+            return UNSET
+        return self._explanations([state.request.request_id for state in self.generation.states])
+
+    def _whole(self, explanations: reply.Explanations) -> Any:
         choices = [self._choice(place, self.generation.states[place]) for place in self.generation.best_places()]
         for index, choice in enumerate(choices):
             choice.index = index
@@ -65,6 +75,7 @@ class Reply(Readable):
             choices=choices,
             usage=usage(self.groups),
             timings=timings(self.groups),
+            explain=explanations,
             beam_search=reply.beam_search_memory(self.groups),
             warnings=self.answer.call.warnings.reply(),
             **self._reply_fields(),
@@ -88,7 +99,10 @@ class Reply(Readable):
                 if with_usage:
                     chunk.usage = usage(self.groups) if continuous else None
                 yield event(chunk)
-        async for place, piece, parts in self.answer.parts():
+        async for place, piece, parts in progress.parts(self.answer, self._follow):
+            if isinstance(piece, PromptProgress):
+                yield event(self.chunk_type(**head, choices=[], prompt_progress=piece))
+                continue
             state = states[place]
             if not piece.token_ids and state.finish is None:
                 continue
@@ -105,10 +119,10 @@ class Reply(Readable):
                 if with_usage:
                     chunk.usage = usage(self.groups) if continuous else None
                 elif not num_open and number == len(choices):
-                    chunk.timings = timings(self.groups)
+                    chunk.timings, chunk.explain = timings(self.groups), self._explain()
                 yield await large_event(chunk, self.answer.size if number < len(choices) else 0)
         if with_usage:
-            counts = {"usage": usage(self.groups), "timings": timings(self.groups)}
+            counts = {"usage": usage(self.groups), "timings": timings(self.groups), "explain": self._explain()}
             yield event(self.chunk_type(**head, choices=[], **counts))
         yield DONE
 
@@ -234,15 +248,24 @@ class ChatReply(Reply):
     reply_type = reply.ChatCompletion
     chunk_type = reply.ChatCompletionChunk
 
+    def __init__(self, answer: Answer, model: ServedModel, customs: Container[str] = ()) -> None:
+        """`customs`: names of the tools that take a text."""
+        super().__init__(answer, model)
+        self._customs = customs
+        self._deltas = [chat_parts.Deltas(customs) for _ in self.generation.states]
+
     def _choice(self, place: int, state: RequestState) -> reply.ChatChoice:
         ending = self._ending(state, state.token_ids) | {"finish_reason": self.answer.finish_reason(place)}
-        message, logprobs = _message(self.answer.message(place)), self._chat_logprobs(state)
+        message = chat_parts.whole(self.answer.message(place), self._customs)
+        logprobs = self._chat_logprobs(state)
+        if self._echoed:
+            message.content = self._echoed + (message.content or "")
         return reply.ChatChoice(index=place, body=message, logprobs=logprobs, **ending)
 
     def _pieces(
         self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]
     ) -> list[reply.ChatChunkChoice]:
-        deltas = [_delta(part) for part in parts]
+        deltas = self._deltas[place].take(parts, state.finish is not None)
         if not deltas and (state.finish or self._shows_tokens(piece)):
             deltas = [reply.ChatDelta(content="")]
         choices = []
@@ -266,42 +289,18 @@ class ChatReply(Reply):
     def _formed(self, state: RequestState) -> str:
         return self.answer.message(self.generation.states.index(state)).content
 
+    @property
+    def _echoed(self) -> str:
+        call = self.answer.call
+        return call.echoed if isinstance(call, ChatCall) else ""
+
     def _opening(self, place: int, state: RequestState) -> list[reply.ChatChunkChoice]:
-        delta = reply.ChatDelta(role="assistant", content="")
+        delta = reply.ChatDelta(role="assistant", content=self._echoed)
         fields = self._reply_fields()
         return [reply.ChatChunkChoice(index=place, body=delta, logprobs=None, finish_reason=None, **fields)]
 
     def _reply_fields(self) -> dict[str, Any]:
         return self._prompt_fields(self.generation.states[0])
-
-
-def _message(message: MessageBuilder) -> reply.ChatMessage:
-    """A whole message as OpenAI has it: its content is None where there is something else instead."""
-    calls = [
-        reply.ToolCall(id=call["id"], function=reply.FunctionCall(name=call["name"], arguments=call["arguments"]))
-        for call in message.calls
-    ]
-    reasoning = message.reasoning or UNSET
-    return reply.ChatMessage(
-        content=message.content or (None if calls or message.reasoning else ""),
-        reasoning_content=reasoning,
-        tool_calls=calls or UNSET,
-        reasoning=reasoning,
-    )
-
-
-def _delta(part: MessagePart) -> reply.ChatDelta:
-    """A part as OpenAI's streams have it."""
-    if isinstance(part, Content):
-        return reply.ChatDelta(content=part.text)
-    if isinstance(part, Reasoning):
-        return reply.ChatDelta(reasoning_content=part.text, reasoning=part.text)
-    function = reply.FunctionCall(arguments=part.arguments)
-    if part.name is None:
-        return reply.ChatDelta(tool_calls=[reply.ToolCallPart(index=part.index, function=function)])
-    function.name = part.name
-    call = reply.ToolCallPart(index=part.index, id=part.id, type="function", function=function)
-    return reply.ChatDelta(tool_calls=[call])
 
 
 def shortfall(constraint: StructuredOutputs | None, text: str, finish: Finish | None) -> str | None:

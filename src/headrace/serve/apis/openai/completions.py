@@ -7,7 +7,7 @@ calls them for the lines of batches, and `responses` shares `call_fields`. Knows
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,11 +20,11 @@ from headrace.protocol import bounds
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
-from headrace.protocol.step import EngineInfo
 from headrace.serve import routing
 from headrace.serve.apis.openai.answers import ChatReply, CompletionReply
 from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
 from headrace.serve.call.call import ChatCall, TextCall, chat_of, spelled
+from headrace.serve.call.models import ModelSet
 from headrace.serve.call.replies import Tokenized, token_text
 from headrace.serve.call.schema import (
     PASSED_ON,
@@ -49,7 +49,7 @@ BEAM_FIELDS = {
 # The fields of a `Call` that requests have under the same name.
 CALL_FIELDS = (
     "model", "stream_options", "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "priority",
-    "timeout", "cache_salt", "request_id",
+    "timeout", "cache_salt", "request_id", "explain", "return_progress",
 )  # fmt: skip
 
 # vLLM's older ways to ask for a form, and the fields of `StructuredOutputs` that they are.
@@ -61,10 +61,6 @@ GUIDED = {
     "guided_json_object": "json_object",
     "guided_structural_tag": "structural_tag",
 }
-
-
-Quality = Callable[[EngineInfo], dict[str, Any] | None]
-"""Returns what was measured of the model in the form that the engine runs, or None."""
 
 
 async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionReply:
@@ -85,7 +81,8 @@ async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
     """
     request = parse(ChatCompletionRequest, body)
     model.check_model(request.model)
-    return ChatReply(await model.chat(chat_call(request)), model)
+    call = chat_call(request)
+    return ChatReply(await model.chat(call), model, call.tools.customs)
 
 
 def text_call(request: CompletionRequest) -> TextCall:
@@ -107,7 +104,12 @@ def chat_call(request: ChatCompletionRequest) -> ChatCall:
     if request.max_completion_tokens is not None:
         fields["sampling"]["max_tokens"] = request.max_completion_tokens
         fields["spelling"]["max_tokens"] = "max_completion_tokens"
-    return chat_of(request, **fields, include_reasoning=request.include_reasoning is not False)
+    call = chat_of(request, **fields, include_reasoning=request.include_reasoning is not False, echo=bool(request.echo))
+    if request.documents:
+        call.template_variables = {"documents": request.documents} | call.template_variables
+    if call.echo and not call.echoed:
+        call.warn("echo", "ignored: the last message is not the assistant's, or has no text")
+    return call
 
 
 async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
@@ -151,26 +153,35 @@ async def detokenize(model: ServedModel, body: dict[str, Any]) -> Detokenized:
     return Detokenized(prompt=text, content=text, warnings=request.warnings.reply())
 
 
-def models(model: ServedModel, quality: Quality) -> ModelList:
-    """The models that are served."""
-    cards = [model_card(model, quality, name) for name in model.names]
-    return ModelList(data=cards, has_more=False, first_id=cards[0].id, last_id=cards[-1].id)
+async def model_list(models: ModelSet) -> ModelList:
+    """The models that are served, loaded or not."""
+    cards = [await model_card(models, name) for name in await models.readable_names()]
+    first_id, last_id = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return ModelList(data=cards, has_more=False, first_id=first_id, last_id=last_id)
 
 
-def model_card(model: ServedModel, quality: Quality, name: str) -> ModelCard:
+async def model_card(models: ModelSet, name: str) -> ModelCard:
     """One model.
 
     Raises `ModelNotFoundError`.
     """
-    model.check_model(name, is_request=False)
-    measured = quality(model.front.info)
+    name = models.true_name(name)
+    running = models.running_as(name)
+    if running is None:
+        facts = await models.facts(name)
+        created, root, context, measured = int(facts.modified), name, facts.context_length, None
+    else:
+        model, info = running.served, running.client.info
+        # A client must not learn where the folder is.
+        root = info.model if model.stays_loaded else name
+        created, context, measured = model.created, info.max_model_len, model.quality(info)
     return ModelCard(
         id=name,
-        created=model.created,
-        root=model.front.info.model,
-        max_model_len=model.max_context,
+        created=created,
+        root=root,
+        max_model_len=context,
         display_name=name,
-        created_at=datetime.fromtimestamp(model.created, UTC).isoformat(),
+        created_at=datetime.fromtimestamp(created, UTC).isoformat(),
         quality=UNSET if measured is None else measured,
     )
 
@@ -231,8 +242,9 @@ def _of_response_format(response_format: dict[str, Any] | None) -> dict[str, Any
         case "text":
             return None
         case "json_object":
-            # llama-server's way to give a schema.
-            return {"json": response_format["schema"]} if response_format.get("schema") else {"json_object": True}
+            # The ways of llama-server and of TGI to give a schema.
+            schema = response_format.get("schema") or response_format.get("value")
+            return {"json": schema} if schema else {"json_object": True}
         case "json_schema":
             inner = response_format.get("json_schema", response_format)
             if not isinstance(inner, Mapping):
@@ -277,7 +289,7 @@ def as_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | lis
     return list(prompt)
 
 
-def add_routes(app: Starlette, model: ServedModel, quality: Quality) -> None:
+def add_routes(app: Starlette, models: ModelSet) -> None:
     """Add `/v1/completions`, `/v1/chat/completions`, `/detokenize` and `/v1/models`."""
     for path, function, request_type, reply_type in (
         ("/v1/completions", complete, CompletionRequest, CompletionReply),
@@ -286,13 +298,12 @@ def add_routes(app: Starlette, model: ServedModel, quality: Quality) -> None:
         routing.post(
             app,
             path,
-            functools.partial(function, model),
+            models.bound(function),
             takes=request_type,
             gives=reply_type.reply_type,
             streams=routing.EVENT_STREAM,
             chunks=(reply_type.chunk_type,),
         )
-    detokenizer = functools.partial(detokenize, model)
-    routing.post(app, "/detokenize", detokenizer, takes=DetokenizeRequest, gives=Detokenized)
-    routing.get(app, "/v1/models", functools.partial(models, model, quality), gives=ModelList)
-    routing.get(app, "/v1/models/{name:path}", functools.partial(model_card, model, quality), gives=ModelCard)
+    routing.post(app, "/detokenize", models.bound(detokenize), takes=DetokenizeRequest, gives=Detokenized)
+    routing.get(app, "/v1/models", functools.partial(model_list, models), gives=ModelList)
+    routing.get(app, "/v1/models/{name:path}", functools.partial(model_card, models), gives=ModelCard)

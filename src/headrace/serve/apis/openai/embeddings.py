@@ -1,10 +1,11 @@
-"""OpenAI's /v1/embeddings, and vLLM's /score and /rerank on top of it.
+"""OpenAI's /v1/embeddings, and vLLM's /pooling, /score and /rerank on top of it.
 
 `serve.call.embedding` makes the vectors. Knows requests and replies; `add_routes` puts the routes on an app.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -36,6 +37,12 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+
+
+class PoolingRequest(EmbeddingRequest, forbid_unknown_fields=True, kw_only=True):
+    """POST /pooling: `task` says what is wanted of the texts, as in vLLM."""
+
+    task: str | None = None
 
 
 class ScoreRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -76,6 +83,24 @@ class VectorUsage(msgspec.Struct, kw_only=True):
 class EmbeddingReply(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Vector]
+    model: str
+    usage: VectorUsage
+    warnings: WarningLines = UNSET
+
+
+class PooledVector(msgspec.Struct, kw_only=True):
+    """`data` is base64 of float32 numbers where the request has this format."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float] | str
+
+
+class PoolingReply(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    data: list[PooledVector]
     model: str
     usage: VectorUsage
     warnings: WarningLines = UNSET
@@ -123,6 +148,22 @@ class Embeddings:
     async def create(self, body: dict[str, Any]) -> EmbeddingReply:
         """Texts as vectors."""
         request = convert(EmbeddingRequest, body)
+        rows, num_tokens = await self._rows(request)
+        data = [Vector(index=i, embedding=row) for i, row in enumerate(rows)]
+        return EmbeddingReply(data=data, **self._tail(request, num_tokens))
+
+    async def pool(self, body: dict[str, Any]) -> PoolingReply:
+        """Texts as vectors, in the form of vLLM's pooling."""
+        request = convert(PoolingRequest, body)
+        if request.task not in (None, "embed"):
+            raise RequestError("task", request.task, "embed: a decoder gives one vector for each text, and no classes")
+        rows, num_tokens = await self._rows(request)
+        data = [PooledVector(index=i, data=row) for i, row in enumerate(rows)]
+        tail = self._tail(request, num_tokens)
+        return PoolingReply(id=f"pool-{new_request_id()}", created=int(time.time()), data=data, **tail)
+
+    async def _rows(self, request: EmbeddingRequest) -> tuple[list[list[float] | str], int]:
+        """Return the vectors of a request's texts in the format that it names, and the number of tokens."""
         check_labels(request)
         self.model.check_model(request.model)
         if request.encoding_format not in (None, "float", "base64"):
@@ -139,8 +180,7 @@ class Embeddings:
             cache_salt=request.cache_salt or "",
         )
         written = packed if request.encoding_format == "base64" else list
-        data = [Vector(index=i, embedding=written(row)) for i, row in enumerate(embedded.rows)]
-        return EmbeddingReply(data=data, **self._tail(request, embedded.num_tokens))
+        return [written(row) for row in embedded.rows], embedded.num_tokens
 
     async def score(self, body: dict[str, Any]) -> ScoreReply:
         """How alike texts are."""
@@ -190,9 +230,8 @@ def _as_list(texts: str | list[str]) -> list[str]:
 
 
 def add_routes(app: Starlette, embeddings: Embeddings) -> None:
-    """/v1/embeddings, /v1/score and /v1/rerank."""
+    """/v1/embeddings, /pooling, /v1/score and /v1/rerank."""
     routing.post(app, "/v1/embeddings", embeddings.create, takes=EmbeddingRequest, gives=EmbeddingReply)
-    for path in ("/v1/score", "/score"):
-        routing.post(app, path, embeddings.score, takes=ScoreRequest, gives=ScoreReply)
-    for path in ("/v1/rerank", "/rerank", "/v2/rerank"):
-        routing.post(app, path, embeddings.rerank, takes=RerankRequest, gives=RerankReply)
+    routing.post(app, "/pooling", embeddings.pool, takes=PoolingRequest, gives=PoolingReply)
+    routing.post(app, "/v1/score", embeddings.score, takes=ScoreRequest, gives=ScoreReply)
+    routing.post(app, "/v1/rerank", embeddings.rerank, takes=RerankRequest, gives=RerankReply)

@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.protocol.step import Request, TokenLogprob
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.call.replies import ChatTokenLogprob, Timings, Usage, clamp, token_text
+from headrace.serve.call.replies import ChatTokenLogprob, PromptProgress, Timings, Usage, clamp, token_text
 from headrace.text.outputs import RequestState
 from headrace.text.tokenizer import TokenBytes, Tokenizer
 
@@ -46,11 +46,14 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
             getattr(self, name).extend(getattr(more, name))
 
 
-class PromptLogprob(msgspec.Struct, kw_only=True):
+class PromptLogprob(msgspec.Struct, kw_only=True, gc=False):
     logprob: float
     rank: int | None
     decoded_token: str | None
 
+
+Explanations = list[Any] | UnsetType
+"""With `explain`: where the time of each answer went, in the form of `insight.explain.Explanation`."""
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
 """vLLM's `prompt_logprobs`: for each token of the prompt, ids to entries; None for the first."""
@@ -63,10 +66,20 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomCall(msgspec.Struct, kw_only=True):
+    """The same of a custom tool, which takes a text."""
+
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
+    """`type` says which of the last two it has."""
+
     id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
 
 
 class ToolCallPart(msgspec.Struct, kw_only=True):
@@ -75,7 +88,8 @@ class ToolCallPart(msgspec.Struct, kw_only=True):
     index: int
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -159,6 +173,7 @@ class Completion(Head, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage
     timings: Timings
+    explain: Explanations = UNSET
     beam_search: BeamSearchMemory | UnsetType = UNSET
     warnings: WarningLines = UNSET
 
@@ -171,6 +186,8 @@ class CompletionChunk(Head, kw_only=True):
     warnings: WarningLines = UNSET
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    explain: Explanations = UNSET
 
 
 class ChatCompletion(Head, kw_only=True):
@@ -180,6 +197,7 @@ class ChatCompletion(Head, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings
+    explain: Explanations = UNSET
     beam_search: BeamSearchMemory | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -194,6 +212,8 @@ class ChatCompletionChunk(Head, kw_only=True):
     warnings: WarningLines = UNSET
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    explain: Explanations = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -219,8 +239,8 @@ class ModelList(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ModelCard]
     has_more: bool
-    first_id: str
-    last_id: str
+    first_id: str | None
+    last_id: str | None
 
 
 class Detokenized(msgspec.Struct, kw_only=True):

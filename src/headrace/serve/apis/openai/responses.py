@@ -1,8 +1,8 @@
 """OpenAI's /v1/responses: a chat as items and typed events, stored for a while, and continued by its id.
 
 A request becomes a `ChatCall` in `responses_input`; its answer becomes items and events in `responses_events`. Stored
-responses live in `serve.storage.store`, bounded, the oldest giving way. Raises `HeadraceError`s; `add_routes` puts the
-routes on an app.
+responses live in `serve.storage.store`, bounded, the oldest giving way. Raises `HeadraceError`s. Knows no HTTP;
+`responses_paths` has the routes.
 """
 
 from __future__ import annotations
@@ -10,21 +10,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, cast
+from collections.abc import AsyncIterator
+from typing import Any, Literal, cast
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
-from starlette.applications import Starlette
 
 from headrace.engine.generation import off_loop
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
-from headrace.serve import errors, routing
-from headrace.serve.apis.openai.files import PAGE, NotFoundError, page
-from headrace.serve.apis.openai.reply import Deleted, Page
+from headrace.protocol.params import SamplingParams
+from headrace.serve import errors
+from headrace.serve.apis.openai.conversations import Conversations
+from headrace.serve.apis.openai.files import NotFoundError
+from headrace.serve.apis.openai.reply import Deleted
 from headrace.serve.apis.openai.responses_events import (
     CachedTokens,
+    ConversationRef,
+    Cut,
     Event,
     IncompleteDetails,
     Output,
@@ -36,15 +41,19 @@ from headrace.serve.apis.openai.responses_events import (
     TextSettings,
 )
 from headrace.serve.apis.openai.responses_input import (
+    OUTPUTS,
     NamedItem,
     ResponsesRequest,
     chat_call,
+    conversation_of,
     input_items,
     messages_of,
     read,
 )
-from headrace.serve.call.call import Answer, ChatCall
-from headrace.serve.call.parsing import Warnings
+from headrace.serve.apis.openai.responses_replay import RUNNING, StoredStream
+from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
+from headrace.serve.call.call import Answer, ChatCall, spelled
+from headrace.serve.call.parsing import WarningLines, Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
 from headrace.serve.routing import Readable
@@ -55,38 +64,46 @@ from headrace.text.outputs import Content, MessagePart, TextDelta
 logger = logging.getLogger("headrace.server")
 
 MAX_BACKGROUND = 256
-DEFAULT_PAGE = 20
 # The fields of a request that the response repeats.
 REPEATED = (
     "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
     "safety_identifier", "user",
 )  # fmt: skip
-RUNNING = ("queued", "in_progress")
 
 
-class InputItems(Page, kw_only=True):
-    data: list[dict[str, Any]]
+class InputTokens(msgspec.Struct, kw_only=True):
+    """POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+    warnings: WarningLines = UNSET
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """A stored response: the object, its input, and the items that came before."""
+    """A stored response: the object, its input, the items that came before, and how its stream was cut."""
 
     response: ResponseObject
     input: list[dict[str, Any]]
     history: list[dict[str, Any]]
+    cuts: list[Cut] = []
 
 
 class ResponseAnswer(Readable):
     """An accepted response."""
 
     answer: Answer
+    keeps_reply = True  # it is stored
 
-    def __init__(self, api: Responses, request: ResponsesRequest, chat: Answer, entry: Entry) -> None:
+    def __init__(
+        self, api: Responses, request: ResponsesRequest, chat: Answer, entry: Entry, tools: ClientTools = NO_TOOLS
+    ) -> None:
         super().__init__(chat, bool(request.stream))
         self.api, self.request, self.entry, self.response = api, request, entry, entry.response
         response = entry.response
         self.id = response.id
-        self.output = Output(response)
+        self.output = Output(response, tools)
+        entry.cuts = self.output.cuts
+        self.change = asyncio.Event()
         self._num_reasoning = 0
         self._logprobs: list[ChatTokenLogprob] = []
 
@@ -123,7 +140,13 @@ class ResponseAnswer(Readable):
         if self.response.status in RUNNING:
             self.output.end("incomplete")
             self.response.status = "cancelled"
+            self._wake()
             self.api.keep_later(self.entry)
+
+    def _wake(self) -> None:
+        """Let those go on who read the response while it runs."""
+        self.change.set()
+        self.change = asyncio.Event()
 
     def _take(self, piece: TextDelta, parts: list[MessagePart]) -> list[Event]:
         """Return the events of new parts. The log-probability of a token goes with the next text that comes; a piece
@@ -133,6 +156,7 @@ class ResponseAnswer(Readable):
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
             self._logprobs = []
+        self._wake()
         return events
 
     async def _count_reasoning(self) -> None:
@@ -161,7 +185,9 @@ class ResponseAnswer(Readable):
             response.completed_at = int(time.time())
         response.usage = self._usage()
         response.timings = timings(self.answer.groups)
+        self._wake()
         await self.api.keep(self.entry)
+        await self.api.add_to_conversation(self.entry)
         return [*events, self.output.whole(response.status)]
 
     async def _fail(self, error: Exception) -> None:
@@ -169,6 +195,7 @@ class ResponseAnswer(Readable):
         self.output.end("incomplete")
         self.response.status = "failed"
         self.response.error = ResponseError(code="server_error", message=body.message)
+        self._wake()
         await self.api.keep(self.entry)
 
     def _usage(self) -> ResponseUsage:
@@ -186,10 +213,10 @@ class ResponseAnswer(Readable):
 
 class Responses:
     """The routes. `store` keeps the responses: the metadata is empty, the body holds object, input and history. Ids are
-    the store's own: what a caller calls its request never names an entry."""
+    the store's own: what a caller calls its request never names an entry. `conversations`: None where none are kept."""
 
-    def __init__(self, model: ServedModel, store: Store, writers: Writers) -> None:
-        self.model = model
+    def __init__(self, store: Store, writers: Writers, conversations: Conversations | None = None) -> None:
+        self.conversations = conversations
         self.store, self.writers = store, writers
         # What is on its way to the store, by id.
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -197,10 +224,10 @@ class Responses:
         for response_id in store:
             self._settle(response_id)
 
-    async def create(self, body: dict[str, Any]) -> ResponseAnswer:
+    async def create(self, model: ServedModel, body: dict[str, Any]) -> ResponseAnswer:
         """Accept a response. Raises `HeadraceError`s of all kinds."""
         request, shared = read(body)
-        self.model.check_model(request.model)
+        model.check_model(request.model)
         stored = request.store is not False
         response_id = self.store.new_id()
         if not stored and shared.request_id is not None:
@@ -211,13 +238,11 @@ class Responses:
         if request.background and num_running >= MAX_BACKGROUND:
             raise StoreFullError(f"background: {MAX_BACKGROUND} responses run there; wait for one")
         items = input_items(request, response_id.partition("_")[2])
-        previous_id = request.previous_response_id
-        history = [] if previous_id is None else await self.writers.run(self._history, previous_id)
-        earlier = [NamedItem("previous_response_id", item) for item in history]
-        new = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
-        chat = await self._chat(request, chat_call(request, shared), [*earlier, *new])
-        response = self._object(request, chat, response_id)
-        answer = ResponseAnswer(self, request, chat, Entry(response=response, input=items, history=history))
+        history, named = await self._named(request, items)
+        call, tools = chat_call(request, shared)
+        chat = await self._chat(model, request, call, named)
+        response = self._object(model.name, request, chat, response_id)
+        answer = ResponseAnswer(self, request, chat, Entry(response=response, input=items, history=history), tools)
         if stored:
             try:
                 await self.writers.run(lambda: self.store.put(response_id, {}, msgspec.json.encode(answer.entry)))
@@ -225,6 +250,33 @@ class Responses:
                 answer.close()
                 raise
         return answer
+
+    async def count(self, model: ServedModel, body: dict[str, Any]) -> InputTokens:
+        """How many tokens a response's prompt has."""
+        request, shared = read(body)
+        _, named = await self._named(request, input_items(request, "0"))
+        call = msgspec.structs.replace(chat_call(request, shared)[0], messages=messages_of(request.instructions, named))
+        with spelled(call.spelling):
+            # The parameters of an answer are checked, though there is none.
+            SamplingParams(**{"max_tokens": None, **call.sampling})
+        _, token_ids = await model.chat_prompt(call)
+        return InputTokens(input_tokens=len(token_ids), warnings=call.warnings.reply())
+
+    async def _named(
+        self, request: ResponsesRequest, items: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[NamedItem]]:
+        """Return the items that came before a request's own, and all of them with their names in errors."""
+        previous_id, conversation_id = request.previous_response_id, conversation_of(request)
+        history: list[dict[str, Any]] = []
+        if conversation_id is not None:
+            if self.conversations is None:
+                raise RequestError("conversation", conversation_id, "left out: none are kept here")
+            history = await self.conversations.items(conversation_id)
+        elif previous_id is not None:
+            history = await self.writers.run(self._history, previous_id)
+        field = "conversation" if previous_id is None else "previous_response_id"
+        earlier = [NamedItem(field, item) for item in history]
+        return history, [*earlier, *(NamedItem(f"input[{index}]", item) for index, item in enumerate(items))]
 
     def run_in_background(self, answer: ResponseAnswer) -> ResponseObject:
         """Go on with an answer when its caller is gone. -> the response object as it is now."""
@@ -259,6 +311,22 @@ class Responses:
         if response_id in self._background and response_id in self.store:
             return self._background[response_id][0].response
         return (await self.writers.run(self._entry, response_id)).response
+
+    async def stream(self, response_id: str, starting_after: str | None) -> StoredStream:
+        """Return the events of a response behind one with a number. Raises what `get` raises, and `RequestError`."""
+        if starting_after is not None and not re.fullmatch("[0-9]{1,9}", starting_after):
+            raise RequestError("starting_after", starting_after, "the sequence_number of an event")
+        after = -1 if starting_after is None else int(starting_after)
+        if response_id in self._background and response_id in self.store:
+            return self.follow(self._background[response_id][0], after)
+        entry = await self.writers.run(self._entry, response_id)
+        if entry.response.status in RUNNING:
+            raise RequestError("stream", "true", "false: the call that made this response has its stream")
+        return StoredStream(entry.response, entry.cuts, after, asyncio.Event)
+
+    def follow(self, answer: ResponseAnswer, after: int = -1) -> StoredStream:
+        """Return the events of a response that runs in the background."""
+        return StoredStream(answer.response, answer.output.cuts, after, lambda: answer.change)
 
     async def items(self, response_id: str) -> list[dict[str, Any]]:
         """The input of a response, oldest first, without what came before it. Raises `NotFoundError`."""
@@ -297,6 +365,18 @@ class Responses:
         if entry.response.store:
             await self.writers.run(self._keep, entry)
 
+    async def add_to_conversation(self, entry: Entry) -> None:
+        """Add what a response took and gave to its conversation, if it has one. A failure is logged: the caller gets
+        its answer."""
+        response = entry.response
+        if self.conversations is None or not isinstance(response.conversation, ConversationRef):
+            return
+        try:
+            items = [*entry.input, *msgspec.to_builtins(response.output)]
+            await self.conversations.append(response.conversation.id, items)
+        except HeadraceError as error:
+            logger.warning("response %s is not added to its conversation: %s", response.id, error)
+
     def keep_later(self, entry: Entry) -> None:
         """Store what became of a response whose caller is gone."""
         response_id = entry.response.id
@@ -316,19 +396,21 @@ class Responses:
             logger.warning("response %s is not kept: %s", response_id, error)
             self.store.discard(response_id)
 
-    async def _chat(self, request: ResponsesRequest, call: ChatCall, items: list[NamedItem]) -> Answer:
+    async def _chat(
+        self, model: ServedModel, request: ResponsesRequest, call: ChatCall, items: list[NamedItem]
+    ) -> Answer:
         """The chat that answers. With truncation "auto", the oldest items go until the rest fits."""
         while True:
             messages = messages_of(request.instructions, items)
             attempt = msgspec.structs.replace(call, messages=messages, warnings=Warnings(call.warnings))
             try:
-                return await self.model.chat(attempt)
+                return await model.chat(attempt)
             except RequestError as error:
                 if not isinstance(error, ContextLengthError) or request.truncation != "auto" or len(items) < 2:
                     raise
                 items = items[max(1, len(items) // 8) :]
                 # The output of a call that is gone has nothing to answer to.
-                while len(items) > 1 and items[0].item.get("type") == "function_call_output":
+                while len(items) > 1 and items[0].item.get("type") in OUTPUTS:
                     items = items[1:]
 
     def _history(self, response_id: str) -> list[dict[str, Any]]:
@@ -358,9 +440,10 @@ class Responses:
             error = ResponseError(code="server_error", message="the server ended before this response did")
             self._keep(replace(entry, response=replace(entry.response, status="failed", error=error)))
 
-    def _object(self, request: ResponsesRequest, chat: Answer, response_id: str) -> ResponseObject:
+    def _object(self, name: str, request: ResponsesRequest, chat: Answer, response_id: str) -> ResponseObject:
         params = chat.generation.states[0].request.params
         form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
+        conversation_id = conversation_of(request)
         effort = None if request.reasoning is None else request.reasoning.effort
         repeated: dict[str, Any] = {name: getattr(request, name) for name in REPEATED}
         return ResponseObject(
@@ -372,7 +455,7 @@ class Responses:
             background=bool(request.background),
             error=None,
             incomplete_details=None,
-            model=self.model.name,
+            model=name,
             output=[],
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning=ReasoningSettings(effort=effort, summary=None),
@@ -389,6 +472,7 @@ class Responses:
             metadata=request.metadata or {},
             seed=cast(int, params.seed),
             warnings=chat.call.warnings.reply(),
+            conversation=UNSET if conversation_id is None else ConversationRef(id=conversation_id),
         )
 
 
@@ -398,31 +482,4 @@ def _encode(event: Event) -> bytes:
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"strict": False, "parameters": None} | tool
-
-
-def add_routes(app: Starlette, responses: Responses) -> None:
-    """/v1/responses."""
-
-    async def create(body: dict[str, Any]) -> ResponseAnswer | ResponseObject:
-        """OpenAI's responses: items in, items or typed events out."""
-        answer = await responses.create(body)
-        return responses.run_in_background(answer) if answer.request.background else answer
-
-    async def get(response_id: str, query: Mapping[str, str]) -> ResponseObject:
-        """A stored response."""
-        if query.get("stream", "false") != "false":
-            raise RequestError("stream", query["stream"], "false: a stored response is read whole")
-        return await responses.get(response_id)
-
-    async def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
-        """The input of a stored response."""
-        return page(InputItems, await responses.items(response_id), query, DEFAULT_PAGE)
-
-    one = "/v1/responses/{response_id}"
-    stream: dict[str, Any] = {"streams": routing.EVENT_STREAM, "chunks": (Event,)}
-    routing.post(app, "/v1/responses", create, takes=ResponsesRequest, gives=ResponseObject, **stream)
-    routing.get(app, one, get, gives=ResponseObject, query=("stream",))
-    routing.add(app, one, responses.delete, ("DELETE",), gives=Deleted)
-    routing.post(app, f"{one}/cancel", responses.cancel, gives=ResponseObject)
-    routing.get(app, f"{one}/input_items", input_items, gives=InputItems, query=PAGE)
+    return {"strict": False, "parameters": None} | tool if tool.get("type") == "function" else tool

@@ -12,12 +12,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, Timings
 from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.tools.custom import InputText
 
-ItemType = Literal["message", "reasoning", "function_call"]
-_IDS: dict[ItemType, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+ItemType = Literal["message", "reasoning", "function_call", "custom_tool_call"]
+_IDS: dict[ItemType, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 class OutputText(msgspec.Struct, kw_only=True):
@@ -30,7 +32,8 @@ class OutputText(msgspec.Struct, kw_only=True):
 
 
 class OutputItem(msgspec.Struct, kw_only=True):
-    """A message has role and content, reasoning has summary and content, a function call has the last three."""
+    """A message has role and content, reasoning has summary and content. A function call has call_id, name and
+    arguments, the call of a custom tool input instead of these; `namespace` is that of the tool, if it is in one."""
 
     id: str
     type: ItemType
@@ -41,6 +44,8 @@ class OutputItem(msgspec.Struct, kw_only=True):
     call_id: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
 
     @property
     def part(self) -> OutputText:
@@ -86,6 +91,12 @@ class TextSettings(msgspec.Struct, kw_only=True):
     verbosity: str
 
 
+class ConversationRef(msgspec.Struct, kw_only=True):
+    """The conversation that a response is a part of."""
+
+    id: str
+
+
 class ResponseObject(msgspec.Struct, kw_only=True):
     """POST /v1/responses. `usage` and `timings` come when it has ended."""
 
@@ -122,6 +133,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     seed: int
     warnings: WarningLines = UNSET
     timings: Timings | UnsetType = UNSET
+    conversation: ConversationRef | UnsetType = UNSET
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -143,6 +155,8 @@ class Event(msgspec.Struct, kw_only=True):
         "response.reasoning_text.done",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
     ]
     sequence_number: int
     response: ResponseObject | UnsetType = UNSET
@@ -154,20 +168,29 @@ class Event(msgspec.Struct, kw_only=True):
     delta: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+
+
+Cut = tuple[int, int, int]
+"""A delta of a stream: the index of its item, its characters, and its log-probabilities."""
 
 
 class Output:
     """The output items of one response, and the events that build them up.
 
     `response` is the response object: its `output` is kept up to date, and the events that carry the whole object
-    carry it as it is then. Sequence numbers count from 0.
+    carry it as it is then. `tools` are the client's. Sequence numbers count from 0. `cuts` are the deltas so far, for
+    `responses_replay`.
     """
 
-    def __init__(self, response: ResponseObject) -> None:
+    def __init__(self, response: ResponseObject, tools: ClientTools = NO_TOOLS) -> None:
         self.response = response
+        self._tools = tools
+        self._input = InputText()
         self.items = response.output
+        self.cuts: list[Cut] = []
         self._open: OutputItem | None = None
         self._num_events = 0
 
@@ -179,6 +202,10 @@ class Output:
     def event(self, kind: Any, **fields: Any) -> Event:
         event = Event(type=kind, sequence_number=self._num_events, **fields)
         self._num_events += 1
+        if "delta" in fields:
+            logprobs = fields.get("logprobs", UNSET)
+            num_logprobs = len(logprobs) if isinstance(logprobs, list) else 0
+            self.cuts.append((len(self.items) - 1, len(fields["delta"]), num_logprobs))
         return event
 
     def whole(self, status: str) -> Event:
@@ -229,12 +256,27 @@ class Output:
     def _call(self, part: ToolCall) -> list[Event]:
         events: list[Event] = []
         if part.name is not None:
-            events = self._close() + self._add("function_call", call_id=part.id, name=part.name, arguments="")
+            tool = self._tools.called(part.name)
+            kind: ItemType = "custom_tool_call" if tool.is_custom else "function_call"
+            empty = {"input": ""} if tool.is_custom else {"arguments": ""}
+            namespace = UNSET if tool.namespace is None else tool.namespace
+            self._input = InputText()
+            events = self._close()
+            events += self._add(kind, call_id=part.id, name=tool.name, namespace=namespace, **empty)
         item = self.items[-1]
-        if part.arguments and isinstance(item.arguments, str):
+        if item.type == "custom_tool_call":
+            events += self._add_input(self._input.feed(part.arguments))
+        elif part.arguments and isinstance(item.arguments, str):
             item.arguments += part.arguments
             events.append(self._item_event("response.function_call_arguments.delta", delta=part.arguments))
         return events
+
+    def _add_input(self, text: str) -> list[Event]:
+        item = self.items[-1]
+        if not text or not isinstance(item.input, str):
+            return []
+        item.input += text
+        return [self._item_event("response.custom_tool_call_input.delta", delta=text)]
 
     def _text(self, kind: str, text: str, logprobs: list[ChatTokenLogprob] | UnsetType) -> Event:
         part = self.items[-1].part
@@ -248,8 +290,11 @@ class Output:
         if item is None:
             return []
         item.status = status
-        events = []
-        if item.type == "function_call":
+        events: list[Event] = []
+        if item.type == "custom_tool_call":
+            events += self._add_input(self._input.close())
+            events.append(self._item_event("response.custom_tool_call_input.done", input=item.input))
+        elif item.type == "function_call":
             kind = "response.function_call_arguments.done"
             events.append(self._item_event(kind, name=item.name, arguments=item.arguments))
         else:

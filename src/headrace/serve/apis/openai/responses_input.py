@@ -15,14 +15,18 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.serve.apis.openai.completions import call_fields
+from headrace.serve.apis.openai.responses_tools import ClientTools, client_tools, flat_name
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_labels, check_metadata, parse
 from headrace.text.templates import ChatMessage, ToolCall
-from headrace.text.tools.choice import ToolFields, ToolUse
+from headrace.text.tools.custom import arguments
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
+CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+"""Items that are calls, with the field of what is given to the tool."""
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -76,7 +80,7 @@ class ResponsesRequest(Body, forbid_unknown_fields=True, kw_only=True):
     max_tool_calls: int | None = None
     service_tier: str | None = None
     prompt_cache_retention: str | None = None
-    conversation: Any = None
+    conversation: str | dict[str, Any] | None = None
     prompt: Any = None
     context_management: Any = None
 
@@ -89,7 +93,8 @@ class SharedParameters(Sampled, forbid_unknown_fields=True, kw_only=True):
 
 
 _NOT_SHARED = frozenset(
-    "n stream stream_options max_tokens response_format verbosity store functions function_call".split()
+    "n stream stream_options max_tokens response_format verbosity store functions function_call "
+    "explain return_progress".split()
 )
 SHARED = frozenset({*SharedParameters.__struct_fields__, *UNSUPPORTED, *IGNORED}) - _NOT_SHARED
 # The engine's fields, and those of this request that set them.
@@ -100,11 +105,8 @@ SPELLING = {
     "messages": "input",
     "prompt": "input",
 }
-TOOL_FIELDS = ToolFields("name", "description", "strict", "parameters", "tool_choice.name")
-
 
 UNSUPPORTED_HERE = {
-    "conversation": "use previous_response_id",
     "prompt": "stored prompts are not kept; send input and instructions",
     "context_management": "use truncation, or a shorter input",
 }
@@ -118,10 +120,12 @@ def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, SharedParameters]:
     for name, instead in UNSUPPORTED_HERE.items():
         if getattr(request, name) is not None:
             raise UnsupportedError(name, getattr(request, name), instead)
-    if request.background and request.stream:
-        raise RequestError("stream", True, "false for a response in the background; read it by its id")
     if request.background and request.store is False:
         raise RequestError("store", False, "true for a response in the background: it is read by its id")
+    if request.previous_response_id is not None and conversation_of(request) is not None:
+        raise RequestError(
+            "previous_response_id", request.previous_response_id, "left out where there is a conversation"
+        )
     if request.truncation not in (None, "auto", "disabled"):
         raise RequestError("truncation", request.truncation, "auto or disabled")
     check_metadata(request.metadata)
@@ -130,6 +134,16 @@ def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, SharedParameters]:
         bounds.check("logprobs", request.top_logprobs, "top_logprobs")
     _warn(request)
     return request, parse(SharedParameters, more)
+
+
+def conversation_of(request: ResponsesRequest) -> str | None:
+    """Return the id of the conversation that a request is a part of. Raises `RequestError`."""
+    conversation = request.conversation
+    if isinstance(conversation, dict):
+        conversation = conversation.get("id")
+        if not isinstance(conversation, str):
+            raise RequestError("conversation.id", conversation, "the id of a conversation")
+    return conversation
 
 
 def _warn(request: ResponsesRequest) -> None:
@@ -149,8 +163,8 @@ def _warn(request: ResponsesRequest) -> None:
         request.warn("stream_options", "not honoured, and ignored")
 
 
-def chat_call(request: ResponsesRequest, shared: SharedParameters) -> ChatCall:
-    """Return the request as a call, without its messages. Raises `RequestError`."""
+def chat_call(request: ResponsesRequest, shared: SharedParameters) -> tuple[ChatCall, ClientTools]:
+    """Return the request as a call, without its messages, and its tools. Raises `RequestError`."""
     fields = call_fields(shared, stream=bool(request.stream))
     form = _form(request)
     if form is not None and fields["form"] is not None:
@@ -168,14 +182,17 @@ def chat_call(request: ResponsesRequest, shared: SharedParameters) -> ChatCall:
     fields["sampling"] |= {name: value for name, value in values.items() if value is not None}
     if request.top_logprobs or LOGPROBS in (request.include or []):
         fields["sampling"]["logprobs"] = request.top_logprobs or 0
-    return ChatCall(
+    parallel = request.parallel_tool_calls is not False
+    tools = client_tools(request.tools or [], request.tool_choice, parallel, fields["warnings"])
+    call = ChatCall(
         **fields,
         messages=[],
-        tools=_tools(request),
+        tools=tools.use,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         include_reasoning=shared.include_reasoning is not False,
         template_variables=shared.chat_template_kwargs or {},
     )
+    return call, tools
 
 
 def _form(request: ResponsesRequest) -> StructuredOutputs | None:
@@ -190,35 +207,6 @@ def _form(request: ResponsesRequest) -> StructuredOutputs | None:
         raise RequestError("text.format.schema", None, "given")
     with spelled(SPELLING):
         return StructuredOutputs(json=form.schema)
-
-
-def _tools(request: ResponsesRequest) -> ToolUse:
-    tools: list[dict[str, Any]] = []
-    for index, tool in enumerate(request.tools or []):
-        if tool.get("type") != "function":
-            raise RequestError(f"tools[{index}].type", tool.get("type"), "function: headrace runs no tools of its own")
-        if not isinstance(tool.get("name"), str):
-            raise RequestError(f"tools[{index}].name", tool.get("name"), "a string")
-        fields = ("name", "description", "parameters", "strict")
-        function = {field: tool[field] for field in fields if tool.get(field) is not None}
-        tools.append({"type": "function", "function": function})
-    choice: Any = request.tool_choice or "auto"
-    names: set[object] = {tool["function"]["name"] for tool in tools}
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("tools")
-        names &= (
-            {tool.get("name") for tool in allowed if isinstance(tool, dict)} if isinstance(allowed, list) else set()
-        )
-        choice = choice.get("mode", "auto")
-    if isinstance(choice, dict):
-        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-            raise RequestError("tool_choice", choice, "auto, none, required, or a function by its name")
-        choice = {"type": "function", "function": {"name": choice["name"]}}
-    if not names and choice not in ("auto", "none"):
-        raise RequestError("tool_choice", choice, "auto, none or left out where there are no tools")
-    if not names:
-        return ToolUse.of(None, None, True)
-    return ToolUse.of(tools, choice, request.parallel_tool_calls is not False, TOOL_FIELDS, names)
 
 
 def input_items(request: ResponsesRequest, new_id: str) -> list[dict[str, Any]]:
@@ -264,16 +252,17 @@ def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[Ch
         elif kind == "reasoning":
             texts = [_text(item.get(part) or [], f"{field}.{part}") for part in ("content", "summary")]
             _turn(messages).reasoning = next((text for text in texts if text), "")
-        elif kind == "function_call":
-            call_id, name, arguments = (_string(item, part, field) for part in ("call_id", "name", "arguments"))
-            names[call_id] = name
-            _turn(messages).tool_calls.append(ToolCall.of(call_id, name, arguments, f"{field}.arguments"))
-        elif kind == "function_call_output":
+        elif kind in CALLS:
+            call_id, name, value = (_string(item, part, field) for part in ("call_id", "name", CALLS[kind]))
+            names[call_id] = name = flat_name(item.get("namespace"), name)
+            values = value if kind == "function_call" else arguments(value)
+            _turn(messages).tool_calls.append(ToolCall.of(call_id, name, values, f"{field}.{CALLS[kind]}"))
+        elif kind in OUTPUTS:
             call_id = _string(item, "call_id", field)
             extra = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})
             messages.append(ChatMessage(role="tool", content=_text(item.get("output"), f"{field}.output"), extra=extra))
         else:
-            known = "message, function_call, function_call_output or reasoning"
+            known = "message, reasoning, function_call, custom_tool_call, or the output of a call"
             raise RequestError(f"{field}.type", kind, known)
     for message in messages:
         if message.role == "assistant" and not message.tool_calls and message.content is msgspec.UNSET:

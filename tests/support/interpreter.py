@@ -2,7 +2,8 @@
 
 As released (3.6 to 3.9), the interpreter multiplies the bit patterns of bfloat16 as integers, truncates where the GPU
 rounds, and flushes fp8's subnormal numbers. Here conversions are torch's, and `tl.dot` widens its operands first.
-Arithmetic on bfloat16 stays wrong, so kernels widen after every load; inline assembly never runs. Called by `launch`.
+Arithmetic on bfloat16 stays wrong, so kernels widen after every load; inline assembly never runs. The kernels' tests
+call it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
+
+from headrace.backends.cuda.launch import Launch
 
 E4M3_MOST = 448.0
 
@@ -33,6 +36,13 @@ STORED = {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32, "fp8e4nv": 
 """What the interpreter's arrays hold for each type."""
 
 _convert_float = interpreter._convert_float
+
+
+def run_interpreted(launch: Launch, order: Callable[[int], list[int]] | None = None) -> None:
+    """Run a launch in the interpreter, on the CPU, without inline assembly. `order`: of the programs, from their
+    number."""
+    tiles = {name: 0 if name == "ASM" else value for name, value in launch.config.tiles.items()}
+    interpret(launch.kernel.jit, launch.grid, dict(launch.arguments) | tiles, order)
 
 
 def interpret(

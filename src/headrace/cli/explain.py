@@ -1,0 +1,59 @@
+"""`headrace explain`: why the requests of a recording took the time they took, without the model (`engine.blind`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def explain(
+    log: Annotated[Path, typer.Argument(help="A file that --record-schedule wrote.", exists=True, dir_okay=False)],
+    request_id: Annotated[
+        str | None, typer.Argument(help="The request, by the beginning of its id; all if left out.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="File for a trace of all steps and requests, for Perfetto.")
+    ] = None,
+) -> None:
+    """Tell where each millisecond of a recorded request went, and why the prefix cache had no more of its prompt."""
+    import msgspec
+
+    from headrace.engine.blind import notes_of, open_recording
+    from headrace.insight import explain as words
+    from headrace.insight.lives import Life, Lives
+    from headrace.insight.trace import trace_of
+    from headrace.protocol.errors import RequestError
+
+    lives = Lives(max_lives=2**62)
+    steps = []
+    for note in notes_of(open_recording(log)):
+        lives.follow(note)
+        steps.append(note.step)
+    if trace is not None:
+        trace.write_bytes(msgspec.json.encode(trace_of(steps, [*lives.ended.values(), *lives.open()])))
+        print(f"{trace}: {len(steps):,} steps and {len(lives.ended):,} requests; open it at https://ui.perfetto.dev")
+    if request_id is None:
+        for life in sorted(lives.ended.values(), key=lambda life: -life.latency):
+            part, seconds = max(life.parts.items(), key=lambda item: item[1])
+            print(f"{life.request_id}  {1e3 * life.latency:9.1f} ms, most of it {part} ({1e3 * seconds:.1f} ms)")
+        return
+    chosen = [life for name, life in lives.ended.items() if name.startswith(request_id)]
+    if len(chosen) != 1:
+        raise RequestError("ID", request_id, f"the beginning of one id of the {len(lives.ended):,} that ended")
+
+    def name_of(life: Life | None) -> str:
+        return "a request before the recording" if life is None else life.request_id
+
+    explanation = words.explain(chosen[0], lives, name_of)
+    ttft = "" if explanation.ttft is None else f", the first token after {1e3 * explanation.ttft:.1f} ms"
+    print(f"{explanation.id}: {1e3 * explanation.latency:.3f} ms{ttft}, {explanation.finish_reason}")
+    for each in explanation.parts:
+        print(f"  {1e3 * each.seconds:10.3f} ms  {each.name}{' (estimated)' * each.estimated}")
+    for verdict in explanation.prefix_cache:
+        print(f"prefix cache: {verdict.num_cached_tokens} of {verdict.num_prompt_tokens} tokens; {verdict.sentence}")
+    if explanation.num_draft_tokens:
+        print(f"drafts: {explanation.num_accepted_tokens} of {explanation.num_draft_tokens} tokens were kept")
+    for sentence in explanation.sentences:
+        print(sentence)

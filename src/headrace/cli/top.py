@@ -1,0 +1,164 @@
+"""`headrace top`: a running server in the terminal, as htop shows a machine. Reads `GET /inspect/live`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.protocol.errors import HeadraceError
+
+if TYPE_CHECKING:
+    from headrace.insight.state import State
+
+BAR = 40
+
+
+def top(
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="The server.")] = "http://127.0.0.1:8000",
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Print one state as text, and exit.")] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="An administrator's key, if it has keys; better given in HEADRACE_API_KEY."),
+    ] = None,
+) -> None:
+    """Show a running server at work: its speed, its blocks and its requests. q ends it."""
+    from rich.console import Console
+    from rich.live import Live
+
+    url = url.rstrip("/")
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    with closing(states(url, api_key)) as source:  # type: ignore[type-var]
+        before = next(source)
+        if once:
+            for line in lines(before, next(source)):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            return
+        with keys() as is_ended, Live(console=console, screen=sys.stdout.isatty(), auto_refresh=False) as live:
+            try:
+                live.update(screen(before, before, console.height), refresh=True)
+                for state in source:
+                    if is_ended():
+                        return
+                    live.update(screen(before, state, console.height), refresh=True)
+                    before = state
+            except KeyboardInterrupt:
+                return
+    raise HeadraceError(f"{url}: the server has ended")
+
+
+def states(url: str, api_key: str | None) -> Iterator[State]:
+    """Yield the states that a server sends, one a second. Raises `HeadraceError` if there is none or it refuses."""
+    import httpx
+    import msgspec
+
+    from headrace.cli.bench.serve import authorization
+    from headrace.insight.state import State
+
+    try:
+        with (
+            httpx.Client(timeout=httpx.Timeout(10.0, read=30.0), trust_env=False) as client,
+            client.stream("GET", f"{url}/inspect/live?follow=true", headers=authorization(api_key)) as reply,
+        ):
+            if reply.status_code != 200:
+                reply.read()
+                raise HeadraceError(f"{url} answered {reply.status_code}: {reason(reply)}")
+            for line in reply.iter_lines():
+                # The snapshot and the steps are for the inspector.
+                if line.startswith('data: {"state":'):
+                    yield msgspec.json.decode(line[6:], type=dict[str, State])["state"]
+    except httpx.HTTPError as error:
+        raise HeadraceError(f"{url}: {type(error).__name__}: {error}") from error
+    except msgspec.MsgspecError as error:
+        raise HeadraceError(f"{url}: not a headrace server of this version: {error}") from error
+
+
+def reason(reply: Any) -> str:
+    """Return the message of an error reply, or its text if it has none."""
+    try:
+        return str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(reply.text)[:200]
+
+
+@contextmanager
+def keys() -> Iterator[Callable[[], bool]]:
+    """Read keys without echo. Yields what returns whether q was pressed. A terminal is as before at the end."""
+    if not sys.stdin.isatty():
+        yield lambda: False
+        return
+    import _thread
+    import termios
+    import tty
+
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    is_ended = threading.Event()
+
+    def read() -> None:
+        while not is_ended.is_set():
+            if sys.stdin.read(1) in ("q", "Q", ""):
+                is_ended.set()
+                _thread.interrupt_main()
+
+    tty.setcbreak(fd)
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        yield is_ended.is_set
+    finally:
+        is_ended.set()
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def lines(before: State, now: State) -> list[str]:
+    """Return the state as lines of text: gauges, rates since `before`, and a line for each open request."""
+    seconds = now.time - before.time
+
+    def rate(name: str) -> float:
+        return max(0.0, getattr(now, name) - getattr(before, name)) / seconds if seconds > 0 else 0.0
+
+    num_free = now.num_blocks - now.num_blocks_held - now.num_blocks_cached
+    queries = now.prefix_cache_queries
+    hits = f"{100 * now.prefix_cache_hits / queries:.1f} %" if queries else "none yet"
+    return [
+        f"headrace · {now.model} · {'ready' if now.is_ready else 'not ready'}",
+        f"tok/s     {rate('num_generated_tokens'):,.1f} generated, {rate('num_prompt_tokens'):,.1f} of prompts, "
+        f"{rate('num_steps'):,.1f} steps/s",
+        f"blocks    [{bar(now)}] {now.num_blocks_held:,} held, {now.num_blocks_cached:,} cached, {num_free:,} free",
+        f"hit rate  {hits} of {queries:,} prompt tokens",
+        f"requests  {now.num_running:,} running, {now.num_waiting:,} waiting, {now.num_preemptions:,} preemptions",
+        f"{'AGE':>9}  {'PHASE':<10}{'PROMPT':>17}  ID",
+        *(
+            f"{each.age:8.1f}s  {each.phase:<10}"
+            f"{each.num_computed_prompt_tokens:>8,}/{each.num_prompt_tokens:<8,}  {each.id}"
+            for each in now.requests
+        ),
+    ]
+
+
+def bar(state: State) -> str:
+    """Return the blocks as `BAR` signs: # held, = cached, . free."""
+    num_blocks = max(1, state.num_blocks)
+    num_held = -(-BAR * state.num_blocks_held // num_blocks)
+    num_cached = min(BAR - num_held, -(-BAR * state.num_blocks_cached // num_blocks))
+    return "#" * num_held + "=" * num_cached + "." * (BAR - num_held - num_cached)
+
+
+def screen(before: State, now: State, height: int) -> Any:
+    """Return the lines as a screen of `height` rows; the oldest requests come first."""
+    from rich.text import Text
+
+    rows = lines(before, now)
+    num_hidden = max(0, len(rows) - (height - 2))
+    if num_hidden:
+        rows = [*rows[: height - 3], f"{num_hidden + 1:,} more"]
+    text = Text("\n".join([*rows, "", "q ends"]), no_wrap=True, overflow="ellipsis")
+    text.highlight_words(["tok/s ", "blocks  ", "hit rate", "requests "], "bold cyan")
+    for phase, style in (("decode", "green"), ("prefill", "yellow"), ("queued", "dim"), ("preempted", "red")):
+        text.highlight_words([f"s  {phase} "], style)
+    return text

@@ -1,0 +1,267 @@
+"""`ModelFolder`: the models that lie in one folder, by name; and how they are made, copied and deleted there.
+
+A model is a directory with a config.json, a directory with one .gguf file, or a .gguf file; it may lie in the folder
+itself or one level down, as OWNER/NAME. Its name is its path without ".gguf", and may end in a tag: NAME:TAG. Names of
+requests are held to one pattern, which no path out of the folder fits. What is being made lies in hidden folders and
+comes to its place by one rename. Knows files; `serve.call.models` knows what is loaded. All functions but `pull` block,
+and routes call them on worker threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from headrace import hub
+from headrace.engine.model_facts import ModelFacts, digest_of, facts_of
+from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
+
+PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}"
+NAME = re.compile(rf"{PART}(/{PART})?(:{PART})?")
+FILE_NAME = re.compile(rf"{PART}\.(gguf|safetensors|json|jinja|model|txt)")
+DIGEST = re.compile("sha256:[0-9a-f]{64}")
+NAME_RULE = "NAME, NAME:TAG or OWNER/NAME of letters, digits and . _ + -"
+BLOBS, UNFINISHED, PULLS = ".blobs", ".unfinished", ".pulls"
+
+
+HUBS = ("https://", "hf.co/", "huggingface.co/")
+"""What Ollama's users put before the name of a model on the hub."""
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """A line about a model that is fetched: what is done, and of one file its digest, size and the bytes that came."""
+
+    status: str
+    digest: str | UnsetType = UNSET
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
+
+
+class ModelFolder:
+    """The models folder at `root`, which is made if it is not there. Raises `RequestError` if it can not be."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root).expanduser().resolve()
+        self._facts: dict[str, ModelFacts] = {}
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError("models_dir", root, f"a folder ({error.strerror})") from error
+        # Uploads that no model was made of, and what a crash left.
+        for name in (BLOBS, UNFINISHED):
+            shutil.rmtree(self.root / name, ignore_errors=True)
+
+    # -- what is there
+
+    def names(self) -> list[str]:
+        """Return the names of all models, in order."""
+        return sorted(set(self._scan(self.root, "")))
+
+    def find(self, name: str) -> str | None:
+        """Return the true name of a model that a request calls `name`; None if there is none. The tag "latest" may be
+        there or not, and the hub's address may stand before the name."""
+        name = plain_name(name)
+        for each in (name, name.removesuffix(":latest"), f"{name}:latest"):
+            if NAME.fullmatch(each) and self._path(each) is not None:
+                return each
+        return None
+
+    def path(self, name: str) -> Path:
+        """Return where a model lies. Raises `ModelNotFoundError`."""
+        path = self._path(name) if NAME.fullmatch(name) else None
+        if path is None:
+            raise ModelNotFoundError(f"model: {name[:80]!r} not found")
+        return path
+
+    def facts(self, name: str) -> ModelFacts:
+        """Return what the files of a model say; they are read again if they have changed. Raises `CheckpointError`,
+        `ModelNotFoundError`."""
+        path = self.path(name)
+        facts = self._facts.get(name)
+        try:
+            if facts is None or facts.digest != digest_of(path):
+                facts = self._facts[name] = facts_of(path)
+        except (CheckpointError, OSError) as error:
+            # A client must not learn where the folder is.
+            raise CheckpointError(str(error).replace(f"{self.root}/", "")) from error
+        return facts
+
+    def _scan(self, folder: Path, prefix: str) -> Iterator[str]:
+        with contextlib.suppress(OSError):  # a folder that is deleted just now
+            for path in folder.iterdir():
+                name = prefix + (path.stem if path.suffix == ".gguf" and path.is_file() else path.name)
+                if not NAME.fullmatch(name):
+                    continue
+                if self._path(name) is not None:
+                    yield name
+                elif not prefix and path.is_dir():
+                    yield from self._scan(path, f"{path.name}/")
+
+    def _path(self, name: str) -> Path | None:
+        path = self.root / name
+        if path.is_dir():
+            return path if (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1 else None
+        file = path.with_name(f"{path.name}.gguf")
+        return file if file.is_file() else None
+
+    # -- changes
+
+    def copy(self, source: str, target: str) -> None:
+        """Give a model a second name. The two share the files' bytes on the disk, and each may be deleted.
+
+        Raises `RequestError` for a name that none can have."""
+        path = self.path(source)
+        files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+        base = path.parent if path.is_file() else path
+
+        def fill(folder: Path) -> None:
+            for file in files:
+                place = folder / file.relative_to(base)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                _link(file, place)
+
+        self._make(target, fill)
+
+    def create(self, target: str, files: Mapping[str, str]) -> None:
+        """Make a model of uploaded files: the digest of each by the name that it gets. Raises `RequestError`, also if
+        they are no model."""
+        blobs = {name: self.blob(digest) for name, digest in files.items()}
+        for name, path in blobs.items():
+            if not FILE_NAME.fullmatch(name):
+                bound = "the name of a file of a model, such as model.gguf or config.json, without a folder"
+                raise RequestError("files", name, bound)
+            if not path.is_file():
+                raise RequestError(f"files.{name}", files[name], "the digest of a file that was sent to /api/blobs")
+
+        def fill(folder: Path) -> None:
+            for name, path in blobs.items():
+                _link(path, folder / name)
+
+        self._make(target, fill)
+
+    def delete(self, name: str) -> None:
+        """Delete a model, with its folder if that is empty then. Raises `ModelNotFoundError`."""
+        path = self.path(name)
+        self._discard(path)
+        self._facts.pop(name, None)
+        if path.parent != self.root:
+            with contextlib.suppress(OSError):  # it holds other models
+                path.parent.rmdir()
+
+    def blob(self, digest: str) -> Path:
+        """Return the place of an uploaded file. Raises `RequestError` for what is no digest."""
+        if not DIGEST.fullmatch(digest):
+            raise RequestError("digest", digest, "sha256: and 64 hexadecimal digits")
+        return self.root / BLOBS / digest.replace(":", "-")
+
+    def new_file(self) -> Path:
+        """Return a new, empty file for an upload."""
+        folder = self.root / BLOBS
+        folder.mkdir(exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder)
+        os.close(handle)
+        return Path(name)
+
+    def unfinished(self, name: str) -> Path:
+        """Return the folder in which a model is fetched; it stays if that fails, so that a next try goes on. Raises
+        `RequestError` for a name that none can have."""
+        return self.root / PULLS / self._checked(name).replace("/", "--")
+
+    def accept(self, name: str, folder: Path) -> None:
+        """Move a folder with files of a model to its place. Raises `CheckpointError` if they are none."""
+        target = self.root / self._checked(name)
+        facts_of(folder)
+        target.parent.mkdir(exist_ok=True)
+        old = self._path(name)
+        if old is not None:
+            self._discard(old)
+        os.replace(folder, target)
+        self._facts.pop(name, None)
+
+    async def pull(self, name: str) -> AsyncGenerator[Progress]:
+        """Fetch a model from the hub into the folder; yield what is done. Stopped early, it goes on with the next try.
+
+        Raises `RequestError` for a name that none can have, `ModelNotFoundError` with what the hub says."""
+        folder = self.unfinished(name)
+        if "/" not in name:
+            raise RequestError("model", name, "OWNER/NAME or OWNER/NAME:TAG, a repository of the Hugging Face hub")
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-P", "-m", hub.__name__, name, str(folder)]
+        nothing = subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(*command, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)
+        try:
+            async for line in cast(asyncio.StreamReader, process.stdout):
+                fields = msgspec.json.decode(line, type=dict[str, Any])
+                if "error" in fields:
+                    raise ModelNotFoundError(str(fields["error"]))
+                yield msgspec.convert(fields, Progress)
+            if await process.wait():
+                raise ModelNotFoundError(f"{name}: the program that fetches it ended with {process.returncode}")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        yield Progress(status="writing manifest")
+        await asyncio.to_thread(self.accept, name, folder)
+
+    def _make(self, name: str, fill: Callable[[Path], None]) -> None:
+        self._checked(name)
+        place = self.root / UNFINISHED
+        place.mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=place))
+        folder.chmod(0o755)
+        try:
+            fill(folder)
+            self.accept(name, folder)
+        except CheckpointError as error:
+            why = str(error).replace(f"{folder}/", "").replace(str(folder), name)
+            raise RequestError("model", name, f"made of files that headrace reads: {why}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _checked(self, name: str) -> str:
+        """Return a name that a new model may have. Raises `RequestError`."""
+        if not NAME.fullmatch(name):
+            raise RequestError("model", name, NAME_RULE)
+        target, parent = self.root / name, (self.root / name).parent
+        if parent != self.root and self._path(parent.name) is not None:
+            raise RequestError("model", name, f"a name of another owner: {parent.name} is a model")
+        if target.exists() and self._path(name) is None:
+            raise RequestError("model", name, "another name: there is something else under it in the models folder")
+        return name
+
+    def _discard(self, path: Path) -> None:
+        """Take a model away by one rename, and then delete it. A link is deleted, not what it leads to."""
+        place = self.root / UNFINISHED
+        place.mkdir(exist_ok=True)
+        trash = Path(tempfile.mkdtemp(dir=place))
+        os.replace(path, trash / path.name)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def plain_name(name: str) -> str:
+    """Return a name without the hub's address before it."""
+    for prefix in HUBS:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file's bytes a second name, or copy them where the file system has no such links."""
+    real = source.resolve()
+    try:
+        os.link(real, target)
+    except OSError:
+        shutil.copy2(real, target)

@@ -1,0 +1,211 @@
+"""Session files: cached blocks of the KV cache on disk, with the tokens that they hold.
+
+`move` runs in the engine's process, between two steps. A file is `MAGIC`, the length of the header, the header
+(msgpack), the blocks as the backend stores them, and a BLAKE2b of all before. The keys of the prefix cache are secret
+to a process, so the file has token ids, and the blocks are published under keys made of them. Blocks are full and
+computed, so an answer has the same bits whether they came from a file, from the cache, or from the prompt. Knows blocks
+and files, and no requests. Called by `engine.child`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import BinaryIO, Protocol, runtime_checkable
+
+import msgspec
+
+from headrace.engine.core import EngineCore
+from headrace.protocol import bounds
+from headrace.protocol.errors import HeadraceError
+from headrace.protocol.frames import MoveSession, SessionMoved
+
+logger = logging.getLogger("headrace.engine")
+
+MAGIC = b"headrace session 1\n"
+MAX_HEADER_BYTES = 64 * 2**20
+DIGEST_BYTES = 32
+_LENGTH_BYTES = 8
+
+
+class SessionError(HeadraceError):
+    """A session can not be saved or restored; the message is for the client and names no path."""
+
+
+@runtime_checkable
+class BlockMemory(Protocol):
+    """Where blocks can be read and written whole."""
+
+    def read_block(self, block: int) -> bytes:
+        """Return all that a block holds."""
+        ...
+
+    def write_block(self, block: int, data: bytes) -> None:
+        """Set a block to what `read_block` returned."""
+        ...
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a file must share with the engine that restores it, and the tokens that its blocks hold. `weights` is a
+    digest of the model's files; a version of headrace may compute other bits than the one before."""
+
+    version: str
+    weights: str
+    backend: str
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    block_size: int
+    block_bytes: int
+    token_ids: list[int] = []
+
+
+def move(core: EngineCore, order: MoveSession) -> SessionMoved:
+    """Save or restore a session as the message says. Failures that the client can know of come in the reply."""
+    try:
+        token_ids, num_bytes = (_restore if order.restores else _save)(core, order)
+    except SessionError as error:
+        return SessionMoved(order.session_id, error=str(error))
+    except OSError as error:
+        logger.warning("a session file can not be %s: %s", "read" if order.restores else "written", error)
+        return SessionMoved(order.session_id, error=f"the file can not be used: {error.strerror or 'an error'}")
+    return SessionMoved(order.session_id, token_ids, num_bytes)
+
+
+def _save(core: EngineCore, order: MoveSession) -> tuple[list[int], int]:
+    """Write the full cached blocks of the tokens. Returns the tokens that the file holds, and its size."""
+    memory, cache = _memory(core), core.scheduler.cache
+    size = core.scheduler.block_size
+    blocks, num = cache.match(order.token_ids, [cache.root(order.cache_salt)], len(order.token_ids))
+    # The last block may agree in part only.
+    blocks, token_ids = blocks[: num // size], order.token_ids[: num // size * size]
+    header = msgspec.structs.replace(_header(core, memory, order), token_ids=token_ids)
+    head = msgspec.msgpack.encode(header)
+    head = MAGIC + len(head).to_bytes(_LENGTH_BYTES, "little") + head
+    num_bytes = len(head) + len(blocks) * header.block_bytes + DIGEST_BYTES
+    if num_bytes > order.max_bytes:
+        raise SessionError(f"the storage is full: the file takes {num_bytes} bytes, {order.max_bytes} are left")
+    path = Path(order.path)
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+            for piece in (head, *map(memory.read_block, blocks)):
+                file.write(piece)
+                hasher.update(piece)
+            file.write(hasher.digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+    return token_ids, num_bytes
+
+
+def _restore(core: EngineCore, order: MoveSession) -> tuple[list[int], int]:
+    """Read a file into free blocks, and publish them once its checksum is right. Returns its tokens and its size."""
+    memory = _memory(core)
+    try:
+        descriptor = os.open(order.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise SessionError("there is no such file") from None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise SessionError("it is no session file")
+        hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        header = _read_header(file, hasher)
+        _check(header, _header(core, memory, order), core, status.st_size - file.tell() - DIGEST_BYTES)
+        _read_blocks(core, memory, order.cache_salt, header, file, hasher)
+    return header.token_ids, status.st_size
+
+
+def _memory(core: EngineCore) -> BlockMemory:
+    """Return the memory of the engine's cache. Raises `SessionError` where there is none to move blocks of."""
+    if not core.scheduler.tables.enable_prefix_caching:
+        raise SessionError("the server runs with --no-enable-prefix-caching")
+    executor = getattr(core.executor, "inner", core.executor)
+    program = getattr(executor, "program", executor)
+    memory = getattr(program, "cache", program)
+    if not isinstance(memory, BlockMemory):
+        raise SessionError("the cache can not be moved while the schedule is recorded")
+    return memory
+
+
+def _header(core: EngineCore, memory: BlockMemory, order: MoveSession) -> Header:
+    info = core.info
+    return Header(
+        version=info.version,
+        weights=order.weights,
+        backend=info.backend,
+        dtype=info.dtype,
+        quantization=info.quantization,
+        kv_cache_dtype=info.kv_cache_dtype,
+        block_size=info.block_size,
+        block_bytes=len(memory.read_block(0)),
+    )
+
+
+def _read_header(file: BinaryIO, hasher: hashlib.blake2b) -> Header:
+    """Read the beginning of a file. Raises `SessionError`."""
+    begin = file.read(len(MAGIC) + _LENGTH_BYTES)
+    length = int.from_bytes(begin[len(MAGIC) :], "little")
+    if not begin.startswith(MAGIC) or len(begin) < len(MAGIC) + _LENGTH_BYTES or length > MAX_HEADER_BYTES:
+        raise SessionError("it is no session file of this version of the format")
+    raw = file.read(length)
+    for piece in (begin, raw):
+        hasher.update(piece)
+    try:
+        return msgspec.msgpack.decode(raw, type=Header)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise SessionError("the file is damaged: its header can not be read") from None
+
+
+def _check(header: Header, fitting: Header, core: EngineCore, num_bytes: int) -> None:
+    """Compare a file with the engine; `num_bytes` are those between header and checksum. Raises `SessionError`."""
+    for field in Header.__struct_fields__:
+        value, bound = getattr(header, field), getattr(fitting, field)
+        if field != "token_ids" and value != bound:
+            raise SessionError(f"the file does not fit this server: its {field} is {value!r:.80}, not {bound!r:.80}")
+    num = len(header.token_ids)
+    if num % header.block_size or num_bytes != num // header.block_size * header.block_bytes:
+        raise SessionError("the file is damaged: its length does not fit its tokens")
+    if not bounds.are_ids(header.token_ids, core.info.vocab_size - 1):
+        raise SessionError("the file is damaged: it has tokens that the model has not")
+    if num > core.info.max_model_len:
+        raise SessionError(f"the file holds {num} tokens, the context {core.info.max_model_len}")
+
+
+def _read_blocks(
+    core: EngineCore, memory: BlockMemory, salt: str, header: Header, file: BinaryIO, hasher: hashlib.blake2b
+) -> None:
+    """Read the blocks of a file that are not cached already. Nothing is published unless the checksum is right."""
+    cache, pool = core.scheduler.cache, core.scheduler.pool
+    tokens, size = header.token_ids, header.block_size
+    keys = [cache.root(salt)]
+    cached, num = cache.match(tokens, keys, len(tokens))
+    table = cached[: num // size]
+    # Held, or the blocks for the rest would be taken from them.
+    pool.take(table)
+    first, last = len(table), len(tokens) // size
+    try:
+        blocks = pool.allocate(last - first)
+        if blocks is None:
+            raise SessionError(f"the cache has no room for {len(tokens)} tokens just now")
+        table += blocks
+        for index, block in enumerate(table):
+            data = file.read(header.block_bytes)
+            hasher.update(data)
+            if index >= first and len(data) == header.block_bytes:
+                memory.write_block(block, data)
+        if file.read(DIGEST_BYTES + 1) != hasher.digest():
+            raise SessionError("the file is damaged: its checksum does not fit")
+        cache.publish(tokens, keys, table, first, last)
+    finally:
+        pool.release(table)

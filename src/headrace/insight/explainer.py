@@ -1,0 +1,118 @@
+"""`Explainer`: follows the engine of a server, and explains its requests to their callers.
+
+It stands before the other observers of `EngineClient` and `TextClient` and calls them. The holder of a key reads the
+ids and texts of its own requests, and of others "another request"; an administrator, and everybody where no keys are
+set, reads all. Made by `serve.app`. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+
+from headrace.engine import context, tenants
+from headrace.engine.generation import FinishObserver
+from headrace.engine.observer import Observer
+from headrace.insight.explain import Explanation, explain
+from headrace.insight.journal import Step, decode_note
+from headrace.insight.live import Feed
+from headrace.insight.lives import Life, Lives
+from headrace.protocol.step import StepOutput
+from headrace.text.outputs import RequestState
+from headrace.text.tokenizer import Tokenizer
+
+ANOTHER = "another request"
+
+OnProgress = Callable[[int, int, int, int], None]
+
+
+class Explainer:
+    """An observer of the client and of answers. `tokenizer`, if there is one, gives the texts around a miss."""
+
+    def __init__(self, observer: Observer, after: FinishObserver, tokenizer: Tokenizer | None = None) -> None:
+        self.lives = Lives()
+        self.feed: Feed | None = None
+        self._observer = observer
+        self._after = after
+        self._tokenizer = tokenizer
+        self._last_step = 0
+        self._readers: dict[str, OnProgress] = {}
+
+    def on_step(self, output: StepOutput) -> None:
+        if output.note:
+            note = decode_note(output.note)
+            if note.step.step_id <= self._last_step:
+                self.lives.restart()
+            self._last_step = note.step.step_id
+            self.lives.follow(note)
+            if self.feed is not None:
+                self.feed.follow(note.step)
+            if self._readers:
+                self._report_prompts(note.step)
+        self._observer.on_step(output)
+
+    def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None:
+        self._observer.on_first_token(num_prompt_tokens, num_cached_tokens, seconds)
+
+    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        self._observer.on_tokens(num_tokens, seconds)
+
+    def on_finish(self, state: RequestState, reason: str) -> None:
+        """Note that the last token of an answer is with its caller, who is the one that is being answered."""
+        life = self.lives.deliver(state.request.request_id, time.monotonic(), reason)
+        if life is not None:
+            life.holder, life.call_id = tenants.current().name, context.current().call_id
+        self._after.on_finish(state, reason)
+
+    def follow_prompt(self, request_id: str, on_progress: OnProgress) -> Callable[[], object]:
+        """Call `on_progress` with the tokens of a request's prompt, those that the prefix cache had, those that are
+        computed or cached, and the milliseconds that it took: now, if it has begun, and after each step that computed
+        some. Returns a function that ends this."""
+        self._readers[request_id] = on_progress
+        life = self.lives.find(request_id)
+        if life is not None and life.position:
+            self._report(life, life.position, time.monotonic())
+        return functools.partial(self._readers.pop, request_id, None)
+
+    def _report_prompts(self, step: Step) -> None:
+        for seq_id, start, length in zip(step.seq_ids, step.starts, step.lens, strict=True):
+            life = self.lives.life_of(seq_id)
+            if life is not None and life.request_id in self._readers and start < life.arrival.num_prompt:
+                self._report(life, start + length, step.times[3])
+
+    def _report(self, life: Life, position: int, now: float) -> None:
+        num_prompt, first = life.arrival.num_prompt, life.misses[0] if life.misses else None
+        num_cached, start_time = (0, now) if first is None else (first.admission.num_cached, first.time)
+        milliseconds = int(1e3 * (now - start_time))
+        self._readers[life.request_id](num_prompt, num_cached, min(position, num_prompt), milliseconds)
+
+    def of_requests(self, request_ids: Iterable[str]) -> list[Explanation]:
+        """Return the explanations of requests that have ended, but for those that are not known any more."""
+        lives = [self.lives.ended.get(request_id) for request_id in dict.fromkeys(request_ids)]
+        return [self._explain(life) for life in lives if life is not None]
+
+    def of_call(self, name: str) -> list[Explanation]:
+        """Return those of a call that the caller may see, by the id of its reply, of the call, or of one request."""
+        names = {name, name.partition("-")[2]}
+        lives = [
+            life for life in self.lives.ended.values() if life.request_id == name or (life.call_id or None) in names
+        ]
+        return [self._explain(life) for life in lives if sees(life)]
+
+    def _explain(self, life: Life) -> Explanation:
+        return explain(life, self.lives, name_of, None if self._tokenizer is None else self._text)
+
+    def _text(self, token_ids: list[int]) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def sees(life: Life) -> bool:
+    """Whether the caller may see a request: its own, or all as an administrator, or where no keys are set."""
+    caller = tenants.current()
+    return caller.is_admin or not caller.name or caller.name == life.holder
+
+
+def name_of(life: Life | None) -> str:
+    """Return how a request is called before the caller."""
+    return life.request_id if life is not None and sees(life) else ANOTHER

@@ -1,0 +1,120 @@
+"""`Feed`: the place that viewers of a running engine subscribe to; `BlockMap`: the state of its KV blocks.
+
+A viewer gets a snapshot, then each step as JSON. Called by what follows the journal. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.core.blocks import CACHED, DROPPED, EVICTED, FORGOTTEN, PINNED, TAKEN
+from headrace.insight.journal import RESET, BlockEvent, Step
+from headrace.protocol.errors import QueueFullError
+
+MAX_VIEWERS = 16
+MAX_PENDING = 64
+
+
+class BlockMap:
+    """`holders` maps each block in use to its holders and their references; holder 0 is the step in flight. `cached`
+    are the blocks that the prefix cache has, in use or not."""
+
+    def __init__(self) -> None:
+        self.holders: dict[int, Counter[int]] = {}
+        self.cached: set[int] = set()
+
+    def apply(self, events: list[BlockEvent]) -> None:
+        """Follow the events of one step. They begin with `RESET`."""
+        for kind, users, blocks in events:
+            if kind in (TAKEN, DROPPED, PINNED):
+                for index, block in enumerate(blocks):
+                    user = users[index if len(users) > 1 else 0]
+                    if kind != TAKEN:
+                        self._add(block, user, -1)
+                    if kind != DROPPED:
+                        self._add(block, 0 if kind == PINNED else user, 1)
+            elif kind == CACHED:
+                self.cached.update(blocks)
+            elif kind == EVICTED:
+                self.cached.difference_update(blocks)
+            elif kind == FORGOTTEN:
+                self.cached.clear()
+            elif kind == RESET:
+                self.holders.clear()
+                self.cached.clear()
+
+    def _add(self, block: int, user: int, num: int) -> None:
+        holders = self.holders.setdefault(block, Counter())
+        holders[user] += num
+        if not holders[user]:
+            del holders[user]
+        if not holders:
+            del self.holders[block]
+
+
+class Viewer:
+    """One reader of a `Feed`. `take` returns what came since its last call, as JSON."""
+
+    def __init__(self, snapshot: Callable[[], bytes]) -> None:
+        self._snapshot = snapshot
+        self._pending: list[bytes] | None = None
+
+    def put(self, delta: bytes) -> None:
+        """Add a step. A viewer that is `MAX_PENDING` steps late gets a fresh snapshot instead."""
+        if self._pending is not None:
+            self._pending.append(delta)
+            if len(self._pending) > MAX_PENDING:
+                self._pending = None
+
+    def take(self) -> list[bytes]:
+        pending, self._pending = self._pending, []
+        return [self._snapshot()] if pending is None else pending
+
+
+class Feed:
+    """The steps of an engine for at most `MAX_VIEWERS` viewers: a snapshot of the blocks, then each step, encoded once
+    for all. `watch` is called with True before the first viewer, and with False after the last."""
+
+    def __init__(self, watch: Callable[[bool], None]) -> None:
+        self._watch = watch
+        self._viewers: list[Viewer] = []
+        self._blocks = BlockMap()
+        self._step_id = 0
+
+    def subscribe(self) -> Viewer:
+        """Return a new viewer. Raises `QueueFullError` if there are `MAX_VIEWERS`."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise QueueFullError(f"at most {MAX_VIEWERS} viewers watch at once", retry_after=1)
+        if not self._viewers:
+            self._blocks = BlockMap()
+            self._watch(True)
+        viewer = Viewer(self._snapshot)
+        self._viewers.append(viewer)
+        return viewer
+
+    @property
+    def is_watched(self) -> bool:
+        return bool(self._viewers)
+
+    def unsubscribe(self, viewer: Viewer) -> None:
+        self._viewers.remove(viewer)
+        if not self._viewers:
+            self._watch(False)
+
+    def follow(self, step: Step) -> None:
+        """Pass a step on. Costs nothing while there is no viewer."""
+        if not self._viewers:
+            return
+        self._step_id = step.step_id
+        self._blocks.apply(step.blocks or [])
+        delta = msgspec.json.encode({"step": {name: getattr(step, name) for name in step.__struct_fields__}})
+        for viewer in self._viewers:
+            viewer.put(delta)
+
+    def _snapshot(self) -> bytes:
+        holders = {str(block): list(users) for block, users in self._blocks.holders.items()}
+        state = {"step_id": self._step_id, "blocks": holders, "cached": sorted(self._blocks.cached)}
+        return msgspec.json.encode({"snapshot": state})

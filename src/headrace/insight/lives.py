@@ -1,0 +1,349 @@
+"""`Lives`: where the time of each request went, from the notes of the journal.
+
+The parts of a request's life are a partition: they sum to its latency. What a request waits for changes seldom, so a
+life is only touched when that changes: `Lives` sums the time of all steps by what it was for, and a life notes the sums
+at the beginning of each of its states. A step costs some set operations, however many requests run or wait.
+
+Knows no text and no HTTP. `insight.explain` puts it into words; the server's and the recordings' lives are the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.insight.journal import Admission, Arrival, Note, Step, Wait
+
+MAX_LIVES = 10_000
+"""Ended requests that are kept."""
+MAX_CHUNKS = 8192
+MAX_SPANS = 256
+
+ESTIMATES = frozenset(("beside_prefill", "beside_guesses"))
+"""Parts that are a share of steps which others used too, by rows."""
+
+
+class Sums(NamedTuple):
+    """Seconds of all steps so far: between them, in them, and of a decode row's share of them (own work, prefill chunks
+    of others, guesses); and in them by what the head of the queue lacked (`Wait`)."""
+
+    between: float = 0.0
+    steps: float = 0.0
+    own: float = 0.0
+    prefill: float = 0.0
+    guesses: float = 0.0
+    waits: tuple[float, ...] = (0.0,) * len(Wait)
+
+
+class Chunk(NamedTuple):
+    """A chunk of a prompt: the step's times, whose it was, and its tokens."""
+
+    begun: float
+    ended: float
+    seq_id: int
+    num_tokens: int
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """What the prefix cache had at one admission, the time of that, and the token ids around the miss on both sides."""
+
+    time: float
+    admission: Admission
+    token_ids: tuple[list[int], list[int]] | None
+
+
+class Life(msgspec.Struct):
+    """One request. Times are monotonic seconds, 0 for what has not happened; `parts` are seconds by name.
+
+    `waits` are the seconds in the queue by what its head lacked. `spans` are (name, begin, end), the first `MAX_SPANS`.
+    `holder` is the name of the caller's key.
+    """
+
+    arrival: Arrival
+    holder: str = ""
+    call_id: str = ""
+    parts: dict[str, float] = {}
+    waits: list[float] = msgspec.field(default_factory=lambda: [0.0] * len(Wait))
+    spans: list[tuple[str, float, float]] = []
+    misses: list[Miss] = []
+    preemptions: list[tuple[float, int]] = []
+    num_guessed: int = 0
+    num_kept: int = 0
+    first_token: float = 0.0
+    ended: float = 0.0
+    reason: str = ""
+    delivered: float = 0.0
+    state: str = ""
+    since: float = 0.0
+    sums: Sums = Sums()
+    position: int = 0
+    high_water: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.arrival.request_id
+
+    @property
+    def latency(self) -> float:
+        """Seconds from the arrival of the call to the delivery of its last token."""
+        return self.delivered - self.arrival.times[0]
+
+    def add(self, part: str, seconds: float) -> None:
+        if seconds:
+            self.parts[part] = self.parts.get(part, 0.0) + seconds
+
+    def span(self, name: str, begin: float, end: float) -> None:
+        if self.spans and self.spans[-1][0] == name:
+            self.spans[-1] = (name, self.spans[-1][1], end)
+        elif len(self.spans) < MAX_SPANS:
+            self.spans.append((name, begin, end))
+
+
+class Lives:
+    """The lives of open requests by sequence, and of the last `MAX_LIVES` that ended by request id."""
+
+    def __init__(self, max_lives: int = MAX_LIVES) -> None:
+        self.ended: OrderedDict[str, Life] = OrderedDict()
+        self.chunks: deque[Chunk] = deque(maxlen=MAX_CHUNKS)
+        self._max_lives = max_lives
+        self._open: dict[int, Life] = {}
+        self._names: OrderedDict[int, Life] = OrderedDict()
+        self._sums = Sums()
+        self._last = 0.0
+        self._running: set[int] = set()
+        self._prefilled: set[int] = set()
+        self._decoding: set[int] = set()
+        self._previous: Step | None = None
+
+    def life_of(self, seq_id: int) -> Life | None:
+        """Return the life of a sequence, open or among those that ended last."""
+        return self._names.get(seq_id)
+
+    def find(self, request_id: str) -> Life | None:
+        """Return the life of a request by its id."""
+        life = self.ended.get(request_id)
+        return life or next((life for life in self._open.values() if life.request_id == request_id), None)
+
+    def open(self) -> list[Life]:
+        return list(self._open.values())
+
+    def phase_of(self, life: Life) -> str:
+        """Return what an open request does: queued, preempted, no_budget, prefill or decode."""
+        if life.state in ("queued", "preempted", "no_budget"):
+            return life.state
+        return "decode" if life.arrival.seq_id in self._prefilled else "prefill"
+
+    def restart(self) -> None:
+        """Note that the engine was replaced: its sequences are gone, and those that go on arrive again."""
+        self._running.clear()
+        self._prefilled.clear()
+        self._decoding.clear()
+
+    def deliver(self, request_id: str, now: float, reason: str = "") -> Life | None:
+        """Note that the last token of a request is with its caller. One that the engine has not ended yet, as after a
+        stop string, ends here with `reason`. Returns its life, None if that is not known."""
+        life = self.ended.get(request_id)
+        if life is None:
+            life = next((life for life in self._open.values() if life.request_id == request_id), None)
+            if life is not None:
+                if life.since > self._last:  # no step has begun since its state did
+                    life.state, life.sums = "busy", self._sums
+                self._end(life.arrival.seq_id, reason, max(life.since, self._last))
+        if life is not None:
+            life.add("delivery", now - (life.delivered or life.ended))
+            life.span("delivery", life.ended, now)
+            life.delivered = now
+        return life
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def follow(self, note: Note) -> None:
+        """Follow one step. Raises nothing for sequences that it does not know: they came before it was there."""
+        step = note.step
+        start_time, ended = step.times[0], step.times[3]
+        for arrival in step.arrivals:
+            self._arrive(arrival)
+        before = self._sums
+        self._sums = before._replace(between=before.between + start_time - (self._last or start_time))
+        for seq_id, by in step.preemptions:
+            self._preempt(seq_id, by, start_time)
+        for admission in step.admissions:
+            self._running.add(admission.seq_id)
+            life = self._open.get(admission.seq_id)
+            if life is not None:
+                life.misses.append(Miss(start_time, admission, note.token_ids.get(admission.seq_id)))
+        self._move_on(step)
+        for seq_id, reason in step.ends:
+            self._end(seq_id, reason, ended)
+        self._last, self._previous = ended, step
+
+    def _arrive(self, arrival: Arrival) -> None:
+        came, tokenised, posted, read = arrival.times
+        in_step = max(0.0, min(read, self._last) - posted)
+        last = self._last = self._last or read
+        life = next((life for life in self._open.values() if life.request_id == arrival.request_id), None)
+        if life is not None:
+            # It was in an engine that died.
+            self._leave(life, last)
+            del self._open[life.arrival.seq_id]
+            life.add("restarting", read - last)
+            life.arrival = msgspec.structs.replace(arrival, times=life.arrival.times)
+        else:
+            life = Life(arrival)
+            life.add("tokenising", tokenised - came)
+            life.add("sending", posted - tokenised)
+            life.add("mid_step", in_step)
+            life.add("between_steps", read - posted - in_step)
+            life.span("tokenising", came, posted)
+            life.span("mid_step", posted, read)
+        life.position = 0
+        self._open[arrival.seq_id] = self._names[arrival.seq_id] = life
+        if len(self._names) > self._max_lives:
+            self._names.popitem(last=False)
+        self._enter(life, "queued", read)
+        # The time between the last step and now is not part of its wait.
+        life.sums = life.sums._replace(between=life.sums.between + read - last)
+
+    def _enter(self, life: Life, state: str, now: float) -> None:
+        life.state, life.since, life.sums = state, now, self._sums
+
+    def _leave(self, life: Life, now: float) -> None:
+        """Add what the steps since the beginning of the state were for."""
+        sums, old, state = self._sums, life.sums, life.state
+        life.add("between_steps", sums.between - old.between)
+        if state == "decode":
+            life.position = max(life.position, self._position(life.arrival.seq_id))
+            life.add("decode", sums.own - old.own)
+            life.add("beside_prefill", sums.prefill - old.prefill)
+            life.add("beside_guesses", sums.guesses - old.guesses)
+        elif state != "busy":
+            life.add(state, sums.steps - old.steps)
+        if state in ("queued", "preempted"):
+            life.waits = [w + b - a for w, a, b in zip(life.waits, old.waits, sums.waits, strict=True)]
+        if state != "busy":
+            life.span(state, life.since, now)
+
+    def _position(self, seq_id: int) -> int:
+        """Return how many tokens of a sequence the previous step had computed, 0 if it was not in it."""
+        step = self._previous
+        if step is None or seq_id not in step.seq_ids:
+            return 0
+        column = step.seq_ids.index(seq_id)
+        return step.starts[column] + step.lens[column]
+
+    def _change(self, seq_id: int, state: str, now: float) -> Life | None:
+        life = self._open.get(seq_id)
+        if life is not None and life.state != state:
+            self._leave(life, now)
+            self._enter(life, state, now)
+        return life
+
+    def _preempt(self, seq_id: int, by: int, now: float) -> None:
+        self._running.discard(seq_id)
+        self._prefilled.discard(seq_id)
+        self._decoding.discard(seq_id)
+        life = self._change(seq_id, "preempted", now)
+        if life is not None:
+            life.preemptions.append((now, by))
+            life.high_water = max(life.high_water, life.position)
+
+    def _move_on(self, step: Step) -> None:
+        start_time, ended = step.times[0], step.times[3]
+        seconds = ended - start_time
+        columns = set(step.seq_ids)
+        wide = {i for i, length in enumerate(step.lens) if length > 1}
+        guesses = {i: (num, num_kept) for i, num, num_kept in step.guesses}
+        special = wide.union(guesses, step.late)
+        if not columns <= self._prefilled:
+            special |= {i for i, seq_id in enumerate(step.seq_ids) if seq_id not in self._prefilled}
+        busy = {step.seq_ids[i] for i in special}
+        plain = columns - busy
+        for seq_id in plain - self._decoding:
+            self._change(seq_id, "decode", start_time)
+        for seq_id in self._running - columns:
+            life = self._open.get(seq_id)
+            # One that a step in flight admitted is not in this one.
+            self._change(seq_id, "no_budget" if life is not None and life.position else "queued", start_time)
+        for seq_id in busy:
+            self._change(seq_id, "busy", start_time)
+        self._decoding = plain
+        prompts = {i: step.lens[i] for i in special if step.seq_ids[i] not in self._prefilled}
+        num_guesses = sum(num for num, _ in guesses.values())
+        num_rows = max(1, sum(step.lens) + num_guesses)
+        prefill, guessing = (seconds * num / num_rows for num in (sum(prompts.values()), num_guesses))
+        sums = self._sums
+        waits = list(sums.waits)
+        waits[step.head[1]] += seconds
+        self._sums = Sums(
+            sums.between,
+            sums.steps + seconds,
+            sums.own + seconds - prefill - guessing,
+            sums.prefill + prefill,
+            sums.guesses + guessing,
+            tuple(waits),
+        )
+        counted: set[int] = set()
+        for i in sorted(special):
+            self._work(step, i, seconds, num_rows, (prefill, guessing), guesses.get(i), counted)
+        for i, num in prompts.items():
+            self.chunks.append(Chunk(start_time, ended, step.seq_ids[i], num))
+
+    def _work(
+        self,
+        step: Step,
+        column: int,
+        seconds: float,
+        num_rows: int,
+        shares: tuple[float, float],
+        guess: tuple[int, int] | None,
+        counted: set[int],
+    ) -> None:
+        """Add the time of a step to a life that computed something other than one token in it."""
+        seq_id, start, length = step.seq_ids[column], step.starts[column], step.lens[column]
+        life = self._open.get(seq_id)
+        if life is None:
+            return
+        start_time, ended = step.times[0], step.times[3]
+        stop = start + length
+        if guess is not None:
+            life.num_guessed += guess[0]
+            life.num_kept += guess[1]
+        is_prompt = seq_id not in self._prefilled
+        num_known = max(life.arrival.num_known, life.high_water + 1)
+        if seq_id not in counted:  # a search has several columns, and one life
+            counted.add(seq_id)
+            if column in step.late:
+                life.add("mask_late", seconds)
+                life.span("mask_late", start_time, ended)
+            else:
+                prefill, guessing = shares
+                prefill -= seconds * length / num_rows if is_prompt else 0.0
+                rest = seconds - prefill - guessing
+                num_again = max(0, min(life.high_water, stop) - start)
+                again = rest * min(1.0, num_again / length)
+                life.add("recomputed", again)
+                life.add("prefill" if is_prompt else "decode", rest - again)
+                life.add("beside_prefill", prefill)
+                life.add("beside_guesses", guessing)
+                name = "recomputed" if num_again else "prefill" if is_prompt else "decode"
+                life.span(name, start_time, ended)
+        life.position = max(life.position, stop + (guess[1] if guess else 0))
+        if is_prompt and stop >= num_known and column not in step.late:
+            self._prefilled.add(seq_id)
+            life.first_token = life.first_token or ended
+
+    def _end(self, seq_id: int, reason: str, ended: float) -> None:
+        self._running.discard(seq_id)
+        self._prefilled.discard(seq_id)
+        self._decoding.discard(seq_id)
+        life = self._open.pop(seq_id, None)
+        if life is None:
+            return
+        self._leave(life, ended)
+        life.ended = life.delivered = ended
+        life.reason = reason
+        self.ended[life.request_id] = life
+        if len(self.ended) > self._max_lives:
+            self.ended.popitem(last=False)

@@ -1,0 +1,123 @@
+"""The routes of llama-server's API, and what is there in place of those that are not served."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from starlette.applications import Starlette
+from starlette.responses import Response
+
+from headrace.protocol.errors import RequestError
+from headrace.serve import routing
+from headrace.serve.apis.llama_server import reply
+from headrace.serve.apis.llama_server.infill import Infill
+from headrace.serve.apis.llama_server.reply import API, UNSERVED
+from headrace.serve.apis.llama_server.request import (
+    EmbeddingRequest,
+    InfillRequest,
+    LlamaCompletionRequest,
+    SlotRequest,
+    TemplateRequest,
+)
+from headrace.serve.apis.llama_server.service import LlamaServer
+from headrace.serve.apis.llama_server.slots import Folder, Slots
+from headrace.serve.call.models import ModelSet
+from headrace.serve.call.parsing import convert
+from headrace.serve.call.service import ServedModel
+from headrace.serve.errors import CallError
+
+INSTEAD = {
+    "/slots/{slot_id}": "start the server with --slot-save-path FOLDER, where session files are kept",
+    "/lora-adapters": "adapters are not loaded; merge the adapter into the checkpoint",
+}
+"""What to use in place of a route that is not served; that of slots is, with the flag."""
+ACTIONS = ("save", "restore", "erase")
+
+
+def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None) -> None:
+    """Add `/completion`, `/infill`, `/embedding`, `/apply-template`, `/props`, `/slots` and `/lora-adapters`. `folder`
+    is where session files of slots are kept, if they are."""
+    slots: WeakKeyDictionary[ServedModel, Slots] = WeakKeyDictionary()
+
+    def slots_of(model: ServedModel) -> Slots | None:
+        if folder is not None and model not in slots:
+            slots[model] = Slots(model.front.client, folder, model.digest)
+        return slots.get(model)
+
+    def llama_of(model: ServedModel) -> LlamaServer:
+        return LlamaServer(model, slots_of(model))
+
+    llama = models.bind(LlamaServer, llama_of)
+    infill = models.bind(Infill, lambda model: Infill(llama_of(model)))
+
+    def unserved(path: str, *parameters: str) -> Response:
+        """Not done by this server."""
+        raise CallError(
+            501, UNSERVED, f"{path.format(slot_id=''.join(parameters))}: not supported here; {INSTEAD[path]}"
+        )
+
+    def adapters() -> list[dict[str, Any]]:
+        """The adapters that are loaded: none."""
+        return []
+
+    async def set_props(body: dict[str, Any]) -> reply.LlamaSuccess:
+        """Change settings of the server, of which llama-server has none yet, as here."""
+        for name, value in body.items():
+            raise RequestError(name[:80], value, "left out: settings are flags of headrace serve")
+        return reply.LlamaSuccess(success=True)
+
+    completion: dict[str, Any] = {
+        "gives": reply.LlamaResult | list[reply.LlamaResult],
+        "streams": routing.EVENT_STREAM,
+        "chunks": (reply.LlamaPart, reply.LlamaResult),
+    }
+    for path in ("/completion", "/completions"):
+        routing.post(app, path, llama.completion, API, takes=LlamaCompletionRequest, **completion)
+    routing.post(app, "/infill", infill.create, API, takes=InfillRequest, **completion)
+    for path in ("/embedding", "/embeddings"):
+        routing.post(app, path, llama.embedding, API, takes=EmbeddingRequest, gives=list[reply.LlamaVector])
+    routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
+    routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps)
+    routing.post(app, "/props", set_props, API, takes=dict[str, Any], gives=reply.LlamaSuccess)
+    routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("fail_on_no_slot",))
+    routing.get(app, "/lora-adapters", adapters, API, gives=list[dict[str, Any]])
+    routing.post(app, "/lora-adapters", functools.partial(unserved, "/lora-adapters"), API, unserved=True)
+    if folder is None:
+        path = "/slots/{slot_id}"
+        routing.post(app, path, functools.partial(unserved, path), API, unserved=True)
+    else:
+        _add_slot_actions(app, models, slots_of)
+
+
+def _add_slot_actions(app: Starlette, models: ModelSet, slots_of: Callable[[ServedModel], Slots | None]) -> None:
+    async def act(
+        model: ServedModel, slot_id: str, body: dict[str, Any], query: Mapping[str, str]
+    ) -> reply.LlamaSlotAction:
+        """Save the tokens of a slot to a session file, restore them from one, or erase them."""
+        slots = cast(Slots, slots_of(model))
+        action = query.get("action", "")
+        if action not in ACTIONS:
+            raise RequestError("action", action, "one of " + ", ".join(ACTIONS))
+        if not re.fullmatch("[0-9]{1,6}", slot_id):
+            raise RequestError("id_slot", slot_id[:80], f"a slot from 0 to {slots.num - 1}")
+        place = int(slot_id)
+        slots.check_id(place)
+        filename = convert(SlotRequest, body).filename
+        if action == "erase":
+            return reply.LlamaSlotAction(id_slot=place, n_erased=slots.erase(place))
+        moved, spent = await (slots.save if action == "save" else slots.restore)(place, filename)
+        done = reply.LlamaSlotAction(id_slot=place, filename=filename or "")
+        if action == "save":
+            done.n_saved, done.n_written = len(moved.token_ids), moved.num_bytes
+            done.timings = reply.SlotTimings(save_ms=spent)
+        else:
+            done.n_restored, done.n_read = len(moved.token_ids), moved.num_bytes
+            done.timings = reply.SlotTimings(restore_ms=spent)
+        return done
+
+    about: dict[str, Any] = {"takes": SlotRequest, "gives": reply.LlamaSlotAction, "query": ("action",)}
+    routing.post(app, "/slots/{slot_id}", models.bound(act), API, **about)

@@ -1,0 +1,381 @@
+"""Ollama's routes for the models themselves: what there is and what is loaded; create, copy, delete and pull.
+
+Without a models folder they describe the one model, and the rest is refused. Knows the folder by `ModelSet` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.engine.model_facts import ModelFacts
+from headrace.engine.model_folder import ModelFolder, Progress, plain_name
+from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError, UnsupportedError
+from headrace.serve import routing
+from headrace.serve.apis.ollama import reply
+from headrace.serve.apis.ollama.reply import API, NDJSON, line
+from headrace.serve.apis.ollama.request import CopyRequest, CreateRequest, ShowRequest
+from headrace.serve.call.models import Entry, ModelSet, Running
+from headrace.serve.call.parsing import WarningLines, convert
+from headrace.serve.errors import CallError
+from headrace.serve.gates.limits import body_pieces
+
+OLLAMA_VERSION = "0.21.0"
+"""The version of Ollama whose API this one is; Ollama's clients compare it with the one that they need."""
+NO_FOLDER = "the model is named when the server starts: headrace serve MODEL; --models-dir names a folder of models"
+NEVER = "9999-12-31T23:59:59Z"
+"""For a model that never expires: a date that no client takes for the past."""
+FREE_BYTES = 2**28
+"""Bytes of the disk that an upload leaves free."""
+PIECE_BYTES = 2**20
+SHAPING = {
+    "adapters": "merge the adapter into the checkpoint",
+    "messages": "send them in a request",
+    "parameters": "set them in a request, or in the model's generation_config.json",
+    "quantize": "headrace quantize writes quantised checkpoints and GGUF files",
+    "system": "send it in a request",
+    "template": "it is that of the model's files",
+    "modelfile": "send files, or a model in from",
+    "path": "send files, or a model in from",
+}
+"""Fields of Ollama's create that are not supported, and what to do instead."""
+
+
+class Upload(NamedTuple):
+    """A file that was sent: where it lies, and its digest."""
+
+    path: Path
+    digest: str
+
+
+class ProgressAnswer(routing.Readable):
+    """Lines about work as it goes on; without `stream` the last one alone. The work ends when the caller leaves."""
+
+    media_type = NDJSON
+
+    def __init__(self, work: AsyncGenerator[Progress], stream: bool, warnings: WarningLines) -> None:
+        super().__init__(_Work(), stream)
+        self._work, self._warnings = work, warnings
+
+    async def whole(self) -> reply.PullReply:
+        async for _ in self._work:
+            pass
+        return reply.PullReply(warnings=self._warnings)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield a line for each step, the last one a success. Raises the errors of the work."""
+        async for progress in self._work:
+            yield line(progress)
+        yield line(reply.PullReply(warnings=self._warnings))
+
+
+class _Work:
+    """What a `Readable` wants to know of an answer: it has no id, is small, and there is nothing to abort."""
+
+    id = ""
+    size = 0
+
+    def close(self) -> None:
+        """Do nothing: the lines are a generator, which the caller's end closes."""
+
+
+class Library:
+    """The routes without HTTP."""
+
+    def __init__(self, models: ModelSet) -> None:
+        self.models = models
+        self._pulls: dict[str, asyncio.Lock] = {}
+
+    async def tags(self) -> reply.OllamaModels:
+        """The models that are there, loaded or not."""
+        return reply.OllamaModels(models=[await self._card(name) for name in await self.models.readable_names()])
+
+    async def ps(self) -> reply.OllamaModels:
+        """The models that are loaded, with the memory that they take now."""
+        cards = []
+        default = self.models.default
+        if default is not None and default.client.is_alive:
+            cards.append(await self._loaded_card(default.served.name, default, NEVER))
+        for entry in list(self.models.loaded()):
+            cards.append(await self._loaded_card(entry.name, entry.running, self._end_of(entry)))
+        return reply.OllamaModels(models=cards)
+
+    async def show(self, body: dict[str, Any]) -> reply.ShowReply:
+        """One model, which is not loaded for that."""
+        request = convert(ShowRequest, body)
+        name = self._true_name(request.model or request.name)
+        facts, running = await self.models.facts(name), self.models.running_as(name)
+        card = await self._card(name)
+        family = card.details.family
+        info, template = dict(facts.info), facts.template
+        parameters = facts.parameters
+        if running is not None:
+            tokenizer = running.served.front.tokenizer
+            template = template or (tokenizer.chat_template if tokenizer is not None else None) or ""
+            parameters = running.served.defaults
+            info = {
+                "general.architecture": family,
+                f"{family}.context_length": running.served.max_context,
+                f"{family}.vocab_size": running.client.info.vocab_size,
+            } | info
+        abilities = [
+            ("tools", "tools" in template),
+            ("thinking", "<think>" in template or "enable_thinking" in template),
+        ]
+        return reply.ShowReply(
+            modelfile=f"FROM {name}\n",
+            parameters="\n".join(f"{field} {value}" for field, value in parameters.items()),
+            template=template,
+            details=card.details,
+            model_info=info,
+            capabilities=["completion", *(ability for ability, has in abilities if has)],
+            modified_at=card.modified_at,
+            warnings=request.warnings.reply(),
+        )
+
+    async def pull(self, body: dict[str, Any]) -> ProgressAnswer:
+        """Fetch a model from the hub into the models folder; nothing to do for one that is there."""
+        request = convert(ShowRequest, body)
+        name = _required(request.model or request.name)
+        if self.models.files is None:
+            self.models.true_name(name)
+        return ProgressAnswer(self._pull(name), request.stream is not False, request.warnings.reply())
+
+    async def create(self, body: dict[str, Any]) -> ProgressAnswer:
+        """A model of uploaded files, or under a second name."""
+        request = convert(CreateRequest, body)
+        for field, instead in SHAPING.items():
+            if getattr(request, field):
+                raise UnsupportedError(field, getattr(request, field), instead)
+        target = _new_name(request.model or request.name)
+        files = self._files()
+        if bool(request.files) == bool(request.from_):
+            raise RequestError("files", request.files, "the digests of uploaded files by name, or else from")
+        if request.from_:
+            source = self._of_folder(request.from_)
+            work = functools.partial(self.models.change, target, files.copy, source, target)
+        else:
+            work = functools.partial(self.models.change, target, files.create, target, request.files)
+
+        async def lines() -> AsyncGenerator[Progress]:
+            yield Progress(status="writing manifest")
+            await work()
+
+        return ProgressAnswer(lines(), request.stream is not False, request.warnings.reply())
+
+    async def copy(self, body: dict[str, Any]) -> Response:
+        """A second name for a model."""
+        request = convert(CopyRequest, body)
+        source, target = self._of_folder(request.source, "source"), _new_name(request.destination, "destination")
+        await self.models.change(target, self._files().copy, source, target)
+        return Response()
+
+    async def delete(self, body: dict[str, Any]) -> Response:
+        """Delete a model; its running answers come to their end."""
+        request = convert(ShowRequest, body)
+        name = self._of_folder(_required(request.model or request.name))
+        await self.models.change(name, self._files().delete, name)
+        return Response()
+
+    async def unload(self, name: str) -> None:
+        """Unload a model when its answers have ended. Raises `ModelNotFoundError`."""
+        await self.models.unload(self.models.true_name(name))
+
+    # -- uploads
+
+    async def read_upload(self, request: Request) -> Upload:
+        """Write a body to a file of the folder. Raises the errors of `limits`, `RequestError` for a wrong digest."""
+        files = self._files()
+        files.blob(request.path_params["digest"])
+        path = await asyncio.to_thread(files.new_file)
+        digest = hashlib.sha256()
+        try:
+            most = shutil.disk_usage(path.parent).free - FREE_BYTES
+            with path.open("wb") as file:
+
+                def write(piece: bytes) -> None:
+                    digest.update(piece)
+                    file.write(piece)
+
+                unwritten = bytearray()
+                async for piece in body_pieces(request.scope, request.receive, most):
+                    unwritten += piece
+                    if len(unwritten) >= PIECE_BYTES:
+                        await asyncio.to_thread(write, bytes(unwritten))
+                        unwritten.clear()
+                write(bytes(unwritten))
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise HeadraceError(f"the file can not be kept: {os.strerror(error.errno or 0)}") from error
+            raise
+        return Upload(path, f"sha256:{digest.hexdigest()}")
+
+    async def keep_upload(self, digest: str, upload: Upload) -> Response:
+        """Keep a file of a model that will be created."""
+        if upload.digest != digest:
+            upload.path.unlink(missing_ok=True)
+            raise RequestError("digest", digest, f"that of the bytes that came, which is {upload.digest}")
+        await asyncio.to_thread(os.replace, upload.path, self._files().blob(digest))
+        return Response(status_code=201)
+
+    def find_upload(self, digest: str) -> Response:
+        """Whether a file was uploaded."""
+        if not self._files().blob(digest).is_file():
+            raise CallError(404, "not_found", f"digest: {digest} was not uploaded")
+        return Response()
+
+    # -- parts
+
+    def _files(self) -> ModelFolder:
+        if self.models.files is None:
+            raise CallError(501, "not_implemented", f"not supported here: {NO_FOLDER}")
+        return self.models.files
+
+    def _true_name(self, name: str | None) -> str:
+        return self.models.true_name(_required(name))
+
+    def _of_folder(self, name: str, field: str = "model") -> str:
+        """Return the true name of a model of the folder. Raises `ModelNotFoundError`, and `RequestError` for the one
+        that stays."""
+        self._files()
+        name = self.models.true_name(name)
+        if self.models.default is not None and name in self.models.default.served.names:
+            raise RequestError(field, name, "a model of the models folder; this one was named when the server started")
+        return name
+
+    async def _pull(self, name: str) -> AsyncGenerator[Progress]:
+        try:
+            self.models.true_name(name)
+            return
+        except ModelNotFoundError:
+            files = self.models.files
+            if files is None:
+                raise
+        target = _new_name(name)
+        async with self._pulls.setdefault(target, asyncio.Lock()):
+            if files.find(target) is None:
+                async for progress in files.pull(target):
+                    yield progress
+                await self.models.unload(target)
+
+    def _end_of(self, entry: Entry) -> str:
+        seconds = self.models.expires_in(entry)
+        try:
+            return _date(datetime.now(UTC) + timedelta(seconds=seconds))
+        except OverflowError:
+            return NEVER
+
+    async def _loaded_card(self, name: str, running: Running | None, end: str) -> reply.OllamaModel:
+        card = await self._card(name)
+        card.expires_at, card.size_vram = end, 0
+        if running is not None:
+            card.context_length = running.served.max_context
+            card.size = running.memory()
+        return card
+
+    async def _card(self, name: str) -> reply.OllamaModel:
+        facts = await self.models.facts(name)
+        running = self.models.running_as(name)
+        if not facts.format and running is not None:
+            facts = _facts_of_engine(running)
+        stays = running is not None and running is self.models.default
+        full = name if stays or ":" in name else f"{name}:latest"
+        return reply.OllamaModel(
+            name=full,
+            model=full,
+            modified_at=_date(datetime.fromtimestamp(facts.modified, UTC)),
+            size=facts.size,
+            digest=facts.digest,
+            details=reply.ModelDetails(
+                parent_model="",
+                format=facts.format,
+                family=facts.family,
+                families=[facts.family],
+                parameter_size=human_number(facts.num_parameters),
+                quantization_level=facts.quantization,
+            ),
+        )
+
+
+def _facts_of_engine(running: Running) -> ModelFacts:
+    """Return what an engine without files says."""
+    info, model = running.client.info, running.served
+    return ModelFacts(
+        format="headrace",
+        family=info.model.rstrip("/").rpartition("/")[2] or info.model,
+        size=0,
+        digest=hashlib.sha256(model.name.encode()).hexdigest(),
+        modified=model.created,
+        quantization=info.quantization or info.dtype,
+        context_length=info.max_model_len,
+    )
+
+
+def human_number(number: int) -> str:
+    """Return a number of parameters as Ollama writes it: 7.6B, 656K; empty for none."""
+    for size, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
+        if number >= size:
+            return f"{number / size:.{0 if number % size == 0 else digits}f}{letter}"
+    return str(number) if number else ""
+
+
+def _date(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
+
+
+def _required(name: str | None) -> str:
+    if not name:
+        raise RequestError("model", name, "the name of a model")
+    return name
+
+
+def _new_name(name: str | None, field: str = "model") -> str:
+    """Return the name of a new model, without the tag that Ollama takes for granted."""
+    if not name:
+        raise RequestError(field, name, "the name of a model")
+    return plain_name(name).removesuffix(":latest")
+
+
+def add_routes(app: Starlette, models: ModelSet, library: Library) -> None:
+    """Add the routes of the models."""
+
+    def unserved(path: str) -> Response:
+        """Not done by this server."""
+        instead = "models are pulled from the hub, not pushed" if path == "/api/push" else NO_FOLDER
+        raise CallError(501, "not_implemented", f"{path}: not supported here; {instead}")
+
+    def version() -> routing.Version:
+        """The version of Ollama whose API this is."""
+        return routing.Version(version=OLLAMA_VERSION)
+
+    progress: dict[str, Any] = {"api": API, "gives": reply.PullReply, "streams": NDJSON}
+    progress |= {"chunks": (Progress, reply.PullReply)}
+    routing.get(app, "/api/version", version, API, gives=routing.Version)
+    routing.get(app, "/api/tags", library.tags, API, gives=reply.OllamaModels)
+    routing.get(app, "/api/ps", library.ps, API, gives=reply.OllamaModels)
+    routing.post(app, "/api/show", library.show, API, takes=ShowRequest, gives=reply.ShowReply)
+    routing.post(app, "/api/pull", library.pull, takes=ShowRequest, **progress)
+    missing = [("POST", "/api/push")]
+    if models.files is None:
+        missing += [("POST", "/api/create"), ("POST", "/api/copy"), ("DELETE", "/api/delete")]
+    else:
+        text: dict[str, Any] = {"api": API, "media_type": "text/plain"}
+        routing.post(app, "/api/create", library.create, takes=CreateRequest, **progress)
+        routing.post(app, "/api/copy", library.copy, takes=CopyRequest, **text)
+        routing.add(app, "/api/delete", library.delete, ("DELETE",), takes=ShowRequest, **text)
+        routing.post(app, "/api/blobs/{digest}", library.keep_upload, read=library.read_upload, **text)
+        routing.get(app, "/api/blobs/{digest}", library.find_upload, **text)
+    for method, path in missing:
+        routing.add(app, path, functools.partial(unserved, path), (method,), API, unserved=True)

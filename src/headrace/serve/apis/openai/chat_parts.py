@@ -1,0 +1,85 @@
+"""A chat's message, whole or in pieces, as OpenAI's chat completions have it.
+
+Calls of custom tools get their text out of the arguments that the model writes. Knows no engine and no HTTP; called by
+`answers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from msgspec import UNSET
+
+from headrace.serve.apis.openai import reply
+from headrace.text.outputs import Content, MessageBuilder, MessagePart, Reasoning, ToolCall
+from headrace.text.tools.custom import InputText, input_of
+
+
+def whole(message: MessageBuilder, customs: Container[str]) -> reply.ChatMessage:
+    """Return a whole message: its content is None where there is something else instead. `customs`: names of custom
+    tools."""
+    calls = []
+    for call in message.calls:
+        name, arguments = call["name"], call["arguments"]
+        if name in customs:
+            custom = reply.CustomCall(name=name, input=input_of(arguments))
+            calls.append(reply.ToolCall(id=call["id"], type="custom", custom=custom))
+        else:
+            calls.append(reply.ToolCall(id=call["id"], function=reply.FunctionCall(name=name, arguments=arguments)))
+    reasoning = message.reasoning or UNSET
+    return reply.ChatMessage(
+        content=message.content or (None if calls or message.reasoning else ""),
+        reasoning_content=reasoning,
+        tool_calls=calls or UNSET,
+        reasoning=reasoning,
+    )
+
+
+class Deltas:
+    """The pieces of one answer in a stream. `customs`: names of custom tools."""
+
+    def __init__(self, customs: Container[str]) -> None:
+        self._customs = customs
+        # The text of the custom tool's call that is being read, and the call's index.
+        self._input: InputText | None = None
+        self._index = 0
+
+    def take(self, parts: Sequence[MessagePart], final: bool) -> list[reply.ChatDelta]:
+        """Return the pieces that new parts add. `final`: the answer ends here."""
+        deltas: list[reply.ChatDelta] = []
+        for part in parts:
+            if not isinstance(part, ToolCall) or part.name is not None:
+                deltas += self._close()
+            deltas += self._deltas(part)
+        return deltas + (self._close() if final else [])
+
+    def _deltas(self, part: MessagePart) -> list[reply.ChatDelta]:
+        if isinstance(part, Content):
+            return [reply.ChatDelta(content=part.text)]
+        if isinstance(part, Reasoning):
+            return [reply.ChatDelta(reasoning_content=part.text, reasoning=part.text)]
+        if part.name is not None and part.name in self._customs:
+            self._input, self._index = InputText(), part.index
+            custom = reply.CustomCall(name=part.name, input=self._input.feed(part.arguments))
+            return [_delta(reply.ToolCallPart(index=part.index, id=part.id, type="custom", custom=custom))]
+        if self._input is not None:
+            return self._more(self._input.feed(part.arguments))
+        function = reply.FunctionCall(arguments=part.arguments)
+        if part.name is None:
+            return [_delta(reply.ToolCallPart(index=part.index, function=function))]
+        function.name = part.name
+        return [_delta(reply.ToolCallPart(index=part.index, id=part.id, type="function", function=function))]
+
+    def _more(self, text: str) -> list[reply.ChatDelta]:
+        if not text:
+            return []
+        return [_delta(reply.ToolCallPart(index=self._index, custom=reply.CustomCall(input=text)))]
+
+    def _close(self) -> list[reply.ChatDelta]:
+        rest = "" if self._input is None else self._input.close()
+        self._input = None
+        return self._more(rest)
+
+
+def _delta(call: reply.ToolCallPart) -> reply.ChatDelta:
+    return reply.ChatDelta(tool_calls=[call])

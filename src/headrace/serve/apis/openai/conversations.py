@@ -1,0 +1,192 @@
+"""OpenAI's /v1/conversations: items that responses are continued from and added to, under an id that stays.
+
+Kept in a `Store` like responses, but never evicted: who keeps a conversation deletes it. `responses` reads `items` as
+the history of a response, and calls `append` when it has ended. `add_routes` puts the routes on an app.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET
+from starlette.applications import Starlette
+
+from headrace.protocol.errors import RequestError
+from headrace.serve import routing
+from headrace.serve.apis.openai.files import PAGE, NotFoundError, page
+from headrace.serve.apis.openai.reply import Deleted, Page
+from headrace.serve.apis.openai.responses_input import NamedItem, ResponsesRequest, input_items, messages_of
+from headrace.serve.call.parsing import Body, WarningLines, convert
+from headrace.serve.call.schema import check_metadata
+from headrace.serve.storage.store import Store
+from headrace.serve.storage.writers import Writers
+
+MAX_ITEMS = 8192
+"""Items of one conversation."""
+MAX_NEW_ITEMS = 20
+"""Items that one call adds, as in OpenAI's API."""
+DEFAULT_PAGE = 20
+
+
+class ConversationRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/conversations, and POST /v1/conversations/{conversation_id}, which takes the metadata alone."""
+
+    items: list[Any] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ConversationItemsRequest(Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/conversations/{conversation_id}/items."""
+
+    items: list[Any]
+
+
+class Conversation(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["conversation"] = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+    warnings: WarningLines = UNSET
+
+
+class ItemPage(Page, kw_only=True):
+    data: list[dict[str, Any]]
+    warnings: WarningLines = UNSET
+
+
+class Conversations:
+    """The routes without HTTP. `store` keeps the object as metadata, and the items as the body."""
+
+    def __init__(self, store: Store, writers: Writers) -> None:
+        self.store, self._writers = store, writers
+
+    async def create(self, body: dict[str, Any]) -> Conversation:
+        """Begin a conversation, with some items or none."""
+        request = convert(ConversationRequest, body)
+        check_metadata(request.metadata)
+        items = _new_items(request.items or [])
+        conversation = Conversation(
+            id=self.store.new_id(), created_at=int(time.time()), metadata=request.metadata or {}
+        )
+        metadata = msgspec.to_builtins(conversation)
+        await self._writers.run(self.store.put, conversation.id, metadata, msgspec.json.encode(items))
+        conversation.warnings = request.warnings.reply()
+        return conversation
+
+    async def get(self, conversation_id: str) -> Conversation:
+        """A conversation, without its items."""
+        metadata = self.store.metadata(conversation_id)
+        if metadata is None:
+            raise NotFoundError("conversation", conversation_id)
+        return msgspec.convert(metadata, Conversation)
+
+    async def update(self, conversation_id: str, body: dict[str, Any]) -> Conversation:
+        """Replace the metadata of a conversation."""
+        request = convert(ConversationRequest, body)
+        check_metadata(request.metadata)
+        if request.items is not None:
+            raise RequestError("items", len(request.items), "left out: they are added at .../items")
+        conversation = await self.get(conversation_id)
+        conversation.metadata = request.metadata or {}
+        await self._writers.run(self.store.set_metadata, conversation_id, msgspec.to_builtins(conversation))
+        conversation.warnings = request.warnings.reply()
+        return conversation
+
+    async def delete(self, conversation_id: str) -> Deleted:
+        """Delete a conversation and its items."""
+        await self.get(conversation_id)
+        await self._writers.run(self.store.delete, conversation_id)
+        return Deleted(id=conversation_id, object="conversation.deleted", deleted=True)
+
+    async def items(self, conversation_id: str) -> list[dict[str, Any]]:
+        """Return the items, oldest first. Raises `NotFoundError`, `StorageError`."""
+        await self.get(conversation_id)
+        return await self._writers.run(self._items, conversation_id)
+
+    async def page(self, conversation_id: str, query: Mapping[str, str]) -> ItemPage:
+        """The items of a conversation."""
+        return page(ItemPage, await self.items(conversation_id), query, DEFAULT_PAGE)
+
+    async def add(self, conversation_id: str, body: dict[str, Any]) -> ItemPage:
+        """Add items at the end of a conversation."""
+        request = convert(ConversationItemsRequest, body)
+        if not request.items:
+            raise RequestError("items", request.items, "at least one item")
+        items = _new_items(request.items)
+        await self.get(conversation_id)
+        await self.append(conversation_id, items)
+        added = page(ItemPage, items, {"order": "asc"}, MAX_NEW_ITEMS)
+        added.warnings = request.warnings.reply()
+        return added
+
+    async def item(self, conversation_id: str, item_id: str) -> dict[str, Any]:
+        """One item of a conversation."""
+        items = await self.items(conversation_id)
+        return items[_place(items, item_id)]
+
+    async def remove(self, conversation_id: str, item_id: str) -> Conversation:
+        """Delete one item of a conversation."""
+
+        def change() -> None:
+            items = self._items(conversation_id)
+            del items[_place(items, item_id)]
+            self.store.set_body(conversation_id, msgspec.json.encode(items))
+
+        conversation = await self.get(conversation_id)
+        await self._writers.run(change)
+        return conversation
+
+    async def append(self, conversation_id: str, items: list[dict[str, Any]]) -> None:
+        """Add items that have ids. Raises `RequestError` for too many, `NotFoundError`, and errors of the store."""
+
+        def change() -> None:
+            whole = [*self._items(conversation_id), *items]
+            if len(whole) > MAX_ITEMS:
+                raise RequestError("items", len(whole), f"at most {MAX_ITEMS} in a conversation")
+            self.store.set_body(conversation_id, msgspec.json.encode(whole))
+
+        await self._writers.run(change)
+
+    def _items(self, conversation_id: str) -> list[dict[str, Any]]:
+        if conversation_id not in self.store:
+            raise NotFoundError("conversation", conversation_id)
+        return msgspec.json.decode(self.store.body(conversation_id), type=list[dict[str, Any]])
+
+
+def _place(items: list[dict[str, Any]], item_id: str) -> int:
+    for place, item in enumerate(items):
+        if item.get("id") == item_id:
+            return place
+    raise NotFoundError("item", item_id)
+
+
+def _new_items(entries: list[Any]) -> list[dict[str, Any]]:
+    """Return a request's items with ids. Raises `RequestError` for what no response could be continued from."""
+    if len(entries) > MAX_NEW_ITEMS:
+        raise RequestError("items", len(entries), f"at most {MAX_NEW_ITEMS} in one call")
+    if not entries:
+        return []
+    try:
+        items = input_items(ResponsesRequest(input=entries), secrets.token_hex(16))
+    except RequestError as error:
+        raise error.renamed(error.field.replace("input", "items", 1)) from None
+    messages_of(None, (NamedItem(f"items[{index}]", item) for index, item in enumerate(items)))
+    return items
+
+
+def add_routes(app: Starlette, conversations: Conversations) -> None:
+    """/v1/conversations."""
+    one = "/v1/conversations/{conversation_id}"
+    every, single = f"{one}/items", f"{one}/items/{{item_id}}"
+    routing.post(app, "/v1/conversations", conversations.create, takes=ConversationRequest, gives=Conversation)
+    routing.get(app, one, conversations.get, gives=Conversation)
+    routing.post(app, one, conversations.update, takes=ConversationRequest, gives=Conversation)
+    routing.add(app, one, conversations.delete, ("DELETE",), gives=Deleted)
+    routing.get(app, every, conversations.page, gives=ItemPage, query=PAGE)
+    routing.post(app, every, conversations.add, takes=ConversationItemsRequest, gives=ItemPage)
+    routing.get(app, single, conversations.item, gives=dict[str, Any])
+    routing.add(app, single, conversations.remove, ("DELETE",), gives=Conversation)

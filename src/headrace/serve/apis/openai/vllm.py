@@ -1,0 +1,145 @@
+"""vLLM's routes beside OpenAI's: what the server and its tokenizer are, the prefix cache, SageMaker's `/invocations`.
+
+Classes and adapters need models that are not served here: these routes reply with the reason. Knows calls and replies;
+`add_routes` puts the routes on an app.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.responses import Response
+
+from headrace import __version__
+from headrace.protocol.errors import RequestError
+from headrace.serve import routing
+from headrace.serve.apis.openai import completions
+from headrace.serve.apis.openai.embeddings import Embeddings
+from headrace.serve.call.models import ModelSet
+from headrace.serve.call.parsing import Body
+from headrace.serve.call.service import ServedModel
+from headrace.serve.errors import CallError
+
+UNSERVED = {
+    "/classify": "the models served here are decoders, without a head for classes; structured_outputs with a choice "
+    "makes a decoder answer with one of several labels",
+    "/v1/load_lora_adapter": "adapters are not loaded; merge the adapter into the checkpoint",
+    "/v1/unload_lora_adapter": "adapters are not loaded; merge the adapter into the checkpoint",
+}
+"""Routes of vLLM's that are not served, and why."""
+
+
+class InvocationRequest(Body, kw_only=True):
+    """POST /invocations: the body of another route, found by the field that it has: messages (chat), prompt
+    (completion), input (embeddings), text_1 (score), or query (rerank)."""
+
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[Any] | None = None
+    input: str | list[Any] | None = None
+    text_1: str | list[str] | None = None
+    query: str | None = None
+
+
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """GET /tokenizer_info. `special_tokens` are texts by role; `chat_template` is the Jinja source."""
+
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """GET /server_info. `vllm_config` has the numbers of the engine under vLLM's names, as an object or as its text."""
+
+    version: str
+    vllm_config: dict[str, dict[str, Any]] | str
+
+
+class CacheReset(msgspec.Struct, kw_only=True):
+    """POST /reset_prefix_cache."""
+
+    success: bool
+
+
+def server_info(model: ServedModel, query: Mapping[str, str]) -> ServerInfo:
+    """The numbers of the engine, under vLLM's names."""
+    form = query.get("config_format", "json")
+    if form not in ("json", "text"):
+        raise RequestError("config_format", form, "json or text")
+    info = model.front.info
+    config: dict[str, dict[str, Any]] = {
+        "model_config": {
+            "model": info.model,
+            "served_model_name": list(model.names),
+            "max_model_len": info.max_model_len,
+            "dtype": info.dtype,
+            "quantization": info.quantization,
+            "max_logprobs": info.max_logprobs,
+        },
+        "cache_config": {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,
+            "cache_dtype": info.kv_cache_dtype,
+        },
+        "scheduler_config": {
+            "max_num_seqs": info.max_num_seqs,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "policy": info.scheduling_policy,
+        },
+        "device_config": {"device": info.device, "backend": info.backend},
+    }
+    text = msgspec.json.encode(config).decode()
+    return ServerInfo(version=__version__, vllm_config=config if form == "json" else text)
+
+
+def tokenizer_info(model: ServedModel) -> TokenizerInfo:
+    """The tokenizer's special tokens and chat template."""
+    tokenizer = model.tokenizer
+    return TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=model.max_context,
+        special_tokens=dict(tokenizer.special_tokens),
+        chat_template=model.template.sources[0] if model.template is not None else None,
+    )
+
+
+def add_routes(app: Starlette, models: ModelSet, embeddings: Embeddings) -> None:
+    """Add `/server_info`, `/tokenizer_info`, `/reset_prefix_cache` and `/invocations`, and what is not served."""
+    by_field: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
+        "messages": models.bound(completions.chat),
+        "prompt": models.bound(completions.complete),
+        "input": embeddings.create,
+        "text_1": embeddings.score,
+        "query": embeddings.rerank,
+    }
+
+    async def invoke(body: dict[str, Any]) -> Any:
+        """SageMaker's way to call: the fields of the body say which route is meant."""
+        for field, route in by_field.items():
+            if body.get(field) is not None:
+                return await route(body)
+        raise RequestError("body", sorted(body)[:8], "an object with one of " + ", ".join(by_field))
+
+    def reset() -> CacheReset:
+        """Forget all cached prefixes that no running request holds."""
+        for model in models.running:
+            model.client.reset_prefix_cache()
+        return CacheReset(success=True)
+
+    def unserved(path: str) -> Response:
+        """Not done by this server."""
+        raise CallError(501, "not_supported_error", f"{path}: not supported here; {UNSERVED[path]}")
+
+    routing.post(app, "/invocations", invoke, takes=InvocationRequest, gives=dict[str, Any])
+    routing.get(app, "/server_info", models.bound(server_info), gives=ServerInfo, query=("config_format",))
+    routing.get(app, "/tokenizer_info", models.bound(tokenizer_info), gives=TokenizerInfo)
+    routing.post(app, "/reset_prefix_cache", reset, gives=CacheReset)
+    for path in UNSERVED:
+        routing.post(app, path, functools.partial(unserved, path), unserved=True)

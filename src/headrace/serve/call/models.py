@@ -1,0 +1,493 @@
+"""`ModelSet`: finds the model that a call names, loads it if need be, and holds it while the call uses it.
+
+A server has one model that was named at its start and stays, or a folder of models that come and go, or both. A model
+of the folder is loaded at its first use. It is unloaded when no call has used it for its time to stay, or when others
+need its room; calls that come meanwhile wait until it is gone, and load it again. A model is in use while a route
+answers with it and while its engine has open requests. Knows names and times; `serve.loading` starts engines,
+`engine.model_folder` reads the files, and every route of an API comes through `bound` or `bind`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+from headrace.engine import context
+from headrace.engine.client import EngineClient
+from headrace.engine.generation import in_time
+from headrace.engine.model_facts import ModelFacts
+from headrace.engine.model_folder import ModelFolder
+from headrace.protocol.errors import HeadraceError, ModelNotFoundError, QueueFullError, RequestError
+from headrace.serve.call.service import ServedModel
+
+logger = logging.getLogger("headrace.server")
+
+WATCH_S = 0.1
+"""Seconds between two looks at which models are in use."""
+STOP_S = 0.02
+"""Seconds between two looks at whether the answers of a model to be unloaded have ended."""
+MEASURE_S = 1.0
+PROCESS_BYTES = 2**28
+"""Memory that a loaded model is expected to take beside its files; it is measured once it is loaded."""
+MAX_LISTED = 8
+
+T = TypeVar("T")
+
+
+class SleepingError(QueueFullError):
+    """The server sleeps, and its models are not in memory (HTTP 503). The lines of batches wait for its waking."""
+
+    status = 503
+    code = "sleeping"
+
+
+class ModelLoadError(HeadraceError):
+    """A model of the folder could not be loaded (HTTP 500)."""
+
+    code = "model_load_failed"
+
+
+class Running(Protocol):
+    """A model with its engine."""
+
+    served: ServedModel
+
+    @property
+    def client(self) -> EngineClient: ...
+
+    def facts(self) -> ModelFacts | None:
+        """Return what its files say; None where there are none. Blocks."""
+        ...
+
+    def memory(self) -> int:
+        """Return the bytes of memory that its processes take now."""
+        ...
+
+    async def close(self, at_once: bool = False) -> None:
+        """End its processes, `at_once` in mid-step."""
+        ...
+
+
+class Entry:
+    """A model that is loaded, is being loaded or unloaded, or was loaded before.
+
+    Attributes:
+        running: the model, once it is loaded.
+        start: the task that loads it. stop: the task that unloads it.
+        num_holds: routes that answer with it now. num_waiting: routes that wait for it.
+        is_fresh: whether no route has had it yet.
+        has_room: whether it counts among the loaded ones: from before its start to after its end.
+        last_use: when it was last in use, in monotonic seconds.
+        memory: bytes that it took when they were last measured, or is expected to take; 0 before.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.running: Running | None = None
+        self.start: asyncio.Task[None] | None = None
+        self.stop: asyncio.Task[None] | None = None
+        self.num_holds = 0
+        self.num_waiting = 0
+        self.is_fresh = False
+        self.has_room = False
+        self.last_use = 0.0
+        self.memory = 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a route answers with it, or its engine has open requests."""
+        return self.num_holds > 0 or (self.running is not None and self.running.client.num_unfinished > 0)
+
+
+class ModelSet:
+    """The models that calls may name.
+
+    Args:
+        default: the model that is loaded when the server starts and stays; None: there is none.
+        files: the models folder; None: there is none.
+        load: starts a model of the folder by its name. Raises `HeadraceError`s.
+        keep_alive: seconds that a model of the folder stays loaded after its last use, if no call says otherwise.
+        max_loaded: models of the folder that are loaded at once; 0 for no bound.
+        max_memory: bytes of memory that they take together; None for no bound.
+    """
+
+    def __init__(
+        self,
+        default: Running | None,
+        files: ModelFolder | None = None,
+        load: Callable[[str], Awaitable[Running]] | None = None,
+        keep_alive: float = 300.0,
+        max_loaded: int = 4,
+        max_memory: int | None = None,
+    ) -> None:
+        self.default = default
+        self.files = files
+        self.is_sleeping = False
+        self._load = load
+        self._keep_alive = keep_alive
+        self._max_loaded = max_loaded
+        self._max_memory = max_memory
+        self._entries: dict[str, Entry] = {}
+        self._default_entry = Entry("")
+        self._default_entry.running = default
+        self._room = asyncio.Lock()
+        self._sleep_lock = asyncio.Lock()
+        self._change_lock = asyncio.Lock()
+        self._next_measure = 0.0
+        self._unreadable: set[str] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    # -- what there is
+
+    @property
+    def running(self) -> list[Running]:
+        """The models that are loaded, the default one first."""
+        entries = [self._default_entry, *self._entries.values()]
+        return [entry.running for entry in entries if entry.running is not None]
+
+    def loaded(self) -> Iterator[Entry]:
+        """Yield the entries of the folder's models that are loaded."""
+        return (entry for entry in self._entries.values() if entry.running is not None)
+
+    def expires_in(self, entry: Entry) -> float:
+        """Return the seconds until a loaded model is unloaded, from now on if it is in use; infinity: never."""
+        idle = 0.0 if entry.is_used else time.monotonic() - entry.last_use
+        return max(0.0, self._time_to_stay(entry) - idle)
+
+    def names(self) -> list[str]:
+        """Return the names of all models, the default one's first."""
+        names = [] if self.default is None else list(self.default.served.names)
+        files = [] if self.files is None else self.files.names()
+        return [*names, *(name for name in files if name not in names)]
+
+    def running_as(self, name: str) -> Running | None:
+        """Return the model with this true name if it is loaded."""
+        if self.default is not None and name in self.default.served.names:
+            return self.default
+        entry = self._entries.get(name)
+        return None if entry is None else entry.running
+
+    async def facts(self, name: str) -> ModelFacts:
+        """Return what the files of a model say, by its true name. Raises `CheckpointError`, `ModelNotFoundError`."""
+        running = self.running_as(name)
+        if self.files is None or (running is not None and running is self.default):
+            facts = None if running is None else await asyncio.to_thread(running.facts)
+            return facts or ModelFacts(format="", family="", size=0, digest="", modified=0.0)
+        return await asyncio.to_thread(self.files.facts, name)
+
+    async def readable_names(self) -> list[str]:
+        """Return the names of all models whose files can be read, the default one's first; others are logged once."""
+        names = await asyncio.to_thread(self.names)
+        for name in list(names):
+            try:
+                await self.facts(name)
+            except HeadraceError as error:
+                if name not in self._unreadable:
+                    logger.warning("%s is not listed: %s", name, error)
+                self._unreadable.add(name)
+                names.remove(name)
+        return names
+
+    def num_waiting(self) -> int:
+        """Return how many requests wait for their engines, of all models."""
+        return sum(running.client.num_waiting for running in self.running)
+
+    def true_name(self, name: str | None, is_request: bool = False) -> str:
+        """Return the true name of the model that is called `name`: one of the default model's names, or that of a model
+        in the folder. A request may give the default one any other name, if that was set when the server started.
+
+        Raises `ModelNotFoundError`, and `RequestError` if a name is needed."""
+        default = None if self.default is None else self.default.served
+        if default is not None and (name is None or name in default.names):
+            return name or default.name
+        if name is None:
+            names = self.names()
+            if len(names) != 1:
+                raise RequestError("model", None, f"the name of a model: {_listed(names)}")
+            return names[0]
+        true = None if self.files is None else self.files.find(name)
+        if true is not None:
+            return true
+        bare = name.removesuffix(":latest")
+        if default is not None and bare in default.names:
+            return bare
+        if default is not None and (self.files is None or (is_request and default.takes_any_name)):
+            default.check_model(name, is_request)
+            return default.name
+        label = name if len(name) <= 80 else name[:77] + "..."
+        raise ModelNotFoundError(f"model: {label!r} not found; there are {_listed(self.names())}")
+
+    # -- use
+
+    def bound(self, function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+        """Return `function`, which takes a `ServedModel` first, as a function of its other arguments, for a route: the
+        model is the one that `model` names in the body or the query, and is held until the function returns."""
+
+        @functools.wraps(function)
+        async def route(*args: Any) -> Any:
+            fields = next((each for each in args if isinstance(each, Mapping)), {})
+            async with self.hold(fields) as model:
+                result = function(model, *args)
+                return await result if inspect.isawaitable(result) else result
+
+        return route
+
+    def bind(self, api: type[T], make: Callable[[ServedModel], T] | None = None) -> T:
+        """Return an object whose methods are those of `api`; each is `bound`, to an object that `make` returns for the
+        model. None: the class itself takes a `ServedModel`."""
+        return cast(T, _Bound(self, api, make or api))
+
+    @contextlib.asynccontextmanager
+    async def hold(self, fields: Mapping[str, Any]) -> AsyncIterator[ServedModel]:
+        """Hold the model that the `fields` of a request name, loaded, in the block.
+
+        The request's own `timeout`, and its deadline, hold while it is loaded. Raises `ModelNotFoundError`,
+        `ModelLoadError`, `SleepingError`, `DeadlineError`.
+        """
+        if self.is_sleeping:
+            raise _sleeping()
+        entry = self._entry_of(fields)
+        if entry.running is None or entry.stop is not None:
+            timeout = fields.get("timeout")
+            seconds = timeout if isinstance(timeout, int | float) and timeout > 0 else None
+            with context.within(seconds, context.arrival()):
+                await in_time(self._until_loaded(entry), f"the model {entry.name} was loaded")
+        # Nothing is awaited between the last look at the entry and this.
+        running = cast(Running, entry.running)
+        entry.num_holds += 1
+        entry.is_fresh = False
+        try:
+            yield running.served
+        finally:
+            entry.num_holds -= 1
+            entry.last_use = time.monotonic()
+
+    def _entry_of(self, fields: Mapping[str, Any]) -> Entry:
+        name = fields.get("model")
+        if self.files is None:
+            # One model: whether it may have this name is checked with the request's other fields.
+            return self._default_entry
+        name = self.true_name(name if isinstance(name, str) else None, is_request=True)
+        if self.default is not None and name in self.default.served.names:
+            return self._default_entry
+        return self._entries.setdefault(name, Entry(name))
+
+    async def _until_loaded(self, entry: Entry) -> None:
+        entry.num_waiting += 1
+        try:
+            while entry.running is None or entry.stop is not None:
+                if self.is_sleeping:
+                    raise _sleeping()
+                if entry.stop is not None:
+                    await asyncio.wait({entry.stop})
+                    continue
+                if entry.start is None:
+                    entry.start = _spawn(self._start(entry))
+                await asyncio.shield(entry.start)
+        finally:
+            entry.num_waiting -= 1
+
+    async def unload(self, name: str) -> None:
+        """Unload a model of the folder when its running answers have ended; nothing for one that is not loaded."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return
+        if entry.start is not None:
+            await asyncio.wait({entry.start})
+        await self._gone(entry)
+
+    async def change(self, name: str, work: Callable[..., None], *args: Any) -> None:
+        """Change the model of the folder that has, or will have, this name: call `work` beside the event loop, one such
+        at a time, and unload what was loaded under the name."""
+        async with self._change_lock:
+            await asyncio.to_thread(work, *args)
+        await self.unload(name)
+        entry = self._entries.get(name)
+        if entry is not None and entry.running is None and entry.start is None and not entry.num_waiting:
+            # Its size is another now.
+            del self._entries[name]
+
+    async def sleep(self) -> None:
+        """End all engines when their running answers have ended. Calls that need one are refused until `wake_up`."""
+        self.is_sleeping = True
+        # It goes on if the caller leaves.
+        await asyncio.shield(_spawn(self._fall_asleep()))
+
+    async def _fall_asleep(self) -> None:
+        async with self._sleep_lock:
+            for name in list(self._entries):
+                await self.unload(name)
+            if self.default is not None and self.default.client.is_alive:
+                while self._default_entry.is_used:
+                    await asyncio.sleep(STOP_S)
+                await self.default.client.close()
+                logger.info("the server sleeps")
+
+    async def wake_up(self) -> None:
+        """Start the default model's engine again, and let calls in. Raises what keeps the engine from loading."""
+        await asyncio.shield(_spawn(self._wake()))
+
+    async def _wake(self) -> None:
+        async with self._sleep_lock:
+            if self.is_sleeping and self.default is not None:
+                await self.default.client.start()
+            self.is_sleeping = False
+
+    async def close(self, at_once: bool = False) -> None:
+        """End all models of the folder, `at_once` in mid-step, and what loads them."""
+        tasks = [task for entry in self._entries.values() for task in (entry.start, entry.stop) if task is not None]
+        tasks += [] if self._watch is None else [self._watch]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for entry in self.loaded():
+            await cast(Running, entry.running).close(at_once)
+
+    # -- coming and going
+
+    async def _start(self, entry: Entry) -> None:
+        load = cast(Callable[[str], Awaitable[Running]], self._load)
+        began = time.monotonic()
+        try:
+            async with self._room:
+                await self._make_room(entry)
+            running = await load(entry.name)
+        except BaseException as error:
+            entry.has_room = False
+            if isinstance(error, HeadraceError | OSError) and not isinstance(error, ModelNotFoundError):
+                logger.error("%s can not be loaded: %s", entry.name, error)
+                raise ModelLoadError(f"the model {entry.name} can not be loaded: {error}") from error
+            raise
+        finally:
+            entry.start = None
+        entry.running, entry.is_fresh = running, True
+        entry.last_use = time.monotonic()
+        entry.memory = running.memory()
+        logger.info("%s is loaded, in %.1f s", entry.name, entry.last_use - began)
+        if self._watch is None:
+            self._watch = _spawn(self._keep_watch())
+
+    async def _make_room(self, entry: Entry) -> None:
+        """Unload models until there is room for one more. Raises `ModelLoadError` if all of the memory would not do."""
+        files = cast(ModelFolder, self.files)
+        expected = entry.memory or (await asyncio.to_thread(files.facts, entry.name)).size + PROCESS_BYTES
+        if self._max_memory is not None and expected > self._max_memory:
+            raise ModelLoadError(f"it takes {expected:,} bytes, and --models-memory is {self._max_memory:,}")
+        while True:
+            others = [each for each in self._entries.values() if each.has_room]
+            if not self._is_too_much(len(others) + 1, expected + sum(each.memory for each in others)):
+                break
+            await self._unload_one(others)
+        entry.memory, entry.has_room = expected, True
+
+    def _is_too_much(self, number: int, num_bytes: int) -> bool:
+        too_large = self._max_memory is not None and num_bytes > self._max_memory
+        return too_large or bool(self._max_loaded and number > self._max_loaded)
+
+    async def _unload_one(self, entries: list[Entry]) -> None:
+        """Unload one of these entries, the least recently used one that no call uses, or else waits for."""
+        ready = [each for each in entries if each.running is not None and not (each.is_fresh and each.num_waiting)]
+        if ready:
+            await self._gone(min(ready, key=lambda each: (each.is_used, each.last_use)))
+            return
+        tasks = {each.start for each in entries if each.start is not None}
+        await (asyncio.wait(tasks) if tasks else asyncio.sleep(STOP_S))
+
+    async def _gone(self, entry: Entry) -> None:
+        self._begin_stop(entry)
+        if entry.stop is not None:
+            await asyncio.wait({entry.stop})
+
+    def _begin_stop(self, entry: Entry) -> None:
+        if entry.running is not None and entry.stop is None:
+            entry.stop = _spawn(self._stop(entry, entry.running))
+
+    async def _stop(self, entry: Entry, running: Running) -> None:
+        try:
+            while entry.is_used:
+                await asyncio.sleep(STOP_S)
+            entry.memory = running.memory() or entry.memory
+            await running.close()
+            logger.info("%s is unloaded", entry.name)
+        finally:
+            entry.running = entry.stop = None
+            entry.has_room = False
+
+    async def _keep_watch(self) -> None:
+        """Unload what no call uses any more, what has died, and what has grown beyond the memory for all."""
+        while any(entry.running is not None for entry in self._entries.values()):
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            for entry in list(self.loaded()):
+                running = cast(Running, entry.running)
+                if entry.is_used or entry.num_waiting:
+                    entry.last_use = now
+                elif running.client.dead.is_set() or now - entry.last_use >= self._time_to_stay(entry):
+                    self._begin_stop(entry)
+            self._shed(now)
+        self._watch = None
+
+    def _shed(self, now: float) -> None:
+        """Measure the models once a second, and unload an idle one if they have grown too large together."""
+        if now < self._next_measure:
+            return
+        self._next_measure = now + MEASURE_S
+        entries = [entry for entry in self.loaded() if entry.stop is None]
+        for entry in entries:
+            entry.memory = cast(Running, entry.running).memory() or entry.memory
+        idle = [entry for entry in entries if not entry.is_used and not entry.num_waiting]
+        if idle and len(entries) > 1 and self._is_too_much(0, sum(entry.memory for entry in entries)):
+            self._begin_stop(min(idle, key=lambda entry: entry.last_use))
+
+    def _time_to_stay(self, entry: Entry) -> float:
+        seconds = cast(Running, entry.running).served.keep_alive
+        return self._keep_alive if seconds is None else seconds
+
+
+class _Bound:
+    """The methods of an API's class, each bound to the model of its call."""
+
+    def __init__(self, models: ModelSet, api: type[Any], make: Callable[[ServedModel], Any]) -> None:
+        self._models, self._api, self._make = models, api, make
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._api, name)
+
+        @functools.wraps(method)
+        def of_model(model: ServedModel, *args: Any) -> Any:
+            return method(self._make(model), *args)
+
+        return self._models.bound(of_model)
+
+
+def _sleeping() -> SleepingError:
+    return SleepingError("the server sleeps; POST /wake_up wakes it", retry_after=10)
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first of some names as a list for an error."""
+    if not names:
+        return "no models in the models folder"
+    more = f" and {len(names) - MAX_LISTED} more, see GET /v1/models" if len(names) > MAX_LISTED else ""
+    return ", ".join(repr(name) for name in names[:MAX_LISTED]) + more
+
+
+def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task that belongs to no call: neither the caller's name nor its deadline hold in it. A failure that no
+    caller waits for any more is logged."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, HeadraceError):
+            logger.error("a change of the loaded models failed", exc_info=error)
+
+    task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+    task.add_done_callback(ended)
+    return task

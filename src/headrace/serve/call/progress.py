@@ -1,0 +1,64 @@
+"""The progress of prompts in a stream (`return_progress`). Called by the replies of OpenAI's and llama-server's API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from headrace.serve.call.call import Answer
+from headrace.serve.call.replies import FollowPrompt, PromptProgress
+from headrace.text.outputs import MessagePart, TextDelta
+
+Piece = tuple[int, TextDelta | PromptProgress, list[MessagePart]]
+
+
+async def parts(answer: Answer, follow: FollowPrompt | None) -> AsyncIterator[Piece]:
+    """Yield `answer.parts`, and before the first of each place the progress of its prompt. A slow reader gets the
+    latest only. Raises the engine's errors."""
+    if follow is None:
+        async for part in answer.parts():
+            yield part
+        return
+    latest: dict[int, PromptProgress] = {}
+    wake = asyncio.Event()
+
+    def noter(place: int) -> Callable[[int, int, int, int], None]:
+        def note(total: int, cache: int, processed: int, time_ms: int) -> None:
+            latest[place] = PromptProgress(total=total, cache=cache, processed=processed, time_ms=time_ms)
+            wake.set()
+
+        return note
+
+    states = answer.generation.states
+    ends = {place: follow(state.request.request_id, noter(place)) for place, state in enumerate(states)}
+    reading: asyncio.Future[Any] | None = None
+    async with contextlib.aclosing(answer.parts()) as pieces:  # type: ignore[type-var]
+        try:
+            while ends:
+                reading = reading or asyncio.ensure_future(anext(pieces, None))
+                waking = asyncio.ensure_future(wake.wait())
+                try:
+                    await asyncio.wait({reading, waking}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waking.cancel()
+                wake.clear()
+                for place in list(latest):
+                    yield place, latest.pop(place), []
+                if reading.done():
+                    piece, reading = reading.result(), None
+                    if piece is None:
+                        return
+                    if piece[0] in ends and piece[1].token_ids:
+                        ends.pop(piece[0])()
+                    yield piece
+        finally:
+            for end in ends.values():
+                end()
+            if reading is not None:
+                reading.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await reading
+        async for piece in pieces:
+            yield piece

@@ -1,0 +1,135 @@
+"""`GET /inspect/live`: the engine at work as a stream of events, for `headrace top`.
+
+Where keys are set it needs an administrator's. The first event is the state, the second a snapshot of the blocks. With
+`follow=true` each step follows, and the state each second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, cast
+
+import msgspec
+from starlette.applications import Starlette
+
+from headrace.engine.client import EngineClient
+from headrace.insight.explainer import Explainer
+from headrace.insight.live import MAX_VIEWERS, Feed, Viewer
+from headrace.insight.state import State, state_of
+from headrace.protocol.errors import QueueFullError, RequestError
+from headrace.serve import routing
+from headrace.serve.call.models import ModelSet
+from headrace.serve.errors import CallError
+from headrace.serve.loading import RunningModel
+
+INTERVAL_S = 1 / 30
+STATE_S = 1.0
+
+
+class LiveEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One of these: `state` as in `insight.state`, `snapshot` and `step` as in `insight.live`."""
+
+    state: State | None = None
+    snapshot: dict[str, Any] | None = None
+    step: dict[str, Any] | None = None
+
+
+class Source:
+    """What all viewers read. The state is encoded once for all of them."""
+
+    def __init__(self, client: EngineClient, explainer: Explainer, models: ModelSet) -> None:
+        self.client = client
+        self._models = models
+        self.feed = explainer.feed = Feed(client.watching.watch)
+        self._lives = explainer.lives
+        self._state, self._time = b"", 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine goes on: its model is loaded, and the server does not end."""
+        client = self.client
+        is_loaded = any(model.client is client for model in self._models.running)
+        return is_loaded and not (client.is_draining or client.dead.is_set())
+
+    def state(self) -> bytes:
+        """Return the state as JSON, at most half of `STATE_S` old."""
+        now = time.monotonic()
+        if now - self._time > STATE_S / 2:
+            self._state, self._time = msgspec.json.encode(LiveEvent(state=state_of(self.client, self._lives, now))), now
+        return self._state
+
+
+class View:
+    """The answer of a `LiveStream`: a viewer who is there until `close`."""
+
+    id = ""
+    size = 0
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.viewer: Viewer | None = source.feed.subscribe()
+
+    def close(self) -> None:
+        viewer, self.viewer = self.viewer, None
+        if viewer is not None:
+            self.source.feed.unsubscribe(viewer)
+
+
+class LiveStream(routing.Readable):
+    """A stream that ends with the server, or, unless it `follows`, after the first events."""
+
+    def __init__(self, view: View, follows: bool) -> None:
+        super().__init__(view, stream=True)
+        self._follows = follows
+
+    async def whole(self) -> None:
+        raise NotImplementedError("a live stream is never whole")
+
+    async def events(self) -> AsyncIterator[bytes]:
+        source, due = self.answer.source, 0.0
+        while self.answer.viewer is not None and source.is_open:
+            messages = []
+            if (now := time.monotonic()) >= due:
+                messages, due = [source.state()], now + STATE_S
+            messages += self.answer.viewer.take()
+            if messages:
+                yield b"".join(b"data: " + message + b"\n\n" for message in messages)
+            if not self._follows:
+                return
+            await asyncio.sleep(INTERVAL_S)
+
+
+def add_routes(app: Starlette, models: ModelSet) -> None:
+    """Add the route. Of several loaded models it shows the first, which is the server's own where it has one."""
+    sources: list[Source] = []
+    app.state.inspected = sources
+
+    def live(query: Mapping[str, str]) -> LiveStream:
+        """The engine at work: its state and blocks; with `follow=true` then the state each second, and each step."""
+        follow = query.get("follow", "false")
+        if follow not in ("true", "false"):
+            raise RequestError("follow", follow, "true or false")
+        running = cast("list[RunningModel]", models.running)
+        if not running:
+            raise CallError(503, "no_model", "no model is loaded", {"retry-after": "1"})
+        if not sources or sources[0].client is not running[0].client:
+            sources[:] = [Source(running[0].client, running[0].explainer, models)]
+        try:
+            return LiveStream(View(sources[0]), follow == "true")
+        except QueueFullError as error:
+            message = f"at most {MAX_VIEWERS} viewers watch at once"
+            raise CallError(503, "too_many_viewers", message, {"retry-after": "1"}) from error
+
+    routing.add(
+        app,
+        "/inspect/live",
+        live,
+        ("GET",),
+        media_type="application/json",
+        streams=routing.EVENT_STREAM,
+        chunks=(LiveEvent,),
+        summary="The engine at work, live.",
+        query=("follow",),
+    )

@@ -1,0 +1,210 @@
+"""`Lifespan`: starts the model that stays loaded, watches over the application while it serves, and ends everything.
+
+The probes read its state. Made by `serve.app`; knows no routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from starlette.applications import Starlette
+
+from headrace.engine.client import EngineClient
+from headrace.insight.explain import Explanation
+from headrace.insight.metrics import ServerMetrics
+from headrace.protocol.errors import EngineDeadError, HeadraceError
+from headrace.serve import startup
+from headrace.serve.apis.openai.storage import Storage
+from headrace.serve.call.models import ModelSet
+from headrace.serve.loading import RunningModel
+
+logger = logging.getLogger("headrace.server")
+
+LAG_INTERVAL_S = 0.1
+LINE = (
+    "Avg prompt throughput: {prompt_tokens_per_second:.1f} tokens/s, "
+    "Avg generation throughput: {generated_tokens_per_second:.1f} tokens/s, "
+    "Running: {num_running} reqs, Waiting: {num_waiting} reqs, "
+    "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}"
+)
+
+
+class Lifespan:
+    """The application's lifespan and its state: loading, ready, sleeping, restarting, stalled, impaired, dead or
+    draining. Without a model that stays loaded it is ready at once, for it can load others.
+
+    Args:
+        models: what is served; `Lifespan` starts and ends the model that stays, and ends the others.
+        log_stats_interval: seconds between two log lines of statistics; 0 for none.
+        policy: the order of waiting requests; None: what the engine of the model that stays says.
+    """
+
+    def __init__(
+        self,
+        models: ModelSet,
+        log_stats_interval: float,
+        storage: Storage,
+        policy: str | None = None,
+    ) -> None:
+        self.models = models
+        self.storage = storage
+        self.failure: BaseException | None = None
+        self.draining = False
+        self.is_cut = False
+        self.ended = asyncio.Event()
+        self.url = ""
+        self.num_routes = 0
+        self._policy = policy
+        self._interval = log_stats_interval
+
+    @property
+    def _default(self) -> RunningModel | None:
+        return cast("RunningModel | None", self.models.default)
+
+    def metrics(self) -> list[ServerMetrics]:
+        """Return the metrics of the models that are loaded."""
+        return [cast(RunningModel, model).metrics for model in self.models.running]
+
+    def explanations(self, name: str) -> list[Explanation]:
+        """Return those of a call that the caller may see, of the models that are loaded (`Explainer.of_call`)."""
+        models = [cast(RunningModel, model) for model in self.models.running]
+        return [each for model in models for each in model.explainer.of_call(name)]
+
+    @property
+    def num_open(self) -> int:
+        """How many requests are open."""
+        return sum(model.client.num_unfinished for model in self.models.running)
+
+    def status(self) -> str:
+        """Return the state in one word, for probes; only "ready" means that requests should be sent here."""
+        if self.draining:
+            return "draining"
+        if self.failure is not None:
+            return "dead"
+        if self.models.is_sleeping:
+            return "sleeping"
+        if self._default is None:
+            return "ready"
+        client = self._default.client
+        if client.dead.is_set():
+            return "dead"
+        if not client.is_started:
+            return "loading"
+        if not client.is_alive:
+            return "restarting" if client.num_restarts or client.is_proven_once else "loading"
+        if client.watchdog.is_stalled:
+            return "stalled"
+        return next((worker.status for worker in self._default.served.workers if worker.status != "ready"), "ready")
+
+    def drain(self, seconds: float) -> None:
+        """Refuse new requests, and end the open ones with an error after `seconds`.
+
+        `draining` may be set earlier: then the probes fail and connections end with their replies, and all calls are
+        answered."""
+        self.draining = True
+        for model in self.models.running:
+            model.client.is_draining = True
+        asyncio.get_running_loop().call_later(seconds, self._end_all)
+
+    def _end_all(self) -> None:
+        error = EngineDeadError("the server is shutting down and could wait no longer")
+        for model in self.models.running:
+            model.client.fail_all(error)
+
+    @contextlib.asynccontextmanager
+    async def run(self, app: Starlette) -> AsyncIterator[None]:
+        """Load in the background, so that probes are answered meanwhile."""
+        tasks = [asyncio.create_task(work()) for work in (self._start, self._log_stats, self._watch_loop)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._default is not None:
+                # First, for it ends what waits for templates and grammars.
+                self._default.served.close()
+            await self.storage.close()
+            await self.models.close(self.is_cut)
+            if self._default is not None:
+                await self._default.close(self.is_cut)
+
+    async def _start(self) -> None:
+        default = self._default
+        if default is not None:
+            logger.info("loading %s; until it is ready, %s answers probes only", default.served.name, self.url)
+        try:
+            if default is not None:
+                await default.served.warm_up()
+                await default.client.start()
+            policy = self._policy if default is None else default.client.info.scheduling_policy
+            self.storage.start(policy)
+        except Exception as error:  # of any kind: a server that stays in loading would hide it
+            self.failure = error
+            expected = isinstance(error, HeadraceError | OSError)
+            logger.critical("the engine did not start: %s", error, exc_info=None if expected else error)
+            self.ended.set()
+            return
+        if default is None:
+            logger.info("ready: %s; models of the folder are loaded when they are named", self.url)
+            return
+        extra = startup.summary(default.client.info, default.path, self.url, self.num_routes)
+        logger.info("ready: %s", self.url, extra=extra)
+        await default.client.dead.wait()
+        self.failure = EngineDeadError("the engine died too often")
+        self.ended.set()
+
+    async def _watch_loop(self) -> None:
+        """Measure how much later than due the event loop runs: something held it, or the interpreter's lock."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            for metrics in self.metrics():
+                metrics.on_lag(max(0.0, loop.time() - due))
+
+    async def _log_stats(self) -> None:
+        lines: dict[EngineClient, StatsLine] = {}
+        while self._interval > 0:
+            clients = {model.client: model.served.name for model in self.models.running}
+            lines = {client: lines.get(client) or StatsLine(client) for client in clients}
+            await asyncio.sleep(self._interval)
+            for client, line in lines.items():
+                fields = line.next(self._interval)
+                if not fields:
+                    continue
+                name = f"{clients[client]}: " if len(clients) > 1 else ""
+                logger.info("%s%s", name, LINE.format(**fields), extra={"fields": {"model": clients[client]} | fields})
+
+
+class StatsLine:
+    """The statistics of an engine, for the log."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._before = client.total
+        self._was_idle = True
+
+    def next(self, seconds: float) -> dict[str, Any]:
+        """Return the numbers of the time since the last call, which was `seconds` ago; none if the engine was idle now
+        and before."""
+        total, now = self._client.total, self._client.stats
+        prompt = total.num_prompt_tokens - self._before.num_prompt_tokens
+        generated = total.num_generated_tokens - self._before.num_generated_tokens
+        is_idle = not (prompt or generated or self._client.num_unfinished)
+        is_silent = is_idle and self._was_idle
+        self._before, self._was_idle = total, is_idle
+        if is_silent:
+            return {}
+        return {
+            "prompt_tokens_per_second": prompt / seconds,
+            "generated_tokens_per_second": generated / seconds,
+            "num_running": now.num_running,
+            "num_waiting": now.num_waiting,
+            "kv_cache_usage": now.kv_cache_usage,
+            "prefix_cache_hit_rate": total.prefix_cache_hits / max(1, total.prefix_cache_queries),
+        }

@@ -1,0 +1,267 @@
+"""Starts models: engine client, tokenizer, template and metrics of each, put together as a `RunningModel`.
+
+The one that the server was started with, and, by `Loader`, those of the models folder. A model's processes, tokenizer
+and metrics belong to it and go with it. Called by `serve.app` and `run-batch`; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace import hub
+from headrace.engine.client import EngineClient, ProcessClient
+from headrace.engine.generation import TextClient
+from headrace.engine.model_facts import ModelFacts, facts_of
+from headrace.engine.model_folder import ModelFolder
+from headrace.engine.tenants import Rates
+from headrace.insight import audit
+from headrace.insight.explainer import Explainer
+from headrace.insight.metrics import ServerMetrics
+from headrace.insight.tracing import Tracer, otlp
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import CheckpointError
+from headrace.serve.call.dialect import Dialect
+from headrace.serve.call.service import ServedModel
+from headrace.text.bounded import BoundedProcess
+from headrace.text.inputs import seed_source
+from headrace.text.templates import ChatTemplate, new_process
+from headrace.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("headrace.server")
+
+STATM = "/proc/{pid}/statm"
+
+
+class RunningModel:
+    """A model with what answers for it. Its engine is started by the caller.
+
+    Args:
+        client: its engine.
+        model: its name, if `server` has none.
+        rates: the limits of the callers, which all models share.
+        defaults: sampling parameters for fields that a request leaves out.
+        seed: seeds the generator of seeds for requests without one, which get them in order of arrival.
+        audits: the reports of `insight.audit.find` on the weights.
+        exporter: an OpenTelemetry `SpanExporter` for the spans of answers; None for no spans.
+        engine: the engine's settings, which name the model's files; None: there are none.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        server: ServerConfig,
+        model: str,
+        rates: Rates | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        audits: Sequence[dict[str, Any]] = (),
+        exporter: Any = None,
+        engine: EngineConfig | None = None,
+    ) -> None:
+        name = (server.served_model_name or [model])[0]
+        self.client = client
+        self._engine = engine
+        self._facts: ModelFacts | None = None
+        self.metrics = ServerMetrics(client, name)
+        self.tracer = None if exporter is None else Tracer(exporter, name, self.metrics)
+        self.explainer = Explainer(self.metrics, self.tracer or self.metrics, tokenizer)
+        client.observer = self.explainer
+        front = TextClient(client, tokenizer, self.explainer, rates)
+        self.served = served = served_model(front, template, server, model, defaults, seed)
+        served.quality = functools.partial(audit.of_form, audits)
+        served.explanations = self.explainer.of_requests
+        served.follow_prompt = self.explainer.follow_prompt
+        served.digest = self._digest
+        self.metrics.num_helper_faults = lambda: served.num_helper_faults
+
+    @property
+    def path(self) -> Path | None:
+        """The model's directory or GGUF file; None for a model without files."""
+        engine = self._engine
+        return None if engine is None else hub.resolve(engine.model, engine.revision, weights=False)
+
+    def _digest(self) -> str:
+        path = self.path
+        return "" if path is None else hub.digest(path)
+
+    def facts(self) -> ModelFacts | None:
+        """Return what the model's files say, read once; None where there are none. Blocks."""
+        if self._facts is None and self._engine is not None:
+            self._facts = facts_of(hub.resolve(self._engine.model, self._engine.revision))
+        return self._facts
+
+    def memory(self) -> int:
+        """Return the resident bytes of the engine's process and of those beside it; 0 where that is unknown."""
+        pids = [self.client.pid, *(worker.process.pid for worker in self.served.workers)]
+        return sum(_resident(pid) for pid in pids if pid is not None)
+
+    async def close(self, at_once: bool = False) -> None:
+        """End its engine, `at_once` in mid-step, and its other processes."""
+        # The process that renders the templates of a model that stays is shared.
+        processes = [] if self.served.stays_loaded else [worker.process for worker in self.served.workers]
+        self.served.close()
+        await self.client.close(at_once)
+        if processes or self.tracer is not None:
+            await asyncio.to_thread(self._close_rest, processes)
+
+    def _close_rest(self, processes: list[BoundedProcess]) -> None:
+        for process in processes:
+            process.close()
+        if self.tracer is not None:
+            self.tracer.close()
+
+
+class Loader:
+    """Loads models of the folder, with the settings that the server was started with.
+
+    Args:
+        engine, server: the settings; name, tokenizer, revision and names of the model are those of each model.
+        folder: the models folder.
+        rates: the limits of the callers.
+    """
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig, folder: ModelFolder, rates: Rates) -> None:
+        self._engine = msgspec.structs.replace(engine, tokenizer=None, revision=None, record_schedule=None)
+        self._server = server
+        self._folder = folder
+        self._rates = rates
+
+    async def load(self, name: str) -> RunningModel:
+        """Start a model and wait until it makes tokens. Raises `HeadraceError`s."""
+        model: RunningModel | None = None
+        try:
+            model = await asyncio.to_thread(self._prepare, name)
+            await asyncio.gather(model.client.start(), model.served.warm_up())
+            return model
+        except BaseException:
+            if model is not None:
+                await model.close()
+            await asyncio.to_thread(free_memory)
+            raise
+
+    def _prepare(self, name: str) -> RunningModel:
+        engine = msgspec.structs.replace(self._engine, model=str(self._folder.path(name)))
+        # A name that leads here is the model's: `ModelSet` has found it.
+        names = [name, *([f"{name}:latest"] if ":" not in name else [])]
+        server = msgspec.structs.replace(self._server, served_model_name=names, any_model_name=True)
+        exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
+        tokenizer, template = load_text(engine, server, new_process())
+        defaults = advised_params(engine) if server.generation_config == "auto" else {}
+        model = RunningModel(
+            ProcessClient(engine, server),
+            tokenizer,
+            template,
+            server,
+            name,
+            self._rates,
+            defaults,
+            engine.seed,
+            load_audits(engine),
+            exporter,
+            engine,
+        )
+        model.served.stays_loaded = False
+        return model
+
+
+def served_model(
+    front: TextClient,
+    template: ChatTemplate | None,
+    server: ServerConfig,
+    model: str,
+    defaults: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+) -> ServedModel:
+    """Return the model that answers calls; for the arguments see `RunningModel`."""
+    parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
+    dialect = Dialect.of(template, front.tokenizer, *parsers)
+    names = server.served_model_name or [model]
+    any_name = bool(server.any_model_name)
+    return ServedModel(
+        front,
+        names[0],
+        template,
+        defaults,
+        seed_source(seed),
+        dialect,
+        names,
+        any_name,
+        server.trust_request_chat_template,
+    )
+
+
+def load_text(
+    engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None
+) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Load the model's tokenizer and chat template, None for each it lacks. `process` renders the template; None: the
+    one that all templates share. Raises `ModelNotFoundError` and `CheckpointError`."""
+    if engine.skip_tokenizer_init:
+        return None, None
+    path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
+    tokenizer = Tokenizer.load_if_present(path)
+    if tokenizer is None:
+        logger.warning("the model has no tokenizer: prompts must be token ids")
+    elif server.chat_template or tokenizer.chat_template:
+        return tokenizer, ChatTemplate.of(tokenizer, server.chat_template, process)
+    return tokenizer, None
+
+
+def advised_params(engine: EngineConfig) -> dict[str, Any]:
+    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them.
+
+    Raises `CheckpointError` for a value that no request may have.
+    """
+    path = hub.resolve(engine.model, engine.revision, weights=False) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    advised = hub.read_json(path)
+    same = "temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size max_string_length"
+    names = {name: name for name in same.split()} | {"max_new_tokens": "max_tokens"}
+    params = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
+    for theirs, ours in names.items():
+        if ours in params:
+            hub.check_field(path, ours, params[ours], theirs)
+    closes = advised.get("disable_additional_properties", False)
+    if not isinstance(closes, bool):
+        raise CheckpointError(f"{path}: disable_additional_properties: {closes!r} must be true or false")
+    if closes:
+        params["disable_additional_properties"] = True
+    if params:
+        logger.info("sampling defaults from the model's generation_config.json: %s", params)
+    return params
+
+
+def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
+    """Load the quality reports stored with the weights. A file that can not be read is logged."""
+    try:
+        return audit.find(hub.resolve(engine.model, engine.revision, weights=False))
+    except (CheckpointError, OSError) as error:
+        logger.warning("the quality of the model is not shown: %s", error)
+        return []
+
+
+def free_memory() -> None:
+    """Give memory that is free in this process back to the system."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # a C library without it keeps what it has
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(STATM.format(pid=pid)).read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

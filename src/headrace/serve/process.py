@@ -1,0 +1,237 @@
+"""The server's process: its sockets, its signals, the order of its end, and its exit status.
+
+uvicorn runs the connections; what it would log about its life is logged here. Knows no routes and no model. Called by
+`serve.app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import errno
+import gc
+import logging
+import math
+import os
+import signal
+import socket
+from typing import Any, Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+
+from headrace.protocol.config import ServerConfig
+from headrace.protocol.errors import HeadraceError
+from headrace.serve.gates.connection import Connection
+
+logger = logging.getLogger("headrace.server")
+
+STREAM_END_S = 5.0
+"""Seconds that a client has to read the last event of its stream after draining ends."""
+LAST_TASKS_S = 1.0
+"""Seconds that calls have to end after their connections were cut."""
+BACKLOG = 2048
+"""Connections that the system keeps until the server takes them."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FAILED = 1
+"""The exit status of a server that could not start, or whose engine died too often."""
+FIRST_OF_SIGNALS = 128
+"""Added to the number of the signal that ended a drain, as shells do."""
+
+
+class ListenError(HeadraceError):
+    """The server can not listen at its address."""
+
+    code = "listen_error"
+
+
+class Life(Protocol):
+    """The application's life, as `app.state.lifespan` has it.
+
+    Attributes:
+        draining: whether the probes say so.
+        failure: what ended the server, if no signal did.
+        ended: set when the server should end by itself.
+        is_cut: whether the engine is to be ended in mid-step.
+        url: the server's address.
+    """
+
+    draining: bool
+    failure: BaseException | None
+    ended: asyncio.Event
+    is_cut: bool
+    url: str
+
+    @property
+    def num_open(self) -> int:
+        """How many requests are open."""
+        ...
+
+    def drain(self, seconds: float) -> None: ...
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen at every address of `host`. Port 0 is any free one, the same for all of them.
+
+    Raises `ListenError`, which names host, port and what to do.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in dict.fromkeys(places):
+            one = socket.socket(family, socket.SOCK_STREAM)
+            sockets.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind((address[0], sockets[0].getsockname()[1] if sockets[1:] else port, *address[2:]))
+            one.listen(BACKLOG)
+            one.setblocking(False)
+    except OSError as error:
+        for one in sockets:
+            one.close()
+        raise ListenError(_advice(error, host, port)) from error
+    return sockets
+
+
+def _advice(error: OSError, host: str, port: int) -> str:
+    place = f"can not listen on host {host}, port {port}: "
+    if isinstance(error, socket.gaierror):
+        return place + "no such host; set --host to an address of this machine, or to 0.0.0.0 for all of them"
+    if error.errno == errno.EADDRINUSE:
+        return place + f"the port is in use; choose another with --port, or end what `ss -ltnp sport = :{port}` shows"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return place + "this machine does not have that address; set --host to one that it has, or to 0.0.0.0 for all"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return place + "this user may not; choose a port from 1024 with --port"
+    return place + (error.strerror or str(error))
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the address that a client on this machine uses."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that drains after a signal; uvicorn's own raises the signal again after the drain.
+
+    After SIGTERM it serves on for `delay` seconds, while its probes fail: a load balancer needs that time to notice. A
+    further signal ends the delay, one in the drain ends the drain, and one more the process.
+
+    Attributes:
+        last_signal: the signal that ended the drain; None if it took its time.
+    """
+
+    def __init__(self, config: uvicorn.Config, life: Life, delay: float, drain_seconds: float) -> None:
+        super().__init__(config)
+        self.last_signal: signal.Signals | None = None
+        self._life = life
+        self._delay = delay
+        self._drain_seconds = drain_seconds
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        loop = asyncio.get_running_loop()
+        # A signal comes while some call is served, whose id is not that of the lines about the signal.
+        surroundings = contextvars.copy_context()
+
+        def on_signal(number: int, frame: Any) -> None:
+            # Not the loop's own handlers: with those, a signal after the loop's end would be a traceback.
+            if loop.is_closed():
+                _exit(number)
+            loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), context=surroundings)
+
+        for name in SIGNALS:
+            signal.signal(name, on_signal)
+        yield
+
+    def _on_signal(self, name: signal.Signals) -> None:
+        if self.force_exit:
+            _exit(name)
+        elif self.should_exit:
+            self.force_exit = self._life.is_cut = True
+            self.last_signal = name
+            logger.warning("%s: ending now; open calls: %d", name.name, self._life.num_open)
+            self._hang_up()
+        elif self._delay and name == signal.SIGTERM and not self._life.draining:
+            self._life.draining = True
+            logger.info("%s: the probes fail, and calls are accepted for %g s", name.name, self._delay)
+            asyncio.get_running_loop().call_later(self._delay, self._end, name)
+        else:
+            self._end(name)
+
+    def _end(self, name: signal.Signals) -> None:
+        if self.should_exit:
+            return
+        self.should_exit = True
+        num_open = self._life.num_open
+        if num_open:
+            text = "%s: open calls: %d; they have %g s to end, and a further signal ends them now"
+            logger.info(text, name.name, num_open, self._drain_seconds)
+        else:
+            logger.info("%s: ending", name.name)
+        self._life.drain(self._drain_seconds)
+        # The last events have been sent by then; calls whose clients do not read end as if these had left.
+        asyncio.get_running_loop().call_later(self._drain_seconds + STREAM_END_S, self._hang_up)
+
+    def _hang_up(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn leaves these out, and what it cancels ends with a traceback in the log.
+            await self.lifespan.shutdown()
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=LAST_TASKS_S)
+
+
+def _exit(number: int) -> None:
+    """End the process without more ado, but for the last lines of the log. The engine's process ends with it."""
+    logging.shutdown()
+    os._exit(FIRST_OF_SIGNALS + number)
+
+
+def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | None = None) -> int:
+    """Serve `app` until a signal comes: drain, stop the engine, return the exit status.
+
+    `sockets` are those of `listen`; without them it listens by the config, and may raise `ListenError`."""
+    sockets = listen(server.host, server.port) if sockets is None else sockets
+    config = uvicorn.Config(
+        app,
+        http=Connection.protocol(server.max_connections_per_peer),  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + 2 * STREAM_END_S),
+    )
+    life = app.state.lifespan
+    life.url = url_of(server.host, sockets[0].getsockname()[1])
+    # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and
+    # delay every call by a tenth of a second.
+    gc.collect()
+    gc.freeze()
+    return asyncio.run(_run(Server(config, life, server.shutdown_delay, server.shutdown_timeout), life, sockets))
+
+
+async def _run(server: Server, life: Life, sockets: list[socket.socket]) -> int:
+    async def stop_when_dead() -> None:
+        await life.ended.wait()
+        server.should_exit = True
+
+    watch = asyncio.create_task(stop_when_dead())
+    try:
+        await server.serve(sockets)
+    finally:
+        watch.cancel()
+    if life.failure is not None or not server.started:
+        return FAILED
+    if server.last_signal is not None:
+        return FIRST_OF_SIGNALS + server.last_signal
+    logger.info("ended")
+    return 0

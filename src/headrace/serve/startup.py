@@ -1,0 +1,76 @@
+"""The summary of a server that is ready: its model, weights, cache, APIs and address, for the log.
+
+Knows the engine's numbers and the model's files. Called by the server's lifespan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace import hub
+from headrace.protocol.errors import CheckpointError
+from headrace.protocol.parameters import APIS
+from headrace.protocol.step import EngineInfo
+
+WEIGHT_FILES = ("*.safetensors", "*.u8")
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def summary(info: EngineInfo, path: Path | None, url: str, num_routes: int) -> Mapping[str, Any]:
+    """Return the `extra` of a record of the log: `rows` for people, and the same as `fields` for programs.
+
+    `path` is the model's directory or GGUF file, None for a model without files; `url` is the server's address."""
+    form, num_bytes = (info.dtype, 0) if path is None else (stored_form(path, info), num_weight_bytes(path))
+    num_tokens, length = info.num_blocks * info.block_size, info.max_model_len
+    engine = f"computed in {info.dtype} by the backend {info.backend} on {info.device}"
+    rows = {
+        "model": f"{info.model}, with a context of {length:,} tokens",
+        "weights": f"{form}, {readable(num_bytes)}; {engine}" if num_bytes else f"{form}; {engine}",
+        "KV cache size": f"{num_tokens:,} tokens in {info.kv_cache_dtype or info.dtype}; "
+        f"maximum concurrency for {length:,} tokens per request: {num_tokens / length:.2f}x",
+        "APIs": f"{', '.join(APIS.values())}; {num_routes} routes, listed at {url}/docs",
+        "address": url,
+    }
+    fields = {
+        "model": info.model,
+        "max_model_len": length,
+        "weights": form,
+        "num_weight_bytes": num_bytes,
+        "dtype": info.dtype,
+        "backend": info.backend,
+        "device": info.device,
+        "num_cache_tokens": num_tokens,
+        "kv_cache_dtype": info.kv_cache_dtype,
+        "apis": list(APIS.values()),
+        "num_routes": num_routes,
+        "address": url,
+    }
+    return {"rows": rows, "fields": fields}
+
+
+def stored_form(path: Path, info: EngineInfo) -> str:
+    """Return the form that the weights are computed in: a quantisation, or the type of plain numbers."""
+    if info.quantization:
+        return info.quantization
+    if path.is_file():
+        return "gguf"
+    try:
+        stored = hub.read_json(path / "config.json").get("quantization_config")
+    except CheckpointError:
+        # The engine has read the file by now, or it needs none.
+        stored = None
+    return str(stored["quant_method"]) if isinstance(stored, dict) and "quant_method" in stored else info.dtype
+
+
+def num_weight_bytes(path: Path) -> int:
+    """Return the bytes of the files of weights; 0 where there are none."""
+    files = [path] if path.is_file() else [file for pattern in WEIGHT_FILES for file in path.glob(pattern)]
+    return sum(file.stat().st_size for file in files)
+
+
+def readable(num_bytes: int) -> str:
+    """Return a number of bytes with a unit of people, such as 1.5 GiB."""
+    size, unit = next(((size, unit) for size, unit in UNITS if num_bytes >= size), (1, "bytes"))
+    return f"{num_bytes / size:.1f} {unit}"

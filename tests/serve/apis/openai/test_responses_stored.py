@@ -1,0 +1,198 @@
+"""Stored responses as streams, conversations, and the count of a response's tokens: OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tests.security import rig
+from tests.support.server import HTTP, Live, inproc
+
+from headrace.protocol.config import ServerConfig
+from headrace.serve.apis.openai.responses_events import Event
+from headrace.serve.apis.openai.responses_replay import Replay
+from headrace.text.tokenizer import Tokenizer
+
+TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}]
+CALL = '<tool_call>{"name": "f", "arguments": {"x": "a long argument"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def replayed(live: Live, response_id: str, query: str = "") -> str:
+    reply = HTTP.get(f"{live.url}/v1/responses/{response_id}?stream=true{query}")
+    assert reply.status_code == 200, reply.text
+    return reply.text
+
+
+def id_of(stream: str) -> str:
+    made: str = json.loads(stream.split("data: ", 1)[1].split("\n")[0])["response"]["id"]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("a plain answer", {}),
+        ("with its numbers", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+        ("a text, and then " + CALL + CALL, {"tools": TOOLS}),
+        ("", {}),
+    ],
+)
+def test_a_stored_response_is_replayed_byte_for_byte(live: Live, say: Any, text: str, more: dict[str, Any]) -> None:
+    say(text)
+    stream = live.post("/v1/responses", {"input": "hi", "stream": True, "max_output_tokens": 400} | more).text
+    assert stream.count("\n\n") > 6
+    assert replayed(live, id_of(stream)) == stream
+    cut = live.post("/v1/responses", {"input": "hi", "stream": True, "max_output_tokens": 3} | more).text
+    assert "response.incomplete" in cut or text == ""
+    assert replayed(live, id_of(cut)) == cut
+
+
+def test_a_replay_begins_behind_the_event_that_the_client_has(live: Live, client: openai.OpenAI) -> None:
+    stream = live.post("/v1/responses", {"input": "hi", "stream": True, "max_output_tokens": 20}).text
+    events = stream.split("\n\n")
+    for after in (0, 3, len(events) - 3, 10**6):
+        assert replayed(live, id_of(stream), f"&starting_after={after}") == "\n\n".join(events[after + 1 :])
+    told = list(client.responses.retrieve(id_of(stream), stream=True, starting_after=5))
+    assert told[0].sequence_number == 6
+    assert told[-1].type in ("response.completed", "response.incomplete")
+    for query in ("stream=yes", "stream=true&starting_after=-1", "stream=true&starting_after=x"):
+        assert HTTP.get(f"{live.url}/v1/responses/{id_of(stream)}?{query}").status_code == 400
+
+
+def test_a_response_in_the_background_is_streamed_while_it_runs(live: Live, client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "fake", "input": "hi", "max_output_tokens": 60, "background": True}
+    given["extra_body"] = {"ignore_eos": True, "seed": 4}
+    events = list(client.responses.create(**given, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.incomplete"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == client.responses.retrieve(events[-1].response.id).output_text
+    made = client.responses.create(**given)
+    assert made.status == "in_progress"
+    again = list(client.responses.retrieve(made.id, stream=True))
+    assert "".join(event.delta for event in again if event.type == "response.output_text.delta") == text
+    # A reader that leaves ends nothing.
+    with client.responses.create(**given, stream=True) as stream:
+        begun = next(iter(stream)).response.id  # type: ignore[union-attr]
+    live.wait(lambda: client.responses.retrieve(begun).status == "incomplete")
+    long = given | {"max_output_tokens": 2000}
+    stream = client.responses.create(**long, stream=True)
+    client.responses.cancel(next(iter(stream)).response.id)  # type: ignore[union-attr]
+    assert list(stream)[-1].type == "response.incomplete"
+
+
+def test_control_a_response_stored_without_cuts_is_replayed_in_one_piece(live: Live) -> None:
+    stream = live.post("/v1/responses", {"input": "hi", "stream": True, "max_output_tokens": 20}).text
+    responses = live.app.state.lifespan.storage.responses
+    entry = responses._entry(id_of(stream))
+    assert len(entry.cuts) > 1
+    replay = Replay(entry.response, [])
+    events: list[Event] = [*replay.opening(), *replay.advance()]
+    [delta] = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert delta == entry.response.output[0].part.text
+
+
+def test_input_tokens_are_those_of_the_response(live: Live, client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "fake", "input": "How many?", "instructions": "Count."}
+    counted = client.responses.input_tokens.count(**given)
+    made = client.responses.create(**given, max_output_tokens=3)
+    assert made.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+    more = client.responses.input_tokens.count(model="fake", input="And?", previous_response_id=made.id)
+    assert more.input_tokens > counted.input_tokens
+    reply = live.post("/v1/responses/input_tokens", {"input": [{"type": "computer_call"}]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input[0].type")
+
+
+def test_a_conversation_grows_with_its_responses(client: openai.OpenAI) -> None:
+    made = client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "My name is Ann."}], metadata={"topic": "names"}
+    )
+    assert (made.object, made.metadata) == ("conversation", {"topic": "names"})
+    one = client.responses.create(model="fake", input="Hello", conversation=made.id, max_output_tokens=4)
+    assert one.conversation is not None
+    assert one.conversation.id == made.id
+    two = client.responses.create(model="fake", input="Again", conversation={"id": made.id}, max_output_tokens=4)
+    items = list(client.conversations.items.list(made.id, order="asc"))
+    assert [item.role for item in items] == ["user", "user", "assistant", "user", "assistant"]  # type: ignore[union-attr]
+    assert len({item.id for item in items}) == 5
+    # The same as a chat that is told all of it.
+    turns = ["My name is Ann.", "Hello", one.output_text, "Again"]
+    roles: list[Any] = ["user", "user", "assistant", "user"]
+    whole: Any = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
+    seed = two.model_extra["seed"] if two.model_extra else None
+    alone = client.responses.create(model="fake", input=whole, max_output_tokens=4, extra_body={"seed": seed})
+    assert (alone.output_text, alone.usage.input_tokens) == (two.output_text, two.usage.input_tokens)  # type: ignore[union-attr]
+
+
+def test_conversations_are_changed_and_deleted(live: Live, client: openai.OpenAI) -> None:
+    warnings = ["topic: unknown, and ignored"]
+    assert live.post("/v1/conversations", {"topic": "x"}).json()["warnings"] == warnings
+    made = client.conversations.create()
+    added = client.conversations.items.create(
+        made.id, items=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    )
+    first, second = added.data
+    assert client.conversations.items.retrieve(first.id, conversation_id=made.id).id == first.id  # type: ignore[arg-type, union-attr]
+    assert client.conversations.items.delete(first.id, conversation_id=made.id).id == made.id  # type: ignore[arg-type]
+    assert [item.id for item in client.conversations.items.list(made.id)] == [second.id]
+    assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
+    assert client.conversations.retrieve(made.id).metadata == {"a": "b"}
+    assert client.conversations.delete(made.id).deleted
+    for call in (client.conversations.retrieve, client.conversations.delete, client.conversations.items.list):
+        with pytest.raises(openai.NotFoundError):
+            call(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="fake", input="x", conversation=made.id)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("", {"items": [{"type": "image_generation_call"}]}, "items[0].type"),
+        ("", {"items": ["a"] * 21}, "items"),
+        ("", {"items": [3]}, "items[0]"),
+        ("", {"metadata": {"k" * 65: "v"}}, "metadata"),
+        ("/{}", {"items": []}, "items"),
+        ("/{}/items", {"items": []}, "items"),
+        ("/{}/items", {}, "items"),
+    ],
+)
+def test_refusals_of_conversations_name_the_field(live: Live, path: str, body: dict[str, Any], param: str) -> None:
+    made = live.post("/v1/conversations", {}).json()["id"]
+    reply = live.post("/v1/conversations" + path.format(made), body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_S_25_a_conversation_is_its_holders_and_outlives_the_server(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    config = ServerConfig(
+        log_stats_interval=0, storage_dir=str(tmp_path / "kept"), api_key_file=rig.write_keys(tmp_path),
+        max_storage_bytes=20_000,
+    )  # fmt: skip
+    alice, bob = rig.bearer(rig.ALICE), rig.bearer(rig.BOB)
+    with Live(inproc(), tokenizer, config) as live:
+        made = live.post("/v1/conversations", {"items": ["hi"]}, headers=alice).json()["id"]
+        url = f"{live.url}/v1/conversations/{made}"
+        for method, path in (("GET", ""), ("GET", "/items"), ("DELETE", ""), ("POST", "/items")):
+            body = {"items": ["x"]} if method == "POST" else None
+            assert HTTP.request(method, url + path, json=body, headers=bob).status_code == 404
+        reply = live.post("/v1/responses", {"input": "x", "conversation": made}, headers=bob)
+        assert reply.status_code == 404
+        # A share of the storage holds so much, and no more; nothing gives way.
+        statuses = {live.post(f"/v1/conversations/{made}/items", {"items": ["x" * 900]}, headers=alice).status_code
+                    for _ in range(8)}  # fmt: skip
+        assert statuses == {200, 413}
+        items = HTTP.get(url + "/items?limit=100", headers=alice).json()["data"]
+    with Live(inproc(), tokenizer, config) as live:
+        url = f"{live.url}/v1/conversations/{made}"
+        assert HTTP.get(url + "/items?limit=100", headers=alice).json()["data"] == items

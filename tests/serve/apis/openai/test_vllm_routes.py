@@ -1,0 +1,79 @@
+"""vLLM's routes beside OpenAI's, over the fake engine."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from typing import Any
+
+import pytest
+from tests.support.server import HTTP, TEMPLATE, Live
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "seed": 1}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 2, "seed": 1}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/score", {"text_1": "hi", "text_2": ["ho", "hi"]}),
+        ("/v1/rerank", {"query": "hi", "documents": ["ho", "hi"]}),
+    ],
+)
+def test_invocations_finds_the_route_by_the_field(live: Live, path: str, body: dict[str, Any]) -> None:
+    varying = {"id": "", "created": 0, "timings": 0}
+    replies = [live.post(each, body) for each in ("/invocations", path)]
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert replies[0].json() | varying == replies[1].json() | varying
+
+
+def test_invocations_streams_and_refuses(live: Live) -> None:
+    reply = live.post("/invocations", {"prompt": "hi", "max_tokens": 2, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.text.endswith("data: [DONE]\n\n")
+    reply = live.post("/invocations", {"inputs": "hi"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "body")
+    assert "messages, prompt, input, text_1, query" in reply.json()["error"]["message"]
+
+
+def test_pooling_has_the_vectors_of_embeddings(live: Live) -> None:
+    vectors = live.post("/v1/embeddings", {"input": ["hi", "ho"]}).json()["data"]
+    reply = live.post("/pooling", {"input": ["hi", "ho"], "task": "embed"}).json()
+    assert [row["data"] for row in reply["data"]] == [row["embedding"] for row in vectors]
+    assert reply["data"][1]["index"] == 1
+    packed = live.post("/pooling", {"input": "hi", "encoding_format": "base64"}).json()["data"][0]["data"]
+    assert len(b64decode(packed)) == 4 * len(vectors[0]["embedding"])
+    reply = live.post("/pooling", {"input": "hi", "task": "classify"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "task")
+
+
+def test_server_info_and_tokenizer_info(live: Live) -> None:
+    info = HTTP.get(live.url + "/server_info").json()
+    assert info["vllm_config"]["cache_config"]["block_size"] == live.client.info.block_size
+    text = HTTP.get(live.url + "/server_info?config_format=text").json()["vllm_config"]
+    assert json.loads(text) == info["vllm_config"]
+    assert HTTP.get(live.url + "/server_info?config_format=xml").status_code == 400
+    told = HTTP.get(live.url + "/tokenizer_info").json()
+    assert told["special_tokens"]["eos_token"] == "<eos>"
+    assert told["chat_template"] == TEMPLATE
+
+
+def test_reset_prefix_cache_forgets_what_was_cached(live: Live) -> None:
+    body = {"prompt": "a prompt of more than one block of tokens", "max_tokens": 1}
+
+    def cached() -> int:
+        num: int = live.post("/v1/completions", body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return num
+
+    assert cached() == 0
+    assert cached() > 0
+    assert HTTP.post(live.url + "/reset_prefix_cache").status_code == 200
+    assert cached() == 0
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_what_is_not_served_has_its_reason(live: Live, path: str) -> None:
+    reply = live.post(path, {"input": "x"})
+    assert reply.status_code == 501
+    assert reply.json()["error"]["message"].startswith(f"{path}: not supported here; ")
+    assert len(reply.json()["error"]["message"]) > 60

@@ -1,0 +1,374 @@
+"""A folder of models behind a live server, by Ollama's own client: what is there, what is loaded, and all changes.
+
+The engines are simulated ones; the files are tiny. `tests/e2e/test_models.py` does it with real models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ollama
+import pytest
+from safetensors.numpy import save_file
+from tests.security.rig import ALICE, ROOT, bearer, write_keys
+from tests.support.server import HTTP, Live, inproc, write_tokenizer
+
+from headrace.cli import models as commands
+from headrace.engine.model_folder import NAME, ModelFolder
+from headrace.hub import choose_files
+from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.errors import HeadraceError, ModelNotFoundError
+from headrace.serve import loading
+from headrace.text.tokenizer import Tokenizer
+
+CONFIG = {"model_type": "llama", "max_position_embeddings": 512, "hidden_size": 8}
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def write_model(folder: Path, seed: int = 0) -> Path:
+    """A checkpoint of 96 parameters that says what it is, and that no engine could run."""
+    folder.mkdir(parents=True)
+    write_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    weights = np.random.default_rng(seed).standard_normal((12, 8), np.float32)
+    save_file({"w": weights}, folder / "model.safetensors")
+    return folder
+
+
+class Folded(Live):
+    """A server with the folder `root`, and no model that stays unless `stays`."""
+
+    def __init__(self, root: Path, tokenizer: Tokenizer, stays: bool = False, **settings: Any) -> None:
+        self.root = root
+        server = ServerConfig(log_stats_interval=0, models_dir=str(root), **settings)
+        super().__init__(inproc(), tokenizer, server, stays, folder=ModelFolder(str(root)))
+
+
+@pytest.fixture(autouse=True)
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model's engine is a simulated one in this process."""
+    monkeypatch.setattr(loading, "ProcessClient", lambda engine, server: inproc())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Folded]:
+    root = tmp_path_factory.mktemp("models")
+    write_model(root / "tiny")
+    write_model(root / "owner" / "named:q8")
+    (root / "not a model").mkdir()
+    (root / "empty").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "ProcessClient", lambda engine, server: inproc())
+        with Folded(root, tokenizer) as live:
+            yield live
+
+
+@pytest.fixture
+def client(server: Folded) -> Iterator[ollama.Client]:
+    made = ollama.Client(host=server.url, timeout=60)
+    yield made
+    made._client.close()
+
+
+def loaded(client: ollama.Client) -> list[str]:
+    return [str(model.model) for model in client.ps().models]
+
+
+def test_K16_tags_and_show_read_the_files_and_load_nothing(server: Folded, client: ollama.Client) -> None:
+    cards = {str(card.model): card for card in client.list().models}
+    assert {"owner/named:q8", "tiny:latest"} <= set(cards)
+    assert {"fake", "not a model", "empty"}.isdisjoint(cards)
+    tiny = cards["tiny:latest"]
+    assert tiny.size == sum((server.root / "tiny" / name).stat().st_size for name in FILES)
+    assert tiny.details is not None
+    details = (tiny.details.format, tiny.details.family, tiny.details.parameter_size, tiny.details.quantization_level)
+    assert details == ("safetensors", "llama", "96", "F32")
+    shown = client.show("tiny")
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["llama.context_length"] == 512
+    assert shown.template == Tokenizer.load(server.root / "tiny").chat_template
+    listed = HTTP.get(server.url + "/v1/models").json()["data"]
+    assert {card["id"]: card["max_model_len"] for card in listed}["tiny"] == 512
+    assert all(str(server.root) not in json.dumps(card) for card in listed)
+    assert loaded(client) == []
+
+
+def test_K16_every_api_loads_what_it_names_and_keep_alive_unloads_it(server: Folded, client: ollama.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    for name in ("tiny", "tiny:latest"):
+        reply = server.post("/v1/chat/completions", body | {"model": name})
+        assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
+    assert server.post("/v1/messages", body | {"model": "owner/named:q8"}).json()["model"] == "owner/named:q8"
+    assert sorted(loaded(client)) == ["owner/named:q8", "tiny:latest"]
+    card = HTTP.get(server.url + "/v1/models/tiny").json()
+    assert (card["max_model_len"], card["root"]) == (2048, "tiny"), "the engine's context, where one runs"
+    assert server.metric("engine_up", model_name="tiny") == 1
+    assert server.post("/completion", {"model": "tiny", "prompt": "x", "n_predict": 1}).status_code == 200
+    assert server.post("/v1/embeddings", {"model": "tiny", "input": "x"}).json()["model"] == "tiny"
+    assert server.post("/tokenize", {"model": "tiny", "prompt": "abc"}).json()["count"] == 3
+    chat = client.chat("tiny", body["messages"], options={"num_predict": 2}, keep_alive=0)  # type: ignore[call-overload]
+    assert chat.done_reason == "length"
+    server.wait(lambda: loaded(client) == ["owner/named:q8"])
+    assert client.generate("owner/named:q8", "", keep_alive=0).done_reason == "unload"
+    assert loaded(client) == []
+    assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
+    assert loaded(client) == [], "a model is not loaded to be unloaded"
+    assert client.generate("tiny", "", keep_alive=-1).done_reason == "load"
+    (model,) = client.ps().models
+    assert model.expires_at is not None
+    assert model.expires_at.year == 9999
+    assert client.generate("tiny", "", keep_alive="30s").done_reason == "load"
+    with pytest.raises(ollama.ResponseError, match="keep_alive: 'soon' is not allowed"):
+        client.generate("tiny", "x", keep_alive="soon")
+    assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
+
+
+def test_K16_names_that_are_not_there_are_refused(server: Folded, client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match=r"model: 'nope' not found; there are .*'tiny'") as caught:
+        client.generate("nope", "x")
+    assert caught.value.status_code == 404
+    reply = server.post("/v1/completions", {"prompt": "x"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+    assert HTTP.get(server.url + "/v1/models/nope").status_code == 404
+    assert HTTP.get(server.url + "/health/ready").json() == {"status": "ready"}
+
+
+def test_K16_a_model_that_can_not_be_loaded_is_an_error_of_its_own(server: Folded, client: ollama.Client) -> None:
+    broken = write_model(server.root / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    reply = server.post("/v1/completions", {"model": "broken", "prompt": "x", "max_tokens": 1})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (500, "model_load_failed")
+    assert error["message"].startswith("the model broken can not be loaded: ")
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1}).status_code == 200
+    client.delete("broken")
+
+
+def test_K16_create_copy_and_delete(server: Folded, client: ollama.Client, tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", seed=1)
+    files = {name: client.create_blob(source / name) for name in FILES}
+    assert client.create("made", files=files).status == "success"
+    assert (server.root / "made" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert [step.status for step in client.create("second", from_="made", stream=True)] == [
+        "writing manifest",
+        "success",
+    ]
+    assert client.copy("made", "third:v1").status == "success"
+    copies = [server.root / name / "model.safetensors" for name in ("made", "second", "third:v1")]
+    assert len({path.stat().st_ino for path in copies}) == 1, "copies share their bytes"
+    client.generate("made", "x", options={"num_predict": 1})
+    assert "made:latest" in loaded(client)
+    assert client.delete("made").status == "success"
+    assert "made:latest" not in loaded(client)
+    assert copies[1].is_file()
+    assert client.generate("third:v1", "x", options={"num_predict": 1}).done
+    for name in ("second", "third:v1"):
+        client.delete(name)
+    assert [path.name for path in server.root.iterdir() if path.name in ("made", "second", "third:v1")] == []
+    with pytest.raises(ollama.ResponseError, match="not found") as caught:
+        client.delete("made")
+    assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="system: not supported here; send it in a request"):
+        client.create("x", from_="tiny", system="Be brief.")
+
+
+def test_S_21_no_name_of_a_request_leaves_the_folder(server: Folded, tmp_path: Path) -> None:
+    outside = write_model(tmp_path / "outside")
+    before = sorted(tmp_path.rglob("*"))
+    names = ["..", "../outside", str(outside), "a/../../outside", ".blobs", ".unfinished/x", "tiny/../tiny", "a/b/c",
+             "a\\b", "tiny\0", "", "x" * 300, os.path.relpath(outside, server.root)]  # fmt: skip
+    for name in names:
+        assert NAME.fullmatch(name) is None
+        for path, body in (
+            ("/api/create", {"model": name, "from": "tiny", "stream": False}),
+            ("/api/create", {"model": "fresh", "from": name, "stream": False}),
+            ("/api/copy", {"source": "tiny", "destination": name}),
+            ("/api/copy", {"source": name, "destination": "fresh"}),
+            ("/api/pull", {"model": name, "stream": False}),
+            ("/api/show", {"model": name}),
+            ("/v1/completions", {"model": name, "prompt": "x"}),
+        ):
+            assert server.post(path, body).status_code in (400, 404), (path, body)
+        reply = HTTP.request("DELETE", server.url + "/api/delete", json={"model": name})
+        assert reply.status_code in (400, 404)
+    digest = "sha256:" + hashlib.sha256(b"{}").hexdigest()
+    assert HTTP.post(f"{server.url}/api/blobs/{digest}", content=b"{}").status_code == 201
+    for name in ("../config.json", "/config.json", "a/config.json", ".config.json", "model.bin", "run.py"):
+        reply = server.post("/api/create", {"model": "fresh", "files": {name: digest}, "stream": False})
+        assert (reply.status_code, "files" in reply.json()["error"]) == (400, True)
+    for bad in ("sha256:..", "sha256:" + "0" * 63, "..%2f..%2fx"):
+        assert HTTP.post(f"{server.url}/api/blobs/{bad}", content=b"{}").status_code in (400, 404)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not (server.root / "fresh").exists()
+
+
+def test_K16_an_upload_is_kept_only_with_its_own_digest(server: Folded) -> None:
+    digest = "sha256:" + hashlib.sha256(b"one").hexdigest()
+    address = f"{server.url}/api/blobs/{digest}"
+    assert HTTP.head(address).status_code == 404
+    reply = HTTP.post(address, content=b"two")
+    assert (reply.status_code, "that of the bytes that came" in reply.json()["error"]) == (400, True)
+    assert HTTP.head(address).status_code == 404
+    assert HTTP.post(address, content=b"one").status_code == 201
+    assert HTTP.head(address).status_code == 200
+    reply = server.post("/api/create", {"model": "one", "files": {"x.gguf": digest}, "stream": False})
+    assert (reply.status_code, str(server.root) in reply.text) == (400, False)
+    assert "made of files that headrace reads: " in reply.json()["error"]
+
+
+def test_K16_only_administrators_change_the_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write_model(tmp_path / "models" / "tiny")
+    with Folded(tmp_path / "models", tokenizer, stays=True, api_key_file=write_keys(tmp_path)) as live:
+        alice, root = bearer(ALICE), bearer(ROOT)
+        calls: list[tuple[str, str, Any]] = [
+            ("POST", "/api/copy", {"source": "tiny", "destination": "other"}),
+            ("POST", "/api/create", {"model": "other", "from": "tiny", "stream": False}),
+            ("DELETE", "/api/delete", {"model": "other"}),
+            ("POST", "/api/pull", {"model": "tiny", "stream": False}),
+            ("POST", f"/api/blobs/sha256:{hashlib.sha256(b'{}').hexdigest()}", {}),
+            ("POST", "/sleep", None),
+            ("POST", "/wake_up", None),
+        ]
+        for method, path, body in calls:
+            assert HTTP.request(method, live.url + path, json=body, headers=alice).status_code == 403
+            assert HTTP.request(method, live.url + path, json=body, headers=root).status_code in (200, 201), path
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        assert live.post("/v1/chat/completions", chat, headers=alice).status_code == 200
+        reply = HTTP.request("DELETE", live.url + "/api/delete", json={"model": "fake"}, headers=root)
+        assert (reply.status_code, "named when the server started" in reply.text) == (400, True)
+
+
+class Hub(ThreadingHTTPServer):
+    """A stand-in for the hub with one repository, which sends `files`."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files = files
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        status, headers, body = 404, {"x-error-code": "RepoNotFound"}, b""
+        name = self.path.rpartition("/")[2]
+        if self.path.startswith("/api/models/owner/name"):
+            siblings = [
+                {"rfilename": key, "size": len(value), "blobId": key} for key, value in self.server.files.items()
+            ]
+            status, headers, body = (
+                200,
+                {},
+                json.dumps({"id": "owner/name", "sha": "a" * 40, "siblings": siblings}).encode(),
+            )
+        elif self.path.startswith("/owner/name/resolve/") and name in self.server.files:
+            body = self.server.files[name]
+            status, headers = 200, {"etag": f'"{hashlib.sha1(body).hexdigest()}"', "x-repo-commit": "a" * 40}
+        self.send_response(status)
+        for key, value in (headers | {"content-length": str(len(body))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_K16_pull_fetches_from_the_hub_and_shows_its_progress(
+    server: Folded, client: ollama.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    source = write_model(tmp_path / "source")
+    files = {name: (source / name).read_bytes() for name in FILES} | {"evil.py": b"x", "README.md": b"x"}
+    hub = Hub(files)
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    steps = list(client.pull("hf.co/owner/name", stream=True))
+    assert steps[0].status == "pulling manifest"
+    assert steps[-1].status == "success"
+    weights = [step for step in steps if step.digest == "sha256:model.safetensors"]
+    assert weights[-1].total == weights[-1].completed == len(files["model.safetensors"])
+    kept = server.root / "owner" / "name"
+    assert sorted(path.name for path in kept.iterdir()) == sorted(FILES), "no code, and nothing of the hub's client"
+    assert client.generate("owner/name", "x", options={"num_predict": 1}).done
+    assert [step.status for step in client.pull("owner/name", stream=True)] == ["success"]
+    commands.rm(["owner/name"], url=server.url)
+    assert (capsys.readouterr().out, kept.exists()) == ("deleted owner/name\n", False)
+    with pytest.raises(HeadraceError, match="other/name: the hub said: "):
+        commands.pull("other/name", url=server.url)
+    with pytest.raises(
+        ollama.ResponseError, match="OWNER/NAME or OWNER/NAME:TAG, a repository of the Hugging Face hub"
+    ):
+        client.pull("llama3.2")
+    hub.shutdown()
+    hub.server_close()
+
+
+def test_K16_of_a_repository_one_model_is_chosen() -> None:
+    plain = ["config.json", "model.safetensors", "tokenizer.json", "README.md", "x/config.json"]
+    assert choose_files(plain, "") == ["config.json", "model.safetensors", "tokenizer.json"]
+    ggufs = ["a-Q2_K.gguf", "a-Q4_K_M.gguf", "a-Q8_0.gguf", "mmproj-f16.gguf", "README.md"]
+    assert choose_files(ggufs, "") == ["a-Q4_K_M.gguf"]
+    assert choose_files(ggufs, "q8_0") == ["a-Q8_0.gguf"]
+    assert choose_files(["b.gguf", "a.gguf"], "latest") == ["a.gguf"]
+    with pytest.raises(ModelNotFoundError, match=r"no model for the tag Q6_K: its GGUF files are a-Q2_K\.gguf"):
+        choose_files(ggufs, "Q6_K")
+    with pytest.raises(ModelNotFoundError, match="no weights that headrace reads"):
+        choose_files(["model.bin"], "")
+
+
+def test_K16_the_commands_show_what_there_is(server: Folded, capsys: Any) -> None:
+    commands.list_models(url=server.url)
+    listed = capsys.readouterr().out
+    assert "tiny:latest" in listed
+    assert "llama 96 F32" in listed
+    commands.show("tiny", url=server.url)
+    assert "context length    512" in capsys.readouterr().out
+    server.post("/api/generate", {"model": "tiny", "stream": False, "keep_alive": -1})
+    commands.ps(url=server.url)
+    assert "the server ends" in capsys.readouterr().out
+    with pytest.raises(HeadraceError, match="'nope' not found"):
+        commands.show("nope", url=server.url)
+
+
+def test_K16_the_model_that_stays_has_its_true_size_and_family(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_model(tmp_path / "model")
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0), engine=EngineConfig(model=str(path))) as live:
+        (card,) = HTTP.get(live.url + "/api/tags").json()["models"]
+        assert card["size"] == sum(file.stat().st_size for file in path.iterdir())
+        assert (card["details"]["family"], card["details"]["parameter_size"]) == ("llama", "96")
+        (card,) = HTTP.get(live.url + "/api/ps").json()["models"]
+        assert card["expires_at"].startswith("9999"), "it stays"
+        reply = live.post("/api/generate", {"model": "fake", "prompt": "x", "stream": False, "keep_alive": "5m"})
+        assert "keep_alive: ignored: the model is loaded as long as the server runs" in reply.json()["warnings"]
+
+
+def test_K16_sleep_and_wake_up(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with Folded(tmp_path, tokenizer, stays=True) as live:
+        body = {"prompt": "x", "max_tokens": 3, "seed": 1}
+        before = live.post("/v1/completions", body).json()["choices"]
+        assert live.post("/sleep?level=3", None).status_code == 400
+        assert live.post("/sleep?level=1", None).status_code == 200
+        assert HTTP.get(live.url + "/is_sleeping").json() == {"is_sleeping": True}
+        assert HTTP.get(live.url + "/health/ready").json() == {"status": "sleeping"}
+        reply = live.post("/v1/completions", body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "sleeping")
+        assert reply.headers["retry-after"] == "10"
+        assert live.post("/wake_up", None).status_code == 200
+        assert HTTP.get(live.url + "/is_sleeping").json() == {"is_sleeping": False}
+        assert live.post("/v1/completions", body).json()["choices"] == before
