@@ -127,7 +127,7 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
         "/inspect/live",
         live,
         ("GET",),
-        media_type="application/json",
+        media_type=routing.EVENT_STREAM,
         streams=routing.EVENT_STREAM,
         chunks=(LiveEvent,),
         summary="The engine at work, live.",
