@@ -294,15 +294,43 @@ def test_a_shape_whose_batched_product_is_inexact_is_done_row_by_row(monkeypatch
     assert same_bits(rowwise.products(a, b), batched)
 
 
+@pytest.mark.parametrize("shape", [(1, 256, 16), (1, 2048, 256), (16, 1024, 128), (16, 2048, 2048), (1, 2048, 2064)])
+def test_I_13_products_by_any_number_of_threads(shape: tuple[int, int, int]) -> None:
+    """Large ones among them, which are not tried before."""
+    m, k, n = shape
+    a, b = randn(1, 3, m, k), randn(2, k, n)
+    for matrix in (b, b.t().contiguous().t()):
+        torch.set_num_threads(1)
+        expected = rowwise.products(a, matrix.expand(3, k, n))
+        for num_threads in (2, 3, 4):
+            torch.set_num_threads(num_threads)
+            for size in (1, 3):
+                assert same_bits(rowwise.products(a[:size], matrix.expand(size, k, n)), expected[:size])
+            assert torch.get_num_threads() == num_threads
+
+
+def test_I_13_control_a_product_that_threads_share_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.bmm
+
+    def shared(a: Tensor, b: Tensor) -> Tensor:
+        return real(a, b) * (1 + 1e-7 * (torch.get_num_threads() > 1))
+
+    monkeypatch.setattr(torch, "bmm", shared)
+    torch.set_num_threads(2)
+    assert not rowwise.one_call_is_exact.__wrapped__(1, 32, 16, False, 2)
+    torch.set_num_threads(1)
+    assert rowwise.one_call_is_exact.__wrapped__(1, 32, 16, False, 1)
+
+
 def test_the_trial_of_batched_products_notices_a_kernel_that_mixes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.bmm
 
     def mixing(a: Tensor, b: Tensor) -> Tensor:
         return real(a, b) * (1 + 1e-7 * (len(a) > 4))
 
-    assert rowwise.one_call_is_exact.__wrapped__(1, 32, 16, False)
+    assert rowwise.one_call_is_exact.__wrapped__(1, 32, 16, False, 1)
     monkeypatch.setattr(torch, "bmm", mixing)
-    assert not rowwise.one_call_is_exact.__wrapped__(1, 32, 16, False)
+    assert not rowwise.one_call_is_exact.__wrapped__(1, 32, 16, False, 1)
 
 
 def test_rows_off_the_cache_line_are_brought_onto_it() -> None:

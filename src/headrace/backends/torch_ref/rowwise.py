@@ -8,7 +8,8 @@ is which shapes allow batched products. Called by the operators of `torch_ref` o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -33,21 +34,45 @@ def padded(size: int) -> int:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """a [B, M, K] times b [B, K, N], float32, each of the B products as if it were alone.
+    """a [B, M, K] times b [B, K, N], float32, each of the B products as one thread computes it alone.
 
     K and N are multiples of 16. `b` may be expanded along B. Where a batched call was seen to give the bits of B lone
-    calls of the same shape, it is used; elsewhere the calls are lone ones: on all of CUDA, whose libraries choose by B,
-    and for large matrices, where a trial would take seconds and a batched call gains nothing.
+    calls of the same shape, it is used, if possible by all threads; elsewhere the calls are lone ones: on all of CUDA,
+    whose libraries choose by B, and for large matrices, where a trial would take seconds and a batched call gains
+    nothing.
     """
     a = aligned(a)
     _, m, k = a.shape
     n = b.shape[2]
-    if a.device.type == "cpu" and k * n <= MAX_TRIAL and one_call_is_exact(m, k, n, b.stride(1) == 1):
+    if a.device.type != "cpu":
+        return _lone_products(a, b)
+    shape = m, k, n, b.stride(1) == 1
+    may_batch = k * n <= MAX_TRIAL
+    if may_batch and one_call_is_exact(*shape, torch.get_num_threads()):
         return torch.bmm(a, b)
-    out = torch.empty(a.shape[0], m, n, device=a.device)
+    with one_thread():
+        return torch.bmm(a, b) if may_batch and one_call_is_exact(*shape, 1) else _lone_products(a, b)
+
+
+def _lone_products(a: Tensor, b: Tensor) -> Tensor:
+    out = torch.empty(a.shape[0], a.shape[1], b.shape[2], device=a.device)
     for i in range(a.shape[0]):
         torch.bmm(a[i : i + 1], b[i : i + 1], out=out[i : i + 1])
     return out
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute by one thread: more of them may split one product's sums, in as many parts as there are."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def aligned(a: Tensor) -> Tensor:
@@ -57,12 +82,14 @@ def aligned(a: Tensor) -> Tensor:
 
 
 @functools.cache
-def one_call_is_exact(m: int, k: int, n: int, transposed: bool) -> bool:
-    """Whether a batched product gives the bits of lone products [m, k] x [k, n] here: tried on random numbers."""
+def one_call_is_exact(m: int, k: int, n: int, transposed: bool, num_threads: int) -> bool:
+    """Whether a batched product by `num_threads`, those of the caller, gives the bits of lone products [m, k] x [k, n]
+    by one thread: tried on random numbers."""
     generator = torch.Generator().manual_seed(m * 1_000_003 + k * 1009 + n)
     a = torch.randn(9, m, k, generator=generator)
     b = torch.randn(n, k, generator=generator).t() if transposed else torch.randn(k, n, generator=generator)
-    alone = torch.cat([torch.bmm(row[None].clone(), b[None]) for row in a])
+    with one_thread():
+        alone = torch.cat([torch.bmm(row[None].clone(), b[None]) for row in a])
     return all(torch.equal(torch.bmm(a[:size], b.expand(size, k, n)), alone[:size]) for size in (1, 2, 3, 4, 8, 9))
 
 
