@@ -120,6 +120,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (Room("serve.gates", "protocol engine serve.errors", HEAVY),),
     (Room("serve.routing", "protocol engine serve.errors serve.gates", HEAVY),),
     (
+        Room("inspector", "protocol engine insight serve.errors serve.gates serve.routing", HEAVY),
         Room("serve.call", "protocol engine text", HEAVY),
         Room("serve.storage", "protocol engine text serve.errors serve.gates", HEAVY),
     ),
@@ -133,7 +134,9 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (
         Room(
             "serve",
-            APIS + " env hub insight serve.apis.openai serve.apis.anthropic serve.apis.ollama serve.apis.llama_server",
+            APIS
+            + " env hub insight inspector"
+            + " serve.apis.openai serve.apis.anthropic serve.apis.ollama serve.apis.llama_server",
             HEAVY,
         ),
     ),

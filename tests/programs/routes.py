@@ -26,7 +26,7 @@ from headrace.serve.apis.ollama import reply as ollama
 from headrace.serve.apis.openai import responses_paths, vllm
 from headrace.serve.app import create_app
 from headrace.serve.errors import OPENAI, Api
-from headrace.serve.gates.auth import PUBLIC_PATHS, class_of
+from headrace.serve.gates.auth import class_of, is_public
 
 APIS: dict[str, Api] = {
     "OpenAI, vLLM": OPENAI,
@@ -101,7 +101,7 @@ def rows(app: Starlette) -> list[tuple[str, ...]]:
     for (path, summary), operations in sorted(by_path.items()):
         first = operations[0]
         methods = ", ".join(operation.method for operation in operations)
-        access = "none" if path in PUBLIC_PATHS else class_of(first.method, path)
+        access = "none" if is_public(path) else class_of(first.method, path)
         text = summary.rstrip(".").replace("|", "\\|")
         if path in ALIASES:
             text = f"another name of `{ALIASES[path]}`"

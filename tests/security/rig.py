@@ -27,10 +27,9 @@ FORMS = {"/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/completions
 READS = ("GET", "HEAD")
 
 # "METHOD path" to the class of keys that opens it; HEAD is GET's.
-ACCESS = {"GET /health/live": "public"}
+ACCESS = dict.fromkeys(["GET /health/live", "GET /", "GET /inspect", "GET /inspector/{name:path}"], "public")
 ACCESS |= dict.fromkeys(
     [
-        "GET /",
         "GET /version",
         "GET /ping",
         "POST /ping",

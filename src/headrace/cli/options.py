@@ -73,6 +73,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "given more than once. By default the server's own pages only.",
         "allowed_hosts": "Host name that requests may use, or *; may be given more than once. By default, on a "
         "loopback address, localhost and the machine's own name; on others, any name.",
+        "inspector": "The web page: the chat at /, and the engine at work at /inspect.",
         "max_requests_per_minute": "Most requests of one key in a minute; further ones get 429. None by default.",
         "max_tokens_per_minute": "Most prompt and answer tokens of one key in a minute; beyond, 429. None by default.",
         "models_dir": "Folder of models, each loaded when a request first names it; see howto-models.md. Without "

@@ -99,6 +99,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     api_key_file: str | None = None
     allowed_origins: list[str] | None = None
     allowed_hosts: list[str] | None = None
+    inspector: bool = True
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
     models_dir: str | None = None

@@ -27,6 +27,7 @@ from headrace.engine.model_folder import ModelFolder
 from headrace.engine.tenants import Limits, Rates
 from headrace.insight.metrics import render
 from headrace.insight.tracing import otlp
+from headrace.inspector import page
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import aliases, explanations, inspector, openapi, process, routing, tokenize
@@ -103,6 +104,8 @@ def create_app(
     _add_operations(app, models, lifespan)
     explanations.add_routes(app, lifespan.explanations)
     inspector.add_routes(app, models)
+    if server.inspector:
+        page.add_routes(app)
     aliases.add_routes(app)
     openapi.add_routes(app, None if default is None or folder is not None else default.served.name, bool(ring))
     lifespan.num_routes = len(routing.operations(app))

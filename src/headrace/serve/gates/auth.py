@@ -31,10 +31,12 @@ CLASSES = ("infer", "metrics", "admin")
 MAX_FILE_BYTES = 2**20
 HIDDEN = "(not shown)"
 
-PUBLIC_PATHS = frozenset({"/health/live"})
+# A page holds no data; what it shows comes from routes that need a key. `/` is the page, or says that a server runs.
+PUBLIC_PATHS = frozenset({"/health/live", "/", "/inspect"})
+PUBLIC_UNDER = "/inspector/"
 ANY = "any"
 """The class of paths that every key opens."""
-_ANY_PATHS = frozenset({"/", "/version", "/ping", "/health", "/openapi.json", "/docs", "/is_sleeping", "/v1/health"})
+_ANY_PATHS = frozenset({"/version", "/ping", "/health", "/openapi.json", "/docs", "/is_sleeping", "/v1/health"})
 _METRICS_PATHS = frozenset({"/metrics", "/load", "/slots"})
 # Calls that change the server or its models, supported here or not.
 _ADMIN_PATHS = frozenset(
@@ -155,7 +157,7 @@ class ApiKeyGate:
         return tenant
 
     def _holder(self, scope: Scope) -> Tenant:
-        if not self._ring or scope["path"] in PUBLIC_PATHS:
+        if not self._ring or is_public(scope["path"]):
             return Tenant()
         key = self._key(scope)
         if key is None:
@@ -178,6 +180,11 @@ class ApiKeyGate:
         if any(scheme != b"bearer" for scheme in schemes) or len(set(matches)) > 1:
             return None
         return matches[0]
+
+
+def is_public(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in PUBLIC_PATHS or path.startswith(PUBLIC_UNDER)
 
 
 def class_of(method: str, path: str) -> str:

@@ -1,0 +1,75 @@
+// The page: its header and menu, and the view that the address names. / is the chat, /inspect#NAME a view.
+
+import { Chat } from "./chat.js";
+import { apiKey, html, render, useEffect, useState } from "./lib.js";
+import { live, useLive } from "./live.js";
+import { VIEWS } from "./views.js";
+
+const THEMES = { auto: "◐", light: "☀", dark: "☾" };
+
+function Theme() {
+  const [theme, setTheme] = useState(localStorage.getItem("headrace.theme") ?? "auto");
+  useEffect(() => {
+    document.documentElement.dataset.theme = theme;
+    localStorage.setItem("headrace.theme", theme);
+  }, [theme]);
+  const names = Object.keys(THEMES);
+  const next = names[(names.indexOf(theme) + 1) % names.length];
+  return html`<button type="button" title="colours: ${theme}" aria-label="Colours: ${theme}; change to ${next}"
+    onClick=${() => setTheme(next)}>${THEMES[theme]}</button>`;
+}
+
+/** Asks for a key when the server refuses the one that there is. */
+function Key({ error }) {
+  const submit = (event) => {
+    event.preventDefault();
+    apiKey.set(event.target.elements.key.value.trim());
+    live.connect();
+  };
+  return html`<form class="key" onSubmit=${submit}>
+    <label>API key <input name="key" type="password" autocomplete="off" required /></label>
+    <button>Use</button><span role="alert">${error.message}</span>
+  </form>`;
+}
+
+function Header({ current }) {
+  const { state, error, isRecorded } = useLive();
+  const status = isRecorded ? "a recording" : error ? "no connection" : !state ? "connecting" : state.is_ready ? "ready" : "not ready";
+  const link = (href, name, title) =>
+    html`<a href=${href} aria-current=${current === name ? "page" : undefined}>${title}</a>`;
+  return html`<header>
+    <span class="brand">headrace</span>
+    <span class="status" role="status">${state?.model ?? ""} · ${status}</span>
+    <nav aria-label="Views">
+      ${link("/", "chat", "Chat")}
+      ${VIEWS.map(([name, title]) => link(`/inspect#${name}`, name, title))}
+    </nav>
+    <${Theme} />
+    ${[401, 403].includes(error?.status) && html`<${Key} error=${error} />`}
+  </header>`;
+}
+
+const address = () => (location.pathname === "/" ? "chat" : location.hash.slice(1) || VIEWS[0][0]);
+
+function Page() {
+  const [name, setName] = useState(address());
+  useEffect(() => {
+    const follow = () => setName(address());
+    addEventListener("hashchange", follow);
+    addEventListener("popstate", follow);
+    return () => {
+      removeEventListener("hashchange", follow);
+      removeEventListener("popstate", follow);
+    };
+  }, []);
+  const [, title, View] = VIEWS.find((each) => each[0] === name) ?? VIEWS[0];
+  const isChat = name === "chat";
+  useEffect(() => {
+    document.title = `${isChat ? "Chat" : title} · headrace`;
+  }, [name]);
+  return html`<${Header} current=${isChat ? "chat" : name} /><main class=${isChat ? "chat" : `view ${name}`}>
+    <${isChat ? Chat : View} key=${name} />
+  </main>`;
+}
+
+render(html`<${Page} />`, document.getElementById("page"));

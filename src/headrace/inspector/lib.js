@@ -1,0 +1,70 @@
+// What every module of the page shares: Preact, calls to the server with the key, and numbers as text.
+
+export {
+  h, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
+} from "./vendor/preact-htm.js";
+
+const KEY = "headrace.key";
+
+export const apiKey = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: (text) => (text ? sessionStorage.setItem(KEY, text) : sessionStorage.removeItem(KEY)),
+};
+
+/** An error reply of the server, in its own words. `status` is HTTP's. */
+export class ServerError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Send a request with the key and return the reply. Throws `ServerError` if its status is not of success. */
+export async function call(path, { method = "GET", body, signal } = {}) {
+  const headers = apiKey.get() ? { authorization: `Bearer ${apiKey.get()}` } : {};
+  const isJson = body !== undefined && !(body instanceof Blob);
+  if (isJson) headers["content-type"] = "application/json";
+  const reply = await fetch(path, { method, headers, body: isJson ? JSON.stringify(body) : body, signal });
+  if (reply.ok) return reply;
+  const text = await reply.text();
+  let message = text;
+  try {
+    const { error } = JSON.parse(text);
+    message = error?.message ?? error ?? text;
+  } catch {
+    // A proxy's error is plain text.
+  }
+  throw new ServerError(reply.status, message);
+}
+
+export const json = async (path, options) => (await call(path, options)).json();
+
+/** Yield the JSON of each event of a streamed reply, until it ends or `[DONE]` comes. */
+export async function* events(path, options) {
+  const reader = (await call(path, options)).body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      if (data === "[DONE]") return;
+      if (data) yield JSON.parse(data);
+    }
+  }
+}
+
+export const count = (number) => Math.round(number).toLocaleString("en-US");
+
+export function seconds(number) {
+  if (number < 1) return `${(1000 * number).toFixed(number < 0.01 ? 2 : 0)} ms`;
+  return number < 60 ? `${number.toFixed(2)} s` : `${Math.floor(number / 60)} min ${Math.round(number % 60)} s`;
+}
+
+export function bytes(number) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = number < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(number) / 10));
+  return `${(number / 1024 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
+}

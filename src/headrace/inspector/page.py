@@ -1,0 +1,77 @@
+"""Routes of the page's files. They are public: a page holds no data; what it shows comes from routes that need a key.
+
+`/` is the chat where the `Accept` header names HTML, and Ollama's reply elsewhere. Called by `serve.app`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from headrace.serve import routing
+from headrace.serve.errors import OPENAI
+
+FOLDER = Path(__file__).parent
+MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # A browser compares the tag each time, so that a new server never runs with an old page.
+    "cache-control": "no-cache",
+}
+
+
+class HtmlRoute(Route):
+    """A route that only matches requests for HTML."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        accept = b",".join(value for name, value in scope.get("headers", ()) if name == b"accept")
+        return super().matches(scope) if b"text/html" in accept else (Match.NONE, {})
+
+
+def add_routes(app: Starlette) -> None:
+    """Add `/` for browsers, `/inspect`, and the files under `/inspector/`. They are read once."""
+    senders = {
+        path.relative_to(FOLDER).as_posix(): sender(path)
+        for path in sorted(FOLDER.rglob("*"))
+        if path.suffix in MEDIA_TYPES
+    }
+    shell = senders["index.html"]
+
+    async def file(request: Request) -> Response:
+        send = senders.get(request.path_params["name"])
+        if send is None:
+            raise HTTPException(404)
+        return await send(request)
+
+    for path, endpoint, summary in (
+        ("/inspect", shell, "The page that shows the engine at work."),
+        ("/inspector/{name:path}", file, "A file of the page."),
+    ):
+        app.add_route(path, endpoint, ["GET"])
+        routing.operations(app).append(routing.Operation(path, "GET", summary, OPENAI, media_type="text/html"))
+    app.router.routes.insert(0, HtmlRoute("/", shell, methods=["GET"]))
+
+
+def sender(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that replies with the file."""
+    content = path.read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = HEADERS | {"etag": tag}
+
+    async def send(request: Request) -> Response:
+        if tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=MEDIA_TYPES[path.suffix], headers=headers)
+
+    return send
