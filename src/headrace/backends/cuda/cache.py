@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import KVShape
+from headrace.backends.torch_ref.tensors import zeros
 
 STORED = {
     "float32": torch.float32,
@@ -49,10 +50,10 @@ class KVCache:
     def __init__(self, shape: KVShape, num_blocks: int, block_size: int, dtype: str, device: torch.device) -> None:
         sizes = (shape.num_layers, 2, num_blocks, shape.num_kv_heads, block_size)
         stored = STORED[dtype]
-        codes = torch.zeros(*sizes, shape.head_dim * stored.itemsize, dtype=torch.uint8, device=device)
+        codes = zeros((*sizes, shape.head_dim * stored.itemsize), torch.uint8, device)
         self.dtype = dtype
         self.data = codes.view(stored)
-        self.scales = torch.zeros(sizes, device=device) if dtype in SCALED else None
+        self.scales = zeros(sizes, torch.float32, device) if dtype in SCALED else None
 
     def layer(self, index: int) -> LayerCache:
         keys, values = self.data[index]

@@ -13,7 +13,7 @@ from headrace.backends.base import ITEM_BYTES, KVShape, part_of_memory
 from headrace.backends.torch_ref import rounded
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
-from headrace.backends.torch_ref.tensors import DTYPES, tensor
+from headrace.backends.torch_ref.tensors import DTYPES, tensor, zeros
 from headrace.quant.schemes import SCHEMES
 
 SMALL_MODEL_BYTES = 64 * 2**20
@@ -64,7 +64,7 @@ class TorchRef:
     ) -> EagerProgram:
         shape: KVShape = model.kv_shape
         size = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        kv = torch.zeros(size, dtype=DTYPES.get(kv_dtype, torch.float32), device=self.ops.device)
+        kv = zeros(size, DTYPES.get(kv_dtype, torch.float32), self.ops.device)
         num_threads = num_threads or self.num_threads(self.ops.weight_bytes)
         program = EagerProgram(model, self.ops, kv, num_threads, feature_layers, kv_dtype)
         if kv_dtype == "int4":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +28,13 @@ def tensor(values: Any) -> Tensor:
         bits = torch.from_numpy(bits_of(values))
     dtype: torch.dtype = getattr(torch, type_name(values))
     return bits.view(dtype) if values.dtype.names else bits
+
+
+def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros of which, in main memory, a page is only taken when it is written: torch.zeros writes them all."""
+    if device.type != "cpu":
+        return torch.zeros(*size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(*size)
 
 
 def weight_of(weight: QWeight) -> QWeight:
