@@ -51,6 +51,20 @@ def own_logging() -> Iterator[None]:
     logger.setLevel(before[1])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but every n-th case of a test with `sampled(n)` to the slow tests. With an n that shares no factor with
+    the number of values of an inner parameter, each value of each parameter is in the sample."""
+    num_cases: Counter[tuple[str, str]] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0], str(mark.args)
+            if num_cases[name] % mark.args[0]:
+                item.add_marker("slow")
+            num_cases[name] += 1
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Generator[None, Any, Any]:
     """What a worker of pytest-xdist reports travels as UTF-8, which what a test logs may not be."""

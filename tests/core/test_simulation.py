@@ -19,6 +19,7 @@ def events(seed, overlapping=False):
     return Simulation(seed, overlapping=overlapping).run(NUM_STEPS).events
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 10))
 def test_I_1_to_I_20_hold_under_a_swarm_of_events(first, overlapping):

@@ -55,6 +55,7 @@ def plays_for(drafter: Drafter, backend: str = "cpu", **options: Any) -> list[Pl
     return [Play(number, story) for number, story in enumerate(made)]
 
 
+@pytest.mark.sampled(3)
 @SHAPES
 @ALL
 def test_guesses_depend_on_the_sequence_alone(kind: str, nodes: int) -> None:

@@ -270,6 +270,7 @@ def fuzz(seed: int, name: str, directory: Path, plain: Plain) -> Counter[str]:
 NUM_SEEDS = {"cpu": 16, "torch_ref": 7}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_I_13_random_requests_in_random_worlds(name: str, make_plain: Callable[[str], tuple[Path, Plain]]) -> None:
     directory, plain = make_plain(name)

@@ -51,6 +51,7 @@ def check(made: list[Request], found: object, guilty: int) -> None:
     assert [answer for place, answer in enumerate(found) if place != guilty] == list(wanted.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "after", "most_deaths"), [(KILL, 7, 4), (SEGV, 0, 3), (SEGV, 7, 3), (RAISE, 0, 3), (FREEZE, 7, 3)]
 )

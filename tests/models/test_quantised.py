@@ -40,6 +40,7 @@ def matrices(thing: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
     return [matrix for part in below for matrix in matrices(part, seen)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("quantization", [None, *NAMES])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
 def test_both_backends_have_the_same_weights(model_type: str, quantization: str | None, tmp_path: Path) -> None:
@@ -71,6 +72,7 @@ MOST = 0.025
 """Seen: 0.012 to 0.019, caches of int8 included; float32 without quantisation: 1e-6."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cache", ["float32", "int8"])
 @pytest.mark.parametrize("quantization", NAMES)
 def test_quantised_activations_cost_little(quantization: str, cache: str) -> None:

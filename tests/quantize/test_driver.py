@@ -147,6 +147,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("method", "layout"), [("gptq", "gptq"), ("awq", "awq"), ("rtn", "compressed-tensors")])
 @pytest.mark.parametrize("at", [1, 7, 8, 9, 14])
 def test_a_broken_run_goes_on_to_the_same_bytes(tmp_path: Path, small: Path, method: str, layout: str, at: int) -> None:

@@ -62,6 +62,7 @@ def measured_once() -> Iterator[None]:
         yield
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [3.5, 4.6, 6.0])
 def test_budget_and_loss_of_the_built_in_model(bits: float, tmp_path: Path) -> None:
     made = mixed.write(PATH, tmp_path / "mixed.gguf", bits, [ids()])

@@ -97,6 +97,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kinds", [KINDS, 2 * KINDS + HOST_KINDS], ids=["device", "mixed"])
 @pytest.mark.parametrize("size", SIZES)
 def test_outputs_are_those_of_one_step_after_the_other(

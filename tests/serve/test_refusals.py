@@ -150,6 +150,7 @@ def test_every_numeric_field_has_a_row() -> None:
     assert {row for _, _, row in FIELDS} <= set(BOUNDS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("path", "name", "row"), FIELDS)
 def test_S_11_S_12_hostile_numbers(live: Live, path: str, name: str, row: str) -> None:
     bound = BOUNDS[row]

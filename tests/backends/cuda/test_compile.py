@@ -119,6 +119,7 @@ def wrong_with(launches: list[Launch], capability: int) -> list[str]:
     return [fault for launch in launches for fault in faults(compiled(launch, capability))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("capability", [each for each in CAPABILITIES if each != 90])
 @pytest.mark.parametrize("file", HEAVY)
 def test_the_heaviest_compile_for_other_gpus(file: str, capability: int) -> None:
@@ -126,6 +127,7 @@ def test_the_heaviest_compile_for_other_gpus(file: str, capability: int) -> None
     assert not wrong_with([max(launches, key=lambda each: math.prod(each.config.tiles.values()))], capability)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in CAPABILITIES if each != 90)]
 )

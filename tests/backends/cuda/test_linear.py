@@ -60,6 +60,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_writes_what_its_twin_writes(dtype: torch.dtype, case: dict[str, Any]) -> None:

@@ -101,6 +101,7 @@ class Problem:
 SMALL = Heads(10, 2, 24)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", STORED)
 @pytest.mark.parametrize(("pairs", "norms"), [(0, False), (5, False), (12, True)])
 def test_the_kernel_writes_what_its_twin_writes(kind: str, pairs: int, norms: bool) -> None:

@@ -72,6 +72,7 @@ def operators(dtype: torch.dtype, width: int, config: Config) -> dict[str, Calla
     return made
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [64, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_write_what_their_twins_write(dtype: torch.dtype, width: int) -> None:

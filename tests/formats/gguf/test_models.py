@@ -120,6 +120,7 @@ def kl(expected: torch.Tensor, found: torch.Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_blocks_are_the_weights_that_gguf_py_reads(mixture: str, tmp_path: Path) -> None:
     save_random(BIG, tmp_path)

@@ -67,6 +67,7 @@ def expected() -> torch.Tensor:
     return follow(load(PATH, backend="torch_ref", dtype="float32"), ids, [len(ids)])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("level", LEVELS)
 def test_levels_of_the_built_in_model(level: str, expected: torch.Tensor, tmp_path: Path) -> None:
     path, ids = tmp_path / f"{level}.gguf", text_ids()

@@ -179,6 +179,7 @@ def grid(kind: str) -> list[tuple[Problem, list[Floats]]]:
     return problems
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("isa", FAST)
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits_on_every_isa_and_any_number_of_threads(isa: str, kind: str) -> None:
@@ -189,6 +190,7 @@ def test_same_bits_on_every_isa_and_any_number_of_threads(isa: str, kind: str) -
                 assert same(out, right), (problem, num_threads)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(isa: str, kind: str) -> None:
@@ -248,6 +250,7 @@ def test_what_lies_in_slots_that_no_key_occupies_does_not_matter(isa: str, kind:
         assert all(same(a, b) for a, b in zip(outs[0], other, strict=True))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["key", "value", "query"])

@@ -297,6 +297,7 @@ def test_an_answer_of_one_call_ends_with_it() -> None:
         assert parser.ended
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", sorted(formats.FORMATS))
 @given(data=st.data())
 def test_no_text_is_lost_or_refused(form: str, data: st.DataObject) -> None:
@@ -346,6 +347,7 @@ def told(text: str, content: str) -> bool:
 ANYWHERE = sorted({form for form, *_ in CASES} - {"llama3_json", "pythonic", "functionary_v32"})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ANYWHERE)
 @given(data=st.data())
 def test_every_character_is_told_or_belongs_to_a_call(form: str, data: st.DataObject) -> None:
