@@ -66,6 +66,7 @@ def loss(row: dict[str, Any]) -> float:
     return abs(row["perplexity"] / row["reference_perplexity"] - 1)
 
 
+@pytest.mark.slow
 def test_more_bits_lose_less(rows: dict[str, dict[str, Any]]) -> None:
     kl = {name: row["mean_kl"] for name, row in rows.items()}
     assert kl["bf16"] < kl["int8"] < kl["int6"] < kl["int4"] < kl["int4-g128"]

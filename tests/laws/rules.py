@@ -7,6 +7,7 @@ A law is changed here, together with an ADR; see docs/adr/0001-layers-and-laws.m
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import io
 import re
@@ -177,6 +178,12 @@ RIDDLES = re.compile(
 WORKPLACE = re.compile("(?<![\\w.])/" + "(work|root|home|opt|mnt|Users)/" + r"[\w.-]+")
 
 
+@functools.cache
+def tree_of(source: str) -> ast.Module:
+    """The tree of a module, parsed once for all laws. They must not change it."""
+    return ast.parse(source)
+
+
 def sources() -> Iterator[tuple[str, str]]:
     """(module name under headrace, source) of every module of the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -192,7 +199,7 @@ def module_name(path: Path) -> str:
 
 def imports(source: str, module: str = "") -> Iterator[tuple[int, str]]:
     """(line, full dotted name) of everything imported, wherever in the file, `if TYPE_CHECKING` included."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -291,7 +298,7 @@ def core_violations(module: str, source: str) -> list[str]:
         for line, name in imports(source, module)
         if name.split(".")[0] in CORE_FORBIDDEN_MODULES
     ]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Call) and dotted(node.func) in CORE_FORBIDDEN_CALLS:
             broken.append(f"{module}:{node.lineno}: core must not call {dotted(node.func)}")
     return broken
@@ -304,7 +311,7 @@ def danger_violations(module: str, source: str) -> list[str]:
         for line, name in imports(source, module)
         if name.split(".")[0] in DANGEROUS_MODULES or name in DANGEROUS_ATTRIBUTES
     ]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if not isinstance(node, ast.Call):
             continue
         name = dotted(node.func)
@@ -323,7 +330,7 @@ def danger_violations(module: str, source: str) -> list[str]:
 def habit_violations(module: str, source: str) -> list[str]:
     """No assert (it is gone under -O, S-05), no bare except, no error passed over in silence, no vague class names,
     and a docstring in every module that has anything in it."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     broken = []
     if tree.body and ast.get_docstring(tree) is None:
         broken.append(f"{module}: no docstring")
@@ -344,7 +351,7 @@ def habit_violations(module: str, source: str) -> list[str]:
 def word_violations(module: str, source: str) -> list[str]:
     """Names of variables, parameters and attributes of `self` that are bare participles, and riddles in docstrings and
     comments. Fields of structs may have such names: they are those of JSON and of the wire."""
-    tree = ast.parse(source)
+    tree = tree_of(source)
     fields = {
         target
         for node in ast.walk(tree)
@@ -371,7 +378,7 @@ def word_violations(module: str, source: str) -> list[str]:
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
     """(first line, text) of every docstring, and of every run of comments in successive lines."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
     comments: list[tuple[int, str]] = []
@@ -389,7 +396,7 @@ def environment_reads(source: str) -> list[int]:
     """Lines that read the process environment."""
     return [
         node.lineno
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree_of(source))
         if isinstance(node, ast.Attribute | ast.Name)
         and dotted(node) in ("os.environ", "environ", "os.environb", "os.getenv", "getenv")
     ]
@@ -442,7 +449,7 @@ def num_lines(source: str) -> int:
 def num_code_lines(source: str) -> int:
     """Lines that hold code: not blank ones, comments or docstrings, so that explaining costs nothing (ADR 0012)."""
     told: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             told |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -66,6 +66,7 @@ def mean(errors: dict[str, float]) -> float:
     return sum(errors.values()) / len(errors)
 
 
+@pytest.mark.slow
 def test_gptq_and_awq_lose_less_than_rounding_at_four_bits(tmp_path: Path) -> None:
     texts = words(100, 24)
     errors, losses = {}, {}
@@ -202,6 +203,7 @@ def test_plain_layers_stay_to_the_bit(tmp_path: Path, small: Path, monkeypatch: 
     LLM(str(tmp_path / "out"), skip_tokenizer_init=True, num_threads=1).close()
 
 
+@pytest.mark.slow
 def test_smoothquant_is_served_better_than_plain_int8(tmp_path: Path) -> None:
     """Outliers are planted: three channels of each norm are 128 times as large, their weights as much smaller."""
     source, spoilt = Path(shallow()), tmp_path / "spoilt"

@@ -70,6 +70,7 @@ def test_budget_and_loss_of_the_built_in_model(bits: float, tmp_path: Path) -> N
     assert 0 < made.measured < 5 * made.predicted
 
 
+@pytest.mark.slow
 def test_a_mixture_is_below_one_type_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the bits that Q4_K takes for all; the control: the same with types chosen backwards is worse."""
     monkeypatch.setattr(mixed, "LADDER", ("Q4_K",))

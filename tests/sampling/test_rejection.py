@@ -59,6 +59,7 @@ def counts_of(kind: str, num: int, target: np.ndarray = TARGET, purpose: int = n
 KINDS = ["none", "certain", "certain siblings", "drawn", "drawn siblings"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_drawn_is_distributed_as_the_target(kind):
     assert chance_of(counts_of(kind, FEW), TARGET) > 0.01

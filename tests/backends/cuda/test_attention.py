@@ -372,6 +372,7 @@ def is_default(launch: Launch, capability: int) -> bool:
     return launch.config.name == kernel.configs(launch.kernel, *heads, capability)[0].name
 
 
+@pytest.mark.slow
 def test_prefill_uses_wgmma_and_keys_are_loaded_by_sixteen_bytes() -> None:
     few, *_, many = [one for one in launches()[:5] if 90 in one.config.capabilities]
     assert (few.kernel, many.kernel) == (kernel.FEW, kernel.MANY)

@@ -102,6 +102,7 @@ def test_sums_that_are_almost_equal_have_a_small_margin() -> None:
     assert margins[0] < 1e-6
 
 
+@pytest.mark.slow
 def test_the_block_changes_no_token() -> None:
     x = rows()
     draws = [each._replace(position=i) for i, each in enumerate(DRAWS[3:9])]
@@ -131,9 +132,11 @@ def num_fused(launch: Launch) -> int:
     return compiled(launch, 90).ptx.count("fma.rn.f64") - 32 * tokens
 
 
+@pytest.mark.slow
 def test_no_product_is_fused_with_a_sum() -> None:
     assert [num_fused(launch) for launch in launches()] == [0] * len(KERNEL.configs)
 
 
+@pytest.mark.slow
 def test_fused_products_would_be_seen() -> None:
     assert num_fused(launches(fuse=True)[0]) > 0

@@ -305,6 +305,7 @@ def loop_over_weights(cubin: Cubin) -> list[str]:
     return [body for body in cubin.loops() if any("MMA" in name for name in body)][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [64, 128])
 def test_few_instructions_unpack_a_weight(group: int) -> None:
     for config in KERNEL.configs[:2]:

@@ -122,6 +122,7 @@ def test_real_models(shared_data: Path, name: str, tmp_path: Path) -> None:
         assert kl(expected, found) <= most
 
 
+@pytest.mark.slow
 def test_tokenizers_of_many_kinds_or_a_clear_refusal(shared_data: Path, tmp_path: Path) -> None:
     """Each of the real tokenizers is read back as it was, or refused by name of what GGUF can not say."""
     refusals, num_written = [], 0

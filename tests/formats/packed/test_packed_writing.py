@@ -204,6 +204,7 @@ print(*peak(reader.RELEASE_BYTES), peak(2**40)[0])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads /proc")
 def test_loading_takes_the_packed_size_and_one_layer(tmp_path: Path) -> None:
     """100 M weights in bfloat16 (200 MB) become codes of a byte each in the toy backend; mapped pages count."""
