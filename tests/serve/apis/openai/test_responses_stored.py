@@ -110,7 +110,7 @@ def test_input_tokens_are_those_of_the_response(live: Live, client: openai.OpenA
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
     more = client.responses.input_tokens.count(model="fake", input="And?", previous_response_id=made.id)
     assert more.input_tokens > counted.input_tokens
-    reply = live.post("/v1/responses/input_tokens", {"input": [{"type": "computer_call"}]})
+    reply = live.post("/v1/responses/input_tokens", {"input": [{"type": "item_reference"}]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input[0].type")
 
 
@@ -159,7 +159,7 @@ def test_conversations_are_changed_and_deleted(live: Live, client: openai.OpenAI
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("", {"items": [{"type": "image_generation_call"}]}, "items[0].type"),
+        ("", {"items": [{"type": "item_reference", "id": "msg_1"}]}, "items[0].type"),
         ("", {"items": ["a"] * 21}, "items"),
         ("", {"items": [3]}, "items[0]"),
         ("", {"metadata": {"k" * 65: "v"}}, "metadata"),
