@@ -131,6 +131,22 @@ def test_K16_every_api_loads_what_it_names_and_keep_alive_unloads_it(server: Fol
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
 
 
+def test_K16_lookups_are_about_the_model_that_the_query_names(server: Folded) -> None:
+    props = HTTP.get(server.url + "/props?model=tiny").json()
+    assert (props["model_alias"], props["default_generation_settings"]["n_ctx"]) == ("tiny", 2048)
+    named = HTTP.get(server.url + "/props", params={"model": "owner/named:q8"}).json()
+    assert named["model_alias"] == "owner/named:q8"
+    tokenizer = HTTP.get(server.url + "/tokenizer_info?model=tiny").json()
+    assert tokenizer["chat_template"] == Tokenizer.load(server.root / "tiny").chat_template
+    assert HTTP.get(server.url + "/slots?model=tiny").json()[0]["n_ctx"] == 2048
+    info = HTTP.get(server.url + "/server_info?model=tiny").json()
+    assert info["vllm_config"]["model_config"]["served_model_name"] == ["tiny", "tiny:latest"]
+    for path in ("/props", "/tokenizer_info", "/slots", "/server_info"):
+        unnamed = HTTP.get(server.url + path)
+        assert (unnamed.status_code, "model" in unnamed.text) == (400, True), "two models, and none is named"
+        assert HTTP.get(server.url + path + "?model=nope").status_code == 404
+
+
 def test_K16_names_that_are_not_there_are_refused(server: Folded, client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match=r"model: 'nope' not found; there are .*'tiny'") as caught:
         client.generate("nope", "x")
