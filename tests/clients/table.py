@@ -73,5 +73,6 @@ CLIENTS = (
     Client("guidellm", "guidellm_python.py", ("guidellm",)),
     Client("vLLM's offline scripts", "vllm_offline.py", (), "headrace"),
     Client("codex", "codex.py", ("@openai/codex",), "js"),
+    Client("Continue", "continue_cli.py", ("@continuedev/cli",), "js"),
     Client("Claude Code", "claude_code.py", ("@anthropic-ai/claude-code",), "js"),
 )

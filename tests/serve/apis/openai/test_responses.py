@@ -315,32 +315,6 @@ def test_what_is_ignored_is_told(live: Live) -> None:
     assert "warnings" not in live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}).json()
 
 
-def test_a_conversation_with_calls_of_hosted_tools_goes_on(live: Live) -> None:
-    search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}
-    shell = {"type": "local_shell_call_output", "id": "sh_1", "output": "a.txt"}
-    question, more = {"role": "user", "content": "Who?"}, {"role": "user", "content": "When?"}
-    mixed = [question, search, {"role": "assistant", "content": "Ada."}, search, shell, more]
-    plain = [item for item in mixed if "role" in item]
-    settings = {"max_output_tokens": 3, "seed": 1}
-    first = live.post("/v1/responses", {"input": mixed, **settings}).json()
-    again = live.post("/v1/responses", {"input": plain, **settings}).json()
-    assert first["output"][0]["content"] == again["output"][0]["content"]
-    assert first["usage"]["input_tokens"] == again["usage"]["input_tokens"]
-    (warning,) = first["warnings"]
-    assert warning.startswith("input: 3 items of tools")
-    assert warning.endswith("web_search_call, local_shell_call_output")
-    assert "warnings" not in again
-    counted = live.post("/v1/responses/input_tokens", {"input": mixed}).json()
-    assert (counted["input_tokens"], counted["warnings"]) == (again["usage"]["input_tokens"], [warning])
-    # The stored response has all items, and a response that goes on from it leaves them out again.
-    assert len(httpx.get(f"{live.url}/v1/responses/{first['id']}/input_items").json()["data"]) == len(mixed)
-    later = live.post("/v1/responses", {"input": "So?", "previous_response_id": first["id"], **settings}).json()
-    assert later["warnings"] == [warning]
-    created = live.post("/v1/conversations", {"items": mixed}).json()
-    within = live.post("/v1/responses", {"input": "So?", "conversation": created["id"], **settings}).json()
-    assert within["warnings"] == [warning]
-
-
 @pytest.mark.parametrize("path", ["../../etc/passwd", "resp_" + "0" * 32, "%2e%2e%2fx", "file-" + "a" * 32])
 def test_S_08_an_id_is_never_a_path(live: Live, path: str) -> None:
     for url in (f"/v1/responses/{path}", f"/v1/files/{path}", f"/v1/files/{path}/content", f"/v1/batches/{path}"):
