@@ -33,8 +33,8 @@ class Client(NamedTuple):
     script: str
     packages: tuple[str, ...]
     kind: str = "python"
-    seconds: int = 150
-    feature_seconds: int = 60
+    seconds: int = 1_500
+    feature_seconds: int = 300
 
 
 CLIENTS = (
@@ -70,8 +70,9 @@ CLIENTS = (
     Client("aider", "aider_python.py", ("aider-chat",)),
     Client("huggingface_hub", "huggingface_hub_python.py", ("huggingface_hub",)),
     Client("text-generation", "text_generation_python.py", ("text-generation",)),
-    Client("guidellm", "guidellm_python.py", ("guidellm",), seconds=200, feature_seconds=190),
+    Client("guidellm", "guidellm_python.py", ("guidellm",)),
     Client("vLLM's offline scripts", "vllm_offline.py", (), "headrace"),
-    Client("codex", "codex.py", ("@openai/codex",), "js", 300),
-    Client("Claude Code", "claude_code.py", ("@anthropic-ai/claude-code",), "js", 300),
+    Client("codex", "codex.py", ("@openai/codex",), "js"),
+    Client("Continue", "continue_cli.py", ("@continuedev/cli",), "js"),
+    Client("Claude Code", "claude_code.py", ("@anthropic-ai/claude-code",), "js"),
 )

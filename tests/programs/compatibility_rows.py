@@ -268,9 +268,10 @@ APIS = (
     Row(
         "Ollama: pull, create, copy, delete, load and unload",
         "partly",
-        "with `--models-dir`; `create` takes files or a model, without template, system or parameters; no `push`",
+        "with `--models-dir`; `create` takes files or a model, system, parameters and a template in Jinja; no `push`",
         (
             "folder:test_K16_create_copy_and_delete",
+            "folder:test_K16_create_sets_system_template_and_parameters",
             "folder:test_K16_pull_fetches_from_the_hub_and_shows_its_progress",
             "folder:test_K16_every_api_loads_what_it_names_and_keep_alive_unloads_it",
             "ollama:test_ollama_what_is_not_done_is_told",

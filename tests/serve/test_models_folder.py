@@ -131,6 +131,22 @@ def test_K16_every_api_loads_what_it_names_and_keep_alive_unloads_it(server: Fol
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
 
 
+def test_K16_lookups_are_about_the_model_that_the_query_names(server: Folded) -> None:
+    props = HTTP.get(server.url + "/props?model=tiny").json()
+    assert (props["model_alias"], props["default_generation_settings"]["n_ctx"]) == ("tiny", 2048)
+    named = HTTP.get(server.url + "/props", params={"model": "owner/named:q8"}).json()
+    assert named["model_alias"] == "owner/named:q8"
+    tokenizer = HTTP.get(server.url + "/tokenizer_info?model=tiny").json()
+    assert tokenizer["chat_template"] == Tokenizer.load(server.root / "tiny").chat_template
+    assert HTTP.get(server.url + "/slots?model=tiny").json()[0]["n_ctx"] == 2048
+    info = HTTP.get(server.url + "/server_info?model=tiny").json()
+    assert info["vllm_config"]["model_config"]["served_model_name"] == ["tiny", "tiny:latest"]
+    for path in ("/props", "/tokenizer_info", "/slots", "/server_info"):
+        unnamed = HTTP.get(server.url + path)
+        assert (unnamed.status_code, "model" in unnamed.text) == (400, True), "two models, and none is named"
+        assert HTTP.get(server.url + path + "?model=nope").status_code == 404
+
+
 def test_K16_names_that_are_not_there_are_refused(server: Folded, client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match=r"model: 'nope' not found; there are .*'tiny'") as caught:
         client.generate("nope", "x")
@@ -176,8 +192,86 @@ def test_K16_create_copy_and_delete(server: Folded, client: ollama.Client, tmp_p
     with pytest.raises(ollama.ResponseError, match="not found") as caught:
         client.delete("made")
     assert caught.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="system: not supported here; send it in a request"):
-        client.create("x", from_="tiny", system="Be brief.")
+
+
+JINJA = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+
+
+def test_K16_create_sets_system_template_and_parameters(server: Folded, client: ollama.Client) -> None:
+    tiny = (server.root / "tiny" / "model.safetensors").stat().st_ino
+    parameters: dict[str, Any] = {"temperature": 0.25, "stop": ["<end>", "<x>"], "num_predict": 3, "seed": -1}
+    reply = server.post(
+        "/api/create",
+        {"model": "mario", "from": "tiny", "system": "You are Mario.", "template": JINJA, "stream": False,
+         "parameters": parameters | {"num_ctx": 64, "num_gpu": 1}, "license": "MIT"},
+    )  # fmt: skip
+    assert [line.partition(":")[0] for line in reply.json()["warnings"]] == [
+        "parameters.num_gpu",
+        "parameters.num_ctx",
+        "license",
+    ]
+    assert (server.root / "mario" / "model.safetensors").stat().st_ino == tiny
+    lines = ['stop "<end>"', 'stop "<x>"', "num_predict 3", "temperature 0.25"]
+
+    def check(name: str, system: str) -> None:
+        shown = server.post("/api/show", {"model": name}).json()
+        assert (shown["system"], shown["template"]) == (system, JINJA)
+        assert sorted(shown["parameters"].splitlines()) == sorted(lines)
+        assert shown["modelfile"].splitlines()[:3] == [
+            f"FROM {name}",
+            f'TEMPLATE """{JINJA}"""',
+            f'SYSTEM """{system}"""',
+        ]
+        assert all(f"PARAMETER {line}\n" in shown["modelfile"] for line in lines)
+
+    def prompt(name: str, *roles: str) -> str:
+        messages = [{"role": role, "content": role[0]} for role in roles]
+        return str(server.post("/apply-template", {"model": name, "messages": messages}).json()["prompt"])
+
+    check("mario", "You are Mario.")
+    assert prompt("mario", "user") == "<system>You are Mario.<user>u<assistant>"
+    check("mario", "You are Mario.")
+    assert prompt("mario", "system", "user") == "<system>s<user>u<assistant>", "the request's own"
+    assert prompt("tiny", "user") == "[user]u[a]", "the model that it was made of is as it was"
+    props = HTTP.get(server.url + "/props?model=mario").json()["default_generation_settings"]["params"]
+    assert (props["temperature"], props["stop"]) == (0.25, ["<end>", "<x>"])
+    chat = {"model": "mario", "messages": [{"role": "user", "content": "u"}]}
+    assert server.post("/v1/chat/completions", chat).json()["usage"]["completion_tokens"] == 3
+    assert server.post("/v1/chat/completions", chat | {"max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
+    # A model that is made of it has what it has, but for what it changes.
+    client.create("luigi", from_="mario", system="You are Luigi.")
+    check("luigi", "You are Luigi.")
+    check("mario", "You are Mario.")
+    assert prompt("luigi", "user") == "<system>You are Luigi.<user>u<assistant>"
+    for name in ("mario", "luigi"):
+        client.delete(name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"template": "{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"}, "this one is Go's"),
+        ({"template": "{% for m in messages %}"}, "a chat template in Jinja: Unexpected end of template"),
+        ({"template": "prompts/chat.jinja"}, "a chat template in Jinja, which writes messages"),
+        ({"parameters": {"temperature": -1}}, "parameters.temperature: -1"),
+        ({"parameters": {"num_predict": -3}}, "parameters.num_predict: -3"),
+        ({"parameters": ["temperature"]}, "parameters: "),
+        ({"adapters": {"a.gguf": "sha256:" + "0" * 64}}, "adapters: not supported here; merge the adapter"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages: not supported here"),
+    ],
+)
+def test_K16_create_refuses_what_it_can_not_set(server: Folded, settings: dict[str, Any], message: str) -> None:
+    reply = server.post("/api/create", {"model": "refused", "from": "tiny", "stream": False} | settings)
+    assert (reply.status_code, message in reply.json()["error"]) == (400, True), reply.text
+    assert not (server.root / "refused").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", '{"sampling": {"heat": 1}}', '{"sampling": {"top_p": 3}}', '{"systems": ""}'])
+def test_K16_broken_settings_are_an_error_of_the_model(server: Folded, client: ollama.Client, text: str) -> None:
+    (write_model(server.root / "spoilt") / "headrace.json").write_text(text)
+    reply = server.post("/v1/completions", {"model": "spoilt", "prompt": "x", "max_tokens": 1})
+    assert (reply.status_code, "headrace.json" in reply.text, str(server.root) in reply.text) == (500, True, False)
+    client.delete("spoilt")
 
 
 def test_S_21_no_name_of_a_request_leaves_the_folder(server: Folded, tmp_path: Path) -> None:

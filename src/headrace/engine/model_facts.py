@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 from headrace import gguf, hub
+from headrace.engine import model_settings
+from headrace.engine.model_settings import ModelSettings
 from headrace.protocol.errors import CheckpointError
 
 MAX_HEADER_BYTES = 64 * 2**20
@@ -39,6 +41,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     size: bytes of its files. digest: SHA-256, in hex, of their names, sizes and times. modified: seconds since 1970.
     num_parameters, context_length: 0 where the files do not say. info: Ollama's `model_info`, by GGUF's keys.
+    settings: what was set beside the model's files; their template is `template`.
     """
 
     format: str
@@ -52,6 +55,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     template: str = ""
     parameters: dict[str, Any] = {}
     info: dict[str, Any] = {}
+    settings: ModelSettings = ModelSettings()
 
 
 def files_of(path: Path) -> list[Path]:
@@ -81,8 +85,9 @@ def facts_of(path: Path) -> ModelFacts:
             "modified": max((stat.st_mtime for stat in stats), default=0.0),
             "digest": digest_of(path),
         }
-        weights = hub.resolve(str(path))
-        return _of_gguf(weights, about) if weights.is_file() else _of_directory(weights, about)
+        weights, settings = hub.resolve(str(path)), model_settings.read(path)
+        facts = _of_gguf(weights, about) if weights.is_file() else _of_directory(weights, about)
+        return msgspec.structs.replace(facts, template=settings.template or facts.template, settings=settings)
     except OSError as error:
         raise CheckpointError(f"{path} can not be read: {error}") from error
 

@@ -25,7 +25,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace import hub
+from headrace.engine import model_settings
 from headrace.engine.model_facts import ModelFacts, digest_of, facts_of
+from headrace.engine.model_settings import ModelSettings
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
 
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}"
@@ -34,7 +36,7 @@ FILE_NAME = re.compile(rf"{PART}\.(gguf|safetensors|json|jinja|model|txt)")
 DIGEST = re.compile("sha256:[0-9a-f]{64}")
 NAME_RULE = "NAME, NAME:TAG or OWNER/NAME of letters, digits and . _ + -"
 BLOBS, UNFINISHED, PULLS = ".blobs", ".unfinished", ".pulls"
-
+NO_SETTINGS = ModelSettings()
 
 HUBS = ("https://", "hf.co/", "huggingface.co/")
 """What Ollama's users put before the name of a model on the hub."""
@@ -118,8 +120,9 @@ class ModelFolder:
 
     # -- changes
 
-    def copy(self, source: str, target: str) -> None:
-        """Give a model a second name. The two share the files' bytes on the disk, and each may be deleted.
+    def copy(self, source: str, target: str, settings: ModelSettings = NO_SETTINGS) -> None:
+        """Give a model a second name, and add settings under it. The two share the bytes of the other files on the
+        disk, and each may be deleted.
 
         Raises `RequestError` for a name that none can have."""
         path = self.path(source)
@@ -131,12 +134,13 @@ class ModelFolder:
                 place = folder / file.relative_to(base)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 _link(file, place)
+            model_settings.update(folder, settings)
 
         self._make(target, fill)
 
-    def create(self, target: str, files: Mapping[str, str]) -> None:
-        """Make a model of uploaded files: the digest of each by the name that it gets. Raises `RequestError`, also if
-        they are no model."""
+    def create(self, target: str, files: Mapping[str, str], settings: ModelSettings = NO_SETTINGS) -> None:
+        """Make a model of uploaded files, the digest of each by the name that it gets, and of settings. Raises
+        `RequestError`, also if they are no model."""
         blobs = {name: self.blob(digest) for name, digest in files.items()}
         for name, path in blobs.items():
             if not FILE_NAME.fullmatch(name):
@@ -148,6 +152,7 @@ class ModelFolder:
         def fill(folder: Path) -> None:
             for name, path in blobs.items():
                 _link(path, folder / name)
+            model_settings.update(folder, settings)
 
         self._make(target, fill)
 

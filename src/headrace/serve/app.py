@@ -45,7 +45,7 @@ from headrace.serve.errors import CallError, api_of, error_response, json_respon
 from headrace.serve.gates.auth import ApiKeyGate, KeyRing
 from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.lifespan import Lifespan
-from headrace.serve.loading import Loader, RunningModel, advised_params, load_audits, load_text
+from headrace.serve.loading import Loader, RunningModel, default_params, load_audits, load_text
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -249,7 +249,7 @@ def _serve(engine: EngineConfig, server: ServerConfig, has_model: bool) -> None:
         else:
             exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
             tokenizer, template = load_text(engine, server)
-            defaults = advised_params(engine) if server.generation_config == "auto" else {}
+            defaults = default_params(engine, server)
             client, audits = ProcessClient(engine, server), load_audits(engine)
             about = (server, engine.model, defaults, engine.seed, audits, exporter, engine, folder)
             app = create_app(client, tokenizer, template, *about)

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from headrace import hub
+from headrace.engine import model_settings
 from headrace.engine.client import EngineClient, ProcessClient
 from headrace.engine.generation import TextClient
 from headrace.engine.model_facts import ModelFacts, facts_of
@@ -85,6 +86,7 @@ class RunningModel:
         served.explanations = self.explainer.of_requests
         served.follow_prompt = self.explainer.follow_prompt
         served.digest = self._digest
+        served.system = "" if engine is None else model_settings.read(engine.model).system
         self.metrics.num_helper_faults = lambda: served.num_helper_faults
 
     @property
@@ -159,7 +161,7 @@ class Loader:
         server = msgspec.structs.replace(self._server, served_model_name=names, any_model_name=True)
         exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
         tokenizer, template = load_text(engine, server, new_process())
-        defaults = advised_params(engine) if server.generation_config == "auto" else {}
+        defaults = default_params(engine, server)
         model = RunningModel(
             ProcessClient(engine, server),
             tokenizer,
@@ -214,9 +216,15 @@ def load_text(
     tokenizer = Tokenizer.load_if_present(path)
     if tokenizer is None:
         logger.warning("the model has no tokenizer: prompts must be token ids")
-    elif server.chat_template or tokenizer.chat_template:
-        return tokenizer, ChatTemplate.of(tokenizer, server.chat_template, process)
-    return tokenizer, None
+        return None, None
+    source = model_settings.read(engine.model).template or server.chat_template
+    return tokenizer, ChatTemplate.of(tokenizer, source, process) if source or tokenizer.chat_template else None
+
+
+def default_params(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
+    """Return the sampling parameters for fields that a request leaves out. Raises `CheckpointError`."""
+    advised = advised_params(engine) if server.generation_config == "auto" else {}
+    return advised | model_settings.read(engine.model).sampling
 
 
 def advised_params(engine: EngineConfig) -> dict[str, Any]:

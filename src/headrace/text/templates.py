@@ -246,6 +246,14 @@ class ChatTemplate:
         return result
 
 
+def check_source(source: str, field: str) -> None:
+    """Raise a `RequestError` that names `field` unless the Jinja source of a chat template can be compiled."""
+    reply = shared_process().run(sandbox.RenderJob(source, {}, finds_traits=True), sandbox.RenderResult)
+    error = reply if isinstance(reply, str) else reply.error
+    if error is not None:
+        raise RequestError(field, source, f"a chat template in Jinja: {error[:200]}")
+
+
 def new_process() -> BoundedProcess:
     """Return a process that renders templates."""
     return BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)

@@ -64,6 +64,6 @@ def _():
 
 report.lacks("it reads every answer as a stream: the first column shows it", "stream")
 report.lacks("its own prompt and tools fill it", "system prompt")
-report.lacks("its prompt is longer than the built-in model's context", "any model name")
+report.lacks("it sets no max_tokens: the built-in model writes until its context is full", "any model name")
 report.lacks("not in a command that takes one message", "cancel", "structured output", "reasoning")
 report.lacks("it has none", "embeddings", "max_tokens above the context")

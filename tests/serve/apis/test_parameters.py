@@ -13,7 +13,6 @@ from tests.support.server import Live
 from headrace.serve.apis.anthropic import request as anthropic_request
 from headrace.serve.apis.llama_server import request as llama_request
 from headrace.serve.apis.ollama import request as ollama_request
-from headrace.serve.apis.ollama import service as ollama_service
 from headrace.serve.call import schema
 
 SAMPLING: dict[str, Any] = {
@@ -96,11 +95,11 @@ def test_a_parameter_works_is_told_or_is_refused(live: Live, path: str, name: st
 
 def test_options_of_ollama_work_or_are_told(live: Live) -> None:
     options = {"num_ctx": 9, "num_keep": 4, "tfs_z": 0.5, "penalize_newline": False, "unheard_of": 1}
-    options |= dict.fromkeys(ollama_service.LOADING, 1)
+    options |= dict.fromkeys(ollama_request.LOADING, 1)
     body = {"model": "fake", "prompt": "x", "stream": False, "options": options | {"num_predict": 2}}
     told = {line.partition(": ")[0] for line in live.post("/api/generate", body).json()["warnings"]}
     assert told == {f"options.{name}" for name in options}
-    assert not set(ollama_request.Options.__struct_fields__) & set(ollama_service.LOADING)
+    assert not set(ollama_request.Options.__struct_fields__) & set(ollama_request.LOADING)
 
 
 def test_control_a_parameter_that_is_dropped_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

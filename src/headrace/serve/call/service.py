@@ -88,6 +88,8 @@ class ServedModel:
         # as the last call said that said something; None: what the server was started with.
         self.stays_loaded = True
         self.keep_alive: float | None = None
+        # The system message of conversations that begin with none.
+        self.system = ""
         # What was measured of the model in the form that the engine runs, if anything was.
         self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
         # Returns the explanations of requests, by their ids (`insight.explainer`).
@@ -203,6 +205,9 @@ class ServedModel:
             raise RequestError(
                 "messages", "a chat", "sent to /v1/completions as a prompt: the model has no chat template"
             )
+        messages = call.messages
+        if self.system and not (messages and messages[0].role in ("system", "developer")):
+            messages = [ChatMessage(role="system", content=self.system), *messages]
         variables = dict(call.template_variables)
         for name in RENDER_OPTIONS.intersection(variables):
             raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
@@ -217,7 +222,7 @@ class ServedModel:
             opening = not call.continue_final_message
         work = renderer.run(
             lambda: template.render(
-                call.messages,
+                messages,
                 call.tools.tools,
                 add_generation_prompt=opening,
                 continue_final_message=call.continue_final_message,
@@ -225,7 +230,7 @@ class ServedModel:
             )
         )
         text = await in_time(work, "its prompt was rendered")
-        if template.moves_system(call.messages, bool(call.tools.tools)):
+        if template.moves_system(messages, bool(call.tools.tools)):
             call.warn("messages", "the chat template takes one system message, and first: later ones are the user's")
         for field in template.dropped_arguments(call.messages, bool(call.tools.tools)):
             call.warn(field, "no JSON object: the chat template gets {} in its place")

@@ -273,7 +273,9 @@ def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:
     [
         ({"input": []}, "input"),
         ({"input": 3}, "input"),
-        ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"]}]}, "input[0].type"),
+        ({"input": [{"type": "image_generation_call"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": "x", "tools": [{"type": "wand"}]}, "tools[0].type"),

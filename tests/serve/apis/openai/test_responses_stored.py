@@ -110,8 +110,34 @@ def test_input_tokens_are_those_of_the_response(live: Live, client: openai.OpenA
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
     more = client.responses.input_tokens.count(model="fake", input="And?", previous_response_id=made.id)
     assert more.input_tokens > counted.input_tokens
-    reply = live.post("/v1/responses/input_tokens", {"input": [{"type": "computer_call"}]})
+    reply = live.post("/v1/responses/input_tokens", {"input": [{"type": "item_reference"}]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input[0].type")
+
+
+def test_a_conversation_with_calls_of_hosted_tools_goes_on(live: Live) -> None:
+    search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}
+    shell = {"type": "local_shell_call_output", "id": "sh_1", "output": "a.txt"}
+    question, more = {"role": "user", "content": "Who?"}, {"role": "user", "content": "When?"}
+    mixed = [question, search, {"role": "assistant", "content": "Ada."}, search, shell, more]
+    plain = [item for item in mixed if "role" in item]
+    settings = {"max_output_tokens": 3, "seed": 1}
+    first = live.post("/v1/responses", {"input": mixed, **settings}).json()
+    again = live.post("/v1/responses", {"input": plain, **settings}).json()
+    assert first["output"][0]["content"] == again["output"][0]["content"]
+    assert first["usage"]["input_tokens"] == again["usage"]["input_tokens"]
+    (warning,) = first["warnings"]
+    assert warning.startswith("input: 3 items of tools")
+    assert warning.endswith("web_search_call, local_shell_call_output")
+    assert "warnings" not in again
+    counted = live.post("/v1/responses/input_tokens", {"input": mixed}).json()
+    assert (counted["input_tokens"], counted["warnings"]) == (again["usage"]["input_tokens"], [warning])
+    # The stored response has all items, and a response that goes on from it leaves them out again.
+    assert len(HTTP.get(f"{live.url}/v1/responses/{first['id']}/input_items").json()["data"]) == len(mixed)
+    later = live.post("/v1/responses", {"input": "So?", "previous_response_id": first["id"], **settings}).json()
+    assert later["warnings"] == [warning]
+    created = live.post("/v1/conversations", {"items": mixed}).json()
+    within = live.post("/v1/responses", {"input": "So?", "conversation": created["id"], **settings}).json()
+    assert within["warnings"] == [warning]
 
 
 def test_a_conversation_grows_with_its_responses(client: openai.OpenAI) -> None:
@@ -159,7 +185,7 @@ def test_conversations_are_changed_and_deleted(live: Live, client: openai.OpenAI
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("", {"items": [{"type": "image_generation_call"}]}, "items[0].type"),
+        ("", {"items": [{"type": "item_reference", "id": "msg_1"}]}, "items[0].type"),
         ("", {"items": ["a"] * 21}, "items"),
         ("", {"items": [3]}, "items[0]"),
         ("", {"metadata": {"k" * 65: "v"}}, "metadata"),

@@ -81,9 +81,9 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None) -
     for path in ("/embedding", "/embeddings"):
         routing.post(app, path, llama.embedding, API, takes=EmbeddingRequest, gives=list[reply.LlamaVector])
     routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
-    routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps)
+    routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps, query=("model",))
     routing.post(app, "/props", set_props, API, takes=dict[str, Any], gives=reply.LlamaSuccess)
-    routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("fail_on_no_slot",))
+    routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("model", "fail_on_no_slot"))
     routing.get(app, "/lora-adapters", adapters, API, gives=list[dict[str, Any]])
     routing.post(app, "/lora-adapters", functools.partial(unserved, "/lora-adapters"), API, unserved=True)
     if folder is None:

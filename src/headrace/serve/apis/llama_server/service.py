@@ -180,8 +180,9 @@ class LlamaServer:
             embedded = await vectors(self.model.front, prompts, normalize=request.embd_normalize != -1, field="content")
         return [reply.LlamaVector(index=index, embedding=[row]) for index, row in enumerate(embedded.rows)]
 
-    def props(self) -> reply.LlamaProps:
+    def props(self, query: Mapping[str, str]) -> reply.LlamaProps:
         """What is served, and with which defaults."""
+        self.model.check_model(query.get("model"))
         info, tokenizer = self.model.front.info, self.model.front.tokenizer
         names = tokenizer.special_tokens if tokenizer is not None else {}
         params = SamplingParams(**{"max_tokens": None, **self.model.defaults})
@@ -203,6 +204,7 @@ class LlamaServer:
 
         Those in use come first. Raises `CallError` if all are and `query` has `fail_on_no_slot`.
         """
+        self.model.check_model(query.get("model"))
         client, info = self.model.front.client, self.model.front.info
         num_busy = min(client.stats.num_running, info.max_num_seqs)
         if query.get("fail_on_no_slot", "0") not in ("", "0") and num_busy == info.max_num_seqs:

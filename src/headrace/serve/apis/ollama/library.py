@@ -8,28 +8,38 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import json
 import os
+import re
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.model_facts import ModelFacts
 from headrace.engine.model_folder import ModelFolder, Progress, plain_name
+from headrace.engine.model_settings import ModelSettings
+from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError, UnsupportedError
+from headrace.protocol.parameters import OLLAMA, names_in
+from headrace.protocol.params import SamplingParams
 from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
 from headrace.serve.apis.ollama.reply import API, NDJSON, line
-from headrace.serve.apis.ollama.request import CopyRequest, CreateRequest, ShowRequest
+from headrace.serve.apis.ollama.request import CopyRequest, CreateRequest, Options, ShowRequest, read_options, warn_of
+from headrace.serve.call.call import spelled
 from headrace.serve.call.models import Entry, ModelSet, Running
 from headrace.serve.call.parsing import WarningLines, convert
+from headrace.serve.call.sampling import llama_sampling_of, spelling_of
 from headrace.serve.errors import CallError
 from headrace.serve.gates.limits import body_pieces
+from headrace.text.templates import check_source
 
 OLLAMA_VERSION = "0.21.0"
 """The version of Ollama whose API this one is; Ollama's clients compare it with the one that they need."""
@@ -42,14 +52,14 @@ PIECE_BYTES = 2**20
 SHAPING = {
     "adapters": "merge the adapter into the checkpoint",
     "messages": "send them in a request",
-    "parameters": "set them in a request, or in the model's generation_config.json",
     "quantize": "headrace quantize writes quantised checkpoints and GGUF files",
-    "system": "send it in a request",
-    "template": "it is that of the model's files",
     "modelfile": "send files, or a model in from",
     "path": "send files, or a model in from",
 }
 """Fields of Ollama's create that are not supported, and what to do instead."""
+GO_TEMPLATE = re.compile(r"\{\{-?\s*([.$]|(if|range|with|define|block|template)\b)")
+"""How actions of Go's templates begin, which Jinja does not take."""
+OLLAMA_NAMES = names_in(OLLAMA)
 
 
 class Upload(NamedTuple):
@@ -134,9 +144,10 @@ class Library:
             ("thinking", "<think>" in template or "enable_thinking" in template),
         ]
         return reply.ShowReply(
-            modelfile=f"FROM {name}\n",
-            parameters="\n".join(f"{field} {value}" for field, value in parameters.items()),
+            modelfile=_modelfile(name, facts.settings),
+            parameters="\n".join(_lines_of(dict(parameters) | facts.settings.sampling)),
             template=template,
+            system=facts.settings.system or UNSET,
             details=card.details,
             model_info=info,
             capabilities=["completion", *(ability for ability, has in abilities if has)],
@@ -154,7 +165,7 @@ class Library:
 
     async def create(self, body: dict[str, Any]) -> ProgressAnswer:
         """A model of uploaded files, or under a second name."""
-        request = convert(CreateRequest, body)
+        request = read_options(CreateRequest, body, "parameters")
         for field, instead in SHAPING.items():
             if getattr(request, field):
                 raise UnsupportedError(field, getattr(request, field), instead)
@@ -162,11 +173,12 @@ class Library:
         files = self._files()
         if bool(request.files) == bool(request.from_):
             raise RequestError("files", request.files, "the digests of uploaded files by name, or else from")
+        settings = await _settings_of(request)
         if request.from_:
             source = self._of_folder(request.from_)
-            work = functools.partial(self.models.change, target, files.copy, source, target)
+            work = functools.partial(self.models.change, target, files.copy, source, target, settings)
         else:
-            work = functools.partial(self.models.change, target, files.create, target, request.files)
+            work = functools.partial(self.models.change, target, files.create, target, request.files, settings)
 
         async def lines() -> AsyncGenerator[Progress]:
             yield Progress(status="writing manifest")
@@ -307,6 +319,53 @@ class Library:
                 quantization_level=facts.quantization,
             ),
         )
+
+
+async def _settings_of(request: CreateRequest) -> ModelSettings:
+    """Return what a request sets for the new model; what has no effect ends in its warnings. Raises `RequestError`."""
+    options, system, template = request.parameters or Options(), request.system or "", request.template or ""
+    bounds.check("text", system, "system")
+    with spelled(spelling_of(OLLAMA, "parameters.")):
+        sampling = llama_sampling_of(options, OLLAMA, "parameters.")
+        SamplingParams(**sampling)
+    warn_of(options, "parameters", request)
+    if options.num_ctx is not None:
+        request.warn("parameters.num_ctx", "ignored: the context is that of --max-model-len, or the model's own")
+    if request.license:
+        request.warn("license", "not kept: that of the model's files holds")
+    if template:
+        await asyncio.to_thread(_check_template, template)
+    return ModelSettings(system=system, template=template, sampling=sampling)
+
+
+def _check_template(template: str) -> None:
+    try:
+        check_source(template, "template")
+    except RequestError as error:
+        if not GO_TEMPLATE.search(template):
+            raise
+        bound = "a chat template in Jinja, or left out for the model's own; this one is Go's, which is not read here"
+        raise RequestError("template", template, bound) from error
+    if "messages" not in template or "{" not in template:
+        raise RequestError("template", template, "a chat template in Jinja, which writes messages")
+
+
+def _lines_of(sampling: Mapping[str, Any]) -> list[str]:
+    """Return sampling parameters as lines of Ollama's, one for each value of a list."""
+    lines = []
+    for name, values in sampling.items():
+        for value in values if isinstance(values, list) else [values]:
+            lines.append(f"{OLLAMA_NAMES.get(name, name)} {json.dumps(value) if isinstance(value, str) else value}")
+    return lines
+
+
+def _modelfile(name: str, settings: ModelSettings) -> str:
+    """Return what was set for a model, as Ollama writes it."""
+    lines = [f"FROM {name}"]
+    for word in ("template", "system"):
+        if text := getattr(settings, word):
+            lines.append(f'{word.upper()} """{text}"""')
+    return "\n".join([*lines, *(f"PARAMETER {line}" for line in _lines_of(settings.sampling)), ""])
 
 
 def _facts_of_engine(running: Running) -> ModelFacts:

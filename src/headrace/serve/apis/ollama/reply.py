@@ -152,6 +152,7 @@ class ShowReply(msgspec.Struct, kw_only=True):
     modelfile: str
     parameters: str
     template: str
+    system: str | UnsetType = UNSET
     details: ModelDetails
     model_info: dict[str, Any]
     capabilities: list[str]

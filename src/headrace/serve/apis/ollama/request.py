@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from headrace.protocol.errors import UnsupportedError
 from headrace.protocol.parameters import OLLAMA
-from headrace.serve.call.parsing import Body
+from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import takes_parameters
 from headrace.text import templates
 from headrace.text.templates import ToolCall, check_role
+
+LOADING = (
+    "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
+    "use_mlock", "num_thread", "num_keep",
+)  # fmt: skip
+"""Options that are set when a server starts, not by a request."""
+
+T = TypeVar("T", bound=Body)
 
 
 @takes_parameters(OLLAMA)
@@ -108,7 +117,7 @@ class CreateRequest(Body, forbid_unknown_fields=True, kw_only=True):
     adapters: dict[str, str] | None = None
     messages: list[Any] | None = None
     modelfile: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Options | None = None
     path: str | None = None
     quantize: str | None = None
     system: str | None = None
@@ -123,6 +132,25 @@ class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
     verbose: bool | None = None
     insecure: bool | None = None
     stream: bool | None = None
+
+
+def read_options(kind: type[T], body: dict[str, Any], field: str, ignored: Mapping[str, str] | None = None) -> T:
+    """Return a body whose `field` has options; those of `LOADING` end in warnings. For the rest see `convert`."""
+    options, warnings = body.get(field), Warnings()
+    if isinstance(options, dict):
+        for name in options:
+            if name in LOADING:
+                warnings.add(f"{field}.{name}", "ignored: set when the server starts")
+        body = body | {field: {name: value for name, value in options.items() if name not in LOADING}}
+    return convert(kind, body, ignored, warnings)
+
+
+def warn_of(options: Options, field: str, request: Body) -> None:
+    """Note the options that the engine has nothing for."""
+    if options.tfs_z not in (None, 1.0):
+        request.warn(f"{field}.tfs_z", "ignored: Ollama itself dropped it")
+    if options.penalize_newline is False:
+        request.warn(f"{field}.penalize_newline", "ignored: penalties know no newline")
 
 
 def message_of(turn: Message, field: str) -> templates.ChatMessage:

@@ -29,6 +29,8 @@ from headrace.serve.apis.ollama.request import (
     GenerationRequest,
     Options,
     message_of,
+    read_options,
+    warn_of,
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
@@ -54,11 +56,6 @@ SPELLING = spelling_of(OLLAMA, "options.") | {
     "logprobs": "top_logprobs",
     "tool_choice": "tools",
 }
-# Set when a server starts, not by a request.
-LOADING = (
-    "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
-    "use_mlock", "num_thread", "num_keep",
-)  # fmt: skip
 
 
 T = TypeVar("T", bound=GenerationRequest)
@@ -180,14 +177,7 @@ class Ollama:
 
     def _read(self, kind: type[T], body: dict[str, Any]) -> T:
         """The body of a generation, its options checked. Raises `RequestError`, `ModelNotFoundError`."""
-        options = body.get("options")
-        loading: list[str] = []
-        if isinstance(options, dict):
-            loading = [name for name in options if name in LOADING]
-            body = body | {"options": {name: value for name, value in options.items() if name not in LOADING}}
-        request = convert(kind, body, IGNORED)
-        for name in loading:
-            request.warn(f"options.{name}", "ignored: set when the server starts")
+        request = read_options(kind, body, "options", IGNORED)
         with spelled(SPELLING):
             # Also where the request only loads the model.
             SamplingParams(**llama_sampling_of(request.options or Options(), OLLAMA, "options."))
@@ -204,10 +194,7 @@ class Ollama:
         context = self.model.max_context
         if options.num_ctx is not None and options.num_ctx != context:
             request.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")
-        if options.tfs_z not in (None, 1.0):
-            request.warn("options.tfs_z", "ignored: Ollama itself dropped it")
-        if options.penalize_newline is False:
-            request.warn("options.penalize_newline", "ignored: penalties know no newline")
+        warn_of(options, "options", request)
         if request.logprobs:
             sampling["logprobs"] = request.top_logprobs or 0
         elif request.top_logprobs:

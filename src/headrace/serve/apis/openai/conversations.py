@@ -19,8 +19,14 @@ from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.files import PAGE, NotFoundError, page
 from headrace.serve.apis.openai.reply import Deleted, Page
-from headrace.serve.apis.openai.responses_input import NamedItem, ResponsesRequest, input_items, messages_of
-from headrace.serve.call.parsing import Body, WarningLines, convert
+from headrace.serve.apis.openai.responses_input import (
+    NamedItem,
+    ResponsesRequest,
+    input_items,
+    messages_of,
+    without_hosted,
+)
+from headrace.serve.call.parsing import Body, WarningLines, Warnings, convert
 from headrace.serve.call.schema import check_metadata
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
@@ -174,7 +180,9 @@ def _new_items(entries: list[Any]) -> list[dict[str, Any]]:
         items = input_items(ResponsesRequest(input=entries), secrets.token_hex(16))
     except RequestError as error:
         raise error.renamed(error.field.replace("input", "items", 1)) from None
-    messages_of(None, (NamedItem(f"items[{index}]", item) for index, item in enumerate(items)))
+    named = [NamedItem(f"items[{index}]", item) for index, item in enumerate(items)]
+    # The response that is made of them has the warning.
+    messages_of(None, without_hosted(named, Warnings()))
     return items
 
 

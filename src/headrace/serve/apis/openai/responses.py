@@ -49,6 +49,7 @@ from headrace.serve.apis.openai.responses_input import (
     input_items,
     messages_of,
     read,
+    without_hosted,
 )
 from headrace.serve.apis.openai.responses_replay import RUNNING, StoredStream
 from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
@@ -240,7 +241,7 @@ class Responses:
         items = input_items(request, response_id.partition("_")[2])
         history, named = await self._named(request, items)
         call, tools = chat_call(request, shared)
-        chat = await self._chat(model, request, call, named)
+        chat = await self._chat(model, request, call, without_hosted(named, call.warnings))
         response = self._object(model.name, request, chat, response_id)
         answer = ResponseAnswer(self, request, chat, Entry(response=response, input=items, history=history), tools)
         if stored:
@@ -255,7 +256,9 @@ class Responses:
         """How many tokens a response's prompt has."""
         request, shared = read(body)
         _, named = await self._named(request, input_items(request, "0"))
-        call = msgspec.structs.replace(chat_call(request, shared)[0], messages=messages_of(request.instructions, named))
+        call, _ = chat_call(request, shared)
+        messages = messages_of(request.instructions, without_hosted(named, call.warnings))
+        call = msgspec.structs.replace(call, messages=messages)
         with spelled(call.spelling):
             # The parameters of an answer are checked, though there is none.
             SamplingParams(**{"max_tokens": None, **call.sampling})

@@ -6,7 +6,7 @@ A field that changes the answer and can not be honoured is refused by name; one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +15,7 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.serve.apis.openai.completions import call_fields
-from headrace.serve.apis.openai.responses_tools import ClientTools, client_tools, flat_name
+from headrace.serve.apis.openai.responses_tools import HOSTED_ITEMS, ClientTools, client_tools, flat_name
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_labels, check_metadata, parse
@@ -27,6 +27,7 @@ ROLES = ("user", "assistant", "system", "developer")
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 """Items that are calls, with the field of what is given to the tool."""
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
+ITEMS = "message, reasoning, function_call, custom_tool_call, or the output of a call"
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -222,6 +223,8 @@ def input_items(request: ResponsesRequest, new_id: str) -> list[dict[str, Any]]:
         if not isinstance(entry, dict):
             raise RequestError(f"input[{index}]", entry, "a text or an item")
         item: dict[str, Any] = {"type": "message"} | entry if "role" in entry else dict(entry)
+        if not isinstance(item.get("type"), str):
+            raise RequestError(f"input[{index}].type", item.get("type"), ITEMS)
         if item.get("type") == "message" and isinstance(item.get("content"), str):
             kind = "output_text" if item.get("role") == "assistant" else "input_text"
             item["content"] = [{"type": kind, "text": item["content"]}]
@@ -234,6 +237,16 @@ class NamedItem(NamedTuple):
 
     field: str
     item: Mapping[str, Any]
+
+
+def without_hosted(items: Sequence[NamedItem], warnings: Warnings) -> list[NamedItem]:
+    """Return the items that a chat can carry. Calls of tools that are not served here, and their results, are left out
+    with one warning, so that a conversation that began at another provider goes on."""
+    hosted = [item["type"] for _, item in items if item.get("type") in HOSTED_ITEMS]
+    if hosted:
+        kinds = ", ".join(dict.fromkeys(hosted))
+        warnings.add("input", f"{len(hosted)} items of tools that are not served here are left out: {kinds}")
+    return [each for each in items if each.item.get("type") not in HOSTED_ITEMS]
 
 
 def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[ChatMessage]:
@@ -262,8 +275,7 @@ def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[Ch
             extra = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})
             messages.append(ChatMessage(role="tool", content=_text(item.get("output"), f"{field}.output"), extra=extra))
         else:
-            known = "message, reasoning, function_call, custom_tool_call, or the output of a call"
-            raise RequestError(f"{field}.type", kind, known)
+            raise RequestError(f"{field}.type", kind, ITEMS)
     for message in messages:
         if message.role == "assistant" and not message.tool_calls and message.content is msgspec.UNSET:
             message.content = ""

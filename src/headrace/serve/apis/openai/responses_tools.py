@@ -25,6 +25,13 @@ HOSTED = (
     "code_interpreter", "image_generation", "mcp", "computer", "computer_use", "computer_use_preview", "tool_search",
     "programmatic_tool_calling", *CLIENTS,
 )  # fmt: skip
+HOSTED_ITEMS = (
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
+    "computer_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call",
+    "tool_search_call", "tool_search_output", "additional_tools", "program", "program_output",
+    *(f"{tool}_call" for tool in CLIENTS), *(f"{tool}_call_output" for tool in CLIENTS),
+)  # fmt: skip
+"""Input items that calls of these tools leave in a conversation, with their results."""
 
 
 class CalledTool(NamedTuple):

@@ -72,6 +72,7 @@ def server_info(model: ServedModel, query: Mapping[str, str]) -> ServerInfo:
     form = query.get("config_format", "json")
     if form not in ("json", "text"):
         raise RequestError("config_format", form, "json or text")
+    model.check_model(query.get("model"))
     info = model.front.info
     config: dict[str, dict[str, Any]] = {
         "model_config": {
@@ -98,8 +99,9 @@ def server_info(model: ServedModel, query: Mapping[str, str]) -> ServerInfo:
     return ServerInfo(version=__version__, vllm_config=config if form == "json" else text)
 
 
-def tokenizer_info(model: ServedModel) -> TokenizerInfo:
+def tokenizer_info(model: ServedModel, query: Mapping[str, str]) -> TokenizerInfo:
     """The tokenizer's special tokens and chat template."""
+    model.check_model(query.get("model"))
     tokenizer = model.tokenizer
     return TokenizerInfo(
         tokenizer_class=type(tokenizer).__name__,
@@ -138,8 +140,8 @@ def add_routes(app: Starlette, models: ModelSet, embeddings: Embeddings) -> None
         raise CallError(501, "not_supported_error", f"{path}: not supported here; {UNSERVED[path]}")
 
     routing.post(app, "/invocations", invoke, takes=InvocationRequest, gives=dict[str, Any])
-    routing.get(app, "/server_info", models.bound(server_info), gives=ServerInfo, query=("config_format",))
-    routing.get(app, "/tokenizer_info", models.bound(tokenizer_info), gives=TokenizerInfo)
+    routing.get(app, "/server_info", models.bound(server_info), gives=ServerInfo, query=("model", "config_format"))
+    routing.get(app, "/tokenizer_info", models.bound(tokenizer_info), gives=TokenizerInfo, query=("model",))
     routing.post(app, "/reset_prefix_cache", reset, gives=CacheReset)
     for path in UNSERVED:
         routing.post(app, path, functools.partial(unserved, path), unserved=True)
