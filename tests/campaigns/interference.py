@@ -84,7 +84,7 @@ class TextOracle(Oracle):
 
 def engine(config: EngineConfig) -> EngineCore:
     core = fake.build(config, oracle=TextOracle(fake.VOCAB_SIZE, [fake.EOS]))
-    # C-1 checks the invariants of the scheduler. Here a walk over all blocks at each pause was 40 % of a program's time.
+    # C-1 checks the invariants of the scheduler. Here a walk over all blocks at each pause would take 40 % of the time.
     core.scheduler.check = lambda: None  # type: ignore[method-assign]
     return core
 
