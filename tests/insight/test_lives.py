@@ -150,6 +150,57 @@ def test_the_queue_names_what_it_lacks_and_the_times_before_the_engine_count() -
     assert total(first) == pytest.approx(first.latency)
 
 
+def test_requests_go_on_after_a_restart_under_other_sequences() -> None:
+    names, lives = ("a", "b", "c", "gone"), Lives()
+    core = engine()
+    for name in names:
+        core.add(request(name, [1, 2, 3], 20))
+    for _ in range(4):
+        lives.follow(decode_note(core.step().note))
+    before = {name: life for name in names if (life := lives.find(name))}
+    core = engine()
+    lives.restart()
+    # The new engine counts from the beginning, so the sequence of "c" has now the number that "a" had.
+    for name in ("c", "b", "a"):
+        core.add(request(name, [1, 2, 3], 6))
+    lives.follow(decode_note(core.step().note))
+    assert all(lives.find(name) is before[name] for name in names)
+    assert lives.deliver("gone", lives.ended.get("gone", before["gone"]).since + 1, "error") is before["gone"]
+    assert [life.request_id for life in lives.open()] == ["a", "b", "c"]
+    drain(core, lives)
+    assert all(lives.ended[name] is before[name] for name in names)
+    assert lives.open() == []
+    assert all(total(before[name]) == pytest.approx(before[name].latency) for name in "abc")
+
+
+def test_a_request_that_does_not_come_back_is_forgotten_at_the_next_restart() -> None:
+    lives = Lives()
+    for names in (("a", "gone"), ("a",), ("a",)):
+        core = engine()
+        lives.restart()
+        for name in names:
+            core.add(request(name, [1, 2, 3], 20))
+        lives.follow(decode_note(core.step().note))
+    assert [life.request_id for life in lives.open()] == ["a"]
+
+
+def test_a_request_is_found_without_a_walk_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, lives = engine(max_num_seqs=2, num_gpu_blocks_override=64), Lives()
+    for i in range(300):
+        core.add(request(f"r{i}", [1, 2, 3], 20))
+    lives.follow(decode_note(core.step().note))
+    read: list[str] = []
+    monkeypatch.setattr(Life, "request_id", property(lambda life: read.append("") or life.arrival.request_id))
+    core.add(request("last", [1, 2, 3], 20))
+    lives.follow(decode_note(core.step().note))
+    assert lives.find("last") is not None
+    assert lives.deliver("last", core.clock(), "stop") is not None
+    assert len(read) < 10
+    # The control: a walk is noticed.
+    assert not any(life.request_id == "last" for life in lives.open())
+    assert len(read) >= 300
+
+
 def test_ended_lives_are_bounded() -> None:
     core, lives = engine(), Lives(max_lives=2)
     for name in "abc":

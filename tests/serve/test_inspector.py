@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tests.security import rig
@@ -64,6 +66,32 @@ def test_viewers_are_bounded_and_make_room_again(server: Live) -> None:
             return reply.status_code == 200
 
     Live.wait(is_there_room)
+
+
+def test_HEAD_opens_no_view(server: Live) -> None:
+    with watching(server) as messages:
+        assert "state" in next(messages)
+        [source] = server.app.state.inspected
+        with mock.patch.object(source.feed, "subscribe", wraps=source.feed.subscribe) as subscribe:
+            for _ in range(MAX_VIEWERS + 1):
+                reply = HTTP.head(f"{server.url}/inspect/live?follow=true")
+                assert (reply.status_code, reply.content) == (200, b"")
+                assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+                assert "content-length" not in reply.headers
+            assert subscribe.call_count == 0
+            # The control: GET opens one.
+            assert HTTP.get(f"{server.url}/inspect/live").status_code == 200
+            assert subscribe.call_count == 1
+
+
+def test_a_live_stream_ends_when_the_server_drains(server: Live) -> None:
+    with watching(server) as messages:
+        assert "state" in next(messages)
+        assert "snapshot" in next(messages)
+        server.server.servers[0].get_loop().call_soon_threadsafe(server.app.state.lifespan.drain, 60.0)
+        # A stream that goes on brings the state each second.
+        assert len(list(itertools.islice(messages, 10))) < 10
+    Live.wait(lambda: not server.app.state.inspected[0].feed.is_watched)
 
 
 def test_S_24_only_an_administrator_watches(tokenizer: Tokenizer, tmp_path: Path) -> None:

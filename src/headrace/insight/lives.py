@@ -102,13 +102,14 @@ class Life(msgspec.Struct):
 
 
 class Lives:
-    """The lives of open requests by sequence, and of the last `MAX_LIVES` that ended by request id."""
+    """The lives of open requests by sequence and request id, and of the last `MAX_LIVES` that ended by request id."""
 
     def __init__(self, max_lives: int = MAX_LIVES) -> None:
         self.ended: OrderedDict[str, Life] = OrderedDict()
         self.chunks: deque[Chunk] = deque(maxlen=MAX_CHUNKS)
         self._max_lives = max_lives
         self._open: dict[int, Life] = {}
+        self._open_requests: dict[str, Life] = {}
         self._names: OrderedDict[int, Life] = OrderedDict()
         self._sums = Sums()
         self._last = 0.0
@@ -123,11 +124,10 @@ class Lives:
 
     def find(self, request_id: str) -> Life | None:
         """Return the life of a request by its id."""
-        life = self.ended.get(request_id)
-        return life or next((life for life in self._open.values() if life.request_id == request_id), None)
+        return self.ended.get(request_id) or self._open_requests.get(request_id)
 
     def open(self) -> list[Life]:
-        return list(self._open.values())
+        return list(self._open_requests.values())
 
     def phase_of(self, life: Life) -> str:
         """Return what an open request does: queued, preempted, no_budget, prefill or decode."""
@@ -136,21 +136,28 @@ class Lives:
         return "decode" if life.arrival.seq_id in self._prefilled else "prefill"
 
     def restart(self) -> None:
-        """Note that the engine was replaced: its sequences are gone, and those that go on arrive again."""
+        """Note that the engine was replaced: its sequences are gone, and requests that go on arrive again. The new
+        engine counts its sequences from the beginning. A request that did not come back after the restart before this
+        one was given up meanwhile."""
+        self._open_requests = {life.request_id: life for life in self._open.values()}
+        self._open.clear()
         self._running.clear()
         self._prefilled.clear()
         self._decoding.clear()
+        self._previous = None
 
     def deliver(self, request_id: str, now: float, reason: str = "") -> Life | None:
         """Note that the last token of a request is with its caller. One that the engine has not ended yet, as after a
         stop string, ends here with `reason`. Returns its life, None if that is not known."""
         life = self.ended.get(request_id)
         if life is None:
-            life = next((life for life in self._open.values() if life.request_id == request_id), None)
+            life = self._open_requests.get(request_id)
             if life is not None:
                 if life.since > self._last:  # no step has begun since its state did
                     life.state, life.sums = "busy", self._sums
-                self._end(life.arrival.seq_id, reason, max(life.since, self._last))
+                if self._open.get(life.arrival.seq_id) is life:
+                    self._remove(life.arrival.seq_id)
+                self._end(life, reason, max(life.since, self._last))
         if life is not None:
             life.add("delivery", now - (life.delivered or life.ended))
             life.span("delivery", life.ended, now)
@@ -176,22 +183,23 @@ class Lives:
                 life.misses.append(Miss(start_time, admission, note.token_ids.get(admission.seq_id)))
         self._move_on(step)
         for seq_id, reason in step.ends:
-            self._end(seq_id, reason, ended)
+            life = self._remove(seq_id)
+            if life is not None:
+                self._end(life, reason, ended)
         self._last, self._previous = ended, step
 
     def _arrive(self, arrival: Arrival) -> None:
         came, tokenised, posted, read = arrival.times
         in_step = max(0.0, min(read, self._last) - posted)
         last = self._last = self._last or read
-        life = next((life for life in self._open.values() if life.request_id == arrival.request_id), None)
+        life = self._open_requests.get(arrival.request_id)
         if life is not None:
             # It was in an engine that died.
             self._leave(life, last)
-            del self._open[life.arrival.seq_id]
             life.add("restarting", read - last)
             life.arrival = msgspec.structs.replace(arrival, times=life.arrival.times)
         else:
-            life = Life(arrival)
+            life = self._open_requests[arrival.request_id] = Life(arrival)
             life.add("tokenising", tokenised - came)
             life.add("sending", posted - tokenised)
             life.add("mid_step", in_step)
@@ -334,13 +342,15 @@ class Lives:
             self._prefilled.add(seq_id)
             life.first_token = life.first_token or ended
 
-    def _end(self, seq_id: int, reason: str, ended: float) -> None:
+    def _remove(self, seq_id: int) -> Life | None:
+        """Remove a sequence that the engine has no more. Returns its life, None if that is not known."""
         self._running.discard(seq_id)
         self._prefilled.discard(seq_id)
         self._decoding.discard(seq_id)
-        life = self._open.pop(seq_id, None)
-        if life is None:
-            return
+        return self._open.pop(seq_id, None)
+
+    def _end(self, life: Life, reason: str, ended: float) -> None:
+        del self._open_requests[life.request_id]
         self._leave(life, ended)
         life.ended = life.delivered = ended
         life.reason = reason

@@ -144,6 +144,8 @@ def add(
     operation, takes_body = added[0], added[0].takes is not None or read is not body
 
     async def endpoint(request: Request) -> Any:
+        if operation.streams and request.method == "HEAD":
+            return StreamHead(operation.streams)
         try:
             arguments = [*request.path_params.values()]
             if takes_body:
@@ -327,6 +329,23 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+def stream_headers(media_type: str) -> list[tuple[bytes, bytes]]:
+    """Return the headers of every stream. Those that Starlette makes would declare a length."""
+    return [
+        (b"content-type", f"{media_type}; charset=utf-8".encode()),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ]
+
+
+class StreamHead(Response):
+    """The reply to HEAD where GET streams: the headers alone. Nothing is computed or watched for it."""
+
+    def __init__(self, media_type: str) -> None:
+        super().__init__()
+        self.raw_headers = stream_headers(media_type)
+
+
 class EventStream(Response):
     """An ASGI response of server-sent events, or of lines of JSON. Closes the answer at the end, also after errors."""
 
@@ -335,13 +354,8 @@ class EventStream(Response):
         self._answer = answer
         self._api = api
         self._last_sent = time.monotonic()
-        # The headers of the base class would declare a length.
-        self._sent_headers = [
-            (b"content-type", f"{answer.media_type}; charset=utf-8".encode()),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-            *((name.encode(), value.encode("ascii", "replace")) for name, value in headers.items()),
-        ]
+        self._sent_headers = stream_headers(answer.media_type)
+        self._sent_headers += [(name.encode(), value.encode("ascii", "replace")) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Any) -> None:
         try:
