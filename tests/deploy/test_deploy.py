@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +280,8 @@ def built_without_compiler(folder: Path, pyproject: str, settings: dict[str, str
     """Names of the wheels that the build with pip's `settings` makes where C++ can not be compiled."""
     (folder / "src" / "headrace").mkdir(parents=True)
     (folder / "src" / "headrace" / "__init__.py").touch()
-    for name in ("CMakeLists.txt", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "src" / "headrace" / "inspector", folder / "src" / "headrace" / "inspector")
+    for name in ("CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     (folder / "pyproject.toml").write_text(pyproject)
     code = f"from scikit_build_core.build import build_wheel; build_wheel('out', {settings})"
@@ -293,7 +296,11 @@ def built_without_compiler(folder: Path, pyproject: str, settings: dict[str, str
 
 def test_without_a_compiler_the_package_installs_all_the_same(tmp_path: Path) -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert built_without_compiler(tmp_path / "one", text) == ["headrace-0.1.0-py3-none-any.whl"]
+    [wheel] = built_without_compiler(tmp_path / "one", text)
+    assert wheel == "headrace-0.1.0-py3-none-any.whl"
+    names = set(zipfile.ZipFile(tmp_path / "one" / "out" / wheel).namelist())
+    page = ("index.html", "app.js", "style.css", "vendor/preact-htm.js", "vendor/uplot.js", "vendor/LICENSE.htm")
+    assert {f"headrace/inspector/{name}" for name in page} <= names
     assert built_without_compiler(tmp_path / "other", text.replace('wheel.py-api = "py3"\n', "")) == []
 
 

@@ -39,6 +39,8 @@ HALL = (
     "backends.step",
 )
 SPLIT = ("backends", "serve.apis")
+# JavaScript and CSS of the page, without the libraries in vendor/.
+MAX_PAGE_LINES = 2_500
 MAX_CONFIG_FIELDS = 70
 MAX_ENVIRONMENT_VARIABLES = 8
 
@@ -440,6 +442,21 @@ def large_wings(lines: Mapping[str, int]) -> dict[str, int]:
     """The wings that have more code lines than they may, of the lines of each area."""
     most = MAX_CODE_LINES_OF_WING
     return {name: num for name, num in lines.items() if name != "hall" and num > most.get(name, MAX_WING_CODE_LINES)}
+
+
+def page_files() -> dict[str, str]:
+    """Names and texts of the page's JavaScript and CSS, without the libraries."""
+    folder = PACKAGE / "inspector"
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".js", ".css"))
+    names = {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: path.read_text(encoding="utf-8") for name, path in names.items() if not name.startswith("vendor/")}
+
+
+def page_violations(files: Mapping[str, str]) -> list[str]:
+    """Files of the page that are too long, and the page if all of them are."""
+    lines = {name: num_lines(text) for name, text in files.items()}
+    broken = [f"{name}: {num} lines" for name, num in lines.items() if num > MAX_FILE_LINES]
+    return broken + ([f"the page: {num} lines"] if (num := sum(lines.values())) > MAX_PAGE_LINES else [])
 
 
 def num_lines(source: str) -> int:

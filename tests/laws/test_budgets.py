@@ -12,7 +12,8 @@ from tests.laws import rules
 
 from headrace.protocol.config import EngineConfig, ServerConfig
 
-TEXT = (".py", ".md", ".toml", ".txt", ".json", ".jinja", ".yml", ".yaml", ".cfg", ".sh", "Makefile", "run")
+TEXT = (".py", ".md", ".toml", ".txt", ".json", ".jinja", ".yml", ".yaml", ".cfg", ".sh", ".js", ".css", ".html")
+TEXT += ("Makefile", "run")
 
 
 def repository_files() -> list[str]:
@@ -34,6 +35,17 @@ def test_files_are_short() -> None:
     code = {name: (rules.ROOT / name).read_text() for name in repository_files() if name.endswith(".py")}
     long = {name: rules.num_lines(text) for name, text in code.items() if rules.num_lines(text) > rules.MAX_FILE_LINES}
     assert not long
+
+
+def test_the_page_is_small() -> None:
+    assert {"app.js", "chat.js", "style.css"} <= rules.page_files().keys()
+    assert rules.page_violations(rules.page_files()) == []
+
+
+def test_a_page_that_is_too_long_is_reported() -> None:
+    assert rules.page_violations({f"{i}.js": "\n" * 500 for i in range(5)}) == []
+    assert rules.page_violations({"a.js": "\n" * 501, "b.css": "\n" * 500}) == ["a.js: 501 lines"]
+    assert rules.page_violations({f"{i}.js": "\n" * 417 for i in range(6)}) == ["the page: 2502 lines"]
 
 
 def code_lines() -> Counter[str]:

@@ -1,0 +1,40 @@
+"""The page in a browser, with the built-in model behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.inspector import browser
+
+
+def test_every_view_opens_without_errors(open_page: Callable[..., Any]) -> None:
+    page = open_page("/")
+    names = page.locator("nav a").evaluate_all("links => links.map((link) => link.getAttribute('href'))")
+    assert names[0] == "/"
+    for name in names:
+        page.goto(name)
+        page.locator("nav a[aria-current=page]").wait_for()
+        assert page.locator("nav a[aria-current=page]").get_attribute("href") == name
+        page.locator(".status", has_text="builtin · ready").wait_for()
+        assert browser.violations(page) == []
+
+
+def visit(chromium: Any, url: str, code: str) -> None:
+    """Open the page and run a script in it."""
+    with browser.watched_page(chromium, url) as page:
+        page.goto("/")
+        page.evaluate(code)
+        page.wait_for_timeout(200)
+
+
+def test_errors_of_a_page_fail_its_test(chromium: Any, server: Any) -> None:
+    script = "document.body.append(Object.assign(document.createElement('script'), {textContent: 'var x = 1'}))"
+    for code in ("console.error('no')", "setTimeout(() => { throw new Error('no') })", script):
+        with pytest.raises(AssertionError, match="the page has errors"):
+            visit(chromium, server.url, code)
+    with browser.watched_page(chromium, server.url) as page:
+        page.goto("/")
+        page.evaluate("document.body.append(Object.assign(document.createElement('button'), {textContent: ''}))")
+        assert [line.partition(":")[0] for line in browser.violations(page)] == ["button-name"]
