@@ -24,8 +24,8 @@ from headrace.backends.cuda.cache import KVCache as DeviceCache
 from headrace.engine import sessions
 from headrace.engine.core import EngineCore
 from headrace.engine.recording import RecordingExecutor
+from headrace.engine.sessions import MoveSession, SessionMoved
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.frames import MoveSession, SessionMoved
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 
@@ -40,7 +40,7 @@ def request(name: str, prompt: list[int], salt: str = "") -> Request:
 
 def order(path: Path, restores: bool = False, **more: Any) -> MoveSession:
     fields: dict[str, Any] = {"token_ids": [] if restores else PROMPT, "max_bytes": 2**30, "weights": "w"} | more
-    return MoveSession(session_id="s", path=str(path), restores=restores, **fields)
+    return MoveSession(path=str(path), restores=restores, **fields)
 
 
 def num_cached(core: EngineCore, prompt: list[int], salt: str = "") -> int:
@@ -212,9 +212,7 @@ def test_what_has_no_cache_to_move_is_refused(core: EngineCore, saved: Path) -> 
     core.executor = RecordingExecutor(core.executor, None)  # type: ignore[arg-type]
     assert "while the schedule is recorded" in sessions.move(core, order(saved)).error
     other = fake.build(EngineConfig(model="fake", enable_prefix_caching=False))
-    assert sessions.move(other, order(saved)) == SessionMoved(
-        "s", error="the server runs with --no-enable-prefix-caching"
-    )
+    assert sessions.move(other, order(saved)) == SessionMoved(error="the server runs with --no-enable-prefix-caching")
 
 
 @pytest.mark.parametrize("dtype", STORED)

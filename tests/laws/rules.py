@@ -24,7 +24,7 @@ MAX_FILE_LINES = 500
 # through one backend: the largest counts with the hall (ADR 0017, 0019).
 MAX_HALL_CODE_LINES = 9_330
 MAX_WING_CODE_LINES = 4_000
-MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_500}
+MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700}
 HALL = (
     "protocol",
     "core",

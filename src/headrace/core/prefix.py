@@ -57,7 +57,9 @@ class Verdict(NamedTuple):
 class PrefixCache:
     """Cached blocks of one pool. `key` is secret to the process (at most 64 bytes); `fingerprint` names the model
     and the form of its cache, so that blocks of another never match. `evicted` has the keys that were evicted last,
-    with `now`, a time that the caller sets, and the sequence that needed the room."""
+    with `now`, a time that the caller sets, and the sequence that needed the room. `hits` has the blocks at which
+    lookups of admitted sequences ended: how many, and when the last one did. Those of an evicted block go to its
+    parent."""
 
     def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"") -> None:
         self.pool = pool
@@ -66,6 +68,7 @@ class PrefixCache:
         # By parent and first token. The values are used as ordered sets: the newest child is last.
         self.children: dict[bytes, dict[int, dict[int, None]]] = {}
         self.evicted: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self.hits: dict[int, tuple[int, int]] = {}
         self.now = 0
         self._key = key
         self._fingerprint = fingerprint
@@ -150,6 +153,12 @@ class PrefixCache:
         ]
         return Verdict(Miss.DIVERGED, num, ours=tokens[start : num + NUM_SHOWN], theirs=theirs)
 
+    def count_hits(self, block: int | None, num: int, when: int) -> None:
+        """Add hits of a block; of one that is not cached they are forgotten."""
+        if block in self.entries:
+            before, last = self.hits.get(block, (0, 0))
+            self.hits[block] = before + num, max(last, when)
+
     def publish(self, tokens: list[int], keys: list[bytes], table: list[int], first: int, last: int) -> bool:
         """Cache blocks first ... last - 1 of `table`, full and computed, under their keys (which are extended).
 
@@ -188,12 +197,14 @@ class PrefixCache:
         self.blocks.clear()
         self.entries.clear()
         self.children.clear()
+        self.hits.clear()
         self.evicted.clear()
         self.pool.forget_cached()
 
     def _forget(self, block: int) -> None:
         key, parent, content = self.entries.pop(block)
         del self.blocks[key]
+        self.count_hits(self.blocks.get(parent), *self.hits.pop(block, (0, 0)))
         children, first = self.children[parent], _first_token(content)
         del children[first][block]
         if not children[first]:

@@ -417,6 +417,7 @@ class Scheduler:
         self.running.append(seq)
         self.tables.enter_family(seq)
         self.notes.admitted.append((seq.arrival, num_shared, verdict))
+        self.cache.count_hits(shared[-1] if shared else None, 1, self.cache.now)
         if not seq.started:
             seq.started = True
             num_hits = self._started[seq.request_id] = min(num_shared, seq.num_prompt)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from headrace import env
-from headrace.engine import logs, sessions
+from headrace.engine import logs, orders
 from headrace.engine.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Executor, Ticket
@@ -75,8 +75,8 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                     core.reset_prefix_cache()
                 case frames.Watch(is_watched):
                     journal.watch(is_watched)
-                case frames.MoveSession() as move:
-                    send(sessions.move(core, move))
+                case frames.Order(order_id, body):
+                    send(frames.Reply(order_id, orders.carry_out(core, body)))
                 case frames.Shutdown():
                     return
                 case frames.Start():

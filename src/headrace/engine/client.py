@@ -20,9 +20,9 @@ from headrace.engine.core import EngineCore, verify
 from headrace.engine.crash_reports import CrashReports
 from headrace.engine.links import ENGINE_COMMAND, InprocLink, Link, ProcessLink, engine_level
 from headrace.engine.observer import Observer
+from headrace.engine.order_calls import Orders
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.resumption import PROBE, OpenRequest, PoisonedRequestError, Resumption, negated, summed
-from headrace.engine.session_calls import SessionCalls
 from headrace.engine.watching import Watching
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig, ServerConfig
@@ -79,7 +79,7 @@ class EngineClient:
         self._watch: asyncio.Task[None] | None = None
         self.admission = Admission(max_num_queued_reqs, max_num_queued_tokens)
         self.watchdog = Watchdog(watchdog_timeout)
-        self.sessions = SessionCalls(link.post)
+        self.orders = Orders(link.post)
         self.watching = Watching(link.post)
         self.observer: Observer | None = None
         self.reports: CrashReports | None = None
@@ -331,8 +331,8 @@ class EngineClient:
         match message:
             case frames.Output(output):
                 self._on_output(output)
-            case frames.SessionMoved() as moved:
-                self.sessions.settle(moved)
+            case frames.Reply(order_id, body):
+                self.orders.settle(order_id, body)
             case frames.Rejected(request_id, field, value, bound, code):
                 entry = self._forget(request_id)
                 if entry is not None:
@@ -397,7 +397,7 @@ class EngineClient:
         self._alive = False
         logger.error("the engine died with %d open requests: %s", len(self._open), reason)
         self._report(reason)
-        self.sessions.fail_all()
+        self.orders.fail_all()
         # Its counters stay in the sums; its gauges are void.
         self._past, self.stats = self.total, Stats()
         self._supervisor = self._spawn(self._restart(reason))
@@ -465,7 +465,7 @@ class EngineClient:
 
     def fail_all(self, error: HeadraceError) -> None:
         """End every open stream with an error."""
-        self.sessions.fail_all()
+        self.orders.fail_all()
         for request_id, entry in list(self._open.items()):
             entry.stream.fail(error)
             self._forget(request_id)

@@ -108,6 +108,8 @@ def build_runner(
         backend=backend.name,
         device=backend.device,
         version=__version__,
+        weight_bytes=backend.ops.weight_bytes,
+        kv_token_bytes=backend.block_bytes(model.kv_shape, config.block_size, kv_dtype) // config.block_size,
     )
     return runner, info
 

@@ -4,7 +4,7 @@
 (msgpack), the blocks as the backend stores them, and a BLAKE2b of all before. The keys of the prefix cache are secret
 to a process, so the file has token ids, and the blocks are published under keys made of them. Blocks are full and
 computed, so an answer has the same bits whether they came from a file, from the cache, or from the prompt. Knows blocks
-and files, and no requests. Called by `engine.child`.
+and files, and no requests. Called by `engine.orders`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import msgspec
 from headrace.engine.core import EngineCore
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError
-from headrace.protocol.frames import MoveSession, SessionMoved
 
 logger = logging.getLogger("headrace.engine")
 
@@ -31,6 +30,26 @@ MAGIC = b"headrace session 1\n"
 MAX_HEADER_BYTES = 64 * 2**20
 DIGEST_BYTES = 32
 _LENGTH_BYTES = 8
+
+
+class MoveSession(msgspec.Struct, frozen=True, tag="move_session"):
+    """Order: write the cached blocks of `token_ids` under `cache_salt` to a file of at most `max_bytes`, or, with
+    `restores`, read the blocks of a file. `weights` is a digest of the model's files."""
+
+    path: str
+    weights: str
+    cache_salt: str = ""
+    token_ids: list[int] = []
+    max_bytes: int = 0
+    restores: bool = False
+
+
+class SessionMoved(msgspec.Struct, frozen=True):
+    """The tokens of all blocks in the file and its size in bytes, or in `error` why nothing was done."""
+
+    token_ids: list[int] = []
+    num_bytes: int = 0
+    error: str = ""
 
 
 class SessionError(HeadraceError):
@@ -70,11 +89,11 @@ def move(core: EngineCore, order: MoveSession) -> SessionMoved:
     try:
         token_ids, num_bytes = (_restore if order.restores else _save)(core, order)
     except SessionError as error:
-        return SessionMoved(order.session_id, error=str(error))
+        return SessionMoved(error=str(error))
     except OSError as error:
         logger.warning("a session file can not be %s: %s", "read" if order.restores else "written", error)
-        return SessionMoved(order.session_id, error=f"the file can not be used: {error.strerror or 'an error'}")
-    return SessionMoved(order.session_id, token_ids, num_bytes)
+        return SessionMoved(error=f"the file can not be used: {error.strerror or 'an error'}")
+    return SessionMoved(token_ids, num_bytes)
 
 
 def _save(core: EngineCore, order: MoveSession) -> tuple[list[int], int]:

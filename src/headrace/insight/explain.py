@@ -13,7 +13,11 @@ import msgspec
 
 from headrace.core.prefix import Miss
 from headrace.insight.journal import Wait
+from headrace.insight.limits import Machine, Share, share_of
 from headrace.insight.lives import ESTIMATES, Life, Lives
+
+Text = Callable[[list[int]], str]
+"""Decodes token ids."""
 
 MAX_SENTENCES = 5
 MIN_SHARE = 0.02
@@ -77,12 +81,16 @@ class CacheVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """`parts` sum to `latency`, in seconds. Accepted draft tokens and cached tokens are time saved, outside of the sum.
-    `preemptions` counts those of the request itself."""
+    `preemptions` counts those of the request itself. `spans` are [name, begin, end] of what it did, one after the
+    other, in seconds from its arrival. `memory` compares the decoding steps between its first and its last token with
+    the machine, None where that is unknown."""
 
     id: str
     latency: float
     ttft: float | None
     parts: list[Part]
+    spans: list[tuple[str | float, ...]]
+    memory: Share | None
     prefix_cache: list[CacheVerdict]
     num_cached_tokens: int
     num_draft_tokens: int
@@ -96,21 +104,25 @@ def explain(
     life: Life,
     lives: Lives,
     name_of: Callable[[Life | None], str],
-    text_of: Callable[[list[int]], str] | None = None,
+    text_of: Text | None = None,
+    machine: Machine | None = None,
 ) -> Explanation:
     """Return the explanation of a life that has ended. `name_of` returns how another request is called before this
-    reader; `text_of` decodes token ids."""
+    reader; `machine` has what was measured."""
+    arrived = life.arrival.times[0]
     parts = [
         Part(name=name, seconds=life.parts[name], estimated=name in ESTIMATES) for name in WORDS if name in life.parts
     ]
-    verdicts = [_verdict(life, index, lives, name_of, text_of) for index in range(len(life.misses))]
+    verdicts = [verdict_of(life, index, lives, name_of, text_of) for index in range(len(life.misses))]
     return Explanation(
         id=life.call_id or life.request_id,
         latency=life.latency,
-        ttft=life.first_token - life.arrival.times[0] if life.first_token else None,
+        ttft=life.first_token - arrived if life.first_token else None,
         parts=parts,
+        spans=[(name, begin - arrived, end - arrived) for name, begin, end in life.spans],
+        memory=share_of(*life.reads, lives.reads, machine or Machine()) if life.first_token else None,
         prefix_cache=verdicts,
-        num_cached_tokens=life.misses[0].admission.num_cached if life.misses else 0,
+        num_cached_tokens=life.num_cached,
         num_draft_tokens=life.num_guessed,
         num_accepted_tokens=life.num_kept,
         preemptions=len(life.preemptions),
@@ -119,13 +131,14 @@ def explain(
     )
 
 
-def _verdict(
+def verdict_of(
     life: Life,
     index: int,
     lives: Lives,
     name_of: Callable[[Life | None], str],
-    text_of: Callable[[list[int]], str] | None,
+    text_of: Text | None,
 ) -> CacheVerdict:
+    """Return what the cache had at one admission, in words."""
     miss = life.misses[index]
     admission = miss.admission
     reason = Miss(admission.miss)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 from headrace.engine import context, tenants
 from headrace.engine.generation import FinishObserver
 from headrace.engine.observer import Observer
-from headrace.insight.explain import Explanation, explain
+from headrace.insight.explain import Explanation, Text, explain
 from headrace.insight.journal import Step, decode_note
+from headrace.insight.limits import Machine
 from headrace.insight.live import Feed
 from headrace.insight.lives import Life, Lives
-from headrace.protocol.step import StepOutput
+from headrace.protocol.step import EngineInfo, StepOutput
 from headrace.text.outputs import RequestState
 from headrace.text.tokenizer import Tokenizer
 
@@ -28,14 +29,23 @@ OnProgress = Callable[[int, int, int, int], None]
 
 
 class Explainer:
-    """An observer of the client and of answers. `tokenizer`, if there is one, gives the texts around a miss."""
+    """An observer of the client and of answers. `tokenizer`, if there is one, gives the texts around a miss. `info`
+    returns the engine's numbers once it sends steps. `machine` has what was measured of the machine."""
 
-    def __init__(self, observer: Observer, after: FinishObserver, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        after: FinishObserver,
+        tokenizer: Tokenizer | None,
+        info: Callable[[], EngineInfo],
+    ) -> None:
         self.lives = Lives()
         self.feed: Feed | None = None
+        self.machine = Machine()
         self._observer = observer
         self._after = after
         self._tokenizer = tokenizer
+        self._info = info
         self._last_step = 0
         self._readers: dict[str, OnProgress] = {}
 
@@ -44,6 +54,8 @@ class Explainer:
             note = decode_note(output.note)
             if note.step.step_id <= self._last_step:
                 self.lives.restart()
+            if not self._last_step:
+                self.lives.reads.set_sizes(self._info())
             self._last_step = note.step.step_id
             self.lives.follow(note)
             if self.feed is not None:
@@ -101,10 +113,13 @@ class Explainer:
         return [self._explain(life) for life in lives if sees(life)]
 
     def _explain(self, life: Life) -> Explanation:
-        return explain(life, self.lives, name_of, None if self._tokenizer is None else self._text)
+        return explain(life, self.lives, name_of, self.text_of, self.machine)
 
-    def _text(self, token_ids: list[int]) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    @property
+    def text_of(self) -> Text | None:
+        """A function that decodes token ids; None without a tokenizer."""
+        tokenizer = self._tokenizer
+        return None if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def sees(life: Life) -> bool:

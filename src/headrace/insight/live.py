@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -45,6 +46,11 @@ class BlockMap:
             elif kind == RESET:
                 self.holders.clear()
                 self.cached.clear()
+
+    def snapshot(self, step_id: int) -> dict[str, Any]:
+        """Return the state after a step, as plain data."""
+        holders = {str(block): list(users) for block, users in self.holders.items()}
+        return {"step_id": step_id, "blocks": holders, "cached": sorted(self.cached)}
 
     def _add(self, block: int, user: int, num: int) -> None:
         holders = self.holders.setdefault(block, Counter())
@@ -110,11 +116,14 @@ class Feed:
             return
         self._step_id = step.step_id
         self._blocks.apply(step.blocks or [])
-        delta = msgspec.json.encode({"step": {name: getattr(step, name) for name in step.__struct_fields__}})
+        delta = msgspec.json.encode({"step": as_dict(step)})
         for viewer in self._viewers:
             viewer.put(delta)
 
     def _snapshot(self) -> bytes:
-        holders = {str(block): list(users) for block, users in self._blocks.holders.items()}
-        state = {"step_id": self._step_id, "blocks": holders, "cached": sorted(self._blocks.cached)}
-        return msgspec.json.encode({"snapshot": state})
+        return msgspec.json.encode({"snapshot": self._blocks.snapshot(self._step_id)})
+
+
+def as_dict(step: Step) -> dict[str, Any]:
+    """Return a step by the names of its fields."""
+    return {name: getattr(step, name) for name in step.__struct_fields__}

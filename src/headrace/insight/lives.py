@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.insight.journal import Admission, Arrival, Note, Step, Wait
+from headrace.insight.limits import Reads
 
 MAX_LIVES = 10_000
 """Ended requests that are kept."""
@@ -58,7 +59,8 @@ class Life(msgspec.Struct):
     """One request. Times are monotonic seconds, 0 for what has not happened; `parts` are seconds by name.
 
     `waits` are the seconds in the queue by what its head lacked. `spans` are (name, begin, end), the first `MAX_SPANS`.
-    `holder` is the name of the caller's key.
+    `holder` is the name of the caller's key. `reads`: those of all steps before the first token, at the end those of
+    the steps that decoded its answer (`limits.Reads.total`).
     """
 
     arrival: Arrival
@@ -72,6 +74,7 @@ class Life(msgspec.Struct):
     num_guessed: int = 0
     num_kept: int = 0
     first_token: float = 0.0
+    reads: tuple[float, float] = (0.0, 0.0)
     ended: float = 0.0
     reason: str = ""
     delivered: float = 0.0
@@ -84,6 +87,11 @@ class Life(msgspec.Struct):
     @property
     def request_id(self) -> str:
         return self.arrival.request_id
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that the prefix cache had at the first admission."""
+        return self.misses[0].admission.num_cached if self.misses else 0
 
     @property
     def latency(self) -> float:
@@ -107,6 +115,7 @@ class Lives:
     def __init__(self, max_lives: int = MAX_LIVES) -> None:
         self.ended: OrderedDict[str, Life] = OrderedDict()
         self.chunks: deque[Chunk] = deque(maxlen=MAX_CHUNKS)
+        self.reads = Reads()
         self._max_lives = max_lives
         self._open: dict[int, Life] = {}
         self._open_requests: dict[str, Life] = {}
@@ -134,6 +143,11 @@ class Lives:
         if life.state in ("queued", "preempted", "no_budget"):
             return life.state
         return "decode" if life.arrival.seq_id in self._prefilled else "prefill"
+
+    def num_generated(self, life: Life) -> int:
+        """Return how many tokens of the answer were drawn, as far as computed steps tell."""
+        known = max(life.position, self._position(life.arrival.seq_id), life.high_water)
+        return max(0, known - life.arrival.num_prompt + 1) if life.first_token else 0
 
     def restart(self) -> None:
         """Note that the engine was replaced: its sequences are gone, and requests that go on arrive again. The new
@@ -181,12 +195,13 @@ class Lives:
             life = self._open.get(admission.seq_id)
             if life is not None:
                 life.misses.append(Miss(start_time, admission, note.token_ids.get(admission.seq_id)))
+        self.reads.follow(step)
         self._move_on(step)
+        self._last, self._previous = ended, step
         for seq_id, reason in step.ends:
             life = self._remove(seq_id)
             if life is not None:
                 self._end(life, reason, ended)
-        self._last, self._previous = ended, step
 
     def _arrive(self, arrival: Arrival) -> None:
         came, tokenised, posted, read = arrival.times
@@ -340,7 +355,8 @@ class Lives:
         life.position = max(life.position, stop + (guess[1] if guess else 0))
         if is_prompt and stop >= num_known and column not in step.late:
             self._prefilled.add(seq_id)
-            life.first_token = life.first_token or ended
+            if not life.first_token:
+                life.first_token, life.reads = ended, self.reads.total
 
     def _remove(self, seq_id: int) -> Life | None:
         """Remove a sequence that the engine has no more. Returns its life, None if that is not known."""
@@ -353,6 +369,9 @@ class Lives:
         del self._open_requests[life.request_id]
         self._leave(life, ended)
         life.ended = life.delivered = ended
+        if life.first_token:
+            (num_bytes, seconds), before = self.reads.total, life.reads
+            life.reads = num_bytes - before[0], seconds - before[1]
         life.reason = reason
         self.ended[life.request_id] = life
         if len(self.ended) > self._max_lives:

@@ -6,6 +6,7 @@ import msgspec
 
 from headrace.engine.client import EngineClient
 from headrace.engine.resumption import PROBE
+from headrace.insight.limits import Machine, Share, share_now
 from headrace.insight.lives import Lives
 
 MAX_REQUESTS = 1024
@@ -25,7 +26,7 @@ class OpenCall(msgspec.Struct, kw_only=True):
 class State(msgspec.Struct, kw_only=True):
     """`time` is monotonic seconds. The counters of tokens and of the prefix cache grow since the server started;
     `num_blocks_cached` are blocks that the prefix cache has and no request holds. `requests` are the oldest
-    `MAX_REQUESTS`."""
+    `MAX_REQUESTS`. `memory` compares the decoding of the last seconds with the machine; None where there was none."""
 
     time: float
     model: str
@@ -42,9 +43,10 @@ class State(msgspec.Struct, kw_only=True):
     prefix_cache_queries: int
     prefix_cache_hits: int
     requests: list[OpenCall]
+    memory: Share | None = None
 
 
-def state_of(client: EngineClient, lives: Lives, now: float) -> State:
+def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -> State:
     """Return the state at `now`, in monotonic seconds."""
     requests = []
     for life in sorted(lives.open(), key=lambda life: life.arrival.times[0]):
@@ -78,4 +80,5 @@ def state_of(client: EngineClient, lives: Lives, now: float) -> State:
         prefix_cache_queries=total.prefix_cache_queries,
         prefix_cache_hits=total.prefix_cache_hits,
         requests=requests[:MAX_REQUESTS],
+        memory=share_now(lives.reads, machine, now),
     )

@@ -80,31 +80,22 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     code: str
 
 
-class MoveSession(msgspec.Struct, frozen=True, tag="move_session"):
-    """To the engine: write the cached blocks of `token_ids` under `cache_salt` to a file of at most `max_bytes`, or,
-    with `restores`, read the blocks of a file. `weights` is a digest of the model's files."""
+class Order(msgspec.Struct, frozen=True, tag="order"):
+    """To the engine: one of `engine.orders.Body` as msgpack, to be done between two steps."""
 
-    session_id: str
-    path: str
-    weights: str
-    cache_salt: str = ""
-    token_ids: list[int] = []
-    max_bytes: int = 0
-    restores: bool = False
+    order_id: str
+    body: bytes
 
 
-class SessionMoved(msgspec.Struct, frozen=True, tag="session_moved"):
-    """From the engine: the tokens of all blocks in the file and its size in bytes, or in `error` why nothing was
-    done."""
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """From the engine: the result of an order, as msgpack."""
 
-    session_id: str
-    token_ids: list[int] = []
-    num_bytes: int = 0
-    error: str = ""
+    order_id: str
+    body: bytes
 
 
-ToEngine = Start | Add | Abort | ResetPrefixCache | Watch | MoveSession | Shutdown
-FromEngine = Ready | Failed | Output | Rejected | SessionMoved
+ToEngine = Start | Add | Abort | ResetPrefixCache | Watch | Order | Shutdown
+FromEngine = Ready | Failed | Output | Rejected | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -332,7 +332,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a running engine by which the front end checks a request as the engine does.
 
     `max_model_len` is the greatest number of tokens of prompt and answer together: the model's context length, or less
-    if the KV cache is smaller.
+    if the KV cache is smaller. A step reads `weight_bytes`, and `kv_token_bytes` for each token before its rows; 0 if
+    unknown.
     """
 
     model: str
@@ -352,3 +353,5 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
     device: str = ""
     version: str = ""
+    weight_bytes: int = 0
+    kv_token_bytes: int = 0

@@ -44,6 +44,8 @@ from headrace.serve.call.parsing import seconds_of
 from headrace.serve.errors import CallError, api_of, error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, KeyRing
 from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allowed_origins, is_loopback
+from headrace.serve.inspection import Inspection
+from headrace.serve.inspection import add_routes as add_inspection_routes
 from headrace.serve.lifespan import Lifespan
 from headrace.serve.loading import Loader, RunningModel, default_params, load_audits, load_text
 from headrace.text.templates import ChatTemplate
@@ -103,7 +105,10 @@ def create_app(
     vllm.add_routes(app, models, storage.embeddings)
     _add_operations(app, models, lifespan)
     explanations.add_routes(app, lifespan.explanations)
-    inspector.add_routes(app, models)
+    inspection = Inspection(models)
+    inspector.add_routes(app, models, inspection)
+    add_inspection_routes(app, inspection)
+    lifespan.at_end.append(inspection.close)
     if server.inspector:
         page.add_routes(app)
     aliases.add_routes(app)

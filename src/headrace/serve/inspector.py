@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,7 +22,7 @@ from headrace.protocol.errors import QueueFullError, RequestError
 from headrace.serve import routing
 from headrace.serve.call.models import ModelSet
 from headrace.serve.errors import CallError
-from headrace.serve.loading import RunningModel
+from headrace.serve.inspection import Inspection
 
 INTERVAL_S = 1 / 30
 STATE_S = 1.0
@@ -41,9 +41,9 @@ class Source:
 
     def __init__(self, client: EngineClient, explainer: Explainer, models: ModelSet) -> None:
         self.client = client
+        self._explainer = explainer
         self._models = models
         self.feed = explainer.feed = Feed(client.watching.watch)
-        self._lives = explainer.lives
         self._state, self._time = b"", 0.0
 
     @property
@@ -57,7 +57,8 @@ class Source:
         """Return the state as JSON, at most half of `STATE_S` old."""
         now = time.monotonic()
         if now - self._time > STATE_S / 2:
-            self._state, self._time = msgspec.json.encode(LiveEvent(state=state_of(self.client, self._lives, now))), now
+            state = state_of(self.client, self._explainer.lives, self._explainer.machine, now)
+            self._state, self._time = msgspec.json.encode(LiveEvent(state=state)), now
         return self._state
 
 
@@ -101,8 +102,8 @@ class LiveStream(routing.Readable):
             await asyncio.sleep(INTERVAL_S)
 
 
-def add_routes(app: Starlette, models: ModelSet) -> None:
-    """Add the route. Of several loaded models it shows the first, which is the server's own where it has one."""
+def add_routes(app: Starlette, models: ModelSet, inspection: Inspection) -> None:
+    """Add the route."""
     sources: list[Source] = []
     app.state.inspected = sources
 
@@ -111,11 +112,10 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
         follow = query.get("follow", "false")
         if follow not in ("true", "false"):
             raise RequestError("follow", follow, "true or false")
-        running = cast("list[RunningModel]", models.running)
-        if not running:
-            raise CallError(503, "no_model", "no model is loaded", {"retry-after": "1"})
-        if not sources or sources[0].client is not running[0].client:
-            sources[:] = [Source(running[0].client, running[0].explainer, models)]
+        model = inspection.model
+        inspection.measure()
+        if not sources or sources[0].client is not model.client:
+            sources[:] = [Source(model.client, model.explainer, models)]
         try:
             return LiveStream(View(sources[0]), follow == "true")
         except QueueFullError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
 from starlette.applications import Starlette
@@ -41,6 +41,8 @@ class Lifespan:
         models: what is served; `Lifespan` starts and ends the model that stays, and ends the others.
         log_stats_interval: seconds between two log lines of statistics; 0 for none.
         policy: the order of waiting requests; None: what the engine of the model that stays says.
+
+    Functions in `at_end` are called when the application ends.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Lifespan:
         self.draining = False
         self.is_cut = False
         self.ended = asyncio.Event()
+        self.at_end: list[Callable[[], None]] = []
         self.url = ""
         self.num_routes = 0
         self._policy = policy
@@ -128,6 +131,8 @@ class Lifespan:
             if self._default is not None:
                 # First, for it ends what waits for templates and grammars.
                 self._default.served.close()
+            for close in self.at_end:
+                await asyncio.to_thread(close)
             await self.storage.close()
             await self.models.close(self.is_cut)
             if self._default is not None:

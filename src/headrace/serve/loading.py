@@ -78,7 +78,7 @@ class RunningModel:
         self._facts: ModelFacts | None = None
         self.metrics = ServerMetrics(client, name)
         self.tracer = None if exporter is None else Tracer(exporter, name, self.metrics)
-        self.explainer = Explainer(self.metrics, self.tracer or self.metrics, tokenizer)
+        self.explainer = Explainer(self.metrics, self.tracer or self.metrics, tokenizer, lambda: client.info)
         client.observer = self.explainer
         front = TextClient(client, tokenizer, self.explainer, rates)
         self.served = served = served_model(front, template, server, model, defaults, seed)
@@ -95,14 +95,19 @@ class RunningModel:
         engine = self._engine
         return None if engine is None else hub.resolve(engine.model, engine.revision, weights=False)
 
+    def weights(self) -> Path | None:
+        """Return the directory or GGUF file that holds its weights, as the engine reads them. Blocks."""
+        engine = self._engine
+        return None if engine is None else hub.resolve(engine.model, engine.revision)
+
     def _digest(self) -> str:
         path = self.path
         return "" if path is None else hub.digest(path)
 
     def facts(self) -> ModelFacts | None:
         """Return what the model's files say, read once; None where there are none. Blocks."""
-        if self._facts is None and self._engine is not None:
-            self._facts = facts_of(hub.resolve(self._engine.model, self._engine.revision))
+        if self._facts is None and (path := self.weights()) is not None:
+            self._facts = facts_of(path)
         return self._facts
 
     def memory(self) -> int:

@@ -1,10 +1,11 @@
 """Kernels compile for GPUs that need not be here, and their machine code has no stack, where spilled registers would
 lie, no more shared memory than there is, and no arithmetic on bfloat16.
 
-`make test` compiles, for Hopper (sm_90), each configuration that is taken (the defaults, and those that files in `tuned`
-name) of every third file of kernels, and some of the heaviest for Ampere (sm_80) and Blackwell's two (sm_100, sm_120).
-The rest, and what else `make gpu-check` may try when it tunes, is compiled by slow tests (`pytest -m slow
-tests/backends/cuda`), minutes long. Triton keeps what it compiled on disk, by the hash of the source and of itself.
+`make test` compiles, for Hopper (sm_90), each configuration that is taken (the defaults, and those that files in
+`tuned` name) of every third file of kernels, and some of the heaviest for Ampere (sm_80) and
+Blackwell's two (sm_100, sm_120). The rest, and what else `make gpu-check` may try when it tunes, is compiled
+by slow tests (`pytest -m slow tests/backends/cuda`), minutes long. Triton keeps what it compiled on disk, by the hash
+of the source and of itself.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.engine import tenants
 from headrace.engine.client import EngineClient
+from headrace.engine.sessions import MoveSession, SessionMoved
 from headrace.protocol.errors import EngineDeadError, RequestError
-from headrace.protocol.frames import SessionMoved
 from headrace.text.outputs import RequestState
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,127}")
@@ -162,12 +162,13 @@ class Slots:
             self._weights = asyncio.ensure_future(asyncio.to_thread(self._digest_files))
         return await asyncio.shield(self._weights)
 
-    async def _move(self, path: Path, **fields: object) -> tuple[SessionMoved, float]:
+    async def _move(self, path: Path, **fields: Any) -> tuple[SessionMoved, float]:
         if not self._client.is_alive:
             raise EngineDeadError("the engine is not ready")
         weights = await self._digest()
         begin = time.monotonic()
-        moved = await self._client.sessions.move(str(path), weights, cache_salt=tenants.salted(""), **fields)
+        order = MoveSession(str(path), weights, tenants.salted(""), **fields)
+        moved = await self._client.orders.give(order, SessionMoved)
         if moved.error:
             raise RequestError("filename", path.name, f"a session file that can be used: {moved.error}")
         return moved, 1e3 * (time.monotonic() - begin)

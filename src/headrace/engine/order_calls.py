@@ -1,0 +1,50 @@
+"""`Orders`: the server's side of `engine.orders`: sends an order to the engine, and waits for its result.
+
+Knows no files and no HTTP. `engine.client` owns it and passes on the replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from headrace.engine.orders import Body
+from headrace.protocol import frames
+from headrace.protocol.errors import EngineDeadError
+from headrace.text.inputs import new_request_id
+
+Result = TypeVar("Result")
+
+
+class Orders:
+    """The orders that the engine has not answered. `post` sends a message to the engine."""
+
+    def __init__(self, post: Callable[[frames.ToEngine], None]) -> None:
+        self._post = post
+        self._open: dict[str, asyncio.Future[bytes]] = {}
+
+    async def give(self, order: Body, result_type: type[Result]) -> Result:
+        """Send an order, and return its result. Raises `EngineDeadError`."""
+        order_id = new_request_id()
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._open[order_id] = future
+        self._post(frames.Order(order_id, msgspec.msgpack.encode(order)))
+        try:
+            return msgspec.msgpack.decode(await future, type=result_type)
+        finally:
+            self._open.pop(order_id, None)
+
+    def settle(self, order_id: str, body: bytes) -> None:
+        """Pass a reply on, if someone still waits for it."""
+        future = self._open.get(order_id)
+        if future is not None and not future.done():
+            future.set_result(body)
+
+    def fail_all(self) -> None:
+        """End all orders: the engine is gone."""
+        for future in self._open.values():
+            if not future.done():
+                future.set_exception(EngineDeadError("the engine died over an order"))

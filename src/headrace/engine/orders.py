@@ -1,0 +1,31 @@
+"""Orders: what an engine does between two steps, besides computing: session files, and views of the prefix cache.
+
+`carry_out` runs in the engine's process; `engine.order_calls` is the server's side. Called by `engine.child`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.engine import cache_tree, sessions
+from headrace.engine.cache_tree import ReadCache
+from headrace.engine.core import EngineCore
+from headrace.engine.sessions import MoveSession
+from headrace.protocol import frames
+
+Body = MoveSession | ReadCache
+
+_decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
+
+
+def carry_out(core: EngineCore, body: bytes) -> bytes:
+    """Do an order and return its result as msgpack. Raises `TransportError` for anything but one of `Body`."""
+    try:
+        order = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise frames.TransportError(f"not an order to the engine: {error}") from error
+    match order:
+        case MoveSession():
+            return msgspec.msgpack.encode(sessions.move(core, order))
+        case ReadCache():
+            return msgspec.msgpack.encode(cache_tree.read(core.scheduler, order))

@@ -1,0 +1,167 @@
+"""The data of the inspector's views that are not live: `GET /inspect/requests`, `/cache`, `/numbers` and `/limits`, and
+`POST /inspect/recording`. Where keys are set they need an administrator's.
+
+What takes numpy or much processor time is done by processes of its own (`quantize.samples`, `insight.afterwards`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import IO, cast
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.engine.cache_tree import CacheTree, ReadCache
+from headrace.insight import summaries
+from headrace.insight.afterwards import Replay, Replayed
+from headrace.insight.explainer import name_of
+from headrace.insight.limits import Limits, Machine, limits_of
+from headrace.insight.numbers import Names, Sample, SampleReply
+from headrace.insight.summaries import Cache, Requests
+from headrace.protocol.errors import ChildFailedError, RequestError
+from headrace.serve import routing
+from headrace.serve.call.models import ModelSet
+from headrace.serve.errors import CallError
+from headrace.serve.gates.limits import body_pieces
+from headrace.serve.loading import RunningModel
+from headrace.text.bounded import BoundedProcess
+
+MAX_RECORDING_BYTES = 64 * 2**20
+REPLAY_CPU_S, SAMPLE_CPU_S = 60.0, 20.0
+WATCH_S = 0.02
+FLOATS = ("F32", "F16", "BF16")
+
+
+class Inspection:
+    """What the routes need of all models, and the processes that help."""
+
+    def __init__(self, models: ModelSet) -> None:
+        self._models = models
+        self._samples = BoundedProcess("headrace.quantize.samples", SAMPLE_CPU_S)
+        self._replays = BoundedProcess("headrace.insight.afterwards", REPLAY_CPU_S)
+        self._machine = Machine()
+        self._measuring: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> RunningModel:
+        """The model that is inspected: the first one, which is the server's own where it has one. Raises `CallError` if
+        there is none."""
+        running = cast("list[RunningModel]", self._models.running)
+        if not running:
+            raise CallError(503, "no_model", "no model is loaded", {"retry-after": "1"})
+        running[0].explainer.machine = self._machine
+        return running[0]
+
+    def close(self) -> None:
+        """End the processes. May block for as long as they take."""
+        for process in (self._samples, self._replays):
+            process.close()
+
+    # -- the machine
+
+    def measure(self) -> asyncio.Task[None]:
+        """Begin to measure the machine. Nothing is done if that was done, while requests are open, or if the engine
+        does not know what its steps read."""
+        if self._measuring is None or self._measuring.done():
+            self._measuring = asyncio.create_task(self._measure())
+        return self._measuring
+
+    def _is_idle(self) -> bool:
+        return not any(model.client.num_unfinished for model in self._models.running)
+
+    async def _measure(self) -> None:
+        """A request that comes meanwhile ends the measurement."""
+        client = self.model.client
+        if self._machine.bandwidth or not self._is_idle() or not (client.is_alive and client.info.weight_bytes):
+            return
+        process = BoundedProcess("headrace.quantize.samples", SAMPLE_CPU_S)
+        task = asyncio.ensure_future(asyncio.to_thread(process.run, {}, Machine))
+        try:
+            while not (await asyncio.wait({task}, timeout=WATCH_S))[0]:
+                if not self._is_idle():
+                    await asyncio.to_thread(process.close)
+            with contextlib.suppress(ChildFailedError):
+                result = task.result()
+                self._machine = result if isinstance(result, Machine) else self._machine
+                self.model.explainer.machine = self._machine
+        finally:
+            process.close()
+
+    # -- the routes
+
+    def requests(self) -> Requests:
+        """The open requests and those that ended last, a line each."""
+        return summaries.requests_of(self.model.explainer.lives, time.monotonic())
+
+    async def cache(self) -> Cache:
+        """The prefix cache as a tree, and why its latest misses were."""
+        explainer, orders = self.model.explainer, self.model.client.orders
+        tree = await orders.give(ReadCache(summaries.MAX_BLOCKS), CacheTree)
+        misses = summaries.misses_of(explainer.lives, name_of, explainer.text_of)
+        return summaries.cache_of(tree, misses, explainer.text_of, time.monotonic())
+
+    async def limits(self) -> Limits:
+        """How near decoding is to what the machine's memory and arithmetic allow."""
+        await self.measure()
+        model = self.model
+        facts = await asyncio.to_thread(model.facts)
+        is_plain = not model.client.info.quantization and (facts is None or facts.quantization in FLOATS)
+        about = (facts.num_parameters if facts else 0, "f32" if is_plain else "int8", time.monotonic())
+        return limits_of(model.explainer.lives.reads, self._machine, *about)
+
+    async def numbers(self, query: Mapping[str, str]) -> Names | Sample:
+        """A group of the model's weights at 16, 8, 4 and 2 bits; without `name`, the names of some matrices."""
+        name, group = query.get("name", ""), query.get("group", "0")
+        path = await asyncio.to_thread(self.model.weights)
+        if path is None:
+            raise CallError(404, "not_found", "the model has no files")
+        if not (group.isascii() and group.isdigit() and len(group) < 12):
+            raise RequestError("group", group, "a whole number from 0 on")
+        job = {"path": str(path), "name": name, "group": int(group)}
+        reply = await asyncio.to_thread(self._samples.run, job, msgspec.Raw)
+        if isinstance(reply, str):
+            raise RequestError("name", name, f"a weight that can be read: {reply}")
+        error = msgspec.msgpack.decode(reply, type=SampleReply).error
+        if error is not None:
+            raise RequestError(error[0], query.get(error[0], ""), error[1])
+        return cast("Names | Sample", msgspec.msgpack.decode(reply, type=Sample if name else Names))
+
+    async def recording(self, file: IO[bytes]) -> Response:
+        """A recording of the schedule, replayed without the model: what a viewer had seen, and each request's times."""
+        try:
+            reply = await asyncio.to_thread(self._replays.run, file.name, Replayed)
+        finally:
+            file.close()
+            # It holds the memory of what it replayed.
+            await asyncio.to_thread(self._replays.close)
+        error = reply if isinstance(reply, str) else reply.error.replace(file.name, "the file")
+        if error or isinstance(reply, str):
+            raise RequestError("body", "a recording", f"one that can be replayed: {error}")
+        return Response(reply.body, media_type="application/json")
+
+
+async def store(request: Request) -> IO[bytes]:
+    """Write the body to a temporary file. Raises `CallError`, `ClientGoneError`."""
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="headrace-"))
+        async for piece in body_pieces(request.scope, request.receive, MAX_RECORDING_BYTES):
+            file.write(piece)
+        file.flush()
+        stack.pop_all()
+    return file
+
+
+def add_routes(app: Starlette, inspection: Inspection) -> None:
+    """Add the routes."""
+    routing.get(app, "/inspect/requests", inspection.requests, gives=Requests)
+    routing.get(app, "/inspect/cache", inspection.cache, gives=Cache)
+    routing.get(app, "/inspect/limits", inspection.limits, gives=Limits)
+    routing.get(app, "/inspect/numbers", inspection.numbers, gives=Sample, query=("name", "group"))
+    routing.post(app, "/inspect/recording", inspection.recording, read=store, gives=Replay)
