@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,9 +20,8 @@ from headrace.insight.live import MAX_VIEWERS, Feed, Viewer
 from headrace.insight.state import State, state_of
 from headrace.protocol.errors import QueueFullError, RequestError
 from headrace.serve import routing
-from headrace.serve.call.models import ModelSet
 from headrace.serve.errors import CallError
-from headrace.serve.loading import RunningModel
+from headrace.serve.loading import RunningModels
 
 INTERVAL_S = 1 / 30
 STATE_S = 1.0
@@ -39,7 +38,7 @@ class LiveEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Source:
     """What all viewers read. The state is encoded once for all of them."""
 
-    def __init__(self, client: EngineClient, explainer: Explainer, models: ModelSet) -> None:
+    def __init__(self, client: EngineClient, explainer: Explainer, models: RunningModels) -> None:
         self.client = client
         self._models = models
         self.feed = explainer.feed = Feed(client.watching.watch)
@@ -101,7 +100,7 @@ class LiveStream(routing.Readable):
             await asyncio.sleep(INTERVAL_S)
 
 
-def add_routes(app: Starlette, models: ModelSet) -> None:
+def add_routes(app: Starlette, models: RunningModels) -> None:
     """Add the route. Of several loaded models it shows the first, which is the server's own where it has one."""
     sources: list[Source] = []
     app.state.inspected = sources
@@ -111,7 +110,7 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
         follow = query.get("follow", "false")
         if follow not in ("true", "false"):
             raise RequestError("follow", follow, "true or false")
-        running = cast("list[RunningModel]", models.running)
+        running = models.running
         if not running:
             raise CallError(503, "no_model", "no model is loaded", {"retry-after": "1"})
         if not sources or sources[0].client is not running[0].client:
