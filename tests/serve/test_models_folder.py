@@ -147,6 +147,22 @@ def test_K16_lookups_are_about_the_model_that_the_query_names(server: Folded) ->
         assert HTTP.get(server.url + path + "?model=nope").status_code == 404
 
 
+def test_K16_calls_of_a_model_that_is_unloaded_are_explained(server: Folded, client: ollama.Client) -> None:
+    def explained(call_id: str) -> Any:
+        return HTTP.get(f"{server.url}/v1/requests/{call_id}/explain").json().get("data")
+
+    body = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    ids = [server.post("/v1/completions", body | {"prompt": f"{a} cat sat on a wall"}).json()["id"] for a in "AB"]
+    before = [explained(call_id) for call_id in ids]
+    assert before[1][0]["prefix_cache"][0]["prompt"].startswith("B cat")
+    client.generate("tiny", "", keep_alive=0)
+    assert "tiny:latest" not in loaded(client)
+    assert [explained(call_id) for call_id in ids] == before
+    again = server.post("/v1/completions", body | {"prompt": "C"}).json()["id"]
+    assert [len(explained(call_id)) for call_id in (*ids, again)] == [1, 1, 1], "loaded again"
+    assert explained("cmpl-0") is None
+
+
 def test_K16_names_that_are_not_there_are_refused(server: Folded, client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError, match=r"model: 'nope' not found; there are .*'tiny'") as caught:
         client.generate("nope", "x")

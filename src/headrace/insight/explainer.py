@@ -1,14 +1,16 @@
-"""`Explainer`: follows the engine of a server, and explains its requests to their callers.
+"""`Explainer`: follows the engine of a server, and explains its requests to their callers. `Explainers` has those of
+all models, and what is left of them when a model is unloaded.
 
-It stands before the other observers of `EngineClient` and `TextClient` and calls them. The holder of a key reads the
-ids and texts of its own requests, and of others "another request"; an administrator, and everybody where no keys are
-set, reads all. Made by `serve.app`. Knows no HTTP.
+An explainer stands before the other observers of `EngineClient` and `TextClient` and calls them. The holder of a key
+reads the ids and texts of its own requests, and of others "another request"; an administrator, and everybody where no
+keys are set, reads all. Made by `serve.loading`. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from headrace.engine import context, tenants
@@ -18,7 +20,7 @@ from headrace.insight.explain import Explanation, Text, explain
 from headrace.insight.journal import Step, decode_note
 from headrace.insight.limits import Machine
 from headrace.insight.live import Feed
-from headrace.insight.lives import Life, Lives
+from headrace.insight.lives import MAX_LIVES, Life, Lives
 from headrace.protocol.step import EngineInfo, StepOutput
 from headrace.text.outputs import RequestState
 from headrace.text.tokenizer import Tokenizer
@@ -28,9 +30,73 @@ ANOTHER = "another request"
 OnProgress = Callable[[int, int, int, int], None]
 
 
+class Calls:
+    """The ended requests of one model, explained. `text_of` decodes the token ids around a miss; None: no texts.
+    `machine` has what was measured of the machine."""
+
+    def __init__(self, lives: Lives, text_of: Text | None) -> None:
+        self.lives = lives
+        self.machine = Machine()
+        self.text_of = text_of
+
+    def of_requests(self, request_ids: Iterable[str]) -> list[Explanation]:
+        """Return the explanations of requests that have ended, but for those that are not known any more."""
+        lives = [self.lives.ended.get(request_id) for request_id in dict.fromkeys(request_ids)]
+        return [self._explain(life) for life in lives if life is not None]
+
+    def of_call(self, name: str) -> list[Explanation]:
+        """Return those of a call that the caller may see, by the id of its reply, of the call, or of one request."""
+        names = {name, name.partition("-")[2]}
+        lives = [
+            life for life in self.lives.ended.values() if life.request_id == name or (life.call_id or None) in names
+        ]
+        return [self._explain(life) for life in lives if sees(life)]
+
+    def decoded(self) -> Calls:
+        """Return the same calls with their texts decoded, so that the tokenizer's memory can be freed. Blocks."""
+        text_of = self.text_of
+        if text_of is None:
+            return self
+        misses = [miss for life in self.lives.ended.values() for miss in life.misses if miss.token_ids is not None]
+        texts = {tuple(ids): text_of(ids) for miss in misses for ids in miss.token_ids or ()}
+        calls = Calls(self.lives, lambda ids: texts[tuple(ids)])
+        calls.machine = self.machine
+        return calls
+
+    def _explain(self, life: Life) -> Explanation:
+        return explain(life, self.lives, name_of, self.text_of, self.machine)
+
+
+class Explainers:
+    """The explainers of the models that are loaded, and the calls of those that were: the last `max_lives` requests."""
+
+    def __init__(self, max_lives: int = MAX_LIVES) -> None:
+        self._max_lives = max_lives
+        self._loaded: dict[Explainer, Calls] = {}
+        self._past: deque[Calls] = deque()
+
+    def add(self, explainer: Explainer) -> None:
+        self._loaded[explainer] = explainer.calls
+
+    def retire(self, explainer: Explainer, calls: Calls) -> None:
+        """Keep the `calls` of a model that is unloaded, in place of its explainer."""
+        self._loaded.pop(explainer, None)
+        if calls.lives.ended:
+            self._past.append(calls)
+        for _ in range(sum(len(each.lives.ended) for each in self._past) - self._max_lives):
+            oldest = self._past[0].lives.ended
+            oldest.popitem(last=False)
+            if not oldest:
+                self._past.popleft()
+
+    def of_call(self, name: str) -> list[Explanation]:
+        """Return those of a call that the caller may see, as `Calls.of_call`, of all models."""
+        return [each for calls in (*self._loaded.values(), *self._past) for each in calls.of_call(name)]
+
+
 class Explainer:
     """An observer of the client and of answers. `tokenizer`, if there is one, gives the texts around a miss. `info`
-    returns the engine's numbers once it sends steps. `machine` has what was measured of the machine."""
+    returns the engine's numbers once it sends steps."""
 
     def __init__(
         self,
@@ -40,11 +106,11 @@ class Explainer:
         info: Callable[[], EngineInfo],
     ) -> None:
         self.lives = Lives()
+        text_of = None if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
+        self.calls = Calls(self.lives, text_of)
         self.feed: Feed | None = None
-        self.machine = Machine()
         self._observer = observer
         self._after = after
-        self._tokenizer = tokenizer
         self._info = info
         self._last_step = 0
         self._readers: dict[str, OnProgress] = {}
@@ -98,28 +164,6 @@ class Explainer:
         num_cached, start_time = (0, now) if first is None else (first.admission.num_cached, first.time)
         milliseconds = int(1e3 * (now - start_time))
         self._readers[life.request_id](num_prompt, num_cached, min(position, num_prompt), milliseconds)
-
-    def of_requests(self, request_ids: Iterable[str]) -> list[Explanation]:
-        """Return the explanations of requests that have ended, but for those that are not known any more."""
-        lives = [self.lives.ended.get(request_id) for request_id in dict.fromkeys(request_ids)]
-        return [self._explain(life) for life in lives if life is not None]
-
-    def of_call(self, name: str) -> list[Explanation]:
-        """Return those of a call that the caller may see, by the id of its reply, of the call, or of one request."""
-        names = {name, name.partition("-")[2]}
-        lives = [
-            life for life in self.lives.ended.values() if life.request_id == name or (life.call_id or None) in names
-        ]
-        return [self._explain(life) for life in lives if sees(life)]
-
-    def _explain(self, life: Life) -> Explanation:
-        return explain(life, self.lives, name_of, self.text_of, self.machine)
-
-    @property
-    def text_of(self) -> Text | None:
-        """A function that decodes token ids; None without a tokenizer."""
-        tokenizer = self._tokenizer
-        return None if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def sees(life: Life) -> bool:

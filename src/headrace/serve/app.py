@@ -25,6 +25,7 @@ from headrace.engine import logs
 from headrace.engine.client import EngineClient, ProcessClient
 from headrace.engine.model_folder import ModelFolder
 from headrace.engine.tenants import Limits, Rates
+from headrace.insight.explainer import Explainers
 from headrace.insight.metrics import render
 from headrace.insight.tracing import otlp
 from headrace.inspector import page
@@ -39,7 +40,6 @@ from headrace.serve.apis.openai import completions as openai_completions
 from headrace.serve.apis.openai import vllm
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
-from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import seconds_of
 from headrace.serve.errors import CallError, api_of, error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, KeyRing
@@ -47,7 +47,7 @@ from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allo
 from headrace.serve.inspection import Inspection
 from headrace.serve.inspection import add_routes as add_inspection_routes
 from headrace.serve.lifespan import Lifespan
-from headrace.serve.loading import Loader, RunningModel, default_params, load_audits, load_text
+from headrace.serve.loading import Loader, RunningModel, RunningModels, default_params, load_audits, load_text
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -79,15 +79,15 @@ def create_app(
     if server.any_model_name is None:
         server = msgspec.structs.replace(server, any_model_name=not ring and folder is None)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
-    default = None
+    default, explainers = None, Explainers()
     if client is not None:
-        settings = (rates, defaults, seed, audits, exporter, engine)
+        settings = (rates, defaults, seed, audits, exporter, engine, explainers)
         default = RunningModel(client, tokenizer, template, server, model, *settings)
-    models = ModelSet(default)
+    models = RunningModels(default)
     if folder is not None:
-        load = Loader(engine or EngineConfig(), server, folder, rates).load
+        load = Loader(engine or EngineConfig(), server, folder, rates, explainers).load
         bounds = (server.models_max, server.models_memory)
-        models = ModelSet(default, folder, load, seconds_of(server.keep_alive) or 0.0, *bounds)
+        models = RunningModels(default, folder, load, seconds_of(server.keep_alive) or 0.0, *bounds)
     max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
     storage = Storage(models, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
     policy = None if engine is None else engine.scheduling_policy
@@ -104,7 +104,7 @@ def create_app(
     add_storage_routes(app, storage)
     vllm.add_routes(app, models, storage.embeddings)
     _add_operations(app, models, lifespan)
-    explanations.add_routes(app, lifespan.explanations)
+    explanations.add_routes(app, explainers.of_call)
     inspection = Inspection(models)
     inspector.add_routes(app, models, inspection)
     add_inspection_routes(app, inspection)
@@ -161,7 +161,7 @@ class Sleeping(msgspec.Struct, kw_only=True):
     is_sleeping: bool
 
 
-def _add_operations(app: Starlette, models: ModelSet, lifespan: Lifespan) -> None:
+def _add_operations(app: Starlette, models: RunningModels, lifespan: Lifespan) -> None:
     def live() -> Status:
         """The process answers."""
         return Status(status="live")

@@ -20,7 +20,7 @@ class Explanations(msgspec.Struct, kw_only=True):
 
 
 def add_routes(app: Starlette, of_call: Callable[[str], list[Explanation]]) -> None:
-    """Add the route. `of_call` is `Explainer.of_call`, of all models."""
+    """Add the route. `of_call` is `Explainers.of_call`."""
 
     def explain(name: str) -> Explanations:
         """Where the time of a call went."""

@@ -27,10 +27,9 @@ from headrace.insight.numbers import Names, Sample, SampleReply
 from headrace.insight.summaries import Cache, Requests
 from headrace.protocol.errors import ChildFailedError, RequestError
 from headrace.serve import routing
-from headrace.serve.call.models import ModelSet
 from headrace.serve.errors import CallError
 from headrace.serve.gates.limits import body_pieces
-from headrace.serve.loading import RunningModel
+from headrace.serve.loading import RunningModel, RunningModels
 from headrace.text.bounded import BoundedProcess
 
 MAX_RECORDING_BYTES = 64 * 2**20
@@ -42,7 +41,7 @@ FLOATS = ("F32", "F16", "BF16")
 class Inspection:
     """What the routes need of all models, and the processes that help."""
 
-    def __init__(self, models: ModelSet) -> None:
+    def __init__(self, models: RunningModels) -> None:
         self._models = models
         self._samples = BoundedProcess("headrace.quantize.samples", SAMPLE_CPU_S)
         self._replays = BoundedProcess("headrace.insight.afterwards", REPLAY_CPU_S)
@@ -53,10 +52,10 @@ class Inspection:
     def model(self) -> RunningModel:
         """The model that is inspected: the first one, which is the server's own where it has one. Raises `CallError` if
         there is none."""
-        running = cast("list[RunningModel]", self._models.running)
+        running = self._models.running
         if not running:
             raise CallError(503, "no_model", "no model is loaded", {"retry-after": "1"})
-        running[0].explainer.machine = self._machine
+        running[0].explainer.calls.machine = self._machine
         return running[0]
 
     def close(self) -> None:
@@ -90,7 +89,7 @@ class Inspection:
             with contextlib.suppress(ChildFailedError):
                 result = task.result()
                 self._machine = result if isinstance(result, Machine) else self._machine
-                self.model.explainer.machine = self._machine
+                self.model.explainer.calls.machine = self._machine
         finally:
             process.close()
 
@@ -104,8 +103,8 @@ class Inspection:
         """The prefix cache as a tree, and why its latest misses were."""
         explainer, orders = self.model.explainer, self.model.client.orders
         tree = await orders.give(ReadCache(summaries.MAX_BLOCKS), CacheTree)
-        misses = summaries.misses_of(explainer.lives, name_of, explainer.text_of)
-        return summaries.cache_of(tree, misses, explainer.text_of, time.monotonic())
+        misses = summaries.misses_of(explainer.lives, name_of, explainer.calls.text_of)
+        return summaries.cache_of(tree, misses, explainer.calls.text_of, time.monotonic())
 
     async def limits(self) -> Limits:
         """How near decoding is to what the machine's memory and arithmetic allow."""

@@ -20,9 +20,9 @@ from headrace.insight.live import MAX_VIEWERS, Feed, Viewer
 from headrace.insight.state import State, state_of
 from headrace.protocol.errors import QueueFullError, RequestError
 from headrace.serve import routing
-from headrace.serve.call.models import ModelSet
 from headrace.serve.errors import CallError
 from headrace.serve.inspection import Inspection
+from headrace.serve.loading import RunningModels
 
 INTERVAL_S = 1 / 30
 STATE_S = 1.0
@@ -39,7 +39,7 @@ class LiveEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Source:
     """What all viewers read. The state is encoded once for all of them."""
 
-    def __init__(self, client: EngineClient, explainer: Explainer, models: ModelSet) -> None:
+    def __init__(self, client: EngineClient, explainer: Explainer, models: RunningModels) -> None:
         self.client = client
         self._explainer = explainer
         self._models = models
@@ -57,7 +57,7 @@ class Source:
         """Return the state as JSON, at most half of `STATE_S` old."""
         now = time.monotonic()
         if now - self._time > STATE_S / 2:
-            state = state_of(self.client, self._explainer.lives, self._explainer.machine, now)
+            state = state_of(self.client, self._explainer.lives, self._explainer.calls.machine, now)
             self._state, self._time = msgspec.json.encode(LiveEvent(state=state)), now
         return self._state
 
@@ -102,7 +102,7 @@ class LiveStream(routing.Readable):
             await asyncio.sleep(INTERVAL_S)
 
 
-def add_routes(app: Starlette, models: ModelSet, inspection: Inspection) -> None:
+def add_routes(app: Starlette, models: RunningModels, inspection: Inspection) -> None:
     """Add the route."""
     sources: list[Source] = []
     app.state.inspected = sources

@@ -9,18 +9,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+from typing import Any
 
 from starlette.applications import Starlette
 
 from headrace.engine.client import EngineClient
-from headrace.insight.explain import Explanation
 from headrace.insight.metrics import ServerMetrics
 from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.serve import startup
 from headrace.serve.apis.openai.storage import Storage
-from headrace.serve.call.models import ModelSet
-from headrace.serve.loading import RunningModel
+from headrace.serve.loading import RunningModels
 
 logger = logging.getLogger("headrace.server")
 
@@ -47,12 +45,13 @@ class Lifespan:
 
     def __init__(
         self,
-        models: ModelSet,
+        models: RunningModels,
         log_stats_interval: float,
         storage: Storage,
         policy: str | None = None,
     ) -> None:
         self.models = models
+        self._default = models.default
         self.storage = storage
         self.failure: BaseException | None = None
         self.draining = False
@@ -64,18 +63,9 @@ class Lifespan:
         self._policy = policy
         self._interval = log_stats_interval
 
-    @property
-    def _default(self) -> RunningModel | None:
-        return cast("RunningModel | None", self.models.default)
-
     def metrics(self) -> list[ServerMetrics]:
         """Return the metrics of the models that are loaded."""
-        return [cast(RunningModel, model).metrics for model in self.models.running]
-
-    def explanations(self, name: str) -> list[Explanation]:
-        """Return those of a call that the caller may see, of the models that are loaded (`Explainer.of_call`)."""
-        models = [cast(RunningModel, model) for model in self.models.running]
-        return [each for model in models for each in model.explainer.of_call(name)]
+        return [model.metrics for model in self.models.running]
 
     @property
     def num_open(self) -> int:

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -27,12 +27,13 @@ from headrace.engine.model_facts import ModelFacts, facts_of
 from headrace.engine.model_folder import ModelFolder
 from headrace.engine.tenants import Rates
 from headrace.insight import audit
-from headrace.insight.explainer import Explainer
+from headrace.insight.explainer import Explainer, Explainers
 from headrace.insight.metrics import ServerMetrics
 from headrace.insight.tracing import Tracer, otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError
 from headrace.serve.call.dialect import Dialect
+from headrace.serve.call.models import ModelSet
 from headrace.serve.call.service import ServedModel
 from headrace.text.bounded import BoundedProcess
 from headrace.text.inputs import seed_source
@@ -56,6 +57,7 @@ class RunningModel:
         audits: the reports of `insight.audit.find` on the weights.
         exporter: an OpenTelemetry `SpanExporter` for the spans of answers; None for no spans.
         engine: the engine's settings, which name the model's files; None: there are none.
+        explainers: those of all models, which keep the explanations when this one is unloaded.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class RunningModel:
         audits: Sequence[dict[str, Any]] = (),
         exporter: Any = None,
         engine: EngineConfig | None = None,
+        explainers: Explainers | None = None,
     ) -> None:
         name = (server.served_model_name or [model])[0]
         self.client = client
@@ -79,11 +82,13 @@ class RunningModel:
         self.metrics = ServerMetrics(client, name)
         self.tracer = None if exporter is None else Tracer(exporter, name, self.metrics)
         self.explainer = Explainer(self.metrics, self.tracer or self.metrics, tokenizer, lambda: client.info)
+        self._explainers = explainers or Explainers()
+        self._explainers.add(self.explainer)
         client.observer = self.explainer
         front = TextClient(client, tokenizer, self.explainer, rates)
         self.served = served = served_model(front, template, server, model, defaults, seed)
         served.quality = functools.partial(audit.of_form, audits)
-        served.explanations = self.explainer.of_requests
+        served.explanations = self.explainer.calls.of_requests
         served.follow_prompt = self.explainer.follow_prompt
         served.digest = self._digest
         served.system = "" if engine is None else model_settings.read(engine.model).system
@@ -121,6 +126,7 @@ class RunningModel:
         processes = [] if self.served.stays_loaded else [worker.process for worker in self.served.workers]
         self.served.close()
         await self.client.close(at_once)
+        self._explainers.retire(self.explainer, await asyncio.to_thread(self.explainer.calls.decoded))
         if processes or self.tracer is not None:
             await asyncio.to_thread(self._close_rest, processes)
 
@@ -131,20 +137,33 @@ class RunningModel:
             self.tracer.close()
 
 
+class RunningModels(ModelSet):
+    """A `ModelSet` of which all models are `RunningModel`s."""
+
+    default: RunningModel | None
+
+    @property
+    def running(self) -> Sequence[RunningModel]:
+        return cast(Sequence[RunningModel], super().running)
+
+
 class Loader:
     """Loads models of the folder, with the settings that the server was started with.
 
     Args:
         engine, server: the settings; name, tokenizer, revision and names of the model are those of each model.
         folder: the models folder.
-        rates: the limits of the callers.
+        rates, explainers: what all models share; see `RunningModel`.
     """
 
-    def __init__(self, engine: EngineConfig, server: ServerConfig, folder: ModelFolder, rates: Rates) -> None:
+    def __init__(
+        self, engine: EngineConfig, server: ServerConfig, folder: ModelFolder, rates: Rates, explainers: Explainers
+    ) -> None:
         self._engine = msgspec.structs.replace(engine, tokenizer=None, revision=None, record_schedule=None)
         self._server = server
         self._folder = folder
         self._rates = rates
+        self._explainers = explainers
 
     async def load(self, name: str) -> RunningModel:
         """Start a model and wait until it makes tokens. Raises `HeadraceError`s."""
@@ -179,6 +198,7 @@ class Loader:
             load_audits(engine),
             exporter,
             engine,
+            self._explainers,
         )
         model.served.stays_loaded = False
         return model

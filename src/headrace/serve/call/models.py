@@ -16,7 +16,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from headrace.engine import context
@@ -147,7 +147,7 @@ class ModelSet:
     # -- what there is
 
     @property
-    def running(self) -> list[Running]:
+    def running(self) -> Sequence[Running]:
         """The models that are loaded, the default one first."""
         entries = [self._default_entry, *self._entries.values()]
         return [entry.running for entry in entries if entry.running is not None]
