@@ -253,7 +253,16 @@ def rows_of(num: int) -> list[TokenLogprob]:
 
 def frames_stall(in_one_go: bool) -> float:
     """Read a step's output for `CONTEXT` rows of a prompt, as the engine's process cuts it or as one frame."""
-    output = StepOutput(step_id=1, started={"a": 0}, prompt_logprobs={"a": rows_of(CONTEXT)})
+    return reading_stall(rows_of(CONTEXT), in_one_go)
+
+
+def row_stall(in_one_go: bool) -> float:
+    """The same for one row with the log-probabilities of a vocabulary of 2**19 tokens."""
+    return reading_stall([TokenLogprob(0, -1.0, 1, tuple((i, -i / 2**19) for i in range(2**19)))], in_one_go)
+
+
+def reading_stall(rows: list[TokenLogprob], in_one_go: bool) -> float:
+    output = StepOutput(step_id=1, started={"a": 0}, prompt_logprobs={"a": rows})
     data = b"".join(frames.encode(frames.Output(part)) for part in ([output] if in_one_go else parts_of(output)))
 
     async def read() -> None:
@@ -324,7 +333,7 @@ def freeing_stall(in_one_go: bool) -> float:
     return min(watch.longest for watch in watched)
 
 
-PIECES = {"decoding": frames_stall, "opening": opening_stall, "freeing": freeing_stall}
+PIECES = {"decoding": frames_stall, "decoding_a_row": row_stall, "opening": opening_stall, "freeing": freeing_stall}
 
 
 def run_campaign(num: int, seed: int) -> dict[str, Any]:
