@@ -35,6 +35,20 @@ RELIABILITY = [
     ),
     Removal(
         "R-03",
+        SRC + "engine/parts.py",
+        "    return len(entry.top) > PART_NUMBERS\n",
+        "    return False\n",
+        "engine/test_pieces.py::test_R_03_a_row_of_the_whole_vocabulary_is_cut_too",
+    ),
+    Removal(
+        "R-03",
+        SRC + "serve/apis/openai/answers.py",
+        "off_loop(wide, functools.partial(self._pieces, place, state, piece, parts))",
+        "off_loop(0, functools.partial(self._pieces, place, state, piece, parts))",
+        "serve/call/test_wide_rows.py::test_R_03_wide_rows_become_text_beside_the_loop",
+    ),
+    Removal(
+        "R-03",
         SRC + "engine/links.py",
         "while self._posted and num_bytes < POSTED_BYTES:",
         "while self._posted:",

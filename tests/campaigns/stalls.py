@@ -28,8 +28,8 @@ from unittest import mock
 from tests.support.server import Live, child, write_tokenizer
 
 from headrace.engine import generation, links
-from headrace.engine.child import parts_of
 from headrace.engine.generation import TextClient
+from headrace.engine.parts import parts_of
 from headrace.protocol import frames
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
@@ -108,6 +108,8 @@ NUM_TOP = 20
 CONTEXT = 32768
 MOST_TOKENS = 2**18
 MOST_ROWS = 2**14
+VOCAB_SIZE = 2**17
+"""Of the engine and its tokenizer: a row of all log-probabilities is larger than a frame of the engine's."""
 CLIENT = """
 import http.client, sys
 port, path, name = sys.argv[1:]
@@ -135,9 +137,15 @@ class Watch:
 
 def call_of(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Return a path and a body: many prompts, or many answers, with as many log-probabilities as may be."""
-    kind = rng.choice(("prompts", "texts", "rows", "answers", "chat", "vectors"))
+    kind = rng.choice(("prompts", "texts", "rows", "answers", "chat", "vectors", "vocabulary", "stored"))
     num = rng.choice((1, 4, 16, 64, 256))
     body: dict[str, Any] = {"max_tokens": 1, "stream": rng.random() < 0.4, "ignore_eos": True}
+    if kind == "vocabulary":
+        return whole_rows(rng)
+    if kind == "stored":
+        body = {"input": "a", "max_output_tokens": min(MOST_ROWS // num, 4096), "ignore_eos": True}
+        body |= {"top_logprobs": NUM_TOP, "include": ["message.output_text.logprobs"], "stream": rng.random() < 0.5}
+        return "/v1/responses", body
     if kind == "chat":
         most = min(MOST_ROWS // num, 256)
         body |= {"messages": [{"role": "user", "content": "a"}], "n": min(num, 128), "max_tokens": most}
@@ -155,6 +163,26 @@ def call_of(rng: random.Random) -> tuple[str, dict[str, Any]]:
     if kind == "rows":
         body |= rng.choice(({"prompt_logprobs": NUM_TOP}, {"echo": True, "logprobs": NUM_TOP}))
     return "/v1/completions", body | {"prompt": prompts}
+
+
+def whole_rows(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return a path and a body for some tokens with the log-probabilities of the whole vocabulary."""
+    num, stream = rng.choice((1, 2, 4)), rng.random() < 0.5
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": num, "stream": stream}
+    text: dict[str, Any] = {"prompt": [1, 2], "max_tokens": num, "ignore_eos": True, "stream": stream}
+    return rng.choice(
+        (
+            ("/v1/completions", text | {"logprobs": VOCAB_SIZE}),
+            ("/v1/completions", text | {"prompt": [1] * (num + 1), "prompt_logprobs": -1}),
+            ("/v1/completions", text | {"prompt": [1] * (num + 1), "logprobs": VOCAB_SIZE, "echo": True}),
+            ("/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": VOCAB_SIZE}),
+            ("/v1/responses", {"input": "a", "max_output_tokens": num, "top_logprobs": VOCAB_SIZE, "store": False,
+                               "stream": stream}),
+            ("/completion", {"prompt": "a", "n_predict": num, "n_probs": VOCAB_SIZE, "stream": stream}),
+            ("/api/chat", chat | {"model": "fake", "options": {"num_predict": num}, "logprobs": True,
+                                  "top_logprobs": VOCAB_SIZE}),
+        )
+    )  # fmt: skip
 
 
 def call_stall(live: Live, path: str, body: dict[str, Any]) -> tuple[float, str]:
@@ -177,10 +205,11 @@ def calls(num: int, rng: random.Random) -> Iterator[tuple[float, str]]:
     """Yield the stall of each of `num` bodies, the least of two tries where the first is too long, and the body in
     words."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Tokenizer.load(write_tokenizer(Path(folder)))
+        tokenizer = Tokenizer.load(write_tokenizer(Path(folder), VOCAB_SIZE))
         engine = child(
-            max_num_seqs=256, max_model_len=CONTEXT, max_num_batched_tokens=8192, num_gpu_blocks_override=2**15
-        )
+            vocab_size=VOCAB_SIZE, max_logprobs=-1,
+            max_num_seqs=256, max_model_len=CONTEXT, max_num_batched_tokens=8192, num_gpu_blocks_override=2**15,
+        )  # fmt: skip
         with Live(engine, tokenizer, ServerConfig(log_stats_interval=0, any_model_name=False)) as live:
             gc.collect()
             gc.freeze()
@@ -224,7 +253,16 @@ def rows_of(num: int) -> list[TokenLogprob]:
 
 def frames_stall(in_one_go: bool) -> float:
     """Read a step's output for `CONTEXT` rows of a prompt, as the engine's process cuts it or as one frame."""
-    output = StepOutput(step_id=1, started={"a": 0}, prompt_logprobs={"a": rows_of(CONTEXT)})
+    return reading_stall(rows_of(CONTEXT), in_one_go)
+
+
+def row_stall(in_one_go: bool) -> float:
+    """The same for one row with the log-probabilities of a vocabulary of 2**19 tokens."""
+    return reading_stall([TokenLogprob(0, -1.0, 1, tuple((i, -i / 2**19) for i in range(2**19)))], in_one_go)
+
+
+def reading_stall(rows: list[TokenLogprob], in_one_go: bool) -> float:
+    output = StepOutput(step_id=1, started={"a": 0}, prompt_logprobs={"a": rows})
     data = b"".join(frames.encode(frames.Output(part)) for part in ([output] if in_one_go else parts_of(output)))
 
     async def read() -> None:
@@ -295,7 +333,7 @@ def freeing_stall(in_one_go: bool) -> float:
     return min(watch.longest for watch in watched)
 
 
-PIECES = {"decoding": frames_stall, "opening": opening_stall, "freeing": freeing_stall}
+PIECES = {"decoding": frames_stall, "decoding_a_row": row_stall, "opening": opening_stall, "freeing": freeing_stall}
 
 
 def run_campaign(num: int, seed: int) -> dict[str, Any]:

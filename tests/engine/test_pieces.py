@@ -6,16 +6,17 @@ import asyncio
 import copy
 import itertools
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.engine.test_client import read, run
 from tests.support import fake
-from tests.support.server import Live, child
+from tests.support.server import Live, child, inproc
 
-from headrace.engine import child as engine_child
-from headrace.engine import generation, links
+from headrace.engine import generation, links, parts
 from headrace.engine.client import EngineClient
 from headrace.engine.generation import Generation, TextClient, free
 from headrace.engine.links import ProcessLink
@@ -56,30 +57,84 @@ OUTPUT = StepOutput(
     started={"a": 3, "long": 0, "chunk": 5, "bare": 1, "vector": 0},
     finished={"b": Finish("length"), "vector": Finish("stop"), "search": Finish("stop")},
     beams={"search": BeamResult(beams=[], num_blocks=1, num_blocks_unshared=1)},
-    stats=Stats(num_steps=7),
+    stats=Stats(num_steps=7), note=b"note",
 )  # fmt: skip
+
+
+def joined(outputs: list[StepOutput]) -> list[StepOutput]:
+    """What the link makes of parts that crossed the socket."""
+    joiner = parts.Joiner()
+    crossed = [msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) for output in outputs]
+    for output in crossed:
+        joiner.join(output)
+    assert not joiner._rows
+    return crossed
 
 
 @pytest.mark.parametrize("most", [1, 8, 100, 10**6])
 def test_R_03_an_output_is_cut_into_bounded_parts_that_say_the_same(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(engine_child, "PART_NUMBERS", most)
-    parts = list(engine_child.parts_of(OUTPUT))
-    assert {key: state for part in parts for key, state in part.states.items()} == OUTPUT.states
-    assert [part.stats for part in parts] == [None] * (len(parts) - 1) + [OUTPUT.stats]
-    assert sum(len(part.started) for part in parts) == len(OUTPUT.started)
-    for part in parts:
+    monkeypatch.setattr(parts, "PART_NUMBERS", most)
+    cut = list(parts.parts_of(OUTPUT))
+    assert {key: state for part in cut for key, state in part.states.items()} == OUTPUT.states
+    assert [part.stats for part in cut] == [None] * (len(cut) - 1) + [OUTPUT.stats]
+    assert [part.note for part in cut] == [b""] * (len(cut) - 1) + [OUTPUT.note]
+    assert sum(len(part.started) for part in cut) == len(OUTPUT.started)
+    for part in cut:
         rows = [entry for each in (*part.prompt_logprobs.values(), *part.logprobs.values()) for entry in each]
         numbers = sum(1 + len(entry.top) for entry in rows) + sum(map(len, part.pooled.values()))
         # A token of a sample, its alternatives and a vector stay together.
         assert numbers < most + 4 + 30
-    assert (len(parts) == 1) is (most == 10**6)
+    assert (len(cut) == 1) is (most == 10**6)
     # The last, for it merges into the lists of the parts.
-    assert merged(parts) == merged([copy.deepcopy(OUTPUT)])
+    assert merged(joined(cut)) == merged([copy.deepcopy(OUTPUT)])
+
+
+def test_R_03_a_row_of_the_whole_vocabulary_is_cut_too() -> None:
+    size = 5 * parts.PART_NUMBERS // 2
+    output = StepOutput(
+        step_id=1, request_ids=["a", "b"], token_ids=[[1], [2, 3, 4]],
+        logprobs={"a": entries(1, size), "b": [*entries(1), *entries(2, size)]},
+        prompt_logprobs={"long": [*entries(2, size), *entries(3), *entries(1, size)], "b": entries(1, size)},
+        started={"long": 0, "b": 3}, finished={"a": Finish("length")}, stats=Stats(num_steps=1), note=b"note",
+    )  # fmt: skip
+    cut = list(parts.parts_of(output))
+    frame_sizes = [len(frames.encode(frames.Output(part))) for part in cut]
+    assert max(frame_sizes) < 2**17 < len(frames.encode(frames.Output(output)))
+    # All tokens that a step sampled for a request come at once: the state of the sampler belongs to the last one.
+    assert [pair for part in cut for pair in zip(part.request_ids, part.token_ids, strict=True)] == [
+        ("a", [1]),
+        ("b", [2, 3, 4]),
+    ]
+    assert merged(joined(cut)) == merged([copy.deepcopy(output)])
+    # The control: a part that is lost is noticed.
+    lost = next(place for place, part in enumerate(cut) if part.alternatives)
+    assert merged(joined([*cut[:lost], *cut[lost + 1 :]])) != merged([copy.deepcopy(output)])
+
+
+@pytest.mark.parametrize("make", [child, inproc])
+def test_R_03_whole_rows_come_through_both_links(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., EngineClient]
+) -> None:
+    monkeypatch.setattr(parts, "PART_NUMBERS", 50)
+    params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True, prompt_logprobs=-1, logprobs=-1)
+    request = Request(request_id=new_request_id(), prompt_token_ids=[7] * 4, params=params)
+    oracle = Oracle(fake.VOCAB_SIZE, [fake.EOS])
+
+    async def work(client: EngineClient) -> list[TokenLogprob]:
+        rows: list[TokenLogprob] = []
+        async for deltas in client.submit([request]):
+            for _, delta in deltas:
+                rows += [*delta.prompt_logprobs, *delta.logprobs]
+        return rows
+
+    rows = run(make(max_logprobs=-1), work)
+    assert [len(row.top) for row in rows] == [fake.VOCAB_SIZE] * 6
+    assert rows[:3] == [oracle.logprob(7, 1 + place, -1) for place in range(3)]
 
 
 def test_R_03_an_output_without_many_numbers_is_one_part() -> None:
     output = StepOutput(step_id=1, request_ids=["a"], token_ids=[[1]], stats=Stats())
-    assert [part is output for part in engine_child.parts_of(output)] == [True]
+    assert [part is output for part in parts.parts_of(output)] == [True]
 
 
 def test_R_03_frames_of_the_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

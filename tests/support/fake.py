@@ -1,6 +1,7 @@
 """An engine without a model for the server's tests: the real `EngineCore` and scheduler over the simulated executor.
 
-Run as a script it is the child process (`fake.py DELAY FD`); imported, it builds the same engine in this process.
+Run as a script it is the child process (`fake.py DELAY VOCAB_SIZE FD`); imported, it builds the same engine in this
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ VOCAB_SIZE = 256
 EOS = 255
 
 
-def build(config: EngineConfig, delay: float = 0.0, oracle: Oracle | None = None) -> EngineCore:
+def build(
+    config: EngineConfig, delay: float = 0.0, oracle: Oracle | None = None, vocab_size: int = VOCAB_SIZE
+) -> EngineCore:
     """`delay` is slept in every step, in seconds. `oracle` says what comes next, if not the usual one."""
     num_blocks = config.num_gpu_blocks_override or 1024
     scheduler = Scheduler(
@@ -37,7 +40,7 @@ def build(config: EngineConfig, delay: float = 0.0, oracle: Oracle | None = None
     info = EngineInfo(
         model=config.model,
         max_model_len=scheduler.max_model_len,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=HIDDEN_SIZE,
         eos_token_ids=[EOS],
         block_size=config.block_size,
@@ -50,14 +53,15 @@ def build(config: EngineConfig, delay: float = 0.0, oracle: Oracle | None = None
         backend="simulated",
         device="cpu",
     )
-    executor = SimulatedExecutor(num_blocks, config.block_size, oracle or Oracle(VOCAB_SIZE, [EOS]), delay=delay)
+    executor = SimulatedExecutor(num_blocks, config.block_size, oracle or Oracle(vocab_size, [EOS]), delay=delay)
     return EngineCore(scheduler, executor, info, time.monotonic, check_every=8)
 
 
-def command(delay: float = 0.0) -> tuple[str, ...]:
+def command(delay: float = 0.0, vocab_size: int = VOCAB_SIZE) -> tuple[str, ...]:
     """What `ProcessLink` is to run."""
-    return (sys.executable, str(Path(__file__)), str(delay))
+    return (sys.executable, str(Path(__file__)), str(delay), str(vocab_size))
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[2]), lambda config, is_restart: build(config, float(sys.argv[1]))))
+    delay, vocab_size, fd = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    sys.exit(main(fd, lambda config, is_restart: build(config, delay, vocab_size=vocab_size)))

@@ -38,12 +38,13 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """A byte-level tokenizer: token i is byte i, but for the last, which ends a text."""
+def write_tokenizer(directory: Path, vocab_size: int = fake.VOCAB_SIZE) -> Path:
+    """A byte-level tokenizer: token i is byte i, but for token 255, which ends a text, and words from 256 on."""
     from headrace.text.tokenizer_files import byte_letters
 
     letters = byte_letters()
     vocab = {letter: index for index, letter in enumerate(letters[:255])} | {"<eos>": fake.EOS}
+    vocab |= {f"word{index}": index for index in range(fake.VOCAB_SIZE, vocab_size)}
     made = {
         "version": "1.0",
         "added_tokens": [
@@ -168,8 +169,8 @@ def brittle(num_steps: int) -> EngineClient:
     return InprocClient(build)
 
 
-def child(delay: float = 0.0, max_restarts: int = 3, **config: Any) -> EngineClient:
-    link = ProcessLink(EngineConfig(model="fake", **config), fake.command(delay))
+def child(delay: float = 0.0, max_restarts: int = 3, vocab_size: int = fake.VOCAB_SIZE, **config: Any) -> EngineClient:
+    link = ProcessLink(EngineConfig(model="fake", **config), fake.command(delay, vocab_size))
     return EngineClient(link, max_restarts=max_restarts)
 
 

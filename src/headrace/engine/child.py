@@ -16,13 +16,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from headrace import env
 from headrace.engine import logs, orders
 from headrace.engine.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Executor, Ticket
+from headrace.engine.parts import parts_of
 from headrace.insight.journal import Journal
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
@@ -31,9 +32,6 @@ from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch,
 from headrace.text.bounded import die_with_parent
 
 logger = logging.getLogger("headrace.engine")
-
-PART_NUMBERS = 4096
-"""Log-probabilities and hidden numbers after which an output goes on in another frame."""
 
 Receive = Callable[[bool], "list[frames.ToEngine] | None"]
 Send = Callable[[frames.FromEngine], None]
@@ -88,44 +86,6 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
             send(frames.Output(part))
         if debug:
             show(output)
-
-
-def parts_of(output: StepOutput) -> Iterator[StepOutput]:
-    """Yield `output` in parts, each with about `PART_NUMBERS` log-probabilities and hidden numbers at most: a frame of
-    all of them would hold up the server while it is decoded, or be above the cap.
-
-    The parts of a request come in order, its prompt's log-probabilities first and its end last; `stats` are in the last
-    part. Only the whole vocabulary at one token (`--max-logprobs -1`) makes a part larger.
-    """
-    if not (output.prompt_logprobs or output.logprobs or output.pooled):
-        yield output
-        return
-    times = {"step_id": output.step_id, "start_time": output.start_time, "end_time": output.end_time}
-    columns = dict(zip(output.request_ids, output.token_ids, strict=True))
-    part, size = StepOutput(**times), 0  # type: ignore[arg-type]
-    rare = ("started", "prompt_logprobs", "logprobs", "states", "pooled", "finished", "beams")
-    for request_id in dict.fromkeys([*columns, *(each for name in rare for each in getattr(output, name))]):
-        if request_id in output.started:
-            part.started[request_id] = output.started[request_id]
-        for entry in output.prompt_logprobs.get(request_id, ()):
-            if size >= PART_NUMBERS:
-                yield part
-                part, size = StepOutput(**times), 0  # type: ignore[arg-type]
-            part.prompt_logprobs.setdefault(request_id, []).append(entry)
-            size += 1 + len(entry.top)
-        if size >= PART_NUMBERS:
-            yield part
-            part, size = StepOutput(**times), 0  # type: ignore[arg-type]
-        if request_id in columns:
-            part.request_ids.append(request_id)
-            part.token_ids.append(columns[request_id])
-        for name in rare[2:]:
-            if request_id in (column := getattr(output, name)):
-                getattr(part, name)[request_id] = column[request_id]
-        size += sum(1 + len(entry.top) for entry in part.logprobs.get(request_id, ()))
-        size += len(part.pooled.get(request_id, ()))
-    part.stats = output.stats
-    yield part
 
 
 def show(output: StepOutput) -> None:

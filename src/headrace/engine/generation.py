@@ -38,8 +38,9 @@ from headrace.text.tokenizer import Tokenizer
 LARGE_TEXT = 4096
 # Tokens whose check takes as long as making a request does.
 REQUEST_SIZE = 32
-# Entries of a list that are freed at a time.
+# Entries of a list that are freed at a time, fewer of those with more alternatives than most.
 FREED = 256
+WIDE = 32
 
 T = TypeVar("T")
 
@@ -93,7 +94,14 @@ def free(lists: Sequence[list[Any]]) -> None:
     lock throughout; so call this on a worker thread, with lists that nothing else reads."""
     for each in lists:
         while each:
-            del each[-FREED:]
+            del each[-max(1, FREED // (1 + width(each) // WIDE)) :]
+
+
+def width(rows: Sequence[Any]) -> int:
+    """Return the alternatives in the last of `rows`, which have about as many each: 0 where rows have none."""
+    last = rows[-1] if rows else ()
+    each = getattr(last, "top", None) or getattr(last, "top_logprobs", None) or last
+    return len(each) if isinstance(each, tuple | dict) else 0
 
 
 def with_salt(params: SamplingParams, cache_salt: str) -> SamplingParams:
@@ -359,7 +367,7 @@ class Generation:
         for holder in holders:
             lists += [holder.logprobs, holder.prompt_logprobs]
             holder.logprobs, holder.prompt_logprobs = [], []
-        if sum(map(len, lists)) > FREED:
+        if sum(len(each) * (1 + width(each) // WIDE) for each in lists) > FREED:
             asyncio.get_running_loop().run_in_executor(None, free, lists)
 
     async def __aenter__(self) -> Generation:

@@ -22,6 +22,7 @@ from typing import IO, Protocol
 from headrace.engine import logs
 from headrace.engine.black_box import BlackBox
 from headrace.engine.core import EngineCore
+from headrace.engine.parts import Joiner
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import EngineDeadError, HeadraceError
@@ -309,11 +310,14 @@ async def _log_lines(pipe: IO[bytes]) -> None:
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromEngine]:
     """Yield the engine's messages until its end. Raises `TransportError`."""
-    buffer = frames.FrameBuffer()
+    buffer, joiner = frames.FrameBuffer(), Joiner()
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(frames.READ_BYTES):
             for payload in buffer.feed(data):
-                yield frames.decode_from_engine(payload)
+                message = frames.decode_from_engine(payload)
+                if isinstance(message, frames.Output):
+                    joiner.join(message.output)
+                yield message
             # A read of what has come already does not let others run.
             await asyncio.sleep(0)
 
@@ -337,12 +341,15 @@ class InprocLink:
         self._inbox = queue.SimpleQueue()
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[EngineInfo] = loop.create_future()
+        joiner = Joiner()
 
         def deliver(message: frames.FromEngine) -> None:
             if isinstance(message, frames.Ready):
                 ready.set_result(message.info)
-            else:
-                on_message(message)
+                return
+            if isinstance(message, frames.Output):
+                joiner.join(message.output)
+            on_message(message)
 
         def lost(error: BaseException) -> None:
             if not ready.done():

@@ -96,7 +96,7 @@ class Oracle:
         """Return an invented but repeatable log-probability, with the chosen token as the likeliest."""
         top = tuple(
             ((token_id + i) % self.vocab_size, -0.5 - 0.3 * i - 0.3 * (token_id * 31 + position * 7 + i * 53) % 17 / 17)
-            for i in range(min(max(num_top, 0), self.vocab_size))
+            for i in range(self.vocab_size if num_top < 0 else min(num_top, self.vocab_size))
         )
         return TokenLogprob(token_id, -0.5 - position % 16 / 1024, 1, top)
 

@@ -309,7 +309,9 @@ class StepOutput(msgspec.Struct, kw_only=True):
     `started` maps a request to the number of its prompt tokens in the prefix cache, in the step that first ran it.
     A request appears in `finished` exactly once, and never again in any later output. `states` are the samplers' states
     with which a request can be resumed elsewhere (`Request.resume_state`). `beams` has the answers of a search, in the
-    output that has its end. `note` is for viewers (`insight.journal.Note`). Times are monotonic seconds.
+    output that has its end. `note` is for viewers (`insight.journal.Note`). Times are monotonic seconds. An output may
+    come in parts (`engine.parts`): `alternatives` are then the next of `TokenLogprob.top` of a row, by its index, in
+    the next part that has log-probabilities of that request.
     """
 
     step_id: int
@@ -320,6 +322,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     logprobs: dict[str, list[TokenLogprob]] = {}
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     states: dict[str, float] = {}
+    alternatives: dict[str, tuple[int, tuple[tuple[int, float], ...]]] = {}
     pooled: dict[str, list[float]] = {}
     started: dict[str, int] = {}
     finished: dict[str, Finish] = {}

@@ -28,8 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace.engine import context
-from headrace.engine.generation import LARGE_TEXT, free, in_time, off_loop
-from headrace.serve.errors import ENDINGS, OPENAI, Api, error_event, error_response, event, json_response
+from headrace.engine.generation import LARGE_TEXT, free, in_time, off_loop, width
+from headrace.serve.errors import ENDINGS, OPENAI, Api, error_event, error_response, json_response
 from headrace.serve.gates.limits import ClientGoneError, Receive, Scope, parse_json, read_body
 
 logger = logging.getLogger("headrace.server")
@@ -40,6 +40,8 @@ HEARTBEAT_S = 10.0
 """Seconds of silence in a stream of events before a heartbeat is sent."""
 PIECE = 256
 """Items of a list that are written at a time."""
+LEVELS = 8
+"""Structs and short lists within each other in which long lists are looked for."""
 SENT_BYTES = 2**18
 EVENT_STREAM = "text/event-stream"
 
@@ -83,8 +85,6 @@ class Readable(ABC):
     """
 
     headers: Mapping[str, str] = {}
-    keeps_reply = False
-    """Whether what `whole` returns is read again after it was sent."""
     media_type = EVENT_STREAM
 
     def __init__(self, answer: Any, stream: bool) -> None:
@@ -201,28 +201,28 @@ async def deliver(request: Request, answer: Readable, api: Api) -> Any:
             return EventStream(answer, headers, api)
         reply, size = await until_gone(request.receive, answer.whole()), answer.answer.size
         answer.close()
-        return await large_response(reply, size, headers, answer.keeps_reply)
+        return await large_response(reply, size, headers)
     except BaseException:
         answer.close()
         raise
 
 
-async def large_response(
-    body: object, size: int, headers: Mapping[str, str] | None = None, keeps_body: bool = False
-) -> Response:
-    """Return `json_response` of a body of about `size` tokens, written and freed beside the event loop if it is large,
-    but not freed if `keeps_body`."""
+async def large_response(body: object, size: int, headers: Mapping[str, str] | None = None) -> Response:
+    """Return `json_response` of a body of about `size` tokens, written and freed beside the event loop if large."""
     if size < LARGE_TEXT:
         return json_response(body, headers=headers)
-    parts = await off_loop(size, lambda: _written(body, keeps_body))
+    parts = await off_loop(size, lambda: _written(body, False))
     return PieceResponse(parts, dict(headers or {}))
 
 
-async def large_event(body: object, size: int) -> bytes:
-    """Return `event` of a body of about `size` tokens, written and freed beside the event loop if it is large."""
+async def large_event(
+    body: object, size: int, head: bytes = b"data: ", tail: bytes = b"\n\n", keeps_body: bool = False
+) -> bytes:
+    """Return `event` of a body of about `size` tokens, written beside the event loop if it is large, and then freed
+    unless `keeps_body`."""
     if size < LARGE_TEXT:
-        return event(body)
-    return await off_loop(size, lambda: b"".join((b"data: ", *_written(body, False), b"\n\n")))
+        return head + msgspec.json.encode(body) + tail
+    return await off_loop(size, lambda: b"".join((head, *_written(body, keeps_body), tail)))
 
 
 def _written(body: object, keeps_body: bool) -> list[bytes]:
@@ -235,11 +235,16 @@ def _written(body: object, keeps_body: bool) -> list[bytes]:
             parts.append(b"".join(rest))
             rest, num_bytes = [], 0
     if not keeps_body:
-        free(list(_lists(body)))
+        free_lists(body)
     return [*parts, b"".join(rest)]
 
 
-def _lists(value: Any, levels: int = 4) -> Iterator[list[Any]]:
+def free_lists(body: object) -> None:
+    """Free the long lists of a reply that is read no more, in slices; call this beside the event loop."""
+    free(list(_lists(body)))
+
+
+def _lists(value: Any, levels: int = LEVELS) -> Iterator[list[Any]]:
     """Yield the lists in a reply whose items have values of their own, the inner ones first."""
     if isinstance(value, list) and value and isinstance(value[-1], msgspec.Struct | dict):
         for item in value if levels and len(value) <= PIECE else ():
@@ -250,17 +255,17 @@ def _lists(value: Any, levels: int = 4) -> Iterator[list[Any]]:
             yield from _lists(getattr(value, name), levels - 1)
 
 
-def json_pieces(value: Any, levels: int = 4) -> Iterator[bytes]:
+def json_pieces(value: Any, levels: int = LEVELS) -> Iterator[bytes]:
     """Yield what msgspec writes for `value`, with long lists in pieces, so that no call holds the interpreter's lock
     for long. Looks for such lists in as many levels of structs and short lists."""
-    if isinstance(value, list) and value:
-        begin = b"["
-        for start in range(0, len(value), PIECE):
-            part = value[start : start + PIECE]
-            if levels and len(value) <= PIECE and isinstance(part[0], msgspec.Struct):
+    if isinstance(value, list | tuple) and value:
+        begin, num = b"[", PIECE if width(value) < PIECE else 1
+        for start in range(0, len(value), num):
+            part = value[start : start + num]
+            if (num == 1 or (levels and len(value) <= PIECE)) and isinstance(part[0], msgspec.Struct):
                 for item in part:
                     yield begin
-                    yield from json_pieces(item, levels - 1)
+                    yield from json_pieces(item, max(levels - 1, 1))
                     begin = b","
             else:
                 yield begin + msgspec.json.encode(part)[1:-1]
@@ -354,6 +359,7 @@ class EventStream(Response):
         self._answer = answer
         self._api = api
         self._last_sent = time.monotonic()
+        self._sending = asyncio.Lock()
         self._sent_headers = stream_headers(answer.media_type)
         self._sent_headers += [(name.encode(), value.encode("ascii", "replace")) for name, value in headers.items()]
 
@@ -395,6 +401,10 @@ class EventStream(Response):
                 await self._send(send, self._api.heartbeat, more=True)
 
     async def _send(self, send: Any, body: bytes, more: bool) -> None:
-        self._last_sent = time.monotonic()
-        async with asyncio.timeout(STALL_S):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+        # A heartbeat waits for the end of an event, and no write copies many megabytes.
+        async with self._sending:
+            for start in range(0, len(body) or 1, SENT_BYTES):
+                self._last_sent = time.monotonic()
+                async with asyncio.timeout(STALL_S):
+                    part = body[start : start + SENT_BYTES]
+                    await send({"type": "http.response.body", "body": part, "more_body": more})

@@ -21,7 +21,7 @@ from headrace.engine import context, generation
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.call.call import Call
-from headrace.serve.call.replies import Tokenized, TokenPiece
+from headrace.serve.call.replies import ChatTokenLogprob, Tokenized, TokenPiece, TopLogprob
 from headrace.serve.gates import calls, limits
 from headrace.text.tokenizer import Tokenizer
 
@@ -272,16 +272,22 @@ class Inner(msgspec.Struct, rename={"body": "text"}):
     none: int | msgspec.UnsetType = msgspec.UNSET
 
 
+TOP = TopLogprob(token="a", logprob=-1.5, bytes=(97,))
+WIDE = ChatTokenLogprob(token="a", logprob=-1.0, bytes=(97,), top_logprobs=(TOP,) * 3000)
+
+
 def test_large_replies_are_written_in_pieces_of_the_same_bytes() -> None:
     pieces = [TokenPiece(id=i, piece="é") for i in range(3000)]
     for value in (
         Tokenized(count=1, max_model_len=2, tokens=pieces, token_strs=[str(i) for i in range(3000)]),
         [Inner("a", [Inner("b", list(range(5000)))] * 3)],
-        Inner("", []), [], {"a": [1]}, None,
+        Inner("", []), [], {"a": [1]}, None, Inner("a", [Inner("b", [Inner("c", [WIDE] * 3)])]),
     ):  # fmt: skip
         written = list(routing.json_pieces(value))
         assert b"".join(written) == msgspec.json.encode(value)
-        assert max(map(len, written)) < 2**14
+        assert max(map(len, written)) < 2**15
+    # The control: without levels a row is written in one piece.
+    assert max(map(len, routing.json_pieces(Inner("a", [Inner("b", [WIDE])]), 0))) > 2**15
 
 
 def test_large_replies_come_whole(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.engine import context
-from headrace.engine.generation import Generation
+from headrace.engine.generation import Generation, width
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
@@ -209,9 +209,8 @@ class Answer:
         """About how many tokens and log-probabilities a reply tells of."""
         num = 0
         for state in self.generation.states:
-            params = state.request.params
-            num += len(state.request.prompt_token_ids) + len(state.token_ids) * (1 + abs(params.logprobs or 0))
-            num += len(state.prompt_logprobs) * (1 + abs(params.prompt_logprobs or 0))
+            num += len(state.request.prompt_token_ids) + len(state.token_ids)
+            num += sum(len(rows) * (1 + width(rows)) for rows in (state.logprobs, state.prompt_logprobs))
         return num
 
     def close(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace.engine.generation import off_loop
+from headrace.engine.generation import off_loop, width
 from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
@@ -20,7 +21,7 @@ from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import FollowPrompt, PromptProgress, Timings, clamp, timings, token_text
 from headrace.serve.call.sampling import NO_SEED
 from headrace.serve.errors import Api, ErrorBody, event
-from headrace.serve.routing import Readable
+from headrace.serve.routing import Readable, large_event
 from headrace.text.outputs import RequestState, TextDelta
 
 # Codes of errors that llama-server has for the type.
@@ -225,11 +226,12 @@ class LlamaAnswer(Readable):
                 yield event(part)
                 continue
             part = self._part(place, state, piece.text, piece.token_ids)
-            part.completion_probabilities = self._probabilities(piece)
+            wide = len(piece.logprobs) * width(piece.logprobs)
+            part.completion_probabilities = await off_loop(wide, functools.partial(self._probabilities, piece))
             part.timings = timings([[state]]) if self._request.timings_per_token else UNSET
             part.warnings = warnings
             if piece.token_ids or piece.text:
-                yield event(part)
+                yield await large_event(part, wide)
                 warnings = UNSET
             if state.finish is not None:
                 yield event(self._selected(self._result(place, state)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -9,13 +10,14 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from headrace.engine.generation import off_loop, width
 from headrace.protocol.errors import ContextLengthError
 from headrace.serve.apis.ollama.request import GenerationRequest
 from headrace.serve.call.call import Answer, arguments_object
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs
 from headrace.serve.errors import Api
-from headrace.serve.routing import Readable
+from headrace.serve.routing import Readable, large_event
 from headrace.text.outputs import Content, Reasoning, RequestState, TextDelta
 
 NDJSON = "application/x-ndjson"
@@ -203,7 +205,8 @@ class OllamaAnswer(Readable):
         await self.answer.collect()
         message = self.answer.message(0)
         fields = self._message(message.content, message.reasoning, self._whole_calls())
-        return self._reply(fields, self.answer.call.warnings.reply(), self._logprobs(self._state))
+        warnings = self.answer.call.warnings.reply()
+        return await off_loop(self.answer.size, lambda: self._reply(fields, warnings, self._logprobs(self._state)))
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield lines of JSON, the last one with "done": true. Raises the engine's errors."""
@@ -212,10 +215,11 @@ class OllamaAnswer(Readable):
         async for _, piece, parts in self.answer.parts():
             content = "".join(part.text for part in parts if isinstance(part, Content))
             thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
-            calls, logprobs = self._whole_calls(), self._logprobs(piece)
+            wide = len(piece.logprobs) * width(piece.logprobs)
+            calls, logprobs = self._whole_calls(), await off_loop(wide, functools.partial(self._logprobs, piece))
             if content or thinking or calls or logprobs:
                 fields = self._head(warnings) | self._message(content, thinking, calls)
-                yield line(chunk_type(**fields, done=False, logprobs=logprobs))
+                yield await large_event(chunk_type(**fields, done=False, logprobs=logprobs), wide, b"", b"\n")
                 warnings = UNSET
         yield line(self._reply(self._message("", "", []), warnings, UNSET))
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET
 
 from headrace import __version__
-from headrace.engine.generation import off_loop
+from headrace.engine.generation import off_loop, width
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.step import Finish
 from headrace.serve.apis.openai import chat_parts, reply
@@ -111,7 +111,8 @@ class Reply(Readable):
                 # With log-probabilities of the prompt this may be large.
                 choices = await off_loop(self.answer.size, functools.partial(self._opening, place, state))
             started_places.add(place)
-            choices += self._pieces(place, state, piece, parts)
+            wide = len(piece.logprobs) * width(piece.logprobs)
+            choices += await off_loop(wide, functools.partial(self._pieces, place, state, piece, parts))
             num_open -= state.finish is not None
             for number, choice in enumerate(choices, 1):
                 chunk = self.chunk_type(**head, choices=[choice], warnings=warnings)
@@ -120,7 +121,7 @@ class Reply(Readable):
                     chunk.usage = usage(self.groups) if continuous else None
                 elif not num_open and number == len(choices):
                     chunk.timings, chunk.explain = timings(self.groups), self._explain()
-                yield await large_event(chunk, self.answer.size if number < len(choices) else 0)
+                yield await large_event(chunk, self.answer.size if number < len(choices) else wide)
         if with_usage:
             counts = {"usage": usage(self.groups), "timings": timings(self.groups), "explain": self._explain()}
             yield event(self.chunk_type(**head, choices=[], **counts))

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from headrace.engine.generation import off_loop
+from headrace.engine.generation import LARGE_TEXT, off_loop, width
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.serve import errors
@@ -57,7 +57,7 @@ from headrace.serve.call.call import Answer, ChatCall, spelled
 from headrace.serve.call.parsing import WarningLines, Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
-from headrace.serve.routing import Readable
+from headrace.serve.routing import Readable, free_lists, json_pieces, large_event
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
@@ -93,7 +93,6 @@ class ResponseAnswer(Readable):
     """An accepted response."""
 
     answer: Answer
-    keeps_reply = True  # it is stored
 
     def __init__(
         self, api: Responses, request: ResponsesRequest, chat: Answer, entry: Entry, tools: ClientTools = NO_TOOLS
@@ -111,7 +110,7 @@ class ResponseAnswer(Readable):
     async def whole(self) -> ResponseObject:
         try:
             async for _, piece, parts in self.answer.parts():
-                self._take(piece, parts)
+                await self._take(piece, parts)
         except Exception as error:
             await self._fail(error)
             raise
@@ -121,39 +120,52 @@ class ResponseAnswer(Readable):
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the response as events. An error of the engine becomes `response.failed`."""
-        yield _encode(self.output.whole("created"))
-        yield _encode(self.output.whole("in_progress"))
+        yield await self._encode(self.output.whole("created"))
+        yield await self._encode(self.output.whole("in_progress"))
         try:
             async for _, piece, parts in self.answer.parts():
-                for event in self._take(piece, parts):
-                    yield _encode(event)
+                for event in await self._take(piece, parts):
+                    yield await self._encode(event)
         except HeadraceError as error:
             await self._fail(error)
-            yield _encode(self.output.whole("failed"))
+            yield await self._encode(self.output.whole("failed"))
             return
         await self._count_reasoning()
         for event in await self._finish():
-            yield _encode(event)
+            yield await self._encode(event)
+        encoded = await off_loop(self.answer.size, lambda: b"".join(json_pieces(self.response)))
+        yield await self._encode(self.output.whole(self.response.status, encoded))
+
+    async def _encode(self, event: Event) -> bytes:
+        """Return one server-sent event, named after its type."""
+        rows = event.logprobs or []
+        size = self.answer.size if event.delta is UNSET else len(rows) * width(rows)
+        return await large_event(event, size, b"event: %b\ndata: " % event.type.encode(), keeps_body=True)
 
     def close(self) -> None:
         """Abort. A stored response that had not ended is "cancelled" then."""
+        size = self.answer.size
         super().close()
         if self.response.status in RUNNING:
             self.output.end("incomplete")
             self.response.status = "cancelled"
             self._wake()
             self.api.keep_later(self.entry)
+        elif self.stream and not self.request.background and size >= LARGE_TEXT:
+            # A whole reply is freed when it is sent, and others may read one that ran in the background.
+            asyncio.get_running_loop().run_in_executor(None, free_lists, self.response)
 
     def _wake(self) -> None:
         """Let those go on who read the response while it runs."""
         self.change.set()
         self.change = asyncio.Event()
 
-    def _take(self, piece: TextDelta, parts: list[MessagePart]) -> list[Event]:
+    async def _take(self, piece: TextDelta, parts: list[MessagePart]) -> list[Event]:
         """Return the events of new parts. The log-probability of a token goes with the next text that comes; a piece
         has one token at most where there are some, so the cut of the answer into pieces does not matter."""
         if self.answer.call.logprobs is not None:
-            self._logprobs += chat_logprobs(self.answer.tokenizer, piece.logprobs)
+            wide = len(piece.logprobs) * width(piece.logprobs)
+            self._logprobs += await off_loop(wide, lambda: chat_logprobs(self.answer.tokenizer, piece.logprobs))
         events = self.output.take(parts, self._logprobs)
         if any(isinstance(part, Content) for part in parts):
             self._logprobs = []
@@ -170,7 +182,7 @@ class ResponseAnswer(Readable):
             self._num_reasoning = await off_loop(sum(map(len, texts)), count)
 
     async def _finish(self) -> list[Event]:
-        """Close the response: its status, its usage, its place in the store."""
+        """Close the response: its status, its usage, its place in the store. Returns the events that close items."""
         cut = self.answer.finish_reason(0) == "length"
         events: list[Event] = []
         # An empty answer has a message all the same: readers look for one. The log-probabilities of tokens without
@@ -189,7 +201,7 @@ class ResponseAnswer(Readable):
         self._wake()
         await self.api.keep(self.entry)
         await self.api.add_to_conversation(self.entry)
-        return [*events, self.output.whole(response.status)]
+        return events
 
     async def _fail(self, error: Exception) -> None:
         _, body = errors.error_body(error)
@@ -393,7 +405,7 @@ class Responses:
         if response_id not in self.store:
             return
         try:
-            self.store.set_body(response_id, msgspec.json.encode(entry))
+            self.store.set_body(response_id, b"".join(json_pieces(entry)))
         except (StoreFullError, StorageError) as error:
             # The caller gets its answer; what would be read again later is not the whole of it.
             logger.warning("response %s is not kept: %s", response_id, error)
@@ -477,11 +489,6 @@ class Responses:
             warnings=chat.call.warnings.reply(),
             conversation=UNSET if conversation_id is None else ConversationRef(id=conversation_id),
         )
-
-
-def _encode(event: Event) -> bytes:
-    """Return one server-sent event, named after its type."""
-    return errors.event(event, event.type)
 
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:

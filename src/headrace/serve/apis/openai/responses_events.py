@@ -208,10 +208,11 @@ class Output:
             self.cuts.append((len(self.items) - 1, len(fields["delta"]), num_logprobs))
         return event
 
-    def whole(self, status: str) -> Event:
+    def whole(self, status: str, encoded: bytes | None = None) -> Event:
         """Return the event that carries the whole object, such as `response.created` of "created"."""
         # Encoded now: the object goes on changing.
-        return self.event(f"response.{status}", response=msgspec.Raw(msgspec.json.encode(self.response)))
+        encoded = msgspec.json.encode(self.response) if encoded is None else encoded
+        return self.event(f"response.{status}", response=msgspec.Raw(encoded))
 
     def take(self, parts: list[MessagePart], logprobs: list[ChatTokenLogprob]) -> list[Event]:
         """Add the next parts; `logprobs` are those of the tokens that came with them, for text."""
