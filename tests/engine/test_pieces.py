@@ -56,7 +56,7 @@ OUTPUT = StepOutput(
     started={"a": 3, "long": 0, "chunk": 5, "bare": 1, "vector": 0},
     finished={"b": Finish("length"), "vector": Finish("stop"), "search": Finish("stop")},
     beams={"search": BeamResult(beams=[], num_blocks=1, num_blocks_unshared=1)},
-    stats=Stats(num_steps=7),
+    stats=Stats(num_steps=7), note=b"note",
 )  # fmt: skip
 
 
@@ -66,6 +66,8 @@ def test_R_03_an_output_is_cut_into_bounded_parts_that_say_the_same(monkeypatch:
     parts = list(engine_child.parts_of(OUTPUT))
     assert {key: state for part in parts for key, state in part.states.items()} == OUTPUT.states
     assert [part.stats for part in parts] == [None] * (len(parts) - 1) + [OUTPUT.stats]
+    # The explanation of a request that ends in a later part is complete.
+    assert [part.note for part in parts] == [OUTPUT.note] + [b""] * (len(parts) - 1)
     assert sum(len(part.started) for part in parts) == len(OUTPUT.started)
     for part in parts:
         rows = [entry for each in (*part.prompt_logprobs.values(), *part.logprobs.values()) for entry in each]

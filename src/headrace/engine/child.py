@@ -94,15 +94,16 @@ def parts_of(output: StepOutput) -> Iterator[StepOutput]:
     """Yield `output` in parts, each with about `PART_NUMBERS` log-probabilities and hidden numbers at most: a frame of
     all of them would hold up the server while it is decoded, or be above the cap.
 
-    The parts of a request come in order, its prompt's log-probabilities first and its end last; `stats` are in the last
-    part. Only the whole vocabulary at one token (`--max-logprobs -1`) makes a part larger.
+    The parts of a request come in order, its prompt's log-probabilities first and its end last; the `note` is in the
+    first part, so that it comes before all ends, and `stats` are in the last. Only the whole vocabulary at one token
+    (`--max-logprobs -1`) makes a part larger.
     """
     if not (output.prompt_logprobs or output.logprobs or output.pooled):
         yield output
         return
     times = {"step_id": output.step_id, "start_time": output.start_time, "end_time": output.end_time}
     columns = dict(zip(output.request_ids, output.token_ids, strict=True))
-    part, size = StepOutput(**times), 0  # type: ignore[arg-type]
+    part, size = StepOutput(**times, note=output.note), 0  # type: ignore[arg-type]
     rare = ("started", "prompt_logprobs", "logprobs", "states", "pooled", "finished", "beams")
     for request_id in dict.fromkeys([*columns, *(each for name in rare for each in getattr(output, name))]):
         if request_id in output.started:

@@ -82,7 +82,7 @@ class RunningModel:
         front = TextClient(client, tokenizer, self.explainer, rates)
         self.served = served = served_model(front, template, server, model, defaults, seed)
         served.quality = functools.partial(audit.of_form, audits)
-        served.explanations = self.explainer.of_requests
+        served.explain = self.explainer.of_requests
         served.follow_prompt = self.explainer.follow_prompt
         served.digest = self._digest
         self.metrics.num_helper_faults = lambda: served.num_helper_faults
