@@ -21,7 +21,7 @@ def calls(*names: str) -> Calls:
 def test_the_last_requests_of_unloaded_models_are_kept() -> None:
     explainers = Explainers(max_lives=3)
     nothing: Any = None
-    explainer = Explainer(nothing, nothing)
+    explainer = Explainer(nothing, nothing, None, lambda: nothing)
     explainers.add(explainer)
     explainer.lives.ended.update(calls("z").lives.ended)
     for kept in (calls("a", "b"), calls(), calls("c", "d")):

@@ -50,6 +50,7 @@ def test_a_reply_without_explain_has_none_and_the_same_bits(live: Live) -> None:
     plain = live.post("/v1/completions", BODY | {"logprobs": 3}).json()
     assert "explain" not in plain
     explained = live.post("/v1/completions", BODY | {"logprobs": 3, "explain": True}).json()
+    assert [each["finish_reason"] for each in explained["explain"]] == ["length"]
     for name in ("text", "logprobs", "finish_reason"):
         assert explained["choices"][0][name] == plain["choices"][0][name]
 
@@ -113,3 +114,38 @@ def test_S_24_a_holder_reads_its_own_calls_and_an_administrator_all(tokenizer: T
             url = f"{locked.url}/v1/requests/{bobs['id']}/explain"
             codes[key] = HTTP.get(url, headers=rig.bearer(key)).status_code
         assert codes == {rig.ALICE: 404, rig.BOB: 200, rig.ROOT: 200}
+
+
+def test_responses_have_it_when_they_have_ended(live: Live) -> None:
+    body = {"input": "Tell me a story", "max_output_tokens": 8, "seed": 4}
+    plain = live.post("/v1/responses", body).json()
+    reply = live.post("/v1/responses", body | {"explain": True}).json()
+    assert "explain" not in plain
+    assert "warnings" not in reply, reply
+    assert reply["output"][0]["content"] == plain["output"][0]["content"]
+    [explanation] = reply["explain"]
+    assert total(explanation) == pytest.approx(explanation["latency"], abs=1e-6)
+    lines = live.post("/v1/responses", body | {"explain": True, "stream": True}).text.split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    whole = [event["response"] for event in events if "response" in event]
+    assert [("explain" in response) for response in whole] == [False] * (len(whole) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num"),
+    [
+        ("/v1/embeddings", {"input": ["one text", "another"]}, 2),
+        ("/pooling", {"input": "one text"}, 1),
+        ("/v1/score", {"text_1": "one", "text_2": ["two", "three"]}, 3),
+        ("/v1/rerank", {"query": "one", "documents": ["two", "three"]}, 3),
+    ],
+)
+def test_vectors_have_an_explanation_for_each_text(live: Live, path: str, body: dict[str, Any], num: int) -> None:
+    plain, explained = (live.post(path, body | more).json() for more in ({}, {"explain": True}))
+    assert "explain" not in plain
+    name = "results" if path == "/v1/rerank" else "data"
+    assert explained[name] == plain[name]
+    assert len(explained["explain"]) == num
+    for each in explained["explain"]:
+        assert total(each) == pytest.approx(each["latency"], abs=1e-6)
+        assert "prefill" in {part["name"] for part in each["parts"]}

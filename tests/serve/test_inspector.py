@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
+from headrace.cli.top import limit
+from headrace.insight.limits import Share
 from headrace.insight.live import MAX_VIEWERS
+from headrace.insight.state import State
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
 
@@ -115,6 +119,17 @@ def test_top_prints_the_state_once(server: Live) -> None:
     assert not shown["tok/s"].startswith("0.0")
     assert "1 running, 0 waiting" in shown["requests"]
     assert "decode" in outcome.stdout.splitlines()[-1]
+    # The engine does not know what its steps read.
+    assert shown["limit"] == "nothing was decoded just now"
+
+
+@pytest.mark.parametrize(
+    ("is_measured", "source"), [(True, "the memory's bandwidth"), (False, "the fastest step so far")]
+)
+def test_top_shows_the_share_of_the_limit(is_measured: bool, source: str) -> None:
+    memory = Share(bytes_per_second=7.1e9, limit=1e10, share=0.71, is_measured=is_measured)
+    numbers = {field.name: 0 for field in msgspec.structs.fields(State) if field.name not in ("memory", "requests")}
+    assert limit(State(**numbers, requests=[], memory=memory)) == f"71% of 10.0 GB/s, {source}"  # type: ignore[arg-type]
 
 
 def test_top_refuses_what_is_no_server() -> None:

@@ -13,6 +13,15 @@ def explain(
     request_id: Annotated[
         str | None, typer.Argument(help="The request, by the beginning of its id; all if left out.")
     ] = None,
+    *,
+    without: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Estimate the request's times had this one not come: the beginning of its id. The scheduler runs "
+            "again; the times of its steps are fitted to the recorded ones.",
+        ),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="File for a trace of all steps and requests, for Perfetto.")
     ] = None,
@@ -24,29 +33,37 @@ def explain(
     from headrace.insight import explain as words
     from headrace.insight.lives import Life, Lives
     from headrace.insight.trace import trace_of
+    from headrace.insight.without import simulate
     from headrace.protocol.errors import RequestError
 
-    lives = Lives(max_lives=2**62)
+    lives, recording = Lives(max_lives=2**62), open_recording(log)
+    lives.reads.set_sizes(recording.head.info)
     steps = []
-    for note in notes_of(open_recording(log)):
+    for note in notes_of(recording):
         lives.follow(note)
         steps.append(note.step)
     if trace is not None:
         trace.write_bytes(msgspec.json.encode(trace_of(steps, [*lives.ended.values(), *lives.open()])))
         print(f"{trace}: {len(steps):,} steps and {len(lives.ended):,} requests; open it at https://ui.perfetto.dev")
+    if request_id is None and without is not None:
+        raise RequestError("--without", without, "given with the ID of the request that it is about")
     if request_id is None:
         for life in sorted(lives.ended.values(), key=lambda life: -life.latency):
             part, seconds = max(life.parts.items(), key=lambda item: item[1])
             print(f"{life.request_id}  {1e3 * life.latency:9.1f} ms, most of it {part} ({1e3 * seconds:.1f} ms)")
         return
-    chosen = [life for name, life in lives.ended.items() if name.startswith(request_id)]
-    if len(chosen) != 1:
-        raise RequestError("ID", request_id, f"the beginning of one id of the {len(lives.ended):,} that ended")
+
+    def find(argument: str, begin: str) -> Life:
+        chosen = [life for name, life in lives.ended.items() if name.startswith(begin)]
+        if len(chosen) != 1:
+            raise RequestError(argument, begin, f"the beginning of one id of the {len(lives.ended):,} that ended")
+        return chosen[0]
 
     def name_of(life: Life | None) -> str:
         return "a request before the recording" if life is None else life.request_id
 
-    explanation = words.explain(chosen[0], lives, name_of)
+    life = find("ID", request_id)
+    explanation = words.explain(life, lives, name_of)
     ttft = "" if explanation.ttft is None else f", the first token after {1e3 * explanation.ttft:.1f} ms"
     print(f"{explanation.id}: {1e3 * explanation.latency:.3f} ms{ttft}, {explanation.finish_reason}")
     for each in explanation.parts:
@@ -55,5 +72,16 @@ def explain(
         print(f"prefix cache: {verdict.num_cached_tokens} of {verdict.num_prompt_tokens} tokens; {verdict.sentence}")
     if explanation.num_draft_tokens:
         print(f"drafts: {explanation.num_accepted_tokens} of {explanation.num_draft_tokens} tokens were kept")
+    if explanation.memory is not None:
+        share = explanation.memory
+        rate, limit = share.bytes_per_second / 1e9, share.limit / 1e9
+        print(f"decoding read {rate:.2f} GB/s, {share.share:.0%} of the {limit:.2f} GB/s of the fastest step")
     for sentence in explanation.sentences:
         print(sentence)
+    if without is not None:
+        other = find("--without", without)
+        simulation = simulate(open_recording(log), life.request_id, other.request_id)
+        print(f"{'':28}{'TTFT':>12}{'latency':>15}")
+        for name, run in zip(("recorded", "simulated", "simulated without it"), simulation, strict=True):
+            print(f"{name:<28}{1e3 * (run.first_token - run.arrival.times[0]):9.1f} ms{1e3 * run.latency:12.1f} ms")
+        print("simulated: the scheduler's decisions are exact, the times of its steps estimated")

@@ -131,6 +131,7 @@ def lines(before: State, now: State) -> list[str]:
         f"{rate('num_steps'):,.1f} steps/s",
         f"blocks    [{bar(now)}] {now.num_blocks_held:,} held, {now.num_blocks_cached:,} cached, {num_free:,} free",
         f"hit rate  {hits} of {queries:,} prompt tokens",
+        f"limit     {limit(now)}",
         f"requests  {now.num_running:,} running, {now.num_waiting:,} waiting, {now.num_preemptions:,} preemptions",
         f"{'AGE':>9}  {'PHASE':<10}{'PROMPT':>17}  ID",
         *(
@@ -139,6 +140,15 @@ def lines(before: State, now: State) -> list[str]:
             for each in now.requests
         ),
     ]
+
+
+def limit(state: State) -> str:
+    """Return the share of the machine's limit at which the last seconds decoded."""
+    memory = state.memory
+    if memory is None:
+        return "nothing was decoded just now"
+    source = "the memory's bandwidth" if memory.is_measured else "the fastest step so far"
+    return f"{memory.share:.0%} of {memory.limit / 1e9:,.1f} GB/s, {source}"
 
 
 def bar(state: State) -> str:
@@ -158,7 +168,7 @@ def screen(before: State, now: State, height: int) -> Any:
     if num_hidden:
         rows = [*rows[: height - 3], f"{num_hidden + 1:,} more"]
     text = Text("\n".join([*rows, "", "q ends"]), no_wrap=True, overflow="ellipsis")
-    text.highlight_words(["tok/s ", "blocks  ", "hit rate", "requests "], "bold cyan")
+    text.highlight_words(["tok/s ", "blocks  ", "hit rate", "limit   ", "requests "], "bold cyan")
     for phase, style in (("decode", "green"), ("prefill", "yellow"), ("queued", "dim"), ("preempted", "red")):
         text.highlight_words([f"s  {phase} "], style)
     return text

@@ -21,16 +21,16 @@ RARE = ("states", "pooled", "finished", "beams")
 def parts_of(output: StepOutput) -> Iterator[StepOutput]:
     """Yield `output` in parts, each with about `PART_NUMBERS` log-probabilities and hidden numbers at most.
 
-    The parts of a request come in order, its prompt's log-probabilities first and its end last; `stats` and `note` are
-    in the last part. The tokens that a step sampled for a request stay together, with their log-probabilities. The
-    alternatives of a row that is too large by itself come before it (`StepOutput.alternatives`).
+    The parts of a request come in order, its prompt's log-probabilities first and its end last; the `note` comes before
+    all ends, and `stats` are in the last part. The tokens that a step sampled for a request stay together, with their
+    log-probabilities. The alternatives of a row that is too large by itself come before it (`StepOutput.alternatives`).
     """
     if not (output.prompt_logprobs or output.logprobs or output.pooled):
         yield output
         return
     times = {"step_id": output.step_id, "start_time": output.start_time, "end_time": output.end_time}
     columns = dict(zip(output.request_ids, output.token_ids, strict=True))
-    part, size = StepOutput(**times), 0  # type: ignore[arg-type]
+    part, size = StepOutput(**times, note=output.note), 0  # type: ignore[arg-type]
     rows = ("started", "prompt_logprobs", "logprobs")
     for request_id in dict.fromkeys([*columns, *(each for name in rows + RARE for each in getattr(output, name))]):
         if request_id in output.started:
@@ -60,7 +60,7 @@ def parts_of(output: StepOutput) -> Iterator[StepOutput]:
                 getattr(part, name)[request_id] = column[request_id]
         size += sum(1 + len(entry.top) for entry in part.logprobs.get(request_id, ()))
         size += len(part.pooled.get(request_id, ()))
-    part.stats, part.note = output.stats, output.note
+    part.stats = output.stats
     yield part
 
 

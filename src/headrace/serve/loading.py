@@ -88,7 +88,7 @@ class RunningModel:
         front = TextClient(client, tokenizer, self.explainer, rates)
         self.served = served = served_model(front, template, server, model, defaults, seed)
         served.quality = functools.partial(audit.of_form, audits)
-        served.explanations = self.explainer.calls.of_requests
+        served.explain = self.explainer.calls.of_requests
         served.follow_prompt = self.explainer.follow_prompt
         served.digest = self._digest
         served.system = "" if engine is None else model_settings.read(engine.model).system

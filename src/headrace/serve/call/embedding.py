@@ -20,6 +20,7 @@ class Vectors(NamedTuple):
 
     rows: list[list[float]]
     num_tokens: int
+    request_ids: list[str]
 
 
 async def vectors(
@@ -56,4 +57,4 @@ async def vectors(
             pass
     pairs = zip(generation.states, prompts, strict=True)
     rows = [finished(state.pooled, kind, len(ids), dimensions, normalize) for state, ids in pairs]
-    return Vectors(rows, sum(map(len, prompts)))
+    return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in generation.states])

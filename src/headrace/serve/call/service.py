@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from headrace.engine import context
 from headrace.engine.fair_worker import FairWorker
@@ -39,6 +40,15 @@ logger = logging.getLogger("headrace.server")
 
 RENDER_OPTIONS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 DEFAULT_COMPLETION_TOKENS = 16
+
+
+Explain = Callable[[list[str]], "list[Any] | UnsetType"]
+"""Returns the explanations of requests that have ended, by their ids."""
+
+
+def no_explanations(request_ids: list[str]) -> UnsetType:
+    """Return nothing: the engine is not followed."""
+    return UNSET
 
 
 class ServedModel:
@@ -92,9 +102,8 @@ class ServedModel:
         self.system = ""
         # What was measured of the model in the form that the engine runs, if anything was.
         self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
-        # Returns the explanations of requests, by their ids (`insight.explainer`).
-        self.explanations: Callable[[list[str]], list[Any]] | None = None
-        # Set from `insight.explainer`, as the explanations.
+        self.explain: Explain = no_explanations
+        # Both are set from `insight.explainer`.
         self.follow_prompt: FollowPrompt | None = None
         # Returns the digest of the model's files, which it reads; empty without files.
         self.digest: Callable[[], str] = str

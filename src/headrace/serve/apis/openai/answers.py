@@ -44,7 +44,7 @@ class Reply(Readable):
         self.generation = answer.generation
         self.tokenizer = answer.tokenizer
         self.groups = answer.groups
-        self._explanations = model.explanations if answer.call.explain else None
+        self._explanations = model.explain if answer.call.explain else None
         self._follow = model.follow_prompt if answer.call.return_progress else None
         info = model.front.info
         self._head = {

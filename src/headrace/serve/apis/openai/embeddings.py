@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
+from headrace.serve.apis.openai.reply import Explanations
 from headrace.serve.call.embedding import Vectors, vectors
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_labels
@@ -37,6 +38,7 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    explain: bool | None = None
 
 
 class PoolingRequest(EmbeddingRequest, forbid_unknown_fields=True, kw_only=True):
@@ -53,6 +55,7 @@ class ScoreRequest(Body, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     pooling: str | None = None
     truncate_prompt_tokens: int | None = None
+    explain: bool | None = None
 
 
 class RerankRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -65,6 +68,7 @@ class RerankRequest(Body, forbid_unknown_fields=True, kw_only=True):
     return_documents: bool | None = None
     pooling: str | None = None
     truncate_prompt_tokens: int | None = None
+    explain: bool | None = None
 
 
 class Vector(msgspec.Struct, kw_only=True):
@@ -85,6 +89,7 @@ class EmbeddingReply(msgspec.Struct, kw_only=True):
     data: list[Vector]
     model: str
     usage: VectorUsage
+    explain: Explanations = UNSET
     warnings: WarningLines = UNSET
 
 
@@ -103,6 +108,7 @@ class PoolingReply(msgspec.Struct, kw_only=True):
     data: list[PooledVector]
     model: str
     usage: VectorUsage
+    explain: Explanations = UNSET
     warnings: WarningLines = UNSET
 
 
@@ -118,6 +124,7 @@ class ScoreReply(msgspec.Struct, kw_only=True):
     data: list[Score]
     model: str
     usage: VectorUsage
+    explain: Explanations = UNSET
     warnings: WarningLines = UNSET
 
 
@@ -136,6 +143,7 @@ class RerankReply(msgspec.Struct, kw_only=True):
     results: list[RankedResult]
     model: str
     usage: VectorUsage
+    explain: Explanations = UNSET
     warnings: WarningLines = UNSET
 
 
@@ -148,22 +156,22 @@ class Embeddings:
     async def create(self, body: dict[str, Any]) -> EmbeddingReply:
         """Texts as vectors."""
         request = convert(EmbeddingRequest, body)
-        rows, num_tokens = await self._rows(request)
+        rows, embedded = await self._rows(request)
         data = [Vector(index=i, embedding=row) for i, row in enumerate(rows)]
-        return EmbeddingReply(data=data, **self._tail(request, num_tokens))
+        return EmbeddingReply(data=data, **self._tail(request, embedded))
 
     async def pool(self, body: dict[str, Any]) -> PoolingReply:
         """Texts as vectors, in the form of vLLM's pooling."""
         request = convert(PoolingRequest, body)
         if request.task not in (None, "embed"):
             raise RequestError("task", request.task, "embed: a decoder gives one vector for each text, and no classes")
-        rows, num_tokens = await self._rows(request)
+        rows, embedded = await self._rows(request)
         data = [PooledVector(index=i, data=row) for i, row in enumerate(rows)]
-        tail = self._tail(request, num_tokens)
+        tail = self._tail(request, embedded)
         return PoolingReply(id=f"pool-{new_request_id()}", created=int(time.time()), data=data, **tail)
 
-    async def _rows(self, request: EmbeddingRequest) -> tuple[list[list[float] | str], int]:
-        """Return the vectors of a request's texts in the format that it names, and the number of tokens."""
+    async def _rows(self, request: EmbeddingRequest) -> tuple[list[list[float] | str], Vectors]:
+        """Return the vectors of a request's texts in the format that it names, and as they were computed."""
         check_labels(request)
         self.model.check_model(request.model)
         if request.encoding_format not in (None, "float", "base64"):
@@ -180,7 +188,7 @@ class Embeddings:
             cache_salt=request.cache_salt or "",
         )
         written = packed if request.encoding_format == "base64" else list
-        return [written(row) for row in embedded.rows], embedded.num_tokens
+        return [written(row) for row in embedded.rows], embedded
 
     async def score(self, body: dict[str, Any]) -> ScoreReply:
         """How alike texts are."""
@@ -194,7 +202,7 @@ class Embeddings:
         rows = first.rows * len(others) if len(ones) == 1 else first.rows
         pairs = zip(rows, second.rows, strict=True)
         data = [Score(index=i, score=likeness(a, b)) for i, (a, b) in enumerate(pairs)]
-        tail = self._tail(request, first.num_tokens + second.num_tokens)
+        tail = self._tail(request, first, second)
         return ScoreReply(id=f"score-{new_request_id()}", data=data, **tail)
 
     async def rerank(self, body: dict[str, Any]) -> RerankReply:
@@ -212,17 +220,20 @@ class Embeddings:
         if request.return_documents is not False:
             for result in results:
                 result.document = RankedDocument(text=request.documents[result.index])
-        tail = self._tail(request, query.num_tokens + documents.num_tokens)
+        tail = self._tail(request, query, documents)
         return RerankReply(id=f"rerank-{new_request_id()}", results=results, **tail)
 
     async def _vectors(self, request: ScoreRequest | RerankRequest, texts: list[str], field: str) -> Vectors:
         options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
         return await vectors(self.model.front, texts, field=field, **options)
 
-    def _tail(self, request: Body, num_tokens: int) -> dict[str, Any]:
+    def _tail(self, request: EmbeddingRequest | ScoreRequest | RerankRequest, *parts: Vectors) -> dict[str, Any]:
         """The last fields of every reply."""
+        num_tokens = sum(part.num_tokens for part in parts)
         usage = VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        return {"model": self.model.name, "usage": usage, "warnings": request.warnings.reply()}
+        request_ids = [request_id for part in parts for request_id in part.request_ids]
+        explain = self.model.explain(request_ids) if request.explain else UNSET
+        return {"model": self.model.name, "usage": usage, "explain": explain, "warnings": request.warnings.reply()}
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

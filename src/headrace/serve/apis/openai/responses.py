@@ -56,7 +56,7 @@ from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
 from headrace.serve.call.call import Answer, ChatCall, spelled
 from headrace.serve.call.parsing import WarningLines, Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
-from headrace.serve.call.service import ServedModel
+from headrace.serve.call.service import Explain, ServedModel, no_explanations
 from headrace.serve.routing import Readable, free_lists, json_pieces, large_event
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
 from headrace.serve.storage.writers import Writers
@@ -95,9 +95,16 @@ class ResponseAnswer(Readable):
     answer: Answer
 
     def __init__(
-        self, api: Responses, request: ResponsesRequest, chat: Answer, entry: Entry, tools: ClientTools = NO_TOOLS
+        self,
+        api: Responses,
+        request: ResponsesRequest,
+        chat: Answer,
+        entry: Entry,
+        tools: ClientTools = NO_TOOLS,
+        explain: Explain = no_explanations,
     ) -> None:
         super().__init__(chat, bool(request.stream))
+        self._explain = explain
         self.api, self.request, self.entry, self.response = api, request, entry, entry.response
         response = entry.response
         self.id = response.id
@@ -198,6 +205,9 @@ class ResponseAnswer(Readable):
             response.completed_at = int(time.time())
         response.usage = self._usage()
         response.timings = timings(self.answer.groups)
+        if self.answer.call.explain:
+            states = self.answer.generation.states
+            response.explain = self._explain([state.request.request_id for state in states])
         self._wake()
         await self.api.keep(self.entry)
         await self.api.add_to_conversation(self.entry)
@@ -255,7 +265,8 @@ class Responses:
         call, tools = chat_call(request, shared)
         chat = await self._chat(model, request, call, without_hosted(named, call.warnings))
         response = self._object(model.name, request, chat, response_id)
-        answer = ResponseAnswer(self, request, chat, Entry(response=response, input=items, history=history), tools)
+        entry = Entry(response=response, input=items, history=history)
+        answer = ResponseAnswer(self, request, chat, entry, tools, model.explain)
         if stored:
             try:
                 await self.writers.run(lambda: self.store.put(response_id, {}, msgspec.json.encode(answer.entry)))

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from headrace.serve.apis.openai.reply import Explanations
 from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, Timings
@@ -133,6 +134,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     seed: int
     warnings: WarningLines = UNSET
     timings: Timings | UnsetType = UNSET
+    explain: Explanations = UNSET
     conversation: ConversationRef | UnsetType = UNSET
 
 

@@ -94,8 +94,7 @@ class SharedParameters(Sampled, forbid_unknown_fields=True, kw_only=True):
 
 
 _NOT_SHARED = frozenset(
-    "n stream stream_options max_tokens response_format verbosity store functions function_call "
-    "explain return_progress".split()
+    "n stream stream_options max_tokens response_format verbosity store functions function_call return_progress".split()
 )
 SHARED = frozenset({*SharedParameters.__struct_fields__, *UNSUPPORTED, *IGNORED}) - _NOT_SHARED
 # The engine's fields, and those of this request that set them.

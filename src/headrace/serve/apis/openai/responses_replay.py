@@ -36,7 +36,7 @@ class Replay:
 
     def opening(self) -> list[Event]:
         """Return the two events before the first item, with the response as it was then."""
-        fields: dict[str, Any] = {"status": "in_progress", "output": [], "timings": UNSET}
+        fields: dict[str, Any] = {"status": "in_progress", "output": [], "timings": UNSET, "explain": UNSET}
         fields |= dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
         response = replace(self._response, **fields)
         return [self._whole(kind, response) for kind in ("created", "in_progress")]
