@@ -29,6 +29,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Finish, Request, TokenLogprob
 from headrace.serve.apis.openai.responses import Entry, ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Output
+from headrace.serve.apis.openai.responses_events import response_object
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
@@ -208,7 +209,7 @@ async def read_scripted(
     responses = Responses(Store("resp_", None, max_items=1, max_bytes=2**20, evict=True), Writers())
     chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"], parser)
     request, _ = read({"input": "A", "stream": stream})
-    entry = Entry(response=responses._object("fake", request, chat, "resp_1"), input=[], history=[])
+    entry = Entry(response=response_object("fake", request, chat, "resp_1"), input=[], history=[])
     answer = ResponseAnswer(responses, request, chat, entry)
     if not stream:
         return json.loads(msgspec.json.encode(await answer.whole())), []

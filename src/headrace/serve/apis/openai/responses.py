@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
@@ -33,12 +33,11 @@ from headrace.serve.apis.openai.responses_events import (
     Event,
     IncompleteDetails,
     Output,
-    ReasoningSettings,
     ReasoningTokens,
     ResponseError,
     ResponseObject,
     ResponseUsage,
-    TextSettings,
+    response_object,
 )
 from headrace.serve.apis.openai.responses_input import (
     OUTPUTS,
@@ -65,11 +64,6 @@ from headrace.text.outputs import Content, MessagePart, TextDelta
 logger = logging.getLogger("headrace.server")
 
 MAX_BACKGROUND = 256
-# The fields of a request that the response repeats.
-REPEATED = (
-    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
-    "safety_identifier", "user",
-)  # fmt: skip
 
 
 class InputTokens(msgspec.Struct, kw_only=True):
@@ -264,7 +258,7 @@ class Responses:
         history, named = await self._named(request, items)
         call, tools = chat_call(request, shared)
         chat = await self._chat(model, request, call, without_hosted(named, call.warnings))
-        response = self._object(model.name, request, chat, response_id)
+        response = response_object(model.name, request, chat, response_id)
         entry = Entry(response=response, input=items, history=history)
         answer = ResponseAnswer(self, request, chat, entry, tools, model.explain)
         if stored:
@@ -465,42 +459,3 @@ class Responses:
         if entry.response.status in RUNNING:
             error = ResponseError(code="server_error", message="the server ended before this response did")
             self._keep(replace(entry, response=replace(entry.response, status="failed", error=error)))
-
-    def _object(self, name: str, request: ResponsesRequest, chat: Answer, response_id: str) -> ResponseObject:
-        params = chat.generation.states[0].request.params
-        form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
-        conversation_id = conversation_of(request)
-        effort = None if request.reasoning is None else request.reasoning.effort
-        repeated: dict[str, Any] = {name: getattr(request, name) for name in REPEATED}
-        return ResponseObject(
-            **repeated,
-            id=response_id,
-            created_at=int(time.time()),
-            completed_at=None,
-            status="in_progress",
-            background=bool(request.background),
-            error=None,
-            incomplete_details=None,
-            model=name,
-            output=[],
-            parallel_tool_calls=request.parallel_tool_calls is not False,
-            reasoning=ReasoningSettings(effort=effort, summary=None),
-            service_tier="default",
-            store=request.store is not False,
-            temperature=params.temperature,
-            text=TextSettings(format=msgspec.to_builtins(form), verbosity="medium"),
-            tool_choice=request.tool_choice or "auto",
-            tools=[_shown_tool(tool) for tool in request.tools or []],
-            top_logprobs=request.top_logprobs or 0,
-            top_p=params.top_p,
-            truncation=request.truncation or "disabled",
-            usage=None,
-            metadata=request.metadata or {},
-            seed=cast(int, params.seed),
-            warnings=chat.call.warnings.reply(),
-            conversation=UNSET if conversation_id is None else ConversationRef(id=conversation_id),
-        )
-
-
-def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"strict": False, "parameters": None} | tool if tool.get("type") == "function" else tool

@@ -6,20 +6,28 @@ can not differ. Knows no engine and no HTTP; called by `serve.apis.openai.respon
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import time
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from headrace.serve.apis.openai.reply import Explanations
+from headrace.serve.apis.openai.responses_input import ResponsesRequest, conversation_of
 from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
+from headrace.serve.call.call import Answer
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, Timings
 from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
 from headrace.text.tools.custom import InputText
 
 ItemType = Literal["message", "reasoning", "function_call", "custom_tool_call"]
+# The fields of a request that the response repeats.
+REPEATED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
+    "safety_identifier", "user",
+)  # fmt: skip
 _IDS: dict[ItemType, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
@@ -313,3 +321,44 @@ class Output:
 
     def _part_event(self, kind: str, **fields: Any) -> Event:
         return self._item_event(kind, content_index=0, **fields)
+
+
+def response_object(name: str, request: ResponsesRequest, chat: Answer, response_id: str) -> ResponseObject:
+    """Return the response to a request whose answer has not begun."""
+    params = chat.generation.states[0].request.params
+    form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
+    conversation_id = conversation_of(request)
+    effort = None if request.reasoning is None else request.reasoning.effort
+    repeated: dict[str, Any] = {name: getattr(request, name) for name in REPEATED}
+    return ResponseObject(
+        **repeated,
+        id=response_id,
+        created_at=int(time.time()),
+        completed_at=None,
+        status="in_progress",
+        background=bool(request.background),
+        error=None,
+        incomplete_details=None,
+        model=name,
+        output=[],
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        reasoning=ReasoningSettings(effort=effort, summary=None),
+        service_tier="default",
+        store=request.store is not False,
+        temperature=params.temperature,
+        text=TextSettings(format=msgspec.to_builtins(form), verbosity="medium"),
+        tool_choice=request.tool_choice or "auto",
+        tools=[_shown_tool(tool) for tool in request.tools or []],
+        top_logprobs=request.top_logprobs or 0,
+        top_p=params.top_p,
+        truncation=request.truncation or "disabled",
+        usage=None,
+        metadata=request.metadata or {},
+        seed=cast(int, params.seed),
+        warnings=chat.call.warnings.reply(),
+        conversation=UNSET if conversation_id is None else ConversationRef(id=conversation_id),
+    )
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"strict": False, "parameters": None} | tool if tool.get("type") == "function" else tool
