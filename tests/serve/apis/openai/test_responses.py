@@ -28,8 +28,7 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Finish, Request, TokenLogprob
 from headrace.serve.apis.openai.responses import Entry, ResponseAnswer, Responses
-from headrace.serve.apis.openai.responses_events import Output
-from headrace.serve.apis.openai.responses_events import response_object
+from headrace.serve.apis.openai.responses_events import Output, response_object
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
