@@ -71,6 +71,7 @@ CLIENTS = (
     Client("huggingface_hub", "huggingface_hub_python.py", ("huggingface_hub",)),
     Client("text-generation", "text_generation_python.py", ("text-generation",)),
     Client("guidellm", "guidellm_python.py", ("guidellm",)),
+    Client("Open WebUI", "open_webui_python.py", ("open-webui",)),
     Client("vLLM's offline scripts", "vllm_offline.py", (), "headrace"),
     Client("codex", "codex.py", ("@openai/codex",), "js"),
     Client("Continue", "continue_cli.py", ("@continuedev/cli",), "js"),

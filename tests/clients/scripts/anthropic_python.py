@@ -74,9 +74,7 @@ def _():
     expect(message(model="claude-sonnet").model == "builtin", "another name in the reply")
 
 
-@check("unknown model")
-def _():
-    report.refusal(anthropic.NotFoundError, lambda: message(server=scripted, model="claude-none"))
+report.refuses("unknown model", anthropic.NotFoundError, lambda: message(server=scripted, model="claude-none"))
 
 
 @check("context overflow")
@@ -85,9 +83,7 @@ def _():
     expect("prompt is too long" in str(error), error)
 
 
-@check("wrong key")
-def _():
-    report.refusal(anthropic.AuthenticationError, lambda: scripted.with_options(api_key="wrong").models.list())
+report.refuses("wrong key", anthropic.AuthenticationError, lambda: scripted.with_options(api_key="wrong").models.list())
 
 
 @check("usage")

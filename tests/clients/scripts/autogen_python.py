@@ -99,20 +99,11 @@ def _():
     expect(ask(client("gpt-3.5-turbo")).content, "no text")
 
 
-@check("unknown model")
-def _():
-    report.refusal(openai.NotFoundError, lambda: ask(scripted(name="none")))
-
-
-@check("context overflow")
-def _():
-    error = report.refusal(openai.BadRequestError, lambda: ask(client(), report.TOO_LONG))
-    expect(error.code == "context_length_exceeded", error)
-
-
-@check("wrong key")
-def _():
-    report.refusal(openai.AuthenticationError, lambda: ask(scripted("wrong")))
+report.refuses("unknown model", openai.NotFoundError, lambda: ask(scripted(name="none")))
+report.refuses(
+    "context overflow", openai.BadRequestError, lambda: ask(client(), report.TOO_LONG), code="context_length_exceeded"
+)
+report.refuses("wrong key", openai.AuthenticationError, lambda: ask(scripted("wrong")))
 
 
 @check("usage")
@@ -136,9 +127,9 @@ def _():
     report.await_stop()
 
 
-@check("max_tokens above the context")
-def _():
-    report.refusal(openai.BadRequestError, lambda: ask(client(max_tokens=report.MAX_TOKENS)))
+report.refuses(
+    "max_tokens above the context", openai.BadRequestError, lambda: ask(client(max_tokens=report.MAX_TOKENS))
+)
 
 
 @check("reasoning")

@@ -80,19 +80,9 @@ def _():
     expect(model("gpt-3.5-turbo")("Say hello.")[0], "no text")
 
 
-@check("unknown model")
-def _():
-    report.refusal(dspy.LMUnsupportedModelError, lambda: scripted(name="none")("Hello."))
-
-
-@check("context overflow")
-def _():
-    report.refusal(dspy.ContextWindowExceededError, lambda: model()(report.TOO_LONG))
-
-
-@check("wrong key")
-def _():
-    report.refusal(dspy.LMAuthError, lambda: scripted("wrong")("Hello."))
+report.refuses("unknown model", dspy.LMUnsupportedModelError, lambda: scripted(name="none")("Hello."))
+report.refuses("context overflow", dspy.ContextWindowExceededError, lambda: model()(report.TOO_LONG))
+report.refuses("wrong key", dspy.LMAuthError, lambda: scripted("wrong")("Hello."))
 
 
 @check("usage")
@@ -102,9 +92,11 @@ def _():
     expect(server.history[-1]["usage"]["prompt_tokens"], server.history)
 
 
-@check("max_tokens above the context")
-def _():
-    report.refusal(dspy.ContextWindowExceededError, lambda: model(max_tokens=report.MAX_TOKENS)("Hello."))
+report.refuses(
+    "max_tokens above the context",
+    dspy.ContextWindowExceededError,
+    lambda: model(max_tokens=report.MAX_TOKENS)("Hello."),
+)
 
 
 @check("reasoning")

@@ -93,22 +93,11 @@ def _():
     expect(ask(model("gpt-3.5-turbo")), "no text")
 
 
-@check("unknown model")
-def _():
-    report.refusal(openai.NotFoundError, lambda: ask(scripted(name="none")))
-
-
-@check("context overflow")
-def _():
-    error = report.refusal(openai.BadRequestError, lambda: ask(model(), report.TOO_LONG))
-    expect(error.code == "context_length_exceeded", error)
-
-
-@check("wrong key")
-def _():
-    report.refusal(openai.AuthenticationError, lambda: ask(scripted("wrong")))
-
-
-@check("max_tokens above the context")
-def _():
-    report.refusal(openai.BadRequestError, lambda: ask(model(), max_tokens=report.MAX_TOKENS))
+report.refuses("unknown model", openai.NotFoundError, lambda: ask(scripted(name="none")))
+report.refuses(
+    "context overflow", openai.BadRequestError, lambda: ask(model(), report.TOO_LONG), code="context_length_exceeded"
+)
+report.refuses("wrong key", openai.AuthenticationError, lambda: ask(scripted("wrong")))
+report.refuses(
+    "max_tokens above the context", openai.BadRequestError, lambda: ask(model(), max_tokens=report.MAX_TOKENS)
+)

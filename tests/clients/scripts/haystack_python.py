@@ -86,20 +86,14 @@ def _():
     expect(ask(generator("gpt-3.5-turbo")).text, "no text")
 
 
-@check("unknown model")
-def _():
-    report.refusal(openai.NotFoundError, lambda: ask(scripted(name="none")))
-
-
-@check("context overflow")
-def _():
-    error = report.refusal(openai.BadRequestError, lambda: ask(generator(), report.TOO_LONG))
-    expect(error.code == "context_length_exceeded", error)
-
-
-@check("wrong key")
-def _():
-    report.refusal(openai.AuthenticationError, lambda: ask(scripted("wrong")))
+report.refuses("unknown model", openai.NotFoundError, lambda: ask(scripted(name="none")))
+report.refuses(
+    "context overflow",
+    openai.BadRequestError,
+    lambda: ask(generator(), report.TOO_LONG),
+    code="context_length_exceeded",
+)
+report.refuses("wrong key", openai.AuthenticationError, lambda: ask(scripted("wrong")))
 
 
 @check("usage")
@@ -123,9 +117,7 @@ def _():
     report.await_stop()
 
 
-@check("max_tokens above the context")
-def _():
-    report.refusal(openai.BadRequestError, lambda: ask(generator(max_tokens=report.MAX_TOKENS)))
-
-
+report.refuses(
+    "max_tokens above the context", openai.BadRequestError, lambda: ask(generator(max_tokens=report.MAX_TOKENS))
+)
 report.lacks("its generator for chat completions reads none", "reasoning")

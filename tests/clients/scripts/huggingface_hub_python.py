@@ -108,9 +108,7 @@ def _():
     report.await_stop()
 
 
-@check("max_tokens above the context")
-def _():
-    report.refusal(HfHubHTTPError, lambda: ask(max_tokens=report.MAX_TOKENS))
+report.refuses("max_tokens above the context", HfHubHTTPError, lambda: ask(max_tokens=report.MAX_TOKENS))
 
 
 @check("reasoning")

@@ -96,9 +96,9 @@ def _():
     expect(openai_model(model="gpt-3.5-turbo").invoke("Say hello.").text, "no text")
 
 
-@check("unknown model")
-def _():
-    report.refusal(openai.NotFoundError, lambda: ChatOpenAI(**SCRIPTED | {"model": "none"}).invoke("Hello."))
+report.refuses(
+    "unknown model", openai.NotFoundError, lambda: ChatOpenAI(**SCRIPTED | {"model": "none"}).invoke("Hello.")
+)
 
 
 @check("context overflow")

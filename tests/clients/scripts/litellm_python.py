@@ -77,9 +77,7 @@ def _():
     expect(chat(server=OPEN | {"model": "hosted_vllm/gpt-3.5-turbo"}, max_tokens=5).choices, "no answer")
 
 
-@check("unknown model")
-def _():
-    report.refusal(litellm.NotFoundError, lambda: chat(server=SCRIPTED | {"model": "hosted_vllm/none"}))
+report.refuses("unknown model", litellm.NotFoundError, lambda: chat(server=SCRIPTED | {"model": "hosted_vllm/none"}))
 
 
 @check("context overflow")
@@ -89,9 +87,7 @@ def _():
     report.refusal(litellm.ContextWindowExceededError, lambda: chat(report.TOO_LONG, anthropic))
 
 
-@check("wrong key")
-def _():
-    report.refusal(litellm.AuthenticationError, lambda: chat(server=SCRIPTED | {"api_key": "wrong"}))
+report.refuses("wrong key", litellm.AuthenticationError, lambda: chat(server=SCRIPTED | {"api_key": "wrong"}))
 
 
 @check("usage")
@@ -113,9 +109,9 @@ def _():
     report.await_stop()
 
 
-@check("max_tokens above the context")
-def _():
-    report.refusal(litellm.ContextWindowExceededError, lambda: chat(max_tokens=report.MAX_TOKENS))
+report.refuses(
+    "max_tokens above the context", litellm.ContextWindowExceededError, lambda: chat(max_tokens=report.MAX_TOKENS)
+)
 
 
 @check("reasoning")

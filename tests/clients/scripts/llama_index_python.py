@@ -91,15 +91,15 @@ def _():
     expect(model(model="gpt-3.5-turbo").chat([ChatMessage("Say hello.")]).message.content, "no text")
 
 
-@check("unknown model")
-def _():
-    report.refusal(openai.NotFoundError, lambda: model(**SCRIPTED | {"model": "none"}).chat([ChatMessage("Hello.")]))
-
-
-@check("context overflow")
-def _():
-    error = report.refusal(openai.BadRequestError, lambda: model().chat([ChatMessage(report.TOO_LONG)]))
-    expect(error.code == "context_length_exceeded", error)
+report.refuses(
+    "unknown model", openai.NotFoundError, lambda: model(**SCRIPTED | {"model": "none"}).chat([ChatMessage("Hello.")])
+)
+report.refuses(
+    "context overflow",
+    openai.BadRequestError,
+    lambda: model().chat([ChatMessage(report.TOO_LONG)]),
+    code="context_length_exceeded",
+)
 
 
 @check("wrong key")

@@ -69,10 +69,7 @@ def _():
     expect(chat(model="llama3.2", options=SHORT).model in ("builtin", "llama3.2"), "another name in the reply")
 
 
-@check("unknown model")
-def _():
-    error = report.refusal(ollama.ResponseError, lambda: chat(server=scripted, model="none"))
-    expect(error.status_code == 404, error)
+report.refuses("unknown model", ollama.ResponseError, lambda: chat(server=scripted, model="none"), status=404)
 
 
 @check("context overflow")

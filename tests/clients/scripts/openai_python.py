@@ -82,21 +82,13 @@ def _():
     expect(chat(model="gpt-3.5-turbo", max_tokens=5).model == "builtin", "another name in the reply")
 
 
-@check("unknown model")
-def _():
-    error = report.refusal(openai.NotFoundError, lambda: chat(server=scripted, model="gpt-none"))
-    expect(error.code == "model_not_found", error.body)
-
-
-@check("context overflow")
-def _():
-    error = report.refusal(openai.BadRequestError, lambda: chat(report.TOO_LONG))
-    expect(error.code == "context_length_exceeded", error.body)
-
-
-@check("wrong key")
-def _():
-    report.refusal(openai.AuthenticationError, lambda: scripted.with_options(api_key="wrong").models.list())
+report.refuses(
+    "unknown model", openai.NotFoundError, lambda: chat(server=scripted, model="gpt-none"), code="model_not_found"
+)
+report.refuses(
+    "context overflow", openai.BadRequestError, lambda: chat(report.TOO_LONG), code="context_length_exceeded"
+)
+report.refuses("wrong key", openai.AuthenticationError, lambda: scripted.with_options(api_key="wrong").models.list())
 
 
 @check("usage")
@@ -116,10 +108,12 @@ def _():
     report.await_stop()
 
 
-@check("max_tokens above the context")
-def _():
-    error = report.refusal(openai.BadRequestError, lambda: chat(max_tokens=report.MAX_TOKENS))
-    expect(error.code == "context_length_exceeded", error.body)
+report.refuses(
+    "max_tokens above the context",
+    openai.BadRequestError,
+    lambda: chat(max_tokens=report.MAX_TOKENS),
+    code="context_length_exceeded",
+)
 
 
 @check("reasoning")

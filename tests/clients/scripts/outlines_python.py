@@ -55,9 +55,7 @@ def _():
     expect(outlines.from_vllm(client(), "gpt-3.5-turbo")("Say hello.", max_tokens=20), "no text")
 
 
-@check("unknown model")
-def _():
-    report.refusal(exceptions.NotFoundError, lambda: outlines.from_vllm(scripted_client, "none")("Hello."))
+report.refuses("unknown model", exceptions.NotFoundError, lambda: outlines.from_vllm(scripted_client, "none")("Hello."))
 
 
 @check("context overflow")
@@ -85,6 +83,6 @@ def _():
     report.await_stop()
 
 
-@check("max_tokens above the context")
-def _():
-    report.refusal(exceptions.BadRequestError, lambda: model("Hello.", max_tokens=report.MAX_TOKENS))
+report.refuses(
+    "max_tokens above the context", exceptions.BadRequestError, lambda: model("Hello.", max_tokens=report.MAX_TOKENS)
+)

@@ -82,6 +82,19 @@ def refusal(kind: type[BaseException] | tuple[type[BaseException], ...], call: C
     raise ValueError(f"no error, but {value!r}")
 
 
+def refuses(
+    feature: str, kind: type[BaseException], *calls: Callable[[], Any], code: object = None, status: int | None = None
+) -> None:
+    """Check that each call raises an error of this kind: with this `code` and this `status_code`, unless None."""
+
+    @check(feature)
+    def _() -> None:
+        for call in calls:
+            error: Any = refusal(kind, call)
+            expect(code is None or error.code == code, error)
+            expect(status is None or error.status_code == status, error)
+
+
 def await_stop(seconds: float = 20.0) -> None:
     """Wait until the counting model runs no request; the script closed the stream of the only one."""
     end = time.monotonic() + seconds

@@ -75,20 +75,14 @@ def _():
     expect(model("gpt-3.5-turbo").generate([say("Say hello.")]).content, "no text")
 
 
-@check("unknown model")
-def _():
-    report.refusal(openai.NotFoundError, lambda: scripted(name="none").generate([say("Hello.")]))
-
-
-@check("context overflow")
-def _():
-    error = report.refusal(openai.BadRequestError, lambda: model().generate([say(report.TOO_LONG)]))
-    expect(error.code == "context_length_exceeded", error)
-
-
-@check("wrong key")
-def _():
-    report.refusal(openai.AuthenticationError, lambda: scripted("wrong").generate([say("Hello.")]))
+report.refuses("unknown model", openai.NotFoundError, lambda: scripted(name="none").generate([say("Hello.")]))
+report.refuses(
+    "context overflow",
+    openai.BadRequestError,
+    lambda: model().generate([say(report.TOO_LONG)]),
+    code="context_length_exceeded",
+)
+report.refuses("wrong key", openai.AuthenticationError, lambda: scripted("wrong").generate([say("Hello.")]))
 
 
 @check("usage")
@@ -110,6 +104,8 @@ def _():
     report.await_stop()
 
 
-@check("max_tokens above the context")
-def _():
-    report.refusal(openai.BadRequestError, lambda: model(max_tokens=report.MAX_TOKENS).generate([say("Hello.")]))
+report.refuses(
+    "max_tokens above the context",
+    openai.BadRequestError,
+    lambda: model(max_tokens=report.MAX_TOKENS).generate([say("Hello.")]),
+)

@@ -31,9 +31,7 @@ def _():
     report.refusal(Exception, lambda: wrong.chat([{"role": "user", "content": "Hello."}]))
 
 
-@check("context overflow")
-def _():
-    report.refusal(text_generation.errors.BadRequestError, lambda: ask(report.TOO_LONG))
+report.refuses("context overflow", text_generation.errors.BadRequestError, lambda: ask(report.TOO_LONG))
 
 
 @check("usage")
@@ -46,11 +44,5 @@ report.lacks("it has none", "embeddings", "reasoning")
 report.lacks("it always sends the name dummy, which the scripted server refuses", "system prompt", "tool call")
 
 
-@check("unknown model")
-def _():
-    report.refusal(text_generation.errors.NotFoundError, lambda: ask(server=scripted))
-
-
-@check("max_tokens above the context")
-def _():
-    report.refusal(Exception, lambda: ask(max_tokens=report.MAX_TOKENS))
+report.refuses("unknown model", text_generation.errors.NotFoundError, lambda: ask(server=scripted))
+report.refuses("max_tokens above the context", Exception, lambda: ask(max_tokens=report.MAX_TOKENS))
