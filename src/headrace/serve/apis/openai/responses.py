@@ -89,22 +89,16 @@ class ResponseAnswer(Readable):
     answer: Answer
 
     def __init__(
-        self,
-        api: Responses,
-        request: ResponsesRequest,
-        chat: Answer,
-        entry: Entry,
-        tools: ClientTools = NO_TOOLS,
-        explain: Explain = no_explanations,
+        self, api: Responses, request: ResponsesRequest, chat: Answer, entry: Entry, tools: ClientTools = NO_TOOLS
     ) -> None:
         super().__init__(chat, bool(request.stream))
-        self._explain = explain
         self.api, self.request, self.entry, self.response = api, request, entry, entry.response
         response = entry.response
         self.id = response.id
         self.output = Output(response, tools)
         entry.cuts = self.output.cuts
         self.change = asyncio.Event()
+        self.explain: Explain = no_explanations
         self._num_reasoning = 0
         self._logprobs: list[ChatTokenLogprob] = []
 
@@ -201,7 +195,7 @@ class ResponseAnswer(Readable):
         response.timings = timings(self.answer.groups)
         if self.answer.call.explain:
             states = self.answer.generation.states
-            response.explain = self._explain([state.request.request_id for state in states])
+            response.explain = self.explain([state.request.request_id for state in states])
         self._wake()
         await self.api.keep(self.entry)
         await self.api.add_to_conversation(self.entry)
@@ -259,8 +253,8 @@ class Responses:
         call, tools = chat_call(request, shared)
         chat = await self._chat(model, request, call, without_hosted(named, call.warnings))
         response = response_object(model.name, request, chat, response_id)
-        entry = Entry(response=response, input=items, history=history)
-        answer = ResponseAnswer(self, request, chat, entry, tools, model.explain)
+        answer = ResponseAnswer(self, request, chat, Entry(response=response, input=items, history=history), tools)
+        answer.explain = model.explain
         if stored:
             try:
                 await self.writers.run(lambda: self.store.put(response_id, {}, msgspec.json.encode(answer.entry)))
