@@ -197,10 +197,10 @@ def _rounded(form: str, bits: int, values: F32, codes: NDArray[Any], numbers: F3
     }
 
 
-def limits_of_machine() -> dict[str, Any]:
-    """Return bytes a second that all cores read, best of some passes over `PROBE_BYTES`, and operations a second of the
-    native kernels' inner loops; fewer where the native core is missing."""
-    buffer = np.ones(PROBE_BYTES // 8, np.int64)
+def limits_of_machine(num_bytes: int = PROBE_BYTES, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
+    """Return bytes a second that all cores read, best of some passes over `num_bytes`, and operations a second of the
+    native kernels' inner loops, for about `seconds` each; none of these where the native core is missing."""
+    buffer = np.ones(num_bytes // 8, np.int64)
     pieces = np.array_split(buffer, num_cores())
     best = math.inf
     with ThreadPoolExecutor(len(pieces)) as pool:
@@ -210,7 +210,7 @@ def limits_of_machine() -> dict[str, Any]:
             best = min(best, time.perf_counter() - start)
     library, _ = native()
     peaks: dict[str, float] = {}
-    for row in library.limits(0, PROBE_SECONDS, 2**20) if library is not None else ():
+    for row in library.limits(0, seconds, 2**20) if library is not None else ():
         if row["what"] != "read":
             peaks[row["what"]] = max(peaks.get(row["what"], 0.0), row["most"])
     return {"bandwidth": buffer.nbytes / best, "peaks": peaks}
