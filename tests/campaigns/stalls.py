@@ -169,12 +169,12 @@ def whole_rows(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Return a path and a body for some tokens with the log-probabilities of the whole vocabulary."""
     num, stream = rng.choice((1, 2, 4)), rng.random() < 0.5
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": num, "stream": stream}
-    text: dict[str, Any] = {"prompt": [1, 2], "max_tokens": num, "ignore_eos": True, "stream": stream}
+    text: dict[str, Any] = {"prompt": [[1, 2]], "max_tokens": num, "ignore_eos": True, "stream": stream}
     return rng.choice(
         (
             ("/v1/completions", text | {"logprobs": VOCAB_SIZE}),
-            ("/v1/completions", text | {"prompt": [1] * (num + 1), "prompt_logprobs": -1}),
-            ("/v1/completions", text | {"prompt": [1] * (num + 1), "logprobs": VOCAB_SIZE, "echo": True}),
+            ("/v1/completions", text | {"prompt": [[1] * (num + 1)], "prompt_logprobs": -1}),
+            ("/v1/completions", text | {"prompt": [[1] * (num + 1)], "logprobs": VOCAB_SIZE, "echo": True}),
             ("/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": VOCAB_SIZE}),
             ("/v1/responses", {"input": "a", "max_output_tokens": num, "top_logprobs": VOCAB_SIZE, "store": False,
                                "stream": stream}),

@@ -303,6 +303,11 @@ class PieceResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def json_in_parts(data: bytes) -> Response:
+    """Return the response of a JSON text."""
+    return PieceResponse([data[start : start + SENT_BYTES] for start in range(0, len(data), SENT_BYTES)], {})
+
+
 def id_header(answer_id: str) -> dict[str, str]:
     """Return the header X-Request-Id with the reply's id if that is valid in a header (S-22).
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tests.support import fake
 from tests.support.server import HTTP, Live, inproc
@@ -18,6 +19,7 @@ from headrace.engine import generation
 from headrace.protocol.config import ServerConfig
 from headrace.serve import routing
 from headrace.serve.apis.openai import responses
+from headrace.serve.apis.openai.responses_replay import Entry, Written
 from headrace.serve.errors import OPENAI
 from headrace.text.tokenizer import Tokenizer
 
@@ -107,6 +109,29 @@ def test_R_03_a_stored_response_is_freed_in_slices_beside_the_loop(
     response_id = re.findall(r"resp_[0-9a-f]{32}", reply.text)[0]
     stored = HTTP.get(f"{server.url}/v1/responses/{response_id}").json()
     assert len(stored["output"][0]["content"][0]["logprobs"]) == freed[0][0]
+
+
+def test_R_03_a_stored_response_is_read_as_it_was_written(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = HTTP.post(f"{server.url}/v1/responses", json=RESPONSE | {"max_output_tokens": 30})
+    path = f"/v1/responses/{written.json()['id']}"
+    monkeypatch.setattr(routing, "SENT_BYTES", 1000)
+    kinds: list[Any] = []
+    decode = msgspec.json.decode
+
+    def noted(data: bytes, **more: Any) -> Any:
+        kinds.append(more.get("type"))
+        return decode(data, **more)
+
+    monkeypatch.setattr(msgspec.json, "decode", noted)
+    stored = HTTP.get(server.url + path)
+    assert stored.content == written.content
+    assert stored.headers["content-type"] == "application/json"
+    assert HTTP.head(server.url + path).headers["content-length"] == str(len(stored.content))
+    assert Written in kinds
+    assert Entry not in kinds
+    # The control: one that needs the parts of the entry decodes it.
+    HTTP.get(f"{server.url}{path}/input_items")
+    assert Entry in kinds
 
 
 class LongEvent(routing.Readable):

@@ -13,11 +13,12 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
+from starlette.responses import Response
 
 from headrace.engine.generation import LARGE_TEXT, off_loop, width
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
@@ -29,7 +30,6 @@ from headrace.serve.apis.openai.reply import Deleted
 from headrace.serve.apis.openai.responses_events import (
     CachedTokens,
     ConversationRef,
-    Cut,
     Event,
     IncompleteDetails,
     Output,
@@ -50,18 +50,19 @@ from headrace.serve.apis.openai.responses_input import (
     read,
     without_hosted,
 )
-from headrace.serve.apis.openai.responses_replay import RUNNING, StoredStream
+from headrace.serve.apis.openai.responses_replay import RUNNING, Entry, StoredStream, Written
 from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
 from headrace.serve.call.call import Answer, ChatCall, spelled
 from headrace.serve.call.parsing import WarningLines, Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import Explain, ServedModel, no_explanations
-from headrace.serve.routing import Readable, free_lists, json_pieces, large_event
+from headrace.serve.routing import Readable, free_lists, json_in_parts, json_pieces, large_event
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
 
 logger = logging.getLogger("headrace.server")
+T = TypeVar("T", Entry, Written)
 
 MAX_BACKGROUND = 256
 
@@ -72,15 +73,6 @@ class InputTokens(msgspec.Struct, kw_only=True):
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
     warnings: WarningLines = UNSET
-
-
-class Entry(msgspec.Struct, kw_only=True):
-    """A stored response: the object, its input, the items that came before, and how its stream was cut."""
-
-    response: ResponseObject
-    input: list[dict[str, Any]]
-    history: list[dict[str, Any]]
-    cuts: list[Cut] = []
 
 
 class ResponseAnswer(Readable):
@@ -326,6 +318,12 @@ class Responses:
             return self._background[response_id][0].response
         return (await self.writers.run(self._entry, response_id)).response
 
+    async def read(self, response_id: str) -> ResponseObject | Response:
+        """Return what `get` returns; a stored response as it was written, for to decode a large one holds the loop."""
+        if response_id in self._background and response_id in self.store:
+            return await self.get(response_id)
+        return json_in_parts(bytes((await self.writers.run(self._read, response_id, Written)).response))
+
     async def stream(self, response_id: str, starting_after: str | None) -> StoredStream:
         """Return the events of a response behind one with a number. Raises what `get` raises, and `RequestError`."""
         if starting_after is not None and not re.fullmatch("[0-9]{1,9}", starting_after):
@@ -436,10 +434,13 @@ class Responses:
         return [*entry.history, *entry.input, *msgspec.to_builtins(entry.response.output)]
 
     def _entry(self, response_id: str) -> Entry:
+        return self._read(response_id, Entry)
+
+    def _read(self, response_id: str, kind: type[T]) -> T:
         if response_id not in self.store:
             raise NotFoundError("response", response_id)
         try:
-            return msgspec.json.decode(self.store.body(response_id), type=Entry)
+            return msgspec.json.decode(self.store.body(response_id), type=kind)
         except (FileNotFoundError, msgspec.DecodeError) as error:
             logger.warning("the stored response %s can not be read: %s", response_id, error)
             raise NotFoundError("response", response_id) from error

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.responses import Response
 
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
@@ -38,13 +39,13 @@ def add_routes(app: Starlette, models: ModelSet, responses: Responses) -> None:
         response = responses.run_in_background(answer)
         return responses.follow(answer) if answer.request.stream else response
 
-    async def get(response_id: str, query: Mapping[str, str]) -> ResponseObject | StoredStream:
+    async def get(response_id: str, query: Mapping[str, str]) -> ResponseObject | Response | StoredStream:
         """A stored response, or the events of its stream."""
         stream = query.get("stream", "false")
         if stream not in ("true", "false"):
             raise RequestError("stream", stream, "true or false")
         after = query.get("starting_after")
-        return await (responses.stream(response_id, after) if stream == "true" else responses.get(response_id))
+        return await (responses.stream(response_id, after) if stream == "true" else responses.read(response_id))
 
     def compact() -> ResponseObject:
         """Not done by this server."""

@@ -25,6 +25,21 @@ ENDS = ("completed", "incomplete", "failed")
 """States with an event of their own; a response that was cancelled ends as incomplete."""
 
 
+class Entry(msgspec.Struct, kw_only=True):
+    """A stored response: the object, its input, the items that came before, and how its stream was cut."""
+
+    response: ResponseObject
+    input: list[dict[str, Any]]
+    history: list[dict[str, Any]]
+    cuts: list[Cut] = []
+
+
+class Written(msgspec.Struct):
+    """Of a stored response, the object alone and as it was written."""
+
+    response: msgspec.Raw
+
+
 class Replay:
     """The events of a response, as far as it has come. `cuts` may grow with it."""
 
