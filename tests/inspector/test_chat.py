@@ -177,10 +177,15 @@ def test_conversations_are_kept_in_the_browser(open_page: Open) -> None:
     page.get_by_role("button", name="Delete").click()
     page.locator(".question", has_text="first").wait_for()
     assert [each["messages"][0]["content"] for each in kept(page)] == ["first"]
-    # A damaged one is passed over.
+    # One whose page was closed while the answer came is shown as stopped; a damaged one is passed over.
+    [conversation] = kept(page)
+    conversation["messages"][1]["finish"] = None
+    script = "(each) => localStorage.setItem(`headrace.conversation.${each.id}`, JSON.stringify(each))"
+    page.evaluate(script, conversation)
     page.evaluate("localStorage.setItem('headrace.conversation.x', '{\"messages\": 1}')")
     page.reload()
     page.locator(".question", has_text="first").wait_for()
+    assert "stopped" in ended(page, 1).inner_text()
 
 
 def test_the_engine_is_shown_beside_the_answer(open_page: Open, server: Served) -> None:
@@ -235,3 +240,36 @@ def test_S_24_a_key_that_infers_has_the_chat_without_the_engine(
         # The browser reports each refusal, and nothing else.
         assert all("Failed to load resource" in error and re.search("40[13]", error) for error in page.errors)
         page.errors.clear()
+
+
+def test_the_progress_of_a_prompt_and_the_choice_of_a_model(chromium: Any, tokenizer: Tokenizer) -> None:
+    client = inproc(delay=0.05, max_num_batched_tokens=64)
+    with (
+        Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as live,
+        browser.watched_page(chromium, live.url) as page,
+    ):
+        cards = [{"id": name, "object": "model", "max_model_len": 2048} for name in ("fake", "another")]
+        page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": cards}))
+        models = []
+        page.on("request", lambda request: models.append((request.post_data_json or {}).get("model")))
+        page.goto("/")
+        ready(page)
+        set_knobs(page, max_tokens=2)
+        page.get_by_text("Settings", exact=True).click()
+        page.get_by_label("Model").select_option("another")
+        page.get_by_label("System prompt").fill("Be brief.")
+        page.evaluate(
+            "window.texts = []; new MutationObserver(() => texts.push(document.querySelector('.stats')?.textContent))"
+            ".observe(document.body, { subtree: true, childList: true, characterData: true })"
+        )
+        page.get_by_label("Message").fill("x" * 1200)
+        page.keyboard.press("Enter")
+        ended(page, 1)
+        reading = re.findall(r"reading ([\d,]+) of 1,2\d\d", " ".join(filter(None, page.evaluate("window.texts"))))
+        numbers = [int(number.replace(",", "")) for number in reading]
+        assert len(set(numbers)) > 1
+        assert numbers == sorted(numbers)
+        assert "another" in models
+        [conversation] = kept(page)
+        assert (conversation["model"], conversation["system"]) == ("another", "Be brief.")
+        assert len(conversation["messages"][1]["promptIds"]) > 1200 + len("Be brief.")

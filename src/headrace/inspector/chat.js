@@ -3,7 +3,7 @@
 import { isRunning, newAnswer, rateOf, ratesOf, receive } from "./answers.js";
 import { conversations, exportJson, forget, keep, newConversation, titleOf } from "./conversations.js";
 import { Engine, Sparkline } from "./engine.js";
-import { count, html, json, seconds, useEffect, useLayoutEffect, useReducer, useRef, useState } from "./lib.js";
+import { count, html, json, seconds, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "./lib.js";
 import { markdown } from "./markdown.js";
 import { Settings, knobsOf } from "./settings.js";
 import { Bar, Tokens, ends, textOf } from "./tokens.js";
@@ -73,16 +73,17 @@ function Stats({ answer, limit }) {
 function Answer({ answer, model, limit, actions }) {
   const [showsTokens, setShowsTokens] = useState(false);
   const running = isRunning(answer);
+  const text = useMemo(() => markdown(answer.content), [answer.content]);
   return html`<article class="answer" aria-label="Answer" aria-busy=${running}>
     ${answer.reasoning && html`<details class="reasoning" open=${running && !answer.content}><summary>Reasoning</summary>${markdown(answer.reasoning)}</details>`}
-    <div class="text">${markdown(answer.content)}</div>
+    <div class="text">${text}</div>
     ${answer.error && html`<p role="alert">${answer.error}</p>`}
     <${Stats} answer=${answer} limit=${limit} />
     ${!running && html`<div class="actions">
       ${actions && html`<button type="button" onClick=${() => actions.again(answer.seed)} disabled=${answer.seed === null}>Same seed again</button>
         <button type="button" onClick=${() => actions.again(null)}>Another answer</button>`}
       ${answer.ids.length > 0 && html`<button type="button" aria-expanded=${showsTokens} onClick=${() => setShowsTokens(!showsTokens)}>Tokens</button>`}
-      <button type="button" onClick=${() => navigator.clipboard?.writeText(answer.content)}>Copy</button>
+      ${navigator.clipboard && html`<button type="button" onClick=${() => navigator.clipboard.writeText(answer.content)}>Copy</button>`}
     </div>`}
     ${showsTokens && !running && html`<${Tokens} model=${model} answer=${answer} onTake=${actions?.take} />`}
     ${answer.explain && html`<${Why} explain=${answer.explain} />`}
@@ -236,6 +237,11 @@ export function Chat() {
     messages.push(Object.assign(answer, { finish: "stop" }));
     return changed(current);
   };
+  const takeOrFail = (index, id) =>
+    take(index, id).catch((failure) => {
+      last.error = failure.message;
+      redraw();
+    });
 
   const remove = (conversation) => {
     running.current.get(conversation.id)?.abort();
@@ -255,7 +261,7 @@ export function Chat() {
       ${messages.map((message, i) => message.role === "user"
         ? html`<${Question} key=${`${current.id} ${i} ${message.content}`} message=${message} onResend=${(text) => send(text, i)} />`
         : html`<${Answer} key=${`${current.id} ${i} ${message.seed} ${message.note}`} answer=${message} model=${model} limit=${limit}
-            actions=${message === last && !isBusy ? { again, take } : null} />`)}
+            actions=${message === last && !isBusy ? { again, take: takeOrFail } : null} />`)}
       <div class="foot">
         <${Composer} isReady=${model !== undefined} isBusy=${isBusy} onSend=${send} onStop=${() => running.current.get(current.id)?.abort()} />
         <${Settings} conversation=${current} models=${models} defaults=${defaults} onChange=${changed} />

@@ -11,7 +11,10 @@ export function newConversation(like) {
 function read(name) {
   try {
     const conversation = JSON.parse(localStorage.getItem(name));
-    return Array.isArray(conversation.messages) ? { ...newConversation(), ...conversation } : null;
+    if (!Array.isArray(conversation.messages)) return null;
+    // The page was closed while the answer came.
+    for (const message of conversation.messages) if (message.finish === null) message.finish = "stopped";
+    return { ...newConversation(), ...conversation };
   } catch (error) {
     console.warn(`${name} is no conversation: ${error}`);
     return null;
