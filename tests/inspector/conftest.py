@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.inspector import browser
+from tests.support.server import tokenizer  # noqa: F401
 from tests.support.serving import Served, serve
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.inspector import browser
 from tests.security import rig
-from tests.support.server import HTTP, Live, inproc, tokenizer  # noqa: F401
+from tests.support.server import HTTP, Live, inproc
 
 from headrace.inspector.page import FOLDER
 from headrace.protocol.config import ServerConfig
@@ -23,7 +23,7 @@ FILES = [f"/inspector/{path.name}" for path in (*FOLDER.glob("*.js"), *FOLDER.gl
 
 
 @pytest.fixture(scope="module")
-def locked(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:  # noqa: F811
+def locked(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with keys."""
     keys = rig.write_keys(tmp_path_factory.mktemp("keys"))
     with Live(inproc(), tokenizer, ServerConfig(api_key_file=keys, log_stats_interval=0)) as live:
@@ -101,7 +101,7 @@ def test_S_24_the_page_needs_no_key_and_its_data_do(locked: Live) -> None:
     assert HTTP.get(f"{locked.url}/inspector/page.py").status_code == 404
 
 
-def test_without_the_inspector_there_is_no_page(tokenizer: Tokenizer) -> None:  # noqa: F811
+def test_without_the_inspector_there_is_no_page(tokenizer: Tokenizer) -> None:
     config = ServerConfig(inspector=False, log_stats_interval=0)
     with Live(inproc(), tokenizer, config) as live:
         assert HTTP.get(live.url, headers=BROWSER).text == RUNNING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from tests.sampling.reference import filtered, ranking, sample, sample_one, token_gumbel
 
 from headrace.protocol.params import SamplingParams
-from headrace.sampling.sampler import NonFiniteLogitsError, Sampler
+from headrace.sampling.sampler import NonFiniteLogitsError, Row, Sampler
 
 INF = math.inf
 FINITE = st.lists(st.floats(-30, 30, width=32) | st.integers(-3, 3).map(float), min_size=1, max_size=30)
@@ -137,6 +138,32 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert token_id == 0
     assert logprobs[0].logprob == pytest.approx(-math.log(sum(math.exp(x) for x in logits[0].tolist())))
     assert (logprobs[0].rank, logprobs[0].top[0][0]) == (4, 3)
+
+
+def test_logprobs_after_the_samplers_are_those_of_the_draw() -> None:
+    rng = np.random.default_rng(7)
+    logits, sampler = rng.normal(size=(1, 50)).astype(np.float32) * 3, Sampler(50, [])
+    cuts = [
+        {"top_k": 4},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"temperature": 0.0},
+        {"mirostat": 2},
+        {"logit_bias": {9: 4.0}},
+    ]
+    for cut in (*cuts, {"allowed_token_ids": [3, 4]}, {"temperature": 0.5, "xtc_probability": 1.0}, {}):
+        params = SamplingParams(**({"seed": 3, "logprobs": 50, "temperature": 0.8} | cut))
+        after = msgspec.structs.replace(params, post_sampling_probs=True)
+        rows = [Row(each, 1, 1) for each in (params, after)]
+        before, drawn = sampler.sample_rows(np.repeat(logits, 2, axis=0), rows)
+        assert before.token_id == drawn.token_id
+        [(token_ids, shares)] = sampler.shares(logits, rows[1:])
+        expected = dict(zip(token_ids.tolist(), shares.tolist(), strict=True))
+        reported = {token_id: math.exp(logprob) for token_id, logprob in drawn.logprob.top}
+        assert reported == pytest.approx(dict.fromkeys(range(50), 0.0) | expected, abs=1e-6)
+        assert math.exp(drawn.logprob.logprob) == pytest.approx(expected[drawn.token_id], rel=1e-5)
+        # The control: those before the samplers are others.
+        assert {token_id: math.exp(logprob) for token_id, logprob in before.logprob.top} != pytest.approx(reported)
 
 
 def test_logprobs_only_where_asked_for() -> None:

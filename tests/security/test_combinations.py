@@ -23,6 +23,7 @@ FEATURES: dict[str, Any] = {
     "best_of": 4,
     "logprobs": 2,
     "prompt_logprobs": 1,
+    "post_sampling_probs": True,
     "echo": True,
     "stream": True,
     "max_tokens": 1,

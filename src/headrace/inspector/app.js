@@ -19,12 +19,12 @@ function Theme() {
     onClick=${() => setTheme(next)}>${THEMES[theme]}</button>`;
 }
 
-/** Asks for a key when the server refuses the one that there is. */
+/** A form for a key, where the server refuses the one that there is. */
 function Key({ error }) {
   const submit = (event) => {
     event.preventDefault();
     apiKey.set(event.target.elements.key.value.trim());
-    live.connect();
+    location.reload();
   };
   return html`<form class="key" onSubmit=${submit}>
     <label>API key <input name="key" type="password" autocomplete="off" required /></label>
@@ -34,18 +34,24 @@ function Key({ error }) {
 
 function Header({ current }) {
   const { state, error, isRecorded } = useLive();
-  const status = isRecorded ? "a recording" : error ? "no connection" : !state ? "connecting" : state.is_ready ? "ready" : "not ready";
+  const isRefused = [401, 403].includes(error?.status);
+  useEffect(() => {
+    if (isRefused) live.disconnect();
+  }, [isRefused]);
+  // The chat needs no more than a key that infers.
+  const asksForKey = isRefused && !(current === "chat" && error.status === 403);
+  const status = isRecorded ? "a recording" : isRefused ? "this key may not watch the engine" : error ? "no connection" : !state ? "connecting" : state.is_ready ? "ready" : "not ready";
   const link = (href, name, title) =>
     html`<a href=${href} aria-current=${current === name ? "page" : undefined}>${title}</a>`;
   return html`<header>
     <span class="brand">headrace</span>
-    <span class="status" role="status">${state?.model ?? ""} · ${status}</span>
+    <span class="status" role="status">${state && `${state.model} · `}${status}</span>
     <nav aria-label="Views">
       ${link("/", "chat", "Chat")}
       ${VIEWS.map(([name, title]) => link(`/inspect#${name}`, name, title))}
     </nav>
     <${Theme} />
-    ${[401, 403].includes(error?.status) && html`<${Key} error=${error} />`}
+    ${asksForKey && html`<${Key} error=${error} />`}
   </header>`;
 }
 

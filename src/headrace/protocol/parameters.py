@@ -61,6 +61,7 @@ _ROWS = (
     _row("logprobs", "int", -1, MAX_INT32, "alternatives reported per token; -1 is the whole vocabulary", _VLLM,
          llama_server="n_probs"),
     _row("prompt_logprobs", "int", -1, MAX_INT32, "the same for the prompt's tokens", _VLLM),
+    _row("post_sampling_probs", "bool", None, None, "logprobs of the distribution after the samplers", _LLAMA),
     _row("logit_bias", "size", 0, 1024, "added to logits, by token id", _LLAMA),
     _row("best_of", "int", 1, 128, "answers made, of which the n likeliest are returned", _VLLM),
     _row("detokenize", "bool", None, None, "return the answer as text, too", _OFFLINE),

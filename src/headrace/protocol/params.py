@@ -98,6 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    post_sampling_probs: bool = False
     logit_bias: dict[int, float] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True

@@ -172,15 +172,12 @@ class Sampler:
         for x, row, pool in zip(logits, rows, self._pools(logits, rows), strict=True):
             if isinstance(pool, ValueError):
                 rankings.append(pool)
-                continue
-            sums = pool.scaled
-            if not row.params.greedy and len(pool.token_ids) > 1:
-                words = noise.bits(row.params.seed or 0, row.position, pool.token_ids)
-                sums = sums + noise.gumbel(words)
             elif row.params.greedy:
-                # Greedy rows are ranked by their logits, without filters.
-                pool, sums = Candidates(np.arange(len(x)), x.astype(np.float64), 0.0), x.astype(np.float64)
-            rankings.append(pool.token_ids[largest(sums, min(width, len(sums)))])
+                # By the logits, without filters.
+                rankings.append(largest(x.astype(np.float64), min(width, len(x))))
+            else:
+                sums = pool.scaled + noise.gumbel(noise.bits(row.params.seed or 0, row.position, pool.token_ids))
+                rankings.append(pool.token_ids[largest(sums, min(width, len(sums)))])
         return rankings
 
     def _pools(self, logits: F32, rows: list[Row]) -> Iterator[Candidates | ValueError]:
@@ -220,8 +217,13 @@ class Sampler:
         return results
 
     def with_logprob(self, x: F32, row: Row, sample: Drawn) -> Drawn:
-        """Return `sample` with its log-probability if the parameters request it. Raises `NonFiniteLogitsError`."""
+        """Return `sample` with its log-probability if the parameters request it, under the distribution before the
+        samplers or the one after them. Raises `NonFiniteLogitsError`."""
         if row.params.logprobs is not None:
+            for pool in self._pools(x[None], [row]) if row.params.post_sampling_probs else ():
+                x = np.full_like(x, -np.inf)
+                if isinstance(pool, Candidates):
+                    x[pool.token_ids] = pool.scaled
             sample.logprob = token_logprob(x, sample.token_id, row.params.logprobs)
         return sample
 
@@ -259,10 +261,8 @@ class Sampler:
             return Drawn(best, state=row.state)
         if params.seed is None:
             raise RequestError("seed", None, "set before a token is sampled at a temperature above 0")
-        cut = plan.cut
-        if not plan.stages and not plan.steers:
-            cut = Cut(cut.temperature, cut.floor, cut.top_k, cut.top_p, (params.seed, row.position))
-        return _Open(row, x, float(x[best]), cut, plan)
+        key = None if plan.stages or plan.steers else (params.seed, row.position)
+        return _Open(row, x, float(x[best]), Cut(*plan.cut[:4], key), plan)
 
     def _plan(self, params: SamplingParams) -> _Plan:
         entry = self._plans.get(id(params))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -111,13 +112,24 @@ def test_llama_cache_prompt(live: Live) -> None:
     assert first["content"] == second["content"]
 
 
+def test_llama_probabilities_after_the_samplers_have_other_names(live: Live) -> None:
+    body = {"n_predict": 1, "seed": 1, "n_probs": 5}
+    [before] = post(live, **body).json()["completion_probabilities"]
+    [after] = post(live, **body, post_sampling_probs=True).json()["completion_probabilities"]
+    assert before.keys() - after.keys() == {"logprob", "top_logprobs"}
+    # The simulated engine has no samplers.
+    assert after["prob"] == pytest.approx(math.exp(before["logprob"]))
+    assert [each["prob"] for each in after["top_probs"]] == pytest.approx(
+        [math.exp(each["logprob"]) for each in before["top_logprobs"]]
+    )
+
+
 def test_llama_warnings(live: Live) -> None:
-    given = {"id_slot": 1, "min_keep": 2, "t_max_predict_ms": 5, "post_sampling_probs": True, "n_probs": 1, "nprobs": 1}
+    given = {"id_slot": 1, "min_keep": 2, "t_max_predict_ms": 5, "n_probs": 1, "nprobs": 1}
     told = [
         "id_slot: ignored: a prefix is found wherever it was computed; see --slot-save-path",
         "min_keep: ignored: filters keep at least one token, and no other number",
         "nprobs: unknown, and ignored; did you mean n_probs?",
-        "post_sampling_probs: ignored: probabilities are the model's, before samplers",
         "t_max_predict_ms: ignored: the same request must give the same answer at every speed; use n_predict",
     ]
     assert sorted(post(live, **given).json()["warnings"]) == told

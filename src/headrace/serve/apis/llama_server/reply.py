@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -50,14 +51,18 @@ API = Api(LlamaError, _error, prefixes=PREFIXES)
 
 
 class LlamaTopLogprob(msgspec.Struct, kw_only=True, gc=False):
+    """A token and its log-probability; with `post_sampling_probs` its probability, 0 to 1."""
+
     id: int
     token: str
     bytes: tuple[int, ...]
-    logprob: float
+    logprob: float | UnsetType = UNSET
+    prob: float | UnsetType = UNSET
 
 
 class LlamaTokenLogprob(LlamaTopLogprob, kw_only=True, gc=False):
-    top_logprobs: tuple[LlamaTopLogprob, ...]
+    top_logprobs: tuple[LlamaTopLogprob, ...] | UnsetType = UNSET
+    top_probs: tuple[LlamaTopLogprob, ...] | UnsetType = UNSET
 
 
 Probabilities = list[LlamaTokenLogprob] | UnsetType
@@ -281,17 +286,15 @@ class LlamaAnswer(Readable):
 
     def _entry(self, entry: TokenLogprob) -> LlamaTokenLogprob:
         top = tuple(LlamaTopLogprob(**self._token(token_id, logprob)) for token_id, logprob in entry.top)
-        return LlamaTokenLogprob(**self._token(entry.token_id, entry.logprob), top_logprobs=top)
+        fields = self._token(entry.token_id, entry.logprob)
+        return LlamaTokenLogprob(**fields | {"top_probs" if "prob" in fields else "top_logprobs": top})
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         tokenizer = self.answer.tokenizer
         raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
-        return {
-            "id": token_id,
-            "token": token_text(tokenizer, token_id),
-            "bytes": tuple(raw),
-            "logprob": clamp(logprob),
-        }
+        is_after = self.answer.generation.states[0].request.params.post_sampling_probs
+        number = {"prob": math.exp(logprob)} if is_after else {"logprob": clamp(logprob)}
+        return {"id": token_id, "token": token_text(tokenizer, token_id), "bytes": tuple(raw)} | number
 
     def _selected(self, result: LlamaResult) -> LlamaResult | dict[str, Any]:
         """The fields that `response_fields` names, "a/b" for b within a; all, if the request has none."""

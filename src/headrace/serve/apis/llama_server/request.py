@@ -40,7 +40,6 @@ class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
     json_schema: dict[str, Any] | None = None
     logit_bias: list[list[Any]] | dict[str, Any] | None = None
     n_probs: int | None = None
-    post_sampling_probs: bool | None = None
     cache_prompt: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None

@@ -83,8 +83,6 @@ class LlamaServer:
                 sampling["max_tokens"] = request.max_tokens
         if request.n_probs == 0:
             del sampling["logprobs"]
-        if request.post_sampling_probs:
-            request.warn("post_sampling_probs", "ignored: probabilities are the model's, before samplers")
         if request.logit_bias is not None:
             sampling["logit_bias"] = await self._logit_bias(request.logit_bias)
         if request.grammar and request.json_schema is not None:

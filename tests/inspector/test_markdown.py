@@ -1,0 +1,131 @@
+"""Markdown becomes nodes of the page: the common forms, and nothing that runs, loads or leads elsewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.inspector import browser
+from tests.support.serving import Served
+
+# Renders each text, and returns its HTML and what is in it that must not be.
+RENDER = """async (texts) => {
+  const { markdown } = await import("/inspector/markdown.js");
+  const { h, render } = await import("/inspector/lib.js");
+  const tags = "P H3 H4 H5 H6 PRE CODE STRONG EM DEL A UL OL LI BLOCKQUOTE HR DIV " +
+    "TABLE THEAD TBODY TR TH TD".split(" ");
+  const names = "href target rel tabindex aria-label role scope start class".split(" ");
+  return texts.map((text) => {
+    const root = document.createElement("div");
+    render(h("div", null, markdown(text)), root);
+    const wrong = [...root.firstChild.querySelectorAll("*")].flatMap((each) => [
+      ...(tags.includes(each.tagName) ? [] : [each.tagName]),
+      ...[...each.attributes].filter(({ name }) => !names.includes(name)).map(({ name }) => name),
+      ...(each.href === undefined || /^(https?|mailto):$/.test(new URL(each.href).protocol) ? [] : [each.href]),
+    ]);
+    return { html: root.firstChild.innerHTML, text: root.textContent, wrong };
+  });
+}"""
+
+
+@pytest.fixture(scope="module")
+def page(chromium: Any, server: Served) -> Iterator[Any]:
+    with browser.watched_page(chromium, server.url) as page:
+        page.goto("/inspect")
+        yield page
+
+
+FORMS = {
+    "# One\n## Two #": "<h3>One</h3><h4>Two</h4>",
+    "a **b** *c* _d_ ~~e~~ `f*g*`": "<p>a <strong>b</strong> <em>c</em> <em>d</em> <del>e</del> <code>f*g*</code></p>",
+    "**a *b* c**": "<p><strong>a <em>b</em> c</strong></p>",
+    "snake_case_name 2 * 3 * 4 \\*x\\*": "<p>snake_case_name 2 * 3 * 4 *x*</p>",
+    "one\ntwo\n\nthree": "<p>one two</p><p>three</p>",
+    "- a\n- b\n  - c\n\n1. x\n2. y": '<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><ol start="1">'
+    "<li>x</li><li>y</li></ol>",
+    "3) x": '<ol start="3"><li>x</li></ol>',
+    "> a\n> b": "<blockquote><p>a b</p></blockquote>",
+    "---": "<hr>",
+    "```py\nif a < b:\n  `x`\n```\nz": '<pre tabindex="0" aria-label="code py">'
+    "<code>if a &lt; b:\n  `x`</code></pre><p>z</p>",
+    # An answer that is still coming.
+    "```\nopen": '<pre tabindex="0" aria-label="code "><code>open</code></pre>',
+    "[a](https://b.example/c)": '<p><a href="https://b.example/c" target="_blank" rel="noopener noreferrer">a</a></p>',
+    "see https://b.example/c.": '<p>see <a href="https://b.example/c" target="_blank" rel="noopener noreferrer">'
+    "https://b.example/c</a>.</p>",
+    "|a|b|\n|-|:-:|\n|1|**2**|": '<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead><tr>'
+    '<th scope="col">a</th><th scope="col">b</th></tr></thead><tbody><tr><td>1</td><td><strong>2</strong></td></tr>'
+    "</tbody></table></div>",
+}
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "[a](javascript:alert(1))",
+    "[a](JaVaScRiPt:alert(1)) [b](data:text/html,<script>) [c](vbscript:x) [d](//evil.example) [e](\x01javascript:x)",
+    "![a](https://evil.example/pixel.png)",
+    '[a](https://x.example" onclick="alert(1))',
+    '```js" onload="alert(1)\n```',
+    "&lt;script&gt;",
+    "[a]: javascript:alert(1)\n[a]",
+    "<https://x.example><b>",
+    "{{constructor.constructor('alert(1)')()}} __proto__ constructor",
+]
+
+
+def test_common_forms(page: Any) -> None:
+    results = page.evaluate(RENDER, list(FORMS))
+    assert {text: each["html"] for text, each in zip(FORMS, results, strict=True)} == FORMS
+
+
+def test_hostile_texts_stay_texts(page: Any) -> None:
+    results = page.evaluate(RENDER, HOSTILE)
+    assert [each["wrong"] for each in results] == [[] for _ in HOSTILE]
+    assert results[0]["text"] == HOSTILE[0]
+    assert all("evil.example" not in link for link in page.evaluate("performance.getEntries().map(({ name }) => name)"))
+
+
+def test_what_must_not_be_there_is_noticed(page: Any) -> None:
+    planted = RENDER.replace(
+        'h("div", null, markdown(text))', 'h("div", null, h("img"), h("a", { href: text, onclick: "x" }))'
+    )
+    [result] = page.evaluate(planted, ["javascript:alert(1)"])
+    assert result["wrong"] == ["IMG", "javascript:alert(1)"]
+
+
+def test_random_texts_render_in_bounded_time(page: Any) -> None:
+    rng = random.Random(7)
+    pieces = [
+        *HOSTILE,
+        *FORMS,
+        "*",
+        "**",
+        "_",
+        "`",
+        "```",
+        "~~",
+        "[",
+        "](",
+        ")",
+        "> ",
+        "- ",
+        "1. ",
+        "|",
+        "\n",
+        "\n\n",
+        "    ",
+        "#",
+    ]
+    texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 60))) for _ in range(300)]
+    # Each of these takes a parser that looks ahead without a bound quadratic or exponential time.
+    texts += [
+        piece * 20_000 for piece in ("*", "**a", "_a", "`", "[", "[a](", "> ", "- ", "*a **b ", "|", "https://", "\\")
+    ]
+    texts += ["- a\n" * 20_000, "> " * 10_000 + "x", "\n".join(" " * i + "- x" for i in range(500))]
+    results = page.evaluate(RENDER, texts)
+    assert [each["wrong"] for each in results if each["wrong"]] == []
+    # Letters do not vanish, but for the language of a listing and the address of a link.
+    for text, each in zip(texts, results, strict=True):
+        assert each["text"].strip() or "```" in text or "](" in text or not any(letter.isalpha() for letter in text)
