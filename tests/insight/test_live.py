@@ -27,14 +27,15 @@ def test_a_snapshot_and_the_steps_after_it_give_the_state_of_the_pool(tmp_path: 
         if index == 30:
             late = feed.subscribe()
             [first] = map(json.loads, late.take())
-            taken = [[0, users, [int(block)] * len(users)] for block, users in first["snapshot"]["blocks"].items()]
-            blocks.apply([*taken, [3, [0], first["snapshot"]["cached"]]])  # type: ignore[list-item]
+            blocks.apply(first["snapshot"]["blocks"])
         elif index > 30:
             for message in map(json.loads, late.take()):
                 blocks.apply(message["step"]["blocks"])
             holders, cached = state_of(core)
             assert blocks.cached == cached
-            assert blocks.holders.keys() == holders.keys()
+            assert blocks.holders == holders
+            for seq in core.scheduler.running:
+                assert list(blocks.tables.get(seq.arrival, ())) == seq.block_table
     # The early one never read: it gets the present state, not the steps that it missed.
     [message] = map(json.loads, early.take())
     assert set(message) == {"snapshot"}

@@ -18,9 +18,15 @@ from tests.support.serving import Served, serve
 
 
 @pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    """The browser (playwright's `Browser`)."""
+def installed() -> None:
+    """Skips the tests where there is no browser."""
     browser.require(browser.CHROMIUM, browser.PACKAGES, bool(os.environ.get("HEADRACE_BROWSER_TESTS")))
+
+
+@pytest.fixture(scope="module")
+def chromium(installed: None) -> Iterator[Any]:
+    """The browser (playwright's `Browser`). It ends with its file of tests: playwright runs an event loop in this
+    thread, and tests of other files begin their own."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -30,8 +36,8 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def server(chromium: Any) -> Iterator[Served]:
-    """`headrace serve builtin` with few blocks. After `chromium`: where that is absent, nothing is started."""
+def server(installed: None) -> Iterator[Served]:
+    """`headrace serve builtin` with few blocks. Where there is no browser, nothing is started."""
     with serve("builtin", "--num-gpu-blocks-override", "2048", "--max-model-len", "2048") as served:
         yield served
 

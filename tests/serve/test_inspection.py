@@ -112,7 +112,7 @@ def test_a_recording_is_replayed_as_a_viewer_had_seen_it(server: Live, tmp_path:
     replay = reply.json()
     steps = [{name: getattr(note.step, name) for name in note.step.__struct_fields__} for note in notes]
     assert replay["steps"] == json.loads(msgspec.json.encode(steps))
-    assert replay["snapshot"] == {"step_id": 0, "blocks": {}, "cached": []}
+    assert replay["snapshot"] == {"step_id": 0, "blocks": [[6, [0], []], [3, [0], []]]}
     assert replay["num_steps"] == len(steps)
     for request in replay["requests"]:
         assert sum(part["seconds"] for part in request["parts"]) == pytest.approx(request["latency"], abs=1e-6)

@@ -42,7 +42,7 @@ def test_a_viewer_gets_state_snapshot_and_steps(server: Live) -> None:
     body = {"prompt": "Hello there", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with watching(server) as messages:
         assert next(messages)["state"]["is_ready"]
-        assert next(messages)["snapshot"]["blocks"] == {}
+        assert next(messages)["snapshot"]["blocks"] == [[6, [0], []], [3, [0], []]]
         with HTTP.stream("POST", f"{server.url}/v1/completions", json=body):
             steps, state = [], {}
             while not (steps and state.get("requests")):

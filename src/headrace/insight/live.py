@@ -20,16 +20,29 @@ MAX_PENDING = 64
 
 
 class BlockMap:
-    """`holders` maps each block in use to its holders and their references; holder 0 is the step in flight. `cached`
-    are the blocks that the prefix cache has, in use or not."""
+    """`tables` maps each holder to its blocks, in the order of its block table, and their references; holder 0 is the
+    step in flight. `cached` are the blocks that the prefix cache has, in use or not."""
 
     def __init__(self) -> None:
-        self.holders: dict[int, Counter[int]] = {}
+        self.tables: dict[int, dict[int, int]] = {}
         self.cached: set[int] = set()
+
+    @property
+    def holders(self) -> dict[int, Counter[int]]:
+        """Each block in use with its holders and their references."""
+        holders: dict[int, Counter[int]] = {}
+        for user, table in self.tables.items():
+            for block, num in table.items():
+                holders.setdefault(block, Counter())[user] = num
+        return holders
 
     def apply(self, events: list[BlockEvent]) -> None:
         """Follow the events of one step. They begin with `RESET`."""
+        before: BlockEvent = (RESET, [], [])
         for kind, users, blocks in events:
+            if kind in (DROPPED, PINNED) and len(blocks) == 1 and before == (TAKEN, users, before[2][:1]):
+                self._replace(users[0], blocks[0], before[2][0])
+            before = (kind, list(users), list(blocks))
             if kind in (TAKEN, DROPPED, PINNED):
                 for index, block in enumerate(blocks):
                     user = users[index if len(users) > 1 else 0]
@@ -44,21 +57,34 @@ class BlockMap:
             elif kind == FORGOTTEN:
                 self.cached.clear()
             elif kind == RESET:
-                self.holders.clear()
+                self.tables.clear()
                 self.cached.clear()
 
     def snapshot(self, step_id: int) -> dict[str, Any]:
-        """Return the state after a step, as plain data."""
-        holders = {str(block): list(users) for block, users in self.holders.items()}
-        return {"step_id": step_id, "blocks": holders, "cached": sorted(self.cached)}
+        """Return the state after a step, as plain data: its blocks are events, as those of a step."""
+        events: list[BlockEvent] = [(RESET, [0], [])]
+        for user, table in self.tables.items():
+            events.append((TAKEN, [user], [block for block, num in table.items() for _ in range(num)]))
+        return {"step_id": step_id, "blocks": [*events, (CACHED, [0], sorted(self.cached))]}
+
+    def _replace(self, user: int, block: int, other: int) -> None:
+        """Move `other`, which was just taken in place of `block`, to its place in the table."""
+        table = self.tables.get(user, {})
+        if block in table and block != other:
+            num = table.pop(other)
+            self.tables[user] = {
+                each: n for old in table for each, n in (((other, num),) if old == block else ()) + ((old, table[old]),)
+            }
 
     def _add(self, block: int, user: int, num: int) -> None:
-        holders = self.holders.setdefault(block, Counter())
-        holders[user] += num
-        if not holders[user]:
-            del holders[user]
-        if not holders:
-            del self.holders[block]
+        table = self.tables.setdefault(user, {})
+        num += table.get(block, 0)
+        if num:
+            table[block] = num
+        else:
+            table.pop(block, None)
+            if not table:
+                del self.tables[user]
 
 
 class Viewer:

@@ -13,9 +13,11 @@ MAX_REQUESTS = 1024
 
 
 class OpenCall(msgspec.Struct, kw_only=True):
-    """A request that has not ended: `age` in seconds since its call came, and how much of its prompt is computed."""
+    """A request that has not ended: `age` in seconds since its call came, and how much of its prompt is computed.
+    Steps name it by `seq_id`."""
 
     id: str
+    seq_id: int
     phase: str
     age: float
     num_prompt_tokens: int
@@ -25,8 +27,10 @@ class OpenCall(msgspec.Struct, kw_only=True):
 
 class State(msgspec.Struct, kw_only=True):
     """`time` is monotonic seconds. The counters of tokens and of the prefix cache grow since the server started;
-    `num_blocks_cached` are blocks that the prefix cache has and no request holds. `requests` are the oldest
-    `MAX_REQUESTS`. `memory` compares the decoding of the last seconds with the machine; None where there was none."""
+    `num_blocks_cached` are blocks that the prefix cache has and no request holds. A step has at most
+    `max_num_batched_tokens` tokens and `max_num_seqs` columns; a block has the keys and values of `block_size` tokens,
+    `kv_token_bytes` each (0: unknown). `requests` are the oldest `MAX_REQUESTS`. `memory` compares the decoding of the
+    last seconds with the machine; None where there was none."""
 
     time: float
     model: str
@@ -42,6 +46,10 @@ class State(msgspec.Struct, kw_only=True):
     num_generated_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    block_size: int
+    kv_token_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     requests: list[OpenCall]
     memory: Share | None = None
 
@@ -56,6 +64,7 @@ def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -
         requests.append(
             OpenCall(
                 id=life.request_id,
+                seq_id=life.arrival.seq_id,
                 phase=phase,
                 age=now - life.arrival.times[0],
                 num_prompt_tokens=num_prompt,
@@ -63,10 +72,10 @@ def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -
                 num_preemptions=len(life.preemptions),
             )
         )
-    gauges, total = client.stats, client.total
+    gauges, total, info = client.stats, client.total, client.info if client.is_started else None
     return State(
         time=now,
-        model=client.info.model if client.is_started else "",
+        model=info.model if info else "",
         is_ready=client.is_alive,
         num_running=gauges.num_running,
         num_waiting=gauges.num_waiting,
@@ -79,6 +88,10 @@ def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -
         num_generated_tokens=total.num_generated_tokens,
         prefix_cache_queries=total.prefix_cache_queries,
         prefix_cache_hits=total.prefix_cache_hits,
+        block_size=info.block_size if info else 0,
+        kv_token_bytes=info.kv_token_bytes if info else 0,
+        max_num_seqs=info.max_num_seqs if info else 0,
+        max_num_batched_tokens=info.max_num_batched_tokens if info else 0,
         requests=requests[:MAX_REQUESTS],
         memory=share_now(lives.reads, machine, now),
     )

@@ -55,7 +55,7 @@ function Header({ current }) {
   </header>`;
 }
 
-const address = () => (location.pathname === "/" ? "chat" : location.hash.slice(1) || VIEWS[0][0]);
+const address = () => (location.pathname === "/" ? "chat" : location.hash.slice(1).split("/")[0] || VIEWS[0][0]);
 
 function Page() {
   const [name, setName] = useState(address());

@@ -1,11 +1,24 @@
 // The views of /inspect in the order of the menu: [name, title, component]. The name is the address after the #.
 
 import { html } from "./lib.js";
-import { useLive } from "./live.js";
+import { Recording } from "./recording.js";
+import { Blocks } from "./views/blocks.js";
+import { Cache } from "./views/cache.js";
+import { Limits } from "./views/limits.js";
+import { Numbers } from "./views/numbers.js";
+import { Requests } from "./views/requests.js";
+import { Speculation } from "./views/speculation.js";
+import { Steps } from "./views/steps.js";
 
-function Overview() {
-  const { state } = useLive();
-  return html`<h1>Engine</h1><p>${state ? `${state.num_running} running, ${state.num_waiting} waiting` : "connecting"}</p>`;
-}
+/** A view under the bar that opens recordings. */
+const within = (View) => () => html`<${Recording} /><${View} />`;
 
-export const VIEWS = [["engine", "Engine", Overview]];
+export const VIEWS = [
+  ["blocks", "Blocks", within(Blocks)],
+  ["steps", "Steps", within(Steps)],
+  ["requests", "Requests", within(Requests)],
+  ["cache", "Cache", within(Cache)],
+  ["speculation", "Speculation", within(Speculation)],
+  ["numbers", "Numbers", within(Numbers)],
+  ["limits", "Limits", within(Limits)],
+];

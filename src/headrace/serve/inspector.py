@@ -24,7 +24,7 @@ from headrace.serve.errors import CallError
 from headrace.serve.inspection import Inspection
 from headrace.serve.loading import RunningModels
 
-INTERVAL_S = 1 / 30
+INTERVAL_S = 1 / 40
 STATE_S = 1.0
 
 

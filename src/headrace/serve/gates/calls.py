@@ -37,7 +37,7 @@ MAX_HEADER_BYTES = 16 * 2**10
 MAX_TARGET_BYTES = 8 * 2**10
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # Paths whose bodies are not JSON.
-FORM_PATHS = frozenset({"/v1/files"})
+FORM_PATHS = frozenset({"/v1/files", "/inspect/recording"})
 METHODS = "GET, HEAD, POST, DELETE"
 EXPOSED = b"x-request-id, retry-after"
 PREFLIGHT_S = 600
