@@ -20,6 +20,7 @@ from headrace.backends.base import Heads
 from headrace.backends.torch_ref import rowwise
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.program import EagerProgram
+from headrace.backends.torch_ref.tensors import zeros
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight, source_of
 
@@ -398,3 +399,11 @@ def test_I_13_linear_on_cuda() -> None:
     x = randn(2, 9, 300).cuda()
     together = ops.linear(x, matrix)
     assert torch.equal(together, torch.cat([ops.linear(row, matrix) for row in torch.split(x, 1)]))
+
+
+def test_zeros_of_every_size_and_type() -> None:
+    for size in ((0, 2, 3), (2, 0), (3, 4)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+            made = zeros(size, dtype, torch.device("cpu"))
+            assert (made.shape, made.dtype, made.is_contiguous()) == (size, dtype, True)
+            assert not made.float().any()

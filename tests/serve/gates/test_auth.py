@@ -1,4 +1,4 @@
-"""S-18: with a key set, every route needs it, whatever its path looks like; /health/live alone does not."""
+"""S-18: with a key set, every route needs it, whatever its path looks like, but /health/live and the page's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.engine.tenants import Limits, Rates
 from headrace.protocol.config import ServerConfig
-from headrace.serve.gates.auth import PUBLIC_PATHS, ApiKeyGate, Key, KeyRing
+from headrace.serve.gates.auth import ApiKeyGate, Key, KeyRing, is_public
 from headrace.serve.gates.calls import CallGate, HeaderGate
 from headrace.text.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ def routes(app: Starlette) -> list[tuple[str, str]]:
 
 def uncovered(url: str, app: Starlette) -> list[tuple[str, str]]:
     """Routes that answer a stranger."""
-    return [(m, p) for m, p in routes(app) if p not in PUBLIC_PATHS and HTTP.request(m, url + p).status_code != 401]
+    return [(m, p) for m, p in routes(app) if not is_public(p) and HTTP.request(m, url + p).status_code != 401]
 
 
 def test_S_18_every_route_in_the_table_needs_the_key(locked: Live) -> None:
@@ -74,17 +74,23 @@ def test_S_18_every_route_in_the_table_needs_the_key(locked: Live) -> None:
 @pytest.mark.parametrize("headers", WRONG)
 def test_S_18_wrong_keys(locked: Live, headers: dict[str, str]) -> None:
     for method, path in [*routes(locked.app), *((m, p) for p in TRICKS for m in ("GET", "HEAD", "OPTIONS", "POST"))]:
-        if path not in PUBLIC_PATHS:
+        if not is_public(path):
             reply = HTTP.request(method, locked.url + path, headers=headers)
             # What the client itself makes of a path may be the public one.
-            if reply.request.url.path not in PUBLIC_PATHS:
+            if not is_public(reply.request.url.path):
                 assert reply.status_code == 401, (method, path)
                 if method != "HEAD":
                     assert "the API key is missing or wrong" in json.dumps(reply.json()["error"])
 
 
 def test_S_18_raw_paths_do_not_get_round_it(locked: Live) -> None:
-    for path in [*TRICKS, "/health/live%2f..%2f..%2fv1/models", "/health/live;/v1/models", "http://x/v1/models"]:
+    for path in [
+        *TRICKS,
+        "/health/live%2f..%2f..%2fv1/models",
+        "/health/live;/v1/models",
+        "http://x/v1/models",
+        "/inspector/../v1/models",
+    ]:
         with socket.create_connection(("127.0.0.1", locked.port), timeout=30) as client:
             client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             assert client.recv(4096).startswith(b"HTTP/1.1 4"), path

@@ -32,7 +32,7 @@ def tensor(values: Any) -> Tensor:
 
 def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros of which, in main memory, a page is only taken when it is written: torch.zeros writes them all."""
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(size):
         return torch.zeros(*size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(*size)
 
