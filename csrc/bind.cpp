@@ -126,9 +126,10 @@ const HrFormat& format_of(const string& name) {
     if (name == "i4") return hr_format_i4;
     if (name == "i6") return hr_format_i6;
     if (name == "i8") return hr_format_i8;
+    if (name == "f8") return hr_format_f8;
     if (name == "k") return hr_format_k;
     if (name == "f") return hr_format_f;
-    throw std::invalid_argument("no format is called '" + name + "', expected i4, i6, i8, k or f");
+    throw std::invalid_argument("no format is called '" + name + "', expected i4, i6, i8, f8, k or f");
 }
 
 struct Packing {
@@ -161,7 +162,7 @@ void pack(const string& name, uintptr_t codes, uintptr_t d, uintptr_t m, int64_t
     if (name != "f" && group < 1) throw std::invalid_argument("group must be 1 or more");
     if (name == "k" && (num_in % HR_K_BLOCK || flag < HR_K_Q2 || flag > HR_K_Q6))
         throw std::invalid_argument("K-quants have rows of whole blocks, and types from 12 to 16");
-    int64_t scales = name == "i8" && flag == 0 ? 1 : name == "f" || name == "k" ? 0 : (num_in + group - 1) / group;
+    int64_t scales = (name == "i8" || name == "f8") && flag == 0 ? 1 : name == "f" || name == "k" ? 0 : (num_in + group - 1) / group;
     Packing packing = {&format, (const char*)codes, (const float*)d, (const float*)m, num_in, group, flag,
                        first, last, num_out, format.row_bytes(num_in, flag), scales, (void*)packed};
     /* Below a quarter of a million weights waking the other threads takes longer than packing. */

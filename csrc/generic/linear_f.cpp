@@ -1,107 +1,21 @@
 /* Linear layers whose weights are floats: f32, f16 or bf16.
  *
- * An output is one chain of fma over the inputs, and so speed comes from many chains side by side: a tile is up to six
- * rows by 64 outputs, or twelve by 32. Few rows read a panel as it lies, from end to end, at the memory's pace. More
+ * Few rows read a panel as it lies, from end to end, at the memory's pace. More
  * rows go through it a block of inputs at a time, while the next block is fetched: x is packed tile by tile (rows a
  * power of two apart would push each other out of the first cache), and many rows have the block's weights widened
  * once. The chains wait in `sums` from block to block. */
 #include HR_VEC_H
-#include "generic/layout_f.h"
+#include "generic/linear_tiles.h"
 #include "generic/ops.h"
-#include "generic/share.h"
 
 namespace HR_NS {
 namespace {
 
-constexpr int VECTORS = HR_PANEL_F / HR_LANES;
-/* Rows of a tile at most, and how many vectors of outputs go with so many rows: the sums fill the registers. */
-#ifdef HR_ISA_AVX2
-constexpr int TILE = 6;
-constexpr int vectors_of(int rows) { return rows == 1 ? VECTORS : 1; }
-#else
-constexpr int TILE = 12;
-constexpr int vectors_of(int rows) { return rows <= TILE / 2 ? VECTORS : VECTORS / 2; }
-#endif
-constexpr int64_t DIRECT_ROWS = 6; /* up to so many rows x is read as it lies */
 constexpr int64_t WIDEN_ROWS = 24; /* beyond so many the weights are widened in a pass of their own */
-constexpr int64_t BLOCK_ROWS = 192, BLOCK_IN = 64;
-constexpr int64_t AHEAD = 8192;       /* bytes, of the weights prefetched */
-constexpr int64_t PACKED_X = 4 << 20; /* bytes of scratch */
 
-/* What is in a thread's scratch. */
-struct Scratch {
-    float sums[BLOCK_ROWS * HR_PANEL_F];
-    float wide[BLOCK_IN * HR_PANEL_F];
-    float x[PACKED_X / 4];
-};
-static_assert(sizeof(Scratch) <= HR_SCRATCH_BYTES, "scratch");
-
-template <int type>
-HR_INLINE V weights_at(const char* w, int64_t i) {
-    if (type == HR_F32) return load((const float*)w + i);
-    if (type == HR_F16) return load_f16((const uint16_t*)w + i);
-    return load_bf16((const uint16_t*)w + i);
-}
-
-/* One tile: sums[row][64] goes on by `steps` inputs. x of row r and input k is x[r * row_step + k], or x[k * rows + r]
- * where packed. Meanwhile as many bytes as are used of w are fetched from `fetch` on. */
-template <int type, int rows, bool packed, int vectors>
-HR_INLINE void tile_part(const char* w, int64_t steps, const float* x, int64_t row_step, float* sums,
-                         const char* fetch) {
-    constexpr int64_t size = type == HR_F32 ? 4 : 2, line = HR_PANEL_F * size, used = vectors * HR_LANES * size;
-    V c[rows][vectors];
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 12
-        for (int v = 0; v < vectors; v++) c[r][v] = load(sums + r * HR_PANEL_F + v * HR_LANES);
-    for (int64_t k = 0; k < steps; k++) {
-        V b[vectors];
-#pragma GCC unroll 12
-        for (int v = 0; v < vectors; v++) b[v] = weights_at<type>(w, v * HR_LANES);
-#pragma GCC unroll 12
-        for (int i = 0; i < used; i += 64) __builtin_prefetch(fetch + i);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            const V a = set1(packed ? x[r] : x[r * row_step]);
-#pragma GCC unroll 12
-            for (int v = 0; v < vectors; v++) c[r][v] = fma(a, b[v], c[r][v]);
-        }
-        w += line;
-        fetch += used;
-        x += packed ? rows : 1;
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 12
-        for (int v = 0; v < vectors; v++) store(sums + r * HR_PANEL_F + v * HR_LANES, c[r][v]);
-}
-
-using TileFn = void (*)(const char*, int64_t, const float*, int64_t, float*, const char*);
-
-template <int type, int rows, bool packed>
-void tile(const char* w, int64_t steps, const float* x, int64_t row_step, float* sums, const char* fetch) {
-    constexpr int vectors = vectors_of(rows), size = type == HR_F32 ? 4 : 2;
-    for (int64_t v = 0; v < VECTORS; v += vectors) {
-        const int64_t at = v * HR_LANES;
-        tile_part<type, rows, packed, vectors>(w + at * size, steps, x, row_step, sums + at, fetch + at * size * steps);
-    }
-}
-
-/* The tile for each number of rows up to `most`. */
-template <int type, bool packed, int most>
-struct TileFns {
-    TileFn of[most];
-    template <int rows = most>
-    constexpr void fill() {
-        of[rows - 1] = tile<type, rows, packed>;
-        if constexpr (rows > 1) fill<rows - 1>();
-    }
-    constexpr TileFns() : of() { fill(); }
-};
 constexpr TileFns<HR_F32, false, DIRECT_ROWS> direct_f32;
 constexpr TileFns<HR_F16, false, DIRECT_ROWS> direct_f16;
 constexpr TileFns<HR_BF16, false, DIRECT_ROWS> direct_bf16;
-constexpr TileFns<HR_F32, true, TILE> packed_f32;
 constexpr TileFns<HR_F16, true, TILE> packed_f16;
 constexpr TileFns<HR_BF16, true, TILE> packed_bf16;
 static_assert(HR_F32 == 0 && HR_F16 == 1 && HR_BF16 == 2, "order of these");
@@ -115,26 +29,6 @@ void widen(const char* w, int64_t steps, int64_t width, float* to) {
     for (int64_t k = 0; k < steps; k++)
         for (int64_t i = 0; i < HR_PANEL_F; i += HR_LANES)
             store(to + k * HR_PANEL_F + i, i < width ? weights_at<type>(w + k * width * size, i) : zero());
-}
-
-/* The rows of a block in as few tiles as can be, as even as can be. */
-struct Tiles {
-    int64_t count, rows;
-    explicit Tiles(int64_t num_rows) : count((num_rows + TILE - 1) / TILE), rows(num_rows) {}
-    int64_t begin(int64_t t) const { return rows * t / count; }
-};
-
-/* x of a block to [block of inputs][tile][input][row of the tile]. */
-void pack_x(const float* x, int64_t ld_x, int64_t num_in, const Tiles& tiles, float* to) {
-    for (int64_t from = 0; from < num_in; from += BLOCK_IN) {
-        const int64_t steps = from + BLOCK_IN < num_in ? BLOCK_IN : num_in - from;
-        for (int64_t t = 0; t < tiles.count; t++) {
-            const int64_t first = tiles.begin(t), rows = tiles.begin(t + 1) - first;
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t k = 0; k < steps; k++) to[k * rows + r] = x[(first + r) * ld_x + from + k];
-            to += steps * rows;
-        }
-    }
 }
 
 /* All sums of one block of rows and one panel. */
@@ -171,8 +65,7 @@ void multiply(const HrArgs_linear_f* a, const float* x, const Tiles& tiles, int6
 void linear_f(const HrArgs_linear_f* a, HrTask* task) {
     const int64_t rows = task->dims[a->dim], panels = (a->num_out + HR_PANEL_F - 1) / HR_PANEL_F;
     Scratch* s = (Scratch*)task->scratch;
-    int64_t block = PACKED_X / 4 / (a->num_in > 0 ? a->num_in : 1);
-    block = block < BLOCK_ROWS ? block / TILE * TILE : BLOCK_ROWS;
+    int64_t block = rows_of_block(a->num_in);
     const bool packed = rows > DIRECT_ROWS && block > DIRECT_ROWS;
     if (!packed) block = DIRECT_ROWS;
     const int64_t blocks = (rows + block - 1) / block;
@@ -184,16 +77,7 @@ void linear_f(const HrArgs_linear_f* a, HrTask* task) {
         const float* x = a->x + begin * a->ld_x;
         if (packed && packed_block != b) pack_x(x, a->ld_x, a->num_in, tiles, s->x), packed_block = b;
         multiply(a, packed ? s->x : x, tiles, panel, packed, s);
-        for (int64_t row = begin; row < end; row++)
-            for (int64_t i = 0; i < HR_PANEL_F; i += HR_LANES) {
-                const int64_t at = panel * HR_PANEL_F + i, left = a->num_out - at;
-                if (left <= 0) break;
-                const int64_t n = left < HR_LANES ? left : (int64_t)HR_LANES;
-                V y = load(s->sums + (row - begin) * HR_PANEL_F + i);
-                if (a->bias) y = add(y, load_n(a->bias + at, n));
-                if (a->residual) y = add(y, load_n(a->residual + row * a->ld_res + at, n));
-                store_n(a->out + row * a->ld_out + at, y, n);
-            }
+        finish_rows(a, s->sums, begin, end, panel);
     }
 }
 

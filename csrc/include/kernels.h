@@ -34,6 +34,8 @@ enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3 };    /* activati
 /* What a code of i4 or i6 stands for: code - 8 (i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
  * NF4's levels (QLoRA, arXiv 2305.14314) to the nearest of 127ths, twice E2M1's numbers, IQ4_NL's (isa/linear_layout.h). */
 enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4 };
+/* What the weights of linear_w are, by their packers below. */
+enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4 };
 /* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
 enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
 enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3 }; /* `dims`; experts count from FREE on */
@@ -168,7 +170,9 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *                                   the activations' 32 (`group` is 32; suma is the sum of the codes of those 16 or 32);
  *                                   d = d of the block * scale, m = dm of the block * minimum, both exact. num_in is a
  *                                   multiple of 256
- * linear_f: y = chain over k = 0, 1, ... of fma(x[k], w[n][k], .) starting from 0; type says how weights are stored. */
+ * linear_f: y = chain over k = 0, 1, ... of fma(x[k], w[n][k], .) starting from 0; type says how weights are stored.
+ * linear_w: the same of weights that are codes, packed as `kind` says: w is what the packer's unpack_row gives. Activations are
+ *   not quantised; group and form are the packer's group and flag. */
 #define HR_FIELDS_linear_i4(P, I, F)                                                                                   \
     I(dim) P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                 \
     P(const void*, weights) I(num_in) I(num_out) I(form) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
@@ -180,6 +184,10 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_linear_f(P, I, F)                                                                                    \
     I(dim) P(const float*, x) I(ld_x) P(const void*, weights) I(type) I(num_in) I(num_out) P(const float*, bias)        \
     P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
+
+#define HR_FIELDS_linear_w(P, I, F)                                                                                    \
+    I(dim) P(const float*, x) I(ld_x) P(const void*, weights) I(kind) I(group) I(form) I(num_in) I(num_out)            \
+    P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 
 /* Mixture of experts. ids[r], weights[r]: the top_k experts of a row (equal logits: the lower id first) and
  * exp(logit - best) over their lanes sum. */
@@ -226,7 +234,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
-    X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
+    X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
     X(zero) X(finite) X(top_k) X(choose)
 
 #define HR_P(type, name) type name;
@@ -262,8 +270,9 @@ typedef struct {
  * Outputs are packed in panels of `panel` (the last one padded), each a contiguous run of bytes, so parts of a matrix
  * can be packed one by one: rows first ... last-1, where first is a multiple of the panel.
  *
- * codes: int8 [num_out][num_in], unsigned 0 ... 15 for i4, 0 ... 63 for i6, signed -128 ... 127 for i8; d and m: float [num_out][groups] (i8 with
- * weight_group 0: d [num_out]), rounded to f16 by the packer unless weight_group is 0 (the caller made them exact).
+ * codes: int8 [num_out][num_in], unsigned 0 ... 15 for i4, 0 ... 63 for i6, signed -128 ... 127 for i8, E4M3 for f8; d and m: float [num_out][groups] (i8 and f8
+ * with weight_group 0: d [num_out]), rounded to f16 by the packer unless weight_group is 0 (the caller made them exact) or
+ * the kind is f8. f8: no code may be NaN.
  * k: codes are rows of blocks as they lie in a GGUF file. linear_f: codes are the weights themselves, of the stored type. */
 typedef struct {
     const char* layout; /* changes when the bytes do */
@@ -276,8 +285,8 @@ typedef struct {
     void (*unpack_row)(const void* packed, int64_t num_out, int64_t num_in, int64_t group, int64_t flag, int64_t row,
                        float* out);
 } HrFormat;
-/* flag: form for i4, i6 and k, weight_group for i8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
-extern const HrFormat hr_format_i4, hr_format_i6, hr_format_i8, hr_format_k, hr_format_f;
+/* flag: form for i4, i6 and k, weight_group for i8 and f8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
+extern const HrFormat hr_format_i4, hr_format_i6, hr_format_i8, hr_format_f8, hr_format_k, hr_format_f;
 
 #ifdef __cplusplus
 }

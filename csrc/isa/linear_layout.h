@@ -1,11 +1,12 @@
-/* How int4, int6 and int8 weights lie in memory, for the packers and the kernels of every ISA.
+/* How int4, int6, int8 and fp8 weights lie in memory, for the packers and the kernels of every ISA.
  *
  * A panel is 32 outputs in two blocks of 16, one contiguous run of bytes, read once from front to back:
- *     for each group of inputs:  d   [32] f16               one line of 64 bytes (i8 with weight_group 0: absent)
+ *     for each group of inputs:  d   [32] f16               one line of 64 bytes (i8, f8 with weight_group 0: absent)
+ *                                d   [32] f32               f8 instead
  *                                m   [32] f16               one line (i4 and i6 with minima only)
  *                                oct [inputs / 8, rounded up]
- *     at the end:                d   [32] f32               i8 with weight_group 0 only
- * An oct is 8 inputs of 32 outputs. i8: [quad of 4 inputs][block][output][input], code + 128. i4:
+ *     at the end:                d   [32] f32               i8, f8 with weight_group 0 only
+ * An oct is 8 inputs of 32 outputs. i8: [quad of 4 inputs][block][output][input], code + 128; f8: the code. i4:
  * [block][output][input of the quad], the low nibble from the first quad and the high one from the second.
  * i6: the low four bits as i4, then a line of the high two: byte [output % 16][input of the quad], bits 2 * (2 * quad +
  * block) and above. Inputs and outputs that do not exist hold anything: they meet zeros, or are not written. So a line of
@@ -63,6 +64,11 @@ static inline HrLayout hr_layout_i6(int64_t num_in, int64_t group, int64_t form)
 static inline HrLayout hr_layout_i8(int64_t num_in, int64_t group, int64_t weight_group) {
     return weight_group ? hr_layout(num_in, weight_group, HR_LINE, 4 * HR_LINE, 0)
                         : hr_layout(num_in, group, 0, 4 * HR_LINE, 2 * HR_LINE);
+}
+/* As of int8, with scales of 32 bits. */
+static inline HrLayout hr_layout_f8(int64_t num_in, int64_t weight_group) {
+    return weight_group ? hr_layout(num_in, weight_group, 2 * HR_LINE, 4 * HR_LINE, 0)
+                        : hr_layout(num_in, num_in > 8 ? num_in : 8, 0, 4 * HR_LINE, 2 * HR_LINE);
 }
 static inline HrLayout hr_layout_k(int64_t num_in, int64_t type) {
     const int64_t subs = HR_K_BLOCK / hr_k_sub(type), header = hr_k_has_min(type) ? 128 + subs * 48 : 64 + subs * 32;

@@ -2,6 +2,7 @@
  * nothing to do, and with rows so far apart that 32 bits do not count them. The bits are those of scalar, the memory is
  * exactly as long as the contract says, and the sanitizers look on. Arguments that a tape must refuse are refused. */
 #include <sanitizer/common_interface_defs.h>
+#include <math.h>
 #include <stdio.h>
 #include <unistd.h>
 
@@ -63,6 +64,30 @@ void refuse_all(const Problem& p) {
         with(offsetof(HrArgs_moe_group, num_experts), num);
 }
 
+/* linear_w is linear_f over the weights that unpack_row gives, bit for bit. */
+void as_unpacked(const Problem& w, const Outcome& expected) {
+    static const HrFormat* const formats[] = {&hr_format_i4, &hr_format_i6, &hr_format_i8, &hr_format_k, &hr_format_f8};
+    HrArgs_linear_w a;
+    memcpy(&a, w.args.data(), sizeof a);
+    std::vector<float> dense((size_t)(a.num_out * a.num_in));
+    for (int64_t i = 0; i < a.num_out; i++)
+        formats[a.kind]->unpack_row(a.weights, a.num_out, a.num_in, a.group, a.form, i, &dense[(size_t)(i * a.num_in)]);
+    Buffer packed(hr_format_f.packed_bytes(a.num_out, a.num_in, 0, HR_F32));
+    hr_format_f.pack(dense.data(), nullptr, nullptr, a.num_in, 0, HR_F32, 0, a.num_out, a.num_out, packed.data);
+    for (size_t b = 0; b < w.buffers.size(); b++) {
+        if (w.buffers[b]->data != (char*)a.out) continue;
+        Buffer out(w.buffers[b]->size);
+        memcpy(out.data, a.out, out.size);
+        const float* residual = a.residual == a.out ? (float*)out.data : a.residual;
+        HrArgs_linear_f f = {a.dim,  a.x,      a.ld_x,   packed.data, HR_F32, a.num_in,
+                             a.num_out, a.bias, residual, a.ld_res,  (float*)out.data, a.ld_out};
+        hr::Tape tape(hr::choose(""));
+        tape.add(HR_OP_linear_f, &f, sizeof f);
+        tape.dims()[0] = w.dims[0], tape.run(0, 1, 1, nullptr);
+        if (memcmp(out.data, expected.memory[b].data(), out.size)) fail("DIFFERS from unpacked weights");
+    }
+}
+
 int64_t trial(const Named& named, uint64_t seed) {
     Problem problem(seed, true);
     named.build(problem);
@@ -70,6 +95,7 @@ int64_t trial(const Named& named, uint64_t seed) {
     static const hr::Kernels scalar = hr::choose("scalar");
     const Outcome expected = run(problem, scalar, 1);
     int64_t runs = 1;
+    if (problem.op == HR_OP_linear_w) as_unpacked(problem, expected);
     for (const HrKernelTable* table : tables) {
         if (!table->op[problem.op]) continue;
         const int threads = (int)problem.random.whole(1, 5);
@@ -96,23 +122,30 @@ int64_t trial(const Named& named, uint64_t seed) {
     return runs;
 }
 
+/* A code of E4M3 that is not negative. */
+float e4m3(int code) {
+    const int exponent = code >> 3, fraction = code & 7;
+    return exponent ? ldexpf((float)(8 + fraction), exponent - 10) : ldexpf((float)fraction, -9);
+}
+
 /* A matrix packed at once and in parts: the same bytes; unpacked: the numbers that went in. */
 int64_t packing(const std::string& name, uint64_t seed) {
     Problem p(seed, true);
-    const bool i4 = name == "i4", i6 = name == "i6", i8 = name == "i8", k = name == "k", f = name == "f";
-    const HrFormat& format = i4 ? hr_format_i4 : i6 ? hr_format_i6 : i8 ? hr_format_i8 : k ? hr_format_k : hr_format_f;
+    const bool i4 = name == "i4", i6 = name == "i6", i8 = name == "i8", k = name == "k", f = name == "f", f8 = name == "f8";
+    const HrFormat& format = i4 ? hr_format_i4 : i6 ? hr_format_i6 : i8 ? hr_format_i8 : k ? hr_format_k
+                             : f8 ? hr_format_f8 : hr_format_f;
     const int64_t num_out = p.random.size(1, 200), num_in = k ? 256 * p.random.whole(1, 3) : p.random.size(1, 300);
     const int64_t whole_row = (num_in + 7) / 8 * 8;
     const int64_t group = k ? 32 : p.random.coin() ? whole_row : 8 * p.random.whole(1, 20);
     const int64_t groups = (num_in + group - 1) / group;
-    const int64_t flag = i4 ? p.random.whole(0, 4) : i6 ? p.random.whole(0, 1) : i8 ? (p.random.coin() ? group : 0)
+    const int64_t flag = i4 ? p.random.whole(0, 4) : i6 ? p.random.whole(0, 1) : i8 || f8 ? (p.random.coin() ? group : 0)
                          : k ? p.random.whole(HR_K_Q2, HR_K_Q6) : p.random.whole(0, 2);
-    const bool exact = i8 && flag == 0, mins = (i4 || i6) && flag == HR_FORM_MIN;
+    const bool exact = (i8 || f8) && flag == 0, mins = (i4 || i6) && flag == HR_FORM_MIN;
     const int64_t per_row = exact ? 1 : groups, row_bytes = format.row_bytes(num_in, flag);
     const int64_t count = num_out * num_in;
     void* codes = k ? k_blocks(p, flag, count) : f ? stored(p, flag, count) : p.make<int8_t>(count);
     for (int64_t i = 0; i < count && !k && !f; i++)
-        ((int8_t*)codes)[i] = (int8_t)(i8 ? p.random.whole(-128, 127) : p.random.whole(0, i4 ? 15 : 63));
+        ((int8_t*)codes)[i] = (int8_t)(i8 ? p.random.whole(-128, 127) : p.random.whole(0, i4 ? 15 : i6 ? 63 : 126));
     float *d = p.floats(num_out * per_row), *m = p.floats(num_out * per_row);
     for (int64_t i = 0; i < num_out * per_row && !exact; i++) /* numbers of f16 */
         d[i] = (float)p.random.whole(-2048, 2048) * 0x1p-8f, m[i] = (float)p.random.whole(-2048, 2048) * 0x1p-6f;
@@ -151,7 +184,8 @@ int64_t packing(const std::string& name, uint64_t seed) {
         const int64_t at = i / num_in * per_row + (exact ? 0 : i % num_in / group);
         const int code = ((int8_t*)codes)[i];
         const int8_t* book = i4 ? hr_book(flag) : nullptr;
-        const float product = (float)(book ? book[code] : i8 || mins ? code : code - (i4 ? 8 : 32)) * d[at];
+        const float number = (float)(book ? book[code] : i8 || mins ? code : code - (i4 ? 8 : 32));
+        const float product = (f8 ? e4m3(code) : number) * d[at];
         expected[i] = mins ? product + m[at] : product;
     }
     float* row = p.make<float>(num_in);
@@ -211,8 +245,8 @@ int planted(const std::string& name) {
 int fuzz(int64_t count, uint64_t seed, int64_t first) {
     std::vector<Named> all = row_problems;
     all.insert(all.end(), layer_problems.begin(), layer_problems.end());
-    static const char* const formats[] = {"i4", "i6", "i8", "k", "f"};
-    const int64_t kinds = (int64_t)all.size() + 5;
+    static const char* const formats[] = {"i4", "i6", "i8", "f8", "k", "f"};
+    const int64_t kinds = (int64_t)all.size() + 6;
     __sanitizer_set_death_callback(tell_where);
     std::string caught;
     for (const char* name : faults) {

@@ -37,6 +37,9 @@ CPU_FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 avx512_fp16 "
     "amx_tile amx_int8 amx_bf16 asimd asimddp i8mm bf16 sve"
 ).split()
+ACTIVATIONS = (
+    "int8 (W8A8), 16 bits (W8A16) for the matrices that int8 spoils, as measured at load; --activations sets it"
+)
 NEEDS_TORCH = "only the reference backend, GPUs and headrace quantize need it"
 PROBE_BYTES = 2**30  # well above any last-level cache
 
@@ -158,7 +161,7 @@ def native_state() -> Section:
     by_isa: dict[str, list[str]] = {}
     for op, isa in sorted(module.served().items()):
         by_isa.setdefault(f"served_by_{isa}", []).append(op)
-    layouts = [module.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")]
+    layouts = [module.layout(kind) for kind in ("i4", "i6", "i8", "f8", "k", "f")]
     return {"isas": module.isas(), "threads": module.num_threads(), "layouts": layouts, **by_isa}
 
 
@@ -228,6 +231,8 @@ def model_state(model: str) -> Section:
         )
         section["context_length"] = config.get("max_position_embeddings", config.get("n_positions"))
         section["tokenizer"] = (directory / "tokenizer.json").exists()
+        if isinstance(stored := config.get("quantization_config"), dict):
+            section |= {"quantization": str(stored.get("quant_method")), "activations": ACTIVATIONS}
     except (HeadraceError, OSError, ValueError) as error:
         section["problem"] = str(error)
     return section
@@ -245,6 +250,7 @@ def gguf_facts(path: Path) -> Section:
         "block_types": ", ".join(sorted({info.type for info in file.tensors.values()})),
         "context_length": file.integer(f"{architecture}.context_length"),
         "tokenizer": "tokenizer.ggml.tokens" in file.fields,
+        "activations": ACTIVATIONS,
     }
 
 

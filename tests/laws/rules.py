@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "headrace"
 MAX_FILE_LINES = 500
 # The hall is what a step passes through; the other folders are wings, each API and backend its own. A step passes
 # through one backend: the largest counts with the hall (ADR 0017, 0019).
-MAX_HALL_CODE_LINES = 9_330
+MAX_HALL_CODE_LINES = 9_340
 MAX_WING_CODE_LINES = 4_000
 MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700}
 HALL = (

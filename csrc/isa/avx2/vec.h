@@ -139,6 +139,27 @@ HR_INLINE V low_nibble(I x) {
     return {_mm256_cvtepi32_ps(_mm256_and_si256(x.a, m)), _mm256_cvtepi32_ps(_mm256_and_si256(x.b, m))};
 }
 HR_INLINE V high_nibble(I x) { return low_nibble({_mm256_srli_epi32(x.a, 4), _mm256_srli_epi32(x.b, 4)}); }
+HR_INLINE I load_lines(const void* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+HR_INLINE I iset1(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+HR_INLINE I iand(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+HR_INLINE I ior(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+HR_INLINE I ixor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int n> HR_INLINE I shift_left(I x) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
+template <int n> HR_INLINE I shift_right(I x) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; }
+template <int n> HR_INLINE I shift_signed(I x) { return {_mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n)}; }
+HR_INLINE bool all_equal(I x, I y) {
+    const __m256i same = _mm256_and_si256(_mm256_cmpeq_epi32(x.a, y.a), _mm256_cmpeq_epi32(x.b, y.b));
+    return _mm256_movemask_epi8(same) == -1;
+}
+HR_INLINE V as_floats(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+/* The shuffle looks at three bits of an index, the blend at its uppermost one. */
+HR_INLINE __m256 look_up(V table, __m256i index) {
+    const __m256 low = _mm256_permutevar8x32_ps(table.a, index), high = _mm256_permutevar8x32_ps(table.b, index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+HR_INLINE V look_up(V table, I index) { return {look_up(table, index.a), look_up(table, index.b)}; }
 HR_INLINE I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 HR_INLINE I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 HR_INLINE int32_t ihsum(I x) {

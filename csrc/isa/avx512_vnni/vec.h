@@ -86,6 +86,17 @@ HR_INLINE V low_nibble(I a) {
     return {_mm512_permutexvar_ps(a.v, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))};
 }
 HR_INLINE V high_nibble(I a) { return low_nibble({_mm512_srli_epi32(a.v, 4)}); }
+HR_INLINE I load_lines(const void* p) { return {_mm512_loadu_si512(p)}; }
+HR_INLINE I iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
+HR_INLINE I iand(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
+HR_INLINE I ior(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
+HR_INLINE I ixor(I a, I b) { return {_mm512_xor_si512(a.v, b.v)}; }
+template <int n> HR_INLINE I shift_left(I a) { return {n ? _mm512_slli_epi32(a.v, n) : a.v}; }
+template <int n> HR_INLINE I shift_right(I a) { return {n ? _mm512_srli_epi32(a.v, n) : a.v}; }
+template <int n> HR_INLINE I shift_signed(I a) { return {_mm512_srai_epi32(a.v, n)}; }
+HR_INLINE bool all_equal(I a, I b) { return _mm512_cmpneq_epi32_mask(a.v, b.v) == 0; }
+HR_INLINE V as_floats(I a) { return {_mm512_castsi512_ps(a.v)}; }
+HR_INLINE V look_up(V table, I index) { return {_mm512_permutexvar_ps(index.v, table.v)}; }
 HR_INLINE I izero() { return {_mm512_setzero_si512()}; }
 HR_INLINE I iadd(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 HR_INLINE int32_t ihsum(I a) { return _mm512_reduce_add_epi32(a.v); }

@@ -106,6 +106,19 @@ HR_INLINE V to_f32(I a) { V r; HR_EACH r.v[i] = (float)a.v[i]; return r; }
 /* Numbers below 256: their low and their high four bits. */
 HR_INLINE V low_nibble(I a) { V r; HR_EACH r.v[i] = (float)(a.v[i] & 15); return r; }
 HR_INLINE V high_nibble(I a) { V r; HR_EACH r.v[i] = (float)(a.v[i] >> 4 & 15); return r; }
+/* Bits of sixteen numbers. load_lines reads 64 bytes; shift_signed repeats the uppermost bit; look_up takes the entry of
+ * the index's low four bits. */
+HR_INLINE I load_lines(const void* p) { I r; memcpy(r.v, p, 64); return r; }
+HR_INLINE I iset1(int32_t x) { I r; HR_EACH r.v[i] = x; return r; }
+HR_INLINE I iand(I a, I b) { I r; HR_EACH r.v[i] = a.v[i] & b.v[i]; return r; }
+HR_INLINE I ior(I a, I b) { I r; HR_EACH r.v[i] = a.v[i] | b.v[i]; return r; }
+HR_INLINE I ixor(I a, I b) { I r; HR_EACH r.v[i] = a.v[i] ^ b.v[i]; return r; }
+template <int n> HR_INLINE I shift_left(I a) { I r; HR_EACH r.v[i] = (int32_t)((uint32_t)a.v[i] << n); return r; }
+template <int n> HR_INLINE I shift_right(I a) { I r; HR_EACH r.v[i] = (int32_t)((uint32_t)a.v[i] >> n); return r; }
+template <int n> HR_INLINE I shift_signed(I a) { I r; HR_EACH r.v[i] = a.v[i] >> n; return r; }
+HR_INLINE bool all_equal(I a, I b) { bool all = true; HR_EACH all = all && a.v[i] == b.v[i]; return all; }
+HR_INLINE V as_floats(I a) { V r; memcpy(r.v, a.v, 64); return r; }
+HR_INLINE V look_up(V table, I index) { V r; HR_EACH r.v[i] = table.v[index.v[i] & 15]; return r; }
 HR_INLINE I izero() { I r; HR_EACH r.v[i] = 0; return r; }
 HR_INLINE I iadd(I a, I b) { I r; HR_EACH r.v[i] = (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i]); return r; }
 HR_INLINE int32_t ihsum(I a) { uint32_t s = 0; HR_EACH s += (uint32_t)a.v[i]; return (int32_t)s; }

@@ -384,6 +384,12 @@ class Backend(Protocol):
         """
         ...
 
+    def choose_activations(self, model: Any, mode: str, num_threads: int) -> str:
+        """Choose what the activations of each quantised matrix of `model` are in: "int8", "16bit", or ("auto") what the
+        model itself says; once, before its first program. Return what was chosen: int8, 16bit, mixed, or "" where
+        nothing is quantised. Raises `RequestError` for a `mode` without kernels."""
+        ...
+
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
         """An operator that picks candidates for sampling from rows of `width` logits; None where numpy has to."""
         ...

@@ -57,6 +57,7 @@ def build_runner(
     else:
         with progress_bar(f"loading {config.model}", logger=logger) as show:
             backend, model, model_config = load_model(config, directory, show)
+    activations = backend.choose_activations(model, config.activations, config.num_threads)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend)
     eos_token_ids = hub.eos_token_ids(directory)
@@ -105,6 +106,7 @@ def build_runner(
         dtype=backend.dtype,
         kv_cache_dtype=kv_dtype,
         quantization=config.quantization or "",
+        activations=activations,
         backend=backend.name,
         device=backend.device,
         version=__version__,
@@ -137,6 +139,7 @@ def make_target(
         )
         with progress_bar(f"loading {path}", logger=logger) as show:
             loaded = load_model(draft_config, path, show)
+        loaded[0].choose_activations(loaded[1], "auto", config.num_threads)
         return loaded[0], loaded[1], loaded[2].values
 
     return Target(
@@ -160,8 +163,13 @@ def make_target(
 
 def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
     """The model of `directory` (or of a GGUF file) with its weights. Raises `CheckpointError` or `RequestError`."""
-    if directory.is_file():
-        return _load_gguf(config, directory, progress)
+    load = _load_gguf if directory.is_file() else _load_safetensors
+    return load(config, directory, progress)
+
+
+def _load_safetensors(
+    config: EngineConfig, directory: Path, progress: Progress
+) -> tuple[Backend, models.Model, ModelConfig]:
     values = read_config(directory, models.names())
     config = _as_stored(config, find_method(values.get("quantization_config")))
     if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:

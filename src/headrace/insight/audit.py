@@ -20,7 +20,7 @@ from headrace import hub
 from headrace.protocol.errors import CheckpointError, HeadraceError
 
 NAME = "headrace-quality.json"
-FORM = ("quantization", "dtype", "kv_cache_dtype", "backend")
+FORM = ("quantization", "activations", "dtype", "kv_cache_dtype", "backend")
 """Fields of `EngineInfo` that distinguish the forms of the weights."""
 NUMBERS = (
     "num_tokens", "perplexity", "bits_per_byte", "reference_perplexity", "mean_kl", "mean_kl_stderr", "max_kl",

@@ -18,6 +18,7 @@ LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
+ACTIVATIONS = ("auto", "int8", "16bit")
 KV_ALIASES = {"fp8": "fp8_e4m3"}
 POLICIES = ("fcfs", "priority", "fair")
 MAX_NUM_THREADS = 256
@@ -44,6 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    activations: str = "auto"
     save_packed: bool = False
     backend: str = "auto"
     device: str = "auto"
@@ -72,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _member("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _member("quantization", self.quantization, (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS)),))
+        _member("activations", self.activations, ACTIVATIONS)
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         _at_least(self, 0, "num_threads", "long_prefill_token_threshold")
         if self.num_threads > MAX_NUM_THREADS:

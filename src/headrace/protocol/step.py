@@ -353,6 +353,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     kv_cache_dtype: str = ""
     quantization: str = ""
+    activations: str = ""
     backend: str = ""
     device: str = ""
     version: str = ""

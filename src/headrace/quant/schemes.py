@@ -122,27 +122,27 @@ SCHEMES = frozenset(
 
 E4M3 = "float8_e4m3fn"
 F8_SCHEMES = frozenset(Scheme("f8", group, dtype=E4M3) for group in (0, *GROUPS))
-"""Schemes of 8-bit floats. No number of the native library stands for them; nothing is quantised to them on the way."""
+"""Schemes of 8-bit floats. Nothing is quantised to them on the way."""
 
 
 def native_flag(scheme: Scheme) -> int:
     """The number that the native library, and packed files, have for a scheme beside its kind and group.
 
-    It is `flag` of HrFormat in csrc/include/kernels.h: the type of floats and K-quants, the group of i8 codes, and for
-    i4 and i6 codes 0 without minima, 1 with minima, 2 and more for the books.
+    It is `flag` of HrFormat in csrc/include/kernels.h: the type of floats and K-quants, the group of i8 and f8 codes,
+    and for i4 and i6 codes 0 without minima, 1 with minima, 2 and more for the books.
     """
     if scheme.kind == "f":
         return TYPE_CODES[scheme.dtype]
     if scheme.kind == "k":
         return K_TYPES[scheme.dtype].code
-    if scheme.kind == "i8":
+    if scheme.kind in ("i8", "f8"):
         return scheme.group
     return 2 + list(BOOKS).index(scheme.book) if scheme.book else int(scheme.has_min)
 
 
 _BY_FLAG: dict[tuple[str, int, int], Scheme] = {
     (scheme.kind, scheme.group, native_flag(scheme)): scheme
-    for scheme in (*SCHEMES, *[Scheme("f", dtype=dtype) for dtype in TYPE_CODES])
+    for scheme in (*SCHEMES, *F8_SCHEMES, *[Scheme("f", dtype=dtype) for dtype in TYPE_CODES])
 }
 
 

@@ -25,9 +25,12 @@ def summary(info: EngineInfo, path: Path | None, url: str, num_routes: int) -> M
     form, num_bytes = (info.dtype, 0) if path is None else (stored_form(path, info), num_weight_bytes(path))
     num_tokens, length = info.num_blocks * info.block_size, info.max_model_len
     engine = f"computed in {info.dtype} by the backend {info.backend} on {info.device}"
+    multiplied = f", activations {info.activations}" if info.activations else ""
     rows = {
         "model": f"{info.model}, with a context of {length:,} tokens",
-        "weights": f"{form}, {readable(num_bytes)}; {engine}" if num_bytes else f"{form}; {engine}",
+        "weights": f"{form}{multiplied}, {readable(num_bytes)}; {engine}"
+        if num_bytes
+        else f"{form}{multiplied}; {engine}",
         "KV cache size": f"{num_tokens:,} tokens in {info.kv_cache_dtype or info.dtype}; "
         f"maximum concurrency for {length:,} tokens per request: {num_tokens / length:.2f}x",
         "APIs": f"{', '.join(APIS.values())}; {num_routes} routes, listed at {url}/docs",
@@ -42,6 +45,7 @@ def summary(info: EngineInfo, path: Path | None, url: str, num_routes: int) -> M
         "backend": info.backend,
         "device": info.device,
         "num_cache_tokens": num_tokens,
+        "activations": info.activations,
         "kv_cache_dtype": info.kv_cache_dtype,
         "apis": list(APIS.values()),
         "num_routes": num_routes,

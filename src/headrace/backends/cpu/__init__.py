@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headrace import env
 from headrace.backends.base import Chunks, KVShape, part_of_memory
 from headrace.backends.cpu import cache
+from headrace.backends.cpu.activations import choose_activations
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
 from headrace.backends.cpu.memory import aligned
@@ -26,7 +27,7 @@ from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
 from headrace.protocol.errors import RequestError
 from headrace.quant.arrays import floats, type_name
-from headrace.quant.schemes import K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag
+from headrace.quant.schemes import F8_SCHEMES, K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag
 
 
 class Cpu:
@@ -35,7 +36,7 @@ class Cpu:
     name = "cpu"
     kv_dtypes = tuple(cache.TYPE_CODES)
     block_tables = tuple(K_TYPES)
-    schemes = SCHEMES
+    schemes = SCHEMES | F8_SCHEMES
 
     def __init__(self, device: str, dtype: str) -> None:
         if device != "cpu":
@@ -65,11 +66,14 @@ class Cpu:
     def layouts(self) -> dict[str, str]:
         """Return the name of each format's layout: a packed file with other names does not fit."""
         native = require_native()
-        return {kind: native.layout(kind) for kind in ("i4", "i6", "i8", "k", "f")}
+        return {kind: native.layout(kind) for kind in ("i4", "i6", "i8", "f8", "k", "f")}
 
     def packed_bytes(self, scheme: Scheme, num_out: int, num_in: int) -> int:
         group = scheme.group or ACT_GROUP
         return int(require_native().packed_bytes(scheme.kind, num_out, num_in, group, native_flag(scheme)))
+
+    def choose_activations(self, model: Any, mode: str, num_threads: int) -> str:
+        return choose_activations(self.ops, model, mode, num_threads)
 
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
         return Chooser(width, num_threads) if width <= MAX_WIDTH else None

@@ -232,6 +232,11 @@ def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] 
         return np.ascontiguousarray(slab.codes), None, None
     if slab.scales is None:
         raise ValueError("quantised codes without scales")
+    if kind == "f8":
+        codes = np.ascontiguousarray(slab.codes).view(np.uint8)
+        if ((codes & 127) == 127).any():
+            raise CheckpointError("8-bit weights (E4M3) have a code that is not a number")
+        return codes, np.ascontiguousarray(slab.scales, np.float32), None
     codes, scales = np.ascontiguousarray(slab.codes.astype(np.int8)), np.ascontiguousarray(slab.scales, np.float32)
     return codes, scales, None if slab.mins is None else np.ascontiguousarray(slab.mins, np.float32)
 

@@ -8,7 +8,7 @@ models; must not know them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,23 @@ if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+KIND_CODES = {"i4": 0, "i6": 1, "i8": 2, "k": 3, "f8": 4}
+"""HR_KIND of csrc/include/kernels.h."""
 NO_Q: dict[str, Any] = {"q": None, "ld_q": 0, "scales": None, "sums": None, "ld_s": 0, "group": 0}
 
 F32 = NDArray[np.float32]
 
 ITEM_BYTES = 4
 """Values between operators are float32."""
+
+
+class Pair(NamedTuple):
+    """A product computed both ways: with int8 activations (`narrow`) and with floats; `last` is its last node."""
+
+    matrix: CpuMatrix | CpuStack
+    narrow: Value
+    wide: Value
+    last: int
 
 
 class CpuOps:
@@ -43,6 +54,10 @@ class CpuOps:
         self.weight_bytes = 0
         self.matrices: list[CpuMatrix | CpuStack] = []
         self.pool = Pool()
+        self.wide: set[CpuMatrix] = set()
+        """Matrices of integer codes whose activations stay floats (`activations.choose_activations`)."""
+        self.pairs: list[Pair] | None = None
+        """A list while products are recorded both ways."""
 
     def begin(self) -> None:
         self.graph = Graph(ITEM_BYTES)
@@ -112,13 +127,30 @@ class CpuOps:
     def linear(self, x: Value, matrix: Matrix) -> Value:
         weights = cpu_matrix(matrix)
         if weights.outliers is None:
-            codes = quantised(x, weights.act_group) if weights.kind != "f" else None
-            return self._linear(x, codes, weights)
+            return self._either(x, weights)
         # Outliers are multiplied in float; in what is quantised they are exactly zero.
         outliers = self._linear(x, None, weights.outliers.pick)
         rest = x + self._linear(outliers, None, weights.outliers.back)
-        product = self._linear(rest, quantised(rest, weights.act_group), weights)
+        product = self._either(rest, weights)
         return product + self._linear(outliers, None, weights.outliers.kept)
+
+    def _either(self, x: Value, matrix: CpuMatrix | CpuStack) -> Value:
+        """The product with int8 activations, or with floats where the matrix has plain numbers or was chosen for it."""
+        if self.takes_floats(matrix):
+            return self._linear(x, None, matrix)
+        if self.pairs is None:
+            return self._linear(x, quantised(x, matrix.act_group), matrix)
+        narrow = self._linear(x, quantised(x, matrix.act_group), matrix)
+        wide = self._linear(x, None, matrix)
+        wide.node = None  # a residual must not become part of it
+        narrow.buffer.last = wide.buffer.last = len(self.graph.nodes) - 1
+        self.pairs.append(Pair(matrix, narrow, wide, len(self.graph.nodes) - 1))
+        return wide
+
+    def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool:
+        """Whether the products of any of the matrices take floats."""
+        parts = [part for matrix in matrices for part in getattr(matrix, "parts", (matrix,))]
+        return any(part.kind in ("f", "f8") or part in self.wide for part in parts)
 
     def rope_store(
         self,
@@ -193,7 +225,8 @@ class CpuOps:
         graph, num_experts = self.graph, router.num_out
         first = cpu_matrix(gate_up[0])
         split = any(cpu_matrix(matrix).outliers is not None for matrix in gate_up)
-        source = quantised(x, first.act_group) if first.kind != "f" and not split else None
+        wide = self.takes_floats(*map(cpu_matrix, gate_up))
+        source = quantised(x, first.act_group) if not (wide or split or self.pairs is not None) else None
         logits = self.linear(x, router)
         ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
         fields: dict[str, Any] = {"x": graph.read(logits), "ld_x": logits.ld, "num_experts": num_experts}
@@ -232,6 +265,7 @@ class CpuOps:
         if source is None:
             fields = nothing | {"list": rows, "x": graph.read(x), "ld_x": x.ld, "width": x.width}
             graph.put("moe_gather", dim, gathered, fields | {"out": gathered.buffer, "ld_out": gathered.ld})
+            gathered.node = None  # its q is codes that it reads
             codes = None
         else:
             codes = new_codes(graph, dim, source.ld_q, source.ld_s, source.group)
@@ -281,12 +315,17 @@ class CpuOps:
             "out": at,
             "ld_out": out.ld,
         }
+        floats = codes is None
         if codes is None:
-            fields |= {"x": self.graph.read(x), "ld_x": x.ld, "type": matrix.flag}
+            fields |= {"x": self.graph.read(x), "ld_x": x.ld}
+            if matrix.kind == "f":
+                fields |= {"type": matrix.flag}
+            else:
+                fields |= {"kind": KIND_CODES[matrix.kind], "group": matrix.act_group, "form": matrix.flag}
         else:
             fields |= codes.fields() | {"weight_group" if matrix.kind == "i8" else "form": matrix.flag}
         self.graph.put(
-            f"linear_{matrix.kind}",
+            f"linear_{matrix.kind}" if matrix.kind == "f" or not floats else "linear_w",
             x.dim,
             out,
             fields,

@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.backends.base import Chunks, HeadNorm, Heads, RopeTable
 from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
 from headrace.backends.cpu.matrix import unpacked
-from headrace.backends.cpu.ops import KINDS
+from headrace.backends.cpu.ops import KIND_CODES, KINDS
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import Node
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
@@ -52,6 +52,7 @@ LDS = {"scales": "ld_s", "sums": "ld_s", "to_scales": "ld_s", "to_sums": "ld_s",
        "lists": "ld_list", "list_weights": "ld_list"}  # fmt: skip
 """The field that holds the distance between rows of a field; without one they are dense."""
 
+WIDE_KINDS = {code: name for name, code in KIND_CODES.items()}
 ACTIVATIONS = {code: kind for kind, code in KINDS.items()}
 
 
@@ -245,7 +246,9 @@ def _attention(view: View) -> Expected:
 
 def _linear(view: View) -> Expected:
     kind, num_in, num_out = view.node.op.removeprefix("linear_"), view["num_in"], view["num_out"]
-    if kind == "f":
+    if kind == "w":
+        x, flag, group, kind = view.rows(num_in), view["form"], view["group"], WIDE_KINDS[view["kind"]]
+    elif kind == "f":
         x, flag, group = view.rows(num_in), view["type"], 0
     else:
         ld_s, group = view["ld_s"], view["group"]
@@ -332,6 +335,7 @@ REFERENCE: dict[str, Callable[[View], Expected]] = {
     "linear_i6": _linear,
     "linear_i8": _linear,
     "linear_k": _linear,
+    "linear_w": _linear,
     "linear_f": _linear,
     "route": _route,
     "moe_group": _group,

@@ -20,6 +20,7 @@ from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.matrix import schemes
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.program import MAX_ROWS, CudaProgram, capability, planned_bytes
+from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.tensors import DTYPES, tensor
 from headrace.protocol.errors import RequestError
 
@@ -48,6 +49,9 @@ class Cuda:
 
     def layouts(self) -> dict[str, str]:
         return {}
+
+    def choose_activations(self, model: Any, mode: str, num_threads: int) -> str:
+        return float_activations(self.name, mode, {matrix.scheme.kind for matrix in self.ops.matrices})
 
     def chooser(self, width: int, num_threads: int) -> None:
         return None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.backends.base import ITEM_BYTES, KVShape, part_of_memory
 from headrace.backends.torch_ref import rounded
+from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
 from headrace.backends.torch_ref.tensors import DTYPES, tensor, zeros
@@ -43,6 +44,10 @@ class TorchRef:
 
     def layouts(self) -> dict[str, str]:
         return {}
+
+    def choose_activations(self, model: Any, mode: str, num_threads: int) -> str:
+        kinds = {"f" if matrix.scheme is None else matrix.scheme.kind for matrix in self.ops.matrices}
+        return float_activations(self.name, mode, kinds)
 
     def chooser(self, width: int, num_threads: int) -> None:
         return None

@@ -218,7 +218,7 @@ class ChatCompletionChunk(Head, kw_only=True):
 
 class ModelCard(msgspec.Struct, kw_only=True):
     """`type`, `display_name` and `created_at` are Anthropic's; `quality` is what `headrace bench quality --save` left
-    beside the weights."""
+    beside the weights, `activations` what quantised weights are multiplied with (int8, 16bit, mixed, fp8)."""
 
     id: str
     object: Literal["model"] = "model"
@@ -230,6 +230,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
+    activations: str | UnsetType = UNSET
     quality: dict[str, float | str] | UnsetType = UNSET
 
 

@@ -1,0 +1,113 @@
+"""What the activations of quantised matrices are in: int8, or floats as they come ("16bit", W8A16).
+
+Int8 has one scale for 32 to 128 inputs, so one input that is much greater than its neighbours leaves them few codes
+(LLM.int8(), arXiv 2208.07339). Whether that spoils a product depends on the weights behind it, so it is measured when
+the model is loaded: a forward pass of fixed tokens computes each product both ways, and a matrix whose products differ
+by more than TOLERANCE takes floats from then on. The choice is the model's, no request changes it. Called by the
+backend; must not know models.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Chunks
+from headrace.backends.cpu.cache import KVCache
+from headrace.backends.cpu.matrix import CpuMatrix, CpuStack
+from headrace.backends.cpu.ops import CpuOps
+from headrace.backends.cpu.program import TapedProgram
+from headrace.backends.key_means import NUM_SEQS, probe_tokens
+from headrace.protocol.errors import RequestError
+
+TOLERANCE = 0.02
+"""Of a product's size. Gaussian inputs in groups of 128 cost 0.007."""
+LENGTH = 8
+"""Positions of each of the NUM_SEQS sequences of the fixed text."""
+SHOWN = 3
+
+logger = logging.getLogger(__name__)
+
+
+def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int) -> str:
+    """Set `ops.wide` to the matrices that take floats; return "int8", "16bit", "mixed", or "" if none is quantised.
+
+    Raises `RequestError` for a mode that changes nothing: int8 without weights of integer codes.
+    """
+    quantised = [part for matrix in ops.matrices for part in parts_of(matrix) if part.kind != "f"]
+    able = [part for part in quantised if part.kind != "f8"]
+    if mode == "int8" and not able:
+        raise RequestError("activations", mode, "auto or 16bit: the model has no weights of integer codes")
+    if mode == "16bit" and not quantised:
+        raise RequestError("activations", mode, "auto: the model's weights are not quantised")
+    if mode == "16bit":
+        ops.wide = set(able)
+    # A model whose inputs are another's hidden states has no text of its own to be measured by.
+    elif mode == "auto" and able and not model.feature_size:
+        losses = measure(ops, model, num_threads)
+        ops.wide = {part for part, loss in losses.items() if not loss <= TOLERANCE}
+        worst = sorted(ops.wide, key=lambda part: -losses[part])[:SHOWN]
+        if worst:
+            listing = ", ".join(f"{part.name} ({losses[part]:.1%})" for part in worst)
+            more = ", ..." if len(ops.wide) > SHOWN else ""
+            logger.info(
+                "int8 activations would change products by more than %.0f%%: %s", 100 * TOLERANCE, listing + more
+            )
+    num_wide = len(quantised) - len(able) + len(ops.wide)
+    if quantised:
+        logger.info(
+            "activations: %d of %d quantised matrices in 16 bits (W8A16, W4A16), %d in int8 (W8A8, W4A8)",
+            num_wide, len(quantised), len(quantised) - num_wide,
+        )  # fmt: skip
+    if not num_wide:
+        return "int8" if quantised else ""
+    return "16bit" if num_wide == len(quantised) else "mixed"
+
+
+def parts_of(matrix: CpuMatrix | CpuStack) -> tuple[CpuMatrix, ...]:
+    return matrix.parts if isinstance(matrix, CpuStack) else (matrix,)
+
+
+def measure(ops: CpuOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]:
+    """Return for each matrix of integer codes how far int8 activations move its products, as a share of their size: the
+    root of the mean square over the rows of the text. Of an expert that no row reaches it is the worst of all."""
+    ops.pairs = []
+    try:
+        program = TapedProgram(
+            model, ops, KVCache(model.kv_shape, NUM_SEQS, LENGTH, "float32"), NUM_SEQS * LENGTH, NUM_SEQS, NUM_SEQS,
+            num_threads,
+        )  # fmt: skip
+        pairs = ops.pairs
+    finally:
+        ops.pairs = None
+    tokens = probe_tokens(program.vocab_size, LENGTH)
+    num_rows = program.inputs.fill(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)]))
+    program.logit_rows[:] = range(LENGTH - 1, num_rows, LENGTH)
+    dims, tape = [num_rows, NUM_SEQS, NUM_SEQS], program.tape
+    losses: dict[CpuMatrix, float] = {}
+    done = 0
+    for pair in pairs:
+        tape.run_range(done, pair.last + 1, dims, num_threads)
+        done = pair.last + 1
+        sizes = dims + tape.expert_dims()
+        if rows := sizes[pair.narrow.dim]:
+            # Logits lie outside the arena.
+            out = tape.nodes[pair.last].fields["out"]
+            wide = out if isinstance(out, np.ndarray) else tape.floats(pair.wide.buffer, rows)
+            narrow = tape.floats(pair.narrow.buffer, rows)
+            loss = _loss(narrow[:, : pair.wide.width], wide[:rows, : pair.wide.width])
+            losses |= {part: max(loss, losses.get(part, 0.0)) for part in parts_of(pair.matrix)}
+    program.close()
+    worst = max(losses.values(), default=0.0)
+    return {part: losses.get(part, worst) for pair in pairs for part in parts_of(pair.matrix)}
+
+
+def _loss(narrow: NDArray[np.float32], wide: NDArray[np.float32]) -> float:
+    """Return the root mean square over the rows of ‖narrow - wide‖ / ‖wide‖; NaN where a product is not finite."""
+    error = np.square(narrow.astype(np.float64) - wide).sum(1)
+    size = np.square(wide.astype(np.float64)).sum(1)
+    shares = np.divide(error, size, out=np.zeros_like(error), where=size > 0)
+    return float(np.sqrt(shares.mean()))

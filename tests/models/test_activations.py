@@ -1,0 +1,122 @@
+"""`--activations`: what quantised weights are multiplied with, chosen by what is measured when the model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.models.test_quantised import distance
+from tests.support.harness import follow, load, save_random
+
+from headrace.backends.cpu import activations
+from headrace.engine.load import build_runner
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import RequestError
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 199, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+PLANTED = [5, 77, 100]
+TIMES = 64.0
+IDS = [(11 * i * i + 3 * i + 1) % 199 for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plain")
+    save_random(CONFIG, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def planted(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same function: norms give out three inputs 64 times as large, which the weights after them take back."""
+    directory = tmp_path_factory.mktemp("planted")
+    for path in plain.glob("*.json"):
+        (directory / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(plain / "model.safetensors")
+    for name, weight in tensors.items():
+        if "layernorm" in name:
+            weight[PLANTED] *= TIMES
+        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            weight[:, PLANTED] /= TIMES
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def logits(directory: Path, sizes: list[int] | None = None, **options: Any) -> torch.Tensor:
+    return follow(load(directory, **({"dtype": "float32"} | options)), IDS, sizes or [len(IDS)])
+
+
+def wide_of(directory: Path, **options: Any) -> tuple[set[str], str]:
+    runner, info = build_runner(EngineConfig(model=str(directory), dtype="float32", **options))
+    ops: Any = runner.program.model.ops  # type: ignore[attr-defined]
+    return {matrix.name.rpartition(".")[2] for matrix in ops.wide}, info.activations
+
+
+def test_auto_takes_floats_where_outliers_are_and_int8_elsewhere(plain: Path, planted: Path) -> None:
+    assert wide_of(plain, quantization="int8") == (set(), "int8")
+    wide, form = wide_of(planted, quantization="int8")
+    assert (wide, form) == ({"q_proj+k_proj+v_proj", "gate_proj+up_proj"}, "mixed")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_loss_of_planted_outliers_is_that_of_the_weights(plain: Path, planted: Path, quantization: str) -> None:
+    expected = logits(planted)
+    weights_alone = distance(logits(planted, quantization=quantization, backend="torch_ref"), expected)
+    wide, auto, narrow = (
+        distance(logits(planted, quantization=quantization, activations=mode), expected)
+        for mode in ("16bit", "auto", "int8")
+    )
+    assert wide == pytest.approx(weights_alone, rel=1e-3)
+    assert auto < 1.2 * weights_alone + 0.01
+    assert narrow > 1.1 * auto
+
+
+def test_control_without_the_measurement_outliers_spoil_it(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = distance(logits(planted, quantization="int8"), logits(planted))
+    monkeypatch.setattr(activations, "measure", lambda ops, model, num_threads: {})
+    assert distance(logits(planted, quantization="int8"), logits(planted)) > 1.3 * good
+
+
+@pytest.mark.parametrize("mode", ["auto", "16bit"])
+def test_I_13_chunks_and_threads_do_not_change_the_bits(planted: Path, mode: str) -> None:
+    options = {"quantization": "int4", "activations": mode}
+    whole = logits(planted, num_threads=2, **options)
+    assert torch.equal(logits(planted, [1, 7, 2, 30], num_threads=1, **options), whole)
+
+
+def test_16bit_is_the_reference_s_arithmetic(plain: Path) -> None:
+    found = logits(plain, quantization="int8", activations="16bit")
+    assert distance(found, logits(plain, quantization="int8", backend="torch_ref")) < 2e-5
+
+
+def test_experts(tmp_path: Path) -> None:
+    from headrace import models
+
+    save_random(models.find("mixtral").TINY, tmp_path)
+    ids = [i % 100 for i in IDS]
+    wide, reference = (
+        follow(load(tmp_path, dtype="float32", quantization="int8", **more), ids, [len(ids)])
+        for more in ({"activations": "16bit"}, {"backend": "torch_ref"})
+    )
+    assert distance(wide, reference) < 2e-5
+    assert wide_of(tmp_path, quantization="int8")[1] in ("int8", "mixed")
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"activations": "int8"}, "no weights of integer codes"),
+        ({"activations": "16bit"}, "not quantised"),
+        ({"activations": "int8", "quantization": "int8", "backend": "torch_ref"}, "auto or 16bit"),
+    ],
+)
+def test_a_choice_that_can_not_be_made_is_refused(plain: Path, options: dict[str, str], bound: str) -> None:
+    with pytest.raises(RequestError, match=bound) as error:
+        build_runner(EngineConfig(model=str(plain), **options))
+    assert error.value.field == "activations"
