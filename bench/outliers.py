@@ -33,7 +33,7 @@ PLANTED = [(0, 1.0), *[(num, factor) for num in (1, 3, 30) for factor in (8.0, 6
 FORMS = ("int8", "LLM.int8()", "int4")
 MODES = ("int8", "auto", "16bit")
 READERS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
-SMALL = {"num_gpu_blocks_override": 64, "max_model_len": 1024, "dtype": "float32"}
+SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 1024, "dtype": "float32"}
 
 
 def plant(source: Path, out: Path, num_inputs: int, factor: float) -> Path:
