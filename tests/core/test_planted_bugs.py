@@ -365,6 +365,7 @@ def stop_tokens_ignored(s, _):
     s.add = deaf
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name, monkeypatch):
     expect_caught(BUGS[name], monkeypatch)

@@ -129,6 +129,7 @@ def test_aborts_under_a_running_step_change_no_other_output() -> None:
             assert (whole.tokens[name], whole.reasons[name]) == (tokens, reason)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_token_that_the_device_can_not_tell_is_drawn_by_the_host(
     is_right: bool, monkeypatch: pytest.MonkeyPatch

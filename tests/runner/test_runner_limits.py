@@ -149,6 +149,7 @@ def busy_step() -> ScheduledBatch:
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 16, 19, 20, 21, 45])
 @pytest.mark.parametrize("most_logits", [1, 2, 100])
 def test_I_13_a_step_that_is_cut_gives_what_the_whole_one_gives(

@@ -44,6 +44,7 @@ def test_a_draw_is_the_argmax_of_logits_and_keyed_noise(
     assert got == sums.index(max(sums)) or best[1] - best[0] < 1e-9
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 def test_leaving_out_who_can_not_win_changes_nothing(spread: float) -> None:
     row = np.random.default_rng(1).normal(0, spread, 3000).astype(np.float32)

@@ -112,6 +112,7 @@ def bits(
     return written(make, {"out": poisoned(len(x), packed.num_out // (1 + gated), dtype=torch.float32)}, mode)["out"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 @pytest.mark.parametrize(("scheme", "gated"), [(Scheme("i4", 128), True), (Scheme("i8", 64), False)])
 def test_all_ways_give_the_same_bits(scheme: Scheme, gated: bool, mode: str) -> None:

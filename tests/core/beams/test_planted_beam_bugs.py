@@ -118,6 +118,7 @@ def beams_do_not_wait_for_one_another(s, _):
     s.searches.advance = hasty
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_caught(name, monkeypatch):
     expect_caught(BUGS[name], monkeypatch)
