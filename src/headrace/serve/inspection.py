@@ -104,7 +104,8 @@ class Inspection:
         explainer, orders = self.model.explainer, self.model.client.orders
         tree = await orders.give(ReadCache(summaries.MAX_BLOCKS), CacheTree)
         misses = summaries.misses_of(explainer.lives, name_of, explainer.calls.text_of)
-        return summaries.cache_of(tree, misses, explainer.calls.text_of, time.monotonic())
+        # The texts of 2,000 nodes are decoded beside the event loop.
+        return await asyncio.to_thread(summaries.cache_of, tree, misses, explainer.calls.text_of, time.monotonic())
 
     async def limits(self) -> Limits:
         """How near decoding is to what the machine's memory and arithmetic allow."""
