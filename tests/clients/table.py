@@ -45,6 +45,7 @@ CLIENTS = (
     Client("ollama", "ollama_python.py", ("ollama",)),
     Client("ollama (JavaScript)", "ollama_js.mjs", ("ollama",), "js"),
     Client("Vercel's ai", "ai_js.mjs", ("ai", "@ai-sdk/openai-compatible", "zod"), "js"),
+    Client("Vercel's ai (Responses)", "ai_openai_js.mjs", ("@ai-sdk/openai", "ai", "zod"), "js"),
     Client(
         "langchain",
         "langchain_python.py",

@@ -102,6 +102,32 @@ def test_control_a_response_stored_without_cuts_is_replayed_in_one_piece(live: L
     assert delta == entry.response.output[0].part.text
 
 
+def test_stored_items_are_taken_by_their_ids(live: Live, client: openai.OpenAI, say: Any) -> None:
+    say(CALL)
+    given: dict[str, Any] = {"model": "fake", "max_output_tokens": 400}
+    question = {"role": "user", "content": "What is f of it?"}
+    first = client.responses.create(input=[question], tools=TOOLS, **given)  # type: ignore[list-item]
+    call = first.output[0]
+    assert call.type == "function_call"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    asked = client.responses.input_items.list(first.id).data[0]
+    by_id = [{"type": "item_reference", "id": asked.id}, {"id": call.id}, result]
+    whole = [question, call.to_dict(), result]
+    counts = [
+        live.post("/v1/responses/input_tokens", {"input": items}).json()["input_tokens"] for items in (by_id, whole)
+    ]
+    assert counts[0] == counts[1] > len("What is f of it?")
+    second = client.responses.create(input=by_id, **given)  # type: ignore[arg-type]
+    assert second.usage is not None
+    assert second.usage.input_tokens == counts[0]
+    # The stored input has the items, not their references.
+    items = client.responses.input_items.list(second.id).data
+    assert [item.type for item in items] == ["function_call_output", "function_call", "message"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="item of a stored response"):
+        client.responses.create(input=by_id, **given)  # type: ignore[arg-type]
+
+
 def test_input_tokens_are_those_of_the_response(live: Live, client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "fake", "input": "How many?", "instructions": "Count."}
     counted = client.responses.input_tokens.count(**given)
@@ -111,7 +137,7 @@ def test_input_tokens_are_those_of_the_response(live: Live, client: openai.OpenA
     more = client.responses.input_tokens.count(model="fake", input="And?", previous_response_id=made.id)
     assert more.input_tokens > counted.input_tokens
     reply = live.post("/v1/responses/input_tokens", {"input": [{"type": "item_reference"}]})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input[0].type")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input[0].id")
 
 
 def test_a_conversation_with_calls_of_hosted_tools_goes_on(live: Live) -> None:

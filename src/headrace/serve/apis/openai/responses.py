@@ -8,6 +8,7 @@ responses live in `serve.storage.store`, bounded, the oldest giving way. Raises 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import re
@@ -41,6 +42,7 @@ from headrace.serve.apis.openai.responses_events import (
 )
 from headrace.serve.apis.openai.responses_input import (
     OUTPUTS,
+    REFERENCE,
     NamedItem,
     ResponsesRequest,
     chat_call,
@@ -48,9 +50,10 @@ from headrace.serve.apis.openai.responses_input import (
     input_items,
     messages_of,
     read,
+    response_of_item,
     without_hosted,
 )
-from headrace.serve.apis.openai.responses_replay import RUNNING, Entry, StoredStream, Written
+from headrace.serve.apis.openai.responses_replay import RUNNING, Entry, StoredItems, StoredStream, Written
 from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
 from headrace.serve.call.call import Answer, ChatCall, spelled
 from headrace.serve.call.parsing import WarningLines, Warnings
@@ -62,7 +65,7 @@ from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
 
 logger = logging.getLogger("headrace.server")
-T = TypeVar("T", Entry, Written)
+T = TypeVar("T", Entry, StoredItems, Written)
 
 MAX_BACKGROUND = 256
 
@@ -240,7 +243,7 @@ class Responses:
         num_running = sum(running_id in self.store for running_id in self._background)
         if request.background and num_running >= MAX_BACKGROUND:
             raise StoreFullError(f"background: {MAX_BACKGROUND} responses run there; wait for one")
-        items = input_items(request, response_id.partition("_")[2])
+        items = await self._referenced(input_items(request, response_id.partition("_")[2]))
         history, named = await self._named(request, items)
         call, tools = chat_call(request, shared)
         chat = await self._chat(model, request, call, without_hosted(named, call.warnings))
@@ -258,7 +261,7 @@ class Responses:
     async def count(self, model: ServedModel, body: dict[str, Any]) -> InputTokens:
         """How many tokens a response's prompt has."""
         request, shared = read(body)
-        _, named = await self._named(request, input_items(request, "0"))
+        _, named = await self._named(request, await self._referenced(input_items(request, "0")))
         call, _ = chat_call(request, shared)
         messages = messages_of(request.instructions, without_hosted(named, call.warnings))
         call = msgspec.structs.replace(call, messages=messages)
@@ -424,6 +427,20 @@ class Responses:
                 # The output of a call that is gone has nothing to answer to.
                 while len(items) > 1 and items[0].item.get("type") in OUTPUTS:
                     items = items[1:]
+
+    async def _referenced(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return items with the stored ones in place of references. Raises `RequestError` for one that is not there."""
+        if not any(item["type"] == REFERENCE for item in items):
+            return items
+        stored: dict[str, dict[str, Any]] = {}
+        for response_id in {response_of_item(item["id"]) for item in items if item["type"] == REFERENCE} - {None}:
+            with contextlib.suppress(NotFoundError):
+                entry = await self.writers.run(self._read, f"{self.store.prefix}{response_id}", StoredItems)
+                stored |= {item["id"]: item for item in [*entry.input, *entry.response.output]}
+        for index, item in enumerate(items):
+            if item["type"] == REFERENCE and item["id"] not in stored:
+                raise RequestError(f"input[{index}].id", item["id"], "the id of an item of a stored response")
+        return [stored[item["id"]] if item["type"] == REFERENCE else item for item in items]
 
     def _history(self, response_id: str) -> list[dict[str, Any]]:
         """Return the input and output of a response, and of those before it. Raises `NotFoundError`, and `RequestError`

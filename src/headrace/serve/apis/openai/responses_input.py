@@ -6,6 +6,7 @@ A field that changes the answer and can not be honoured is refused by name; one 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,10 @@ CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 """Items that are calls, with the field of what is given to the tool."""
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ITEMS = "message, reasoning, function_call, custom_tool_call, or the output of a call"
+REFERENCE = "item_reference"
+"""An item of a stored response, by its id."""
 LOGPROBS = "message.output_text.logprobs"
+_ITEM_ID = re.compile("[a-z]+_([0-9a-f]{32})_(?:in)?[0-9]{1,9}")
 
 
 class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -222,6 +226,10 @@ def input_items(request: ResponsesRequest, new_id: str) -> list[dict[str, Any]]:
         if not isinstance(entry, dict):
             raise RequestError(f"input[{index}]", entry, "a text or an item")
         item: dict[str, Any] = {"type": "message"} | entry if "role" in entry else dict(entry)
+        if item.get("type") is None and isinstance(item.get("id"), str):
+            item["type"] = REFERENCE
+        if item.get("type") == REFERENCE:
+            _string(item, "id", f"input[{index}]")
         if not isinstance(item.get("type"), str):
             raise RequestError(f"input[{index}].type", item.get("type"), ITEMS)
         if item.get("type") == "message" and isinstance(item.get("content"), str):
@@ -229,6 +237,12 @@ def input_items(request: ResponsesRequest, new_id: str) -> list[dict[str, Any]]:
             item["content"] = [{"type": kind, "text": item["content"]}]
         items.append(item | {"id": item.get("id") or f"msg_{new_id}_in{index}"})
     return items
+
+
+def response_of_item(item_id: str) -> str | None:
+    """Return the hexadecimal part of the id of the response that an item belongs to, or None for an id of others."""
+    match = _ITEM_ID.fullmatch(item_id)
+    return None if match is None else match[1]
 
 
 class NamedItem(NamedTuple):

@@ -40,6 +40,17 @@ class Written(msgspec.Struct):
     response: msgspec.Raw
 
 
+class StoredOutput(msgspec.Struct):
+    output: list[dict[str, Any]]
+
+
+class StoredItems(msgspec.Struct):
+    """Of a stored response, the items that it took and gave."""
+
+    input: list[dict[str, Any]]
+    response: StoredOutput
+
+
 class Replay:
     """The events of a response, as far as it has come. `cuts` may grow with it."""
 
