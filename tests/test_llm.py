@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace import LLM, SamplingParams
-from headrace.protocol.errors import HeadraceError, RequestError
+from headrace import LLM, SamplingParams, hub
+from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
 from headrace.protocol.step import Request
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -76,3 +78,26 @@ def test_an_iteration_left_open_ends_quietly_after_close() -> None:
     next(outputs)
     llm.close()
     outputs.close()  # type: ignore[attr-defined]
+
+
+def test_calls_without_parameters_take_those_of_the_model(tmp_path: Path) -> None:
+    for file in hub.resolve("builtin").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    settings = {"system": "You are Mario.", "sampling": {"top_k": 1, "max_tokens": 5}}
+    (tmp_path / "headrace.json").write_text(json.dumps(settings))
+    made = LLM(str(tmp_path), num_gpu_blocks_override=64)
+    try:
+        defaults = made.get_default_sampling_params()
+        # generation_config.json advises temperature and top_p.
+        assert (defaults.top_k, defaults.max_tokens, defaults.temperature, defaults.top_p) == (1, 5, 0.7, 0.95)
+        [plain], [same] = made.generate("Once upon"), made.generate("Once upon", defaults)
+        assert plain.outputs[0].token_ids == same.outputs[0].token_ids
+        assert len(plain.outputs[0].token_ids) == 5
+        assert "You are Mario." in str(made.chat(CHAT)[0].prompt)
+        [other] = made.chat([{"role": "system", "content": "You are Luigi."}, *CHAT])
+        assert "Mario" not in str(other.prompt)
+    finally:
+        made.close()
+    (tmp_path / "headrace.json").write_text(json.dumps({"sampling": {"top_k": -7}}))
+    with pytest.raises(CheckpointError, match="top_k"):
+        LLM(str(tmp_path))

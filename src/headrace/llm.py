@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace import hub
-from headrace.engine import build
+from headrace.engine import build, model_settings
 from headrace.other_engines import VLLM_SETTINGS, translate_keywords
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
@@ -67,6 +67,11 @@ class LLM:
 
     def __init__(self, model: str = "builtin", **fields: Any) -> None:
         self.config = EngineConfig(model=model, **translate_keywords(fields, EngineConfig.__struct_fields__))
+        self._settings = model_settings.read(self.config.model)
+        defaults = model_settings.default_params(self.config.model, self.config.revision)
+        self._defaults = SamplingParams(
+            **{name: value for name, value in defaults.items() if name in SamplingParams.__struct_fields__}
+        )
         self.core = build.build_engine(self.config)
         self._closed = False
         self._open: dict[str, RequestState] = {}
@@ -84,6 +89,11 @@ class LLM:
             raise HeadraceError("this engine has no tokenizer: pass prompts as token ids, or name one (tokenizer=...)")
         return self._tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of calls without any: those that the model's generation_config.json advises, and
+        before them those that were set for it with Ollama's `create`."""
+        return self._defaults.clone()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -94,13 +104,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt: a text, a list of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
 
-        One `SamplingParams` is for all, a list has one for each prompt. Outputs come in the order of the prompts.
-        `use_tqdm` shows a progress bar where stderr is a terminal. Raises `RequestError` before any work is done if
-        one of the prompts can not be served; a request that fails on its way ends with finish_reason "error".
+        One `SamplingParams` is for all, a list has one for each prompt, and None stands for
+        `get_default_sampling_params`. Outputs come in the order of the prompts. `use_tqdm` shows a progress bar where
+        stderr is a terminal. Raises `RequestError` before any work is done if one of the prompts can not be served; a
+        request that fails on its way ends with finish_reason "error".
         """
         _check_lora(lora_request)
         listed = _as_list(prompts)
-        chosen = _one_each("sampling_params", sampling_params or SamplingParams(), len(listed))
+        chosen = _one_each("sampling_params", sampling_params or self._defaults, len(listed))
         ranks = _one_each("priority", 0 if priority is None else priority, len(listed))
         groups: list[list[RequestState]] = []
         texts: list[str | None] = []
@@ -195,16 +206,21 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several. Messages are OpenAI's: `{"role": ..., "content": ...}`.
 
-        `tools` are shown to the model by its template. The answer's text has the calls as the model writes them.
+        A conversation without a system message begins with that of the model's `headrace.json`, if it has one. `tools`
+        are shown to the model by its template. The answer's text has the calls as the model writes them.
         """
         _check_lora(lora_request)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations = messages if several else [messages]
-        template = ChatTemplate.of(self.get_tokenizer(), chat_template)
+        template = ChatTemplate.of(self.get_tokenizer(), chat_template or self._settings.template or None)
         prompts: list[Prompt] = []
         for conversation in conversations:
+            history: list[Any] = list(conversation)
+            first = history[0].get("role") if history and isinstance(history[0], dict) else None
+            if self._settings.system and first not in ("system", "developer"):
+                history.insert(0, {"role": "system", "content": self._settings.system})
             text = template.render(
-                list(conversation),  # type: ignore[arg-type]
+                history,
                 tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -240,7 +256,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, giving the output so far after each step that added to it."""
         text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self._defaults
         states = self._states(token_ids, params)
         for _ in self._steps([states]):
             yield request_output(states, "0", text, params)

@@ -22,11 +22,11 @@ from headrace import AsyncLLM, __version__
 from headrace.engine import context
 from headrace.engine.client import InprocClient
 from headrace.engine.core import EngineCore
+from headrace.engine.model_settings import advised_params
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.serve import app, process
-from headrace.serve.loading import advised_params
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -157,7 +157,7 @@ def test_the_models_advice_is_the_default(tokenizer: Tokenizer, tmp_path: Path) 
     advice = '{"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 3, "do_sample": true, "eos_token_id": 2'
     advice += ', "repetition_penalty": 1.1}'
     (directory / "generation_config.json").write_text(advice)
-    defaults = advised_params(EngineConfig(model=str(directory)))
+    defaults = advised_params(str(directory), None)
     assert defaults == {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 3}
     with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0), defaults=defaults) as live:
         body = {"prompt": "x", "ignore_eos": True}
@@ -184,7 +184,7 @@ def test_S_28_advice_that_no_request_may_follow_is_refused_at_the_start(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(advice)
     with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{words}"):
-        advised_params(EngineConfig(model=str(tmp_path)))
+        advised_params(str(tmp_path), None)
 
 
 def test_async_llm_gives_vllms_outputs(tokenizer: Tokenizer) -> None:

@@ -1,11 +1,12 @@
 """`ModelSettings`: what Ollama's `create` sets for a model of the models folder, in `headrace.json` beside its files.
 
 A default system message, a chat template in place of the model's own, and default sampling parameters. Knows files;
-`engine.model_folder` writes them, and `serve.loading` applies them when the model runs.
+`engine.model_folder` writes them, and `serve.loading` and `llm` apply them when the model runs.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import msgspec
 from headrace import hub
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.parameters import PARAMETERS
+
+logger = logging.getLogger("headrace.server")
 
 FILE = "headrace.json"
 
@@ -59,3 +62,35 @@ def update(directory: Path, settings: ModelSettings) -> None:
     path = directory / FILE
     path.unlink(missing_ok=True)
     path.write_bytes(msgspec.json.encode(changed))
+
+
+def default_params(model: str, revision: str | None, takes_advice: bool = True) -> dict[str, Any]:
+    """Return the sampling parameters for fields that a request leaves out: those of generation_config.json if
+    `takes_advice`, and of `headrace.json`, which precede. Raises `CheckpointError`."""
+    advised = advised_params(model, revision) if takes_advice else {}
+    return advised | read(model).sampling
+
+
+def advised_params(model: str, revision: str | None) -> dict[str, Any]:
+    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them.
+
+    Raises `CheckpointError` for a value that no request may have.
+    """
+    path = hub.resolve(model, revision, weights=False) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    advised = hub.read_json(path)
+    same = "temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size max_string_length"
+    names = {name: name for name in same.split()} | {"max_new_tokens": "max_tokens"}
+    params = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
+    for theirs, ours in names.items():
+        if ours in params:
+            hub.check_field(path, ours, params[ours], theirs)
+    closes = advised.get("disable_additional_properties", False)
+    if not isinstance(closes, bool):
+        raise CheckpointError(f"{path}: disable_additional_properties: {closes!r} must be true or false")
+    if closes:
+        params["disable_additional_properties"] = True
+    if params:
+        logger.info("sampling defaults from the model's generation_config.json: %s", params)
+    return params

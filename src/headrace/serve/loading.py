@@ -248,33 +248,7 @@ def load_text(
 
 def default_params(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
     """Return the sampling parameters for fields that a request leaves out. Raises `CheckpointError`."""
-    advised = advised_params(engine) if server.generation_config == "auto" else {}
-    return advised | model_settings.read(engine.model).sampling
-
-
-def advised_params(engine: EngineConfig) -> dict[str, Any]:
-    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them.
-
-    Raises `CheckpointError` for a value that no request may have.
-    """
-    path = hub.resolve(engine.model, engine.revision, weights=False) / "generation_config.json"
-    if not path.is_file():
-        return {}
-    advised = hub.read_json(path)
-    same = "temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size max_string_length"
-    names = {name: name for name in same.split()} | {"max_new_tokens": "max_tokens"}
-    params = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}
-    for theirs, ours in names.items():
-        if ours in params:
-            hub.check_field(path, ours, params[ours], theirs)
-    closes = advised.get("disable_additional_properties", False)
-    if not isinstance(closes, bool):
-        raise CheckpointError(f"{path}: disable_additional_properties: {closes!r} must be true or false")
-    if closes:
-        params["disable_additional_properties"] = True
-    if params:
-        logger.info("sampling defaults from the model's generation_config.json: %s", params)
-    return params
+    return model_settings.default_params(engine.model, engine.revision, server.generation_config == "auto")
 
 
 def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
