@@ -45,11 +45,13 @@ def test_runs_are_merged_and_hits_are_summed_from_the_leaves() -> None:
 
 
 def test_the_hits_of_an_evicted_block_are_its_parents_and_a_reset_forgets_all() -> None:
-    core = engine(num_gpu_blocks_override=8, max_model_len=112)
+    core = engine(num_gpu_blocks_override=7, max_model_len=112)
     for name in "ab":
         run(core, name, [*SHARED, *[200] * 17])
     run(core, "c", [*SHARED, 9, *range(100, 140)])
     nodes = read(core.scheduler, MANY).nodes
+    # The block that b hit gave way to those of c.
+    assert [node.token_ids[0] for node in nodes] == [0, 9]
     assert nodes[0].hits == 2
     run(core, "d", list(range(150, 250)))
     assert core.scheduler.cache.hits.keys() <= core.scheduler.cache.entries.keys()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace import hub
 from headrace.core.prefix import Miss
+from headrace.insight import summaries
 from headrace.insight.limits import Machine
 from headrace.insight.lives import Lives
 from headrace.insight.summaries import MAX_MISSES, MAX_REQUESTS, misses_of, requests_of
@@ -67,6 +70,23 @@ def test_an_open_request_has_a_phase_and_counts_its_tokens(server: Live) -> None
     assert (row["phase"], row["reason"], row["num_prompt_tokens"]) == ("decode", "", 11)
     assert 1 < row["num_generated_tokens"] < 1000
     assert row["latency"] > row["ttft"] > 0
+
+
+def test_the_texts_of_the_cache_are_decoded_beside_the_event_loop(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    cache_of = summaries.cache_of
+
+    def noted(*args: Any) -> Any:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        threads.append(threading.current_thread().name)
+        return cache_of(*args)
+
+    monkeypatch.setattr(summaries, "cache_of", noted)
+    assert get(server, "cache")["nodes"]
+    assert len(threads) == 1
 
 
 def test_the_cache_is_a_tree_with_texts_and_the_latest_misses(server: Live) -> None:
