@@ -57,7 +57,8 @@ template <int bits>
 void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t group, int64_t form, int64_t row, float* out) {
     const HrLayout l = layout<bits>(num_in, group, form);
     const uint8_t* base = (const uint8_t*)packed;
-    const int8_t* book = hr_book(form);
+    const bool narrow = form >= HR_BESIDE_INT8;
+    if (narrow) form -= HR_BESIDE_INT8;
     for (int64_t k = 0; k < num_in; k++) {
         uint16_t h[2] = {0, 0};
         memcpy(h, base + hr_at_d(&l, row, k / group), 2);
@@ -68,7 +69,8 @@ void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t group, int6
             const float product = (float)code * d;
             out[k] = product + HR_NS::widen_f16(h[1]);
         } else {
-            out[k] = (float)(book ? book[code] : code - (bits == 4 ? 8 : 32)) * d;
+            const float level = bits == 4 ? hr_level(form, code) : (float)(code - 32);
+            out[k] = (narrow ? (float)hr_book(form)[code] * hr_unit(form) : level) * d;
         }
     }
 }

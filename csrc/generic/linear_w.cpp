@@ -205,14 +205,13 @@ Wide wide_of(const HrArgs_linear_w* a) {
     const int64_t whole = a->num_in > 8 ? a->num_in : 8;
     int middle = 0;
     switch (a->kind) {
-        case HR_KIND_I4: p.l = hr_layout_i4(a->num_in, a->group, a->form), middle = a->form == HR_FORM_MIDDLE ? 8 : 0; break;
+        case HR_KIND_I4: p.l = hr_layout_i4(a->num_in, a->group, a->form); break;
         case HR_KIND_I6: p.l = hr_layout_i6(a->num_in, a->group, a->form), middle = a->form == HR_FORM_MIN ? 0 : 32; break;
         case HR_KIND_I8: p.l = hr_layout_i8(a->num_in, a->form ? a->group : whole, a->form); break;
         case HR_KIND_F8: p.l = hr_layout_f8(a->num_in, a->form); break;
         default: p.l = hr_layout_k(a->num_in, a->form), middle = hr_k_middle(a->form);
     }
-    const int8_t* book = a->kind == HR_KIND_I4 ? hr_book(a->form) : nullptr;
-    for (int i = 0; i < 16; i++) p.book[i] = (float)(book ? book[i] : i - middle);
+    for (int i = 0; i < 16; i++) p.book[i] = a->kind == HR_KIND_I4 ? hr_level(a->form, i) : (float)(i - middle);
     p.offset = (float)middle, p.run = a->kind == HR_KIND_K ? hr_k_sub(a->form) : p.l.group;
     return p;
 }

@@ -32,8 +32,11 @@ enum { HR_F32 = 0, HR_F16 = 1, HR_BF16 = 2, HR_I8 = 3 };             /* types of
 enum { HR_I4 = 4, HR_E4M3 = 5, HR_E5M2 = 6 };                         /* of the KV cache alone */
 enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3 };    /* activations */
 /* What a code of i4 or i6 stands for: code - 8 (i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
- * NF4's levels (QLoRA, arXiv 2305.14314) to the nearest of 127ths, twice E2M1's numbers, IQ4_NL's (isa/linear_layout.h). */
-enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4 };
+ * NF4's levels (QLoRA, arXiv 2305.14314), twice E2M1's numbers, IQ4_NL's, bitsandbytes' FP4 (isa/linear_layout.h). Levels of
+ * NF4 and FP4 are floats up to 1. */
+enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4, HR_FORM_FP4 = 5 };
+/* Added to a form of i4 for unpack_row: what int8 activations are multiplied with. */
+enum { HR_BESIDE_INT8 = 64 };
 /* What the weights of linear_w are, by their packers below. */
 enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4 };
 /* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
@@ -163,7 +166,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *                                   acc = fma((float)suma * sa, m[n][g], acc)        (weight = code * d + m)
  *     linear_i8, weight_group > 0:  acc = fma((float)isum * sa, d[n][g], acc)         (weight = code * d, code signed)
  *     linear_i8, weight_group = 0:  acc = fma((float)isum, sa, acc); at the end y = acc * d[n]
- *   with sa, suma the scale and sum of the row's group. Groups of activations and weights are the same (`group`, at most
+ *   with sa, suma the scale and sum of the row's group; under NF4 and FP4 the levels are the nearest of 127ths, counted in
+ *   them, and sa is the scale * (1 / 127). Groups of activations and weights are the same (`group`, at most
  *   HR_MAX_GROUP),
  *   except that weight_group = 0 means one d for each output.
  *     linear_k:                     as linear_i4, over the groups of the weights, of 16 or 32 inputs, which all lie in one of

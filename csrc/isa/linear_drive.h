@@ -56,12 +56,13 @@ struct Linear {
     int32_t offset; /* the codes are greater by it, those out of a book when 128 is added to its entries */
     const int8_t* book;
     HrLayout l;
+    float unit; /* what an entry of the book counts in */
 };
 
 template <class Args>
-HR_INLINE Linear as_linear(const Args* a, HrTask* task, HrLayout l, int32_t offset, const int8_t* book) {
+HR_INLINE Linear as_linear(const Args* a, HrTask* task, HrLayout l, int32_t offset, const int8_t* book, float unit = 1.0f) {
     return {a->q,        a->ld_q,   a->scales, a->sums,   a->ld_s, (const uint8_t*)a->weights, a->num_out,
-            a->bias,     a->residual, a->ld_res, a->out, a->ld_out, task->dims[a->dim], offset, book, l};
+            a->bias,     a->residual, a->ld_res, a->out, a->ld_out, task->dims[a->dim], offset, book, l, unit};
 }
 
 HR_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -101,7 +102,7 @@ static uint8_t* pack_tile(const Linear& p, int64_t row, int n, int64_t first, in
         const int64_t g = mode == HR_MODE_K16 || mode == HR_MODE_K16_MIN ? i / 2 : i;
         const int8_t* q = p.q + row * p.ld_q + i * (is_k(mode) ? 8 * sub_octs(mode) : p.l.group);
         for (int r = 0; r < n; r++) {
-            const float sa = p.scales[(row + r) * p.ld_s + g];
+            const float sa = p.scales[(row + r) * p.ld_s + g] * p.unit;
             int32_t sum = p.sums[(row + r) * p.ld_s + g];
             if (mode == HR_MODE_K16 || mode == HR_MODE_K16_MIN) {
                 sum = 0;

@@ -30,12 +30,26 @@
 
 enum { HR_PANEL = 32, HR_LINE = 64 };
 
-/* What the codes of i4 stand for under the forms from HR_FORM_NF4 on. */
-static const int8_t hr_books[3][16] = {
+/* What the codes of i4 stand for under the forms from HR_FORM_NF4 on; NF4's and FP4's levels to the nearest of 127ths. */
+static const int8_t hr_books[4][16] = {
     {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127},
     {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
-    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 85, 127, 42, 64, 21, 32, 0, -1, -85, -127, -42, -64, -21, -32}};
 static inline const int8_t* hr_book(int64_t form) { return form >= HR_FORM_NF4 ? hr_books[form - HR_FORM_NF4] : 0; }
+/* What an entry of the book counts in. */
+static inline float hr_unit(int64_t form) { return form == HR_FORM_NF4 || form == HR_FORM_FP4 ? 1.0f / 127 : 1.0f; }
+/* What a code of i4 stands for exactly. */
+static inline float hr_level(int64_t form, int code) {
+    static const float nf4[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+                                  -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+                                  0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+                                  0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+    static const float fp4[8] = {0.0f, 0.0625f / 12, 8.0f / 12, 1.0f, 4.0f / 12, 0.5f, 2.0f / 12, 0.25f};
+    if (form == HR_FORM_NF4) return nf4[code];
+    if (form == HR_FORM_FP4) return code < 8 ? fp4[code] : -fp4[code - 8];
+    return (float)(form >= HR_FORM_NF4 ? hr_books[form - HR_FORM_NF4][code] : code - (form == HR_FORM_MIDDLE ? 8 : 0));
+}
 
 struct HrLayout {
     int64_t num_in, group, groups; /* groups of scales: 1 group of all inputs if there are none */

@@ -138,7 +138,7 @@ int64_t packing(const std::string& name, uint64_t seed) {
     const int64_t whole_row = (num_in + 7) / 8 * 8;
     const int64_t group = k ? 32 : p.random.coin() ? whole_row : 8 * p.random.whole(1, 20);
     const int64_t groups = (num_in + group - 1) / group;
-    const int64_t flag = i4 ? p.random.whole(0, 4) : i6 ? p.random.whole(0, 1) : i8 || f8 ? (p.random.coin() ? group : 0)
+    const int64_t flag = i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : i8 || f8 ? (p.random.coin() ? group : 0)
                          : k ? p.random.whole(HR_K_Q2, HR_K_Q6) : p.random.whole(0, 2);
     const bool exact = (i8 || f8) && flag == 0, mins = (i4 || i6) && flag == HR_FORM_MIN;
     const int64_t per_row = exact ? 1 : groups, row_bytes = format.row_bytes(num_in, flag);
@@ -183,8 +183,7 @@ int64_t packing(const std::string& name, uint64_t seed) {
     for (int64_t i = 0; i < count && !k && !f; i++) {
         const int64_t at = i / num_in * per_row + (exact ? 0 : i % num_in / group);
         const int code = ((int8_t*)codes)[i];
-        const int8_t* book = i4 ? hr_book(flag) : nullptr;
-        const float number = (float)(book ? book[code] : i8 || mins ? code : code - (i4 ? 8 : 32));
+        const float number = i4 ? hr_level(flag, code) : (float)(i8 || mins ? code : code - 32);
         const float product = (f8 ? e4m3(code) : number) * d[at];
         expected[i] = mins ? product + m[at] : product;
     }

@@ -72,7 +72,7 @@ void ends(Problem& p, Args& a) {
 
 void linear_i4(Problem& p) {
     HrArgs_linear_i4 a = {};
-    a.form = p.random.whole(HR_FORM_MIDDLE, HR_FORM_IQ4_NL);
+    a.form = p.random.whole(HR_FORM_MIDDLE, HR_FORM_FP4);
     integer_linear(p, a, hr_format_i4, a.form, 0, 15, true);
     ends(p, a);
     p.take(HR_OP_linear_i4, a);
@@ -128,7 +128,7 @@ void linear_w(Problem& p) {
     a.group = 8 * p.random.whole(1, p.random.coin() ? 4 : 40);
     const bool k = a.kind == HR_KIND_K, i4 = a.kind == HR_KIND_I4, i6 = a.kind == HR_KIND_I6;
     if (k) a.num_in = (a.num_in + HR_K_BLOCK - 1) / HR_K_BLOCK * HR_K_BLOCK, a.group = 32;
-    a.form = i4 ? p.random.whole(0, 4) : i6 ? p.random.whole(0, 1) : k ? p.random.whole(HR_K_Q2, HR_K_Q6)
+    a.form = i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : k ? p.random.whole(HR_K_Q2, HR_K_Q6)
                                                                       : p.random.coin() ? a.group : 0;
     const HrFormat& format = *formats[a.kind];
     const int64_t count = a.num_out * a.num_in, groups = (a.num_in + a.group - 1) / a.group;

@@ -30,6 +30,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int8, floats": {"quantization": "int8", "activations": "16bit"},
     "int4, floats": {"quantization": "int4-g128-asym", "activations": "16bit", "kv_cache_dtype": "float16"},
+    "nf4": {"quantization": "nf4"},
+    "nf4, int8": {"quantization": "nf4", "activations": "int8"},
     "int8-channel": {"quantization": "int8-channel", "kv_cache_dtype": "float32"},
     "int8, cache of int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "cache of int8": {"kv_cache_dtype": "int8"},

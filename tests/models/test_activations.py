@@ -95,17 +95,37 @@ def test_16bit_is_the_reference_s_arithmetic(plain: Path) -> None:
     assert distance(found, logits(plain, quantization="int8", backend="torch_ref")) < 2e-5
 
 
-def test_experts(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from headrace import models
 
-    save_random(models.find("mixtral").TINY, tmp_path)
+    directory = tmp_path_factory.mktemp("experts")
+    save_random(models.find("mixtral").TINY, directory)
+    return directory
+
+
+def test_experts(experts: Path) -> None:
     ids = [i % 100 for i in IDS]
     wide, reference = (
-        follow(load(tmp_path, dtype="float32", quantization="int8", **more), ids, [len(ids)])
+        follow(load(experts, dtype="float32", quantization="int8", **more), ids, [len(ids)])
         for more in ({"activations": "16bit"}, {"backend": "torch_ref"})
     )
     assert distance(wide, reference) < 2e-5
-    assert wide_of(tmp_path, quantization="int8")[1] in ("int8", "mixed")
+    assert wide_of(experts, quantization="int8")[1] in ("int8", "mixed")
+
+
+@pytest.mark.parametrize("model", ["plain", "experts"])
+def test_a_table_that_int8_does_not_hold_takes_floats(model: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(model)
+    ids = [i % 100 for i in IDS]
+    found, rounded, reference = (
+        follow(load(directory, dtype="float32", quantization="nf4", **more), ids, [len(ids)])
+        for more in ({}, {"activations": "int8"}, {"backend": "torch_ref"})
+    )
+    assert distance(found, reference) < 2e-5, "NF4's levels are exact"
+    assert 1e-3 < distance(rounded, reference) < 0.3, "asked for, int8 rounds them and the activations"
+    assert wide_of(directory, quantization="nf4")[1] == "16bit"
+    assert wide_of(directory, quantization="mxfp4")[1] in ("int8", "mixed"), "twice E2M1's numbers are whole"
 
 
 @pytest.mark.parametrize(

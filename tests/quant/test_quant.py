@@ -16,13 +16,28 @@ from headrace.protocol.config import QUANTIZATIONS, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant import rtn, threads
 from headrace.quant.base import QWeight, concatenated, find_format, scheme_of, slabs, source_of
-from headrace.quant.schemes import BOOKS, NAMES, SCHEMES, Scheme, native_flag, parse, scheme_of_flag
+from headrace.quant.schemes import (
+    BOOKS,
+    LEVELS,
+    NAMES,
+    ROUNDED_BOOKS,
+    SCHEMES,
+    Scheme,
+    native_flag,
+    parse,
+    scheme_of_flag,
+)
 
 INT4 = [Scheme("i4", group) for group in (32, 64, 128)]
 INT4_MIN = [Scheme("i4", group, True) for group in (32, 64, 128)]
 INT8 = [Scheme("i8"), Scheme("i8", 128)]
 INT6 = [Scheme("i6", 64), Scheme("i6", 32, True)]
-BOOKED = [Scheme("i4", 64, book="nf4"), Scheme("i4", 32, book="e2m1"), Scheme("i4", 32, book="iq4_nl")]
+BOOKED = [
+    Scheme("i4", 64, book="nf4"),
+    Scheme("i4", 32, book="e2m1"),
+    Scheme("i4", 32, book="iq4_nl"),
+    Scheme("i4", 64, book="fp4"),
+]
 ALL = INT4 + INT4_MIN + INT6 + INT8
 
 
@@ -132,7 +147,7 @@ def test_codes_of_a_book_are_those_of_the_nearest_entries(scheme: Scheme, num_in
     assert scheme_of(made) == scheme
     scale = widened(made, made.scales)
     assert torch.equal(scale, scale.half().float())
-    entries = torch.tensor(BOOKS[scheme.book]).float()
+    entries = torch.tensor(LEVELS[scheme.book]).float()
     distances = (entries * scale.unsqueeze(-1) - weight.unsqueeze(-1)).abs()
     error = (made.dequantize() - weight).abs()
     assert torch.allclose(error, distances.amin(-1), atol=1e-7)
@@ -146,7 +161,9 @@ def test_codes_of_a_book_are_those_of_the_nearest_entries(scheme: Scheme, num_in
 def test_books_have_the_levels_of_their_makers(shared_data: Path) -> None:
     levels = json.loads((shared_data / "quant" / "nf4.json").read_text())
     known = next(value for key, value in levels.items() if isinstance(value, list) and len(value) == 16)
+    assert known == list(LEVELS["nf4"])
     assert [round(127 * level) for level in known] == list(BOOKS["nf4"])
+    assert all(tuple(map(float, BOOKS[name])) == LEVELS[name] for name in LEVELS.keys() - ROUNDED_BOOKS)
 
 
 def test_more_bits_lose_less() -> None:
@@ -341,7 +358,7 @@ def test_every_scheme_has_a_number_of_its_own_in_the_native_library() -> None:
     for scheme in schemes:
         assert scheme_of_flag(scheme.kind, scheme.group, native_flag(scheme)) == scheme
     assert {parse(name).layer for name in NAMES} | {parse(name).head for name in NAMES} <= SCHEMES
-    for kind, group, flag in (("i4", 64, 5), ("i6", 64, 2), ("i8", 64, 0), ("i4", 48, 0), ("f", 0, 3), ("x", 0, 0)):
+    for kind, group, flag in (("i4", 64, 6), ("i6", 64, 2), ("i8", 64, 0), ("i4", 48, 0), ("f", 0, 3), ("x", 0, 0)):
         assert scheme_of_flag(kind, group, flag) is None
 
 
@@ -349,7 +366,8 @@ def test_every_scheme_has_a_number_of_its_own_in_the_native_library() -> None:
     ("scheme", "flag"),
     [
         (Scheme("i4", 64), 0), (Scheme("i4", 64, True), 1), (Scheme("i4", 64, book="nf4"), 2),
-        (Scheme("i4", 32, book="e2m1"), 3), (Scheme("i4", 32, book="iq4_nl"), 4), (Scheme("i6", 16, True), 1),
+        (Scheme("i4", 32, book="e2m1"), 3), (Scheme("i4", 32, book="iq4_nl"), 4),
+        (Scheme("i4", 64, book="fp4"), 5), (Scheme("i6", 16, True), 1),
         (Scheme("i8"), 0), (Scheme("i8", 128), 128), (Scheme("f", dtype="bfloat16"), 2),
         (Scheme("k", 32, dtype="Q6_K"), 16),
     ],

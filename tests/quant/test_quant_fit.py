@@ -238,12 +238,13 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+FP4 = tuple((1 - 2 * sign) * n / 12 for sign in (0, 1) for n in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 
 
-@pytest.mark.parametrize(("table", "book", "most"), [(E2M1, "e2m1", 0.0), (NF4, "nf4", 0.05)])
+@pytest.mark.parametrize(("table", "book", "most"), [(E2M1, "e2m1", 0.0), (NF4, "nf4", 1e-5), (FP4, "fp4", 1e-5)])
 @pytest.mark.parametrize("group", [16, 64, 256])
 def test_codes_from_a_table_that_a_kernel_has(table: tuple[float, ...], book: str, most: float, group: int) -> None:
-    scales = torch.exp2(torch.randint(-8, 4, (40, 256 // group)).float()) * (127 if book == "nf4" else 1)
+    scales = torch.exp2(torch.randint(-8, 4, (40, 256 // group)).float())
     weight = made_up(4, "none", group=group, scales=scales, codebook=torch.tensor(table))
     fit = fit_of([weight])
     assert fit.scheme == Scheme("i4", min(group, 128), book=book)

@@ -12,6 +12,7 @@ struct Codes {
     int offset;
     const int8_t* book;
     bool scaled, has_min;
+    float unit = 1.0f; /* what an entry of the book counts in */
 };
 
 template <class Args>
@@ -22,7 +23,7 @@ static float dot(const Args* a, const Codes& c, int64_t out, int64_t row) {
     float acc = 0.0f;
     for (int64_t g = 0; g < l->groups; g++) {
         const int64_t first = g * l->group, last = first + l->group < l->num_in ? first + l->group : l->num_in;
-        const float sa = a->scales[row * a->ld_s + g];
+        const float sa = a->scales[row * a->ld_s + g] * c.unit;
         int32_t isum = 0;
         for (int64_t k = first; k < last; k++) {
             const int code = hr_code(w, l, out, k);

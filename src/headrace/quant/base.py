@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, Array, floats, joined, looked_up, repeated, type_name
-from headrace.quant.schemes import BOOKS, Kind, Scheme, find_method
+from headrace.quant.schemes import LEVELS, Kind, Scheme, find_method
 
 PANEL = 32
 """Rows that a backend packs together: slabs begin at multiples of it."""
@@ -202,8 +202,10 @@ def scheme_of(weight: QWeight) -> Scheme:
     if type_name(weight.codes).startswith("float") or weight.permutation is not None or isinstance(weight, SplitWeight):
         return Scheme("f", dtype="float32")
     if weight.codebook is not None:
-        entries = tuple(weight.codebook.tolist()) if weight.zeros is None and weight.mins is None else ()
-        book = next((name for name, book in BOOKS.items() if entries == book), "")
+        entries = (
+            np.asarray(weight.codebook, np.float32) if weight.zeros is None and weight.mins is None else np.empty(0)
+        )
+        book = next((name for name, book in LEVELS.items() if np.array_equal(entries, np.array(book, np.float32))), "")
         return Scheme("i4", weight.group, book=book) if book and weight.bits == 4 else Scheme("f", dtype="float32")
     if weight.bits in (4, 6):
         kind: Kind = "i4" if weight.bits == 4 else "i6"

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from headrace.quant.arrays import half, repeated, type_name
 from headrace.quant.base import QWeight, SplitWeight, widened
-from headrace.quant.schemes import BOOKS, E4M3, GROUPS, SCHEMES, Kind, Scheme, kernel_name
+from headrace.quant.schemes import E4M3, GROUPS, LEVELS, SCHEMES, Kind, Scheme, kernel_name
 
 CHANNEL_GROUP = 128
 """Group of int4 weights that have one scale for each output: activations are quantised in groups of it."""
 
 MOST_ROUNDING = 2.0**-8
 """Of a scale, as a share of it: bfloat16's rounding. Beyond it a matrix is dequantised."""
-BOOK_ROUNDING = 0.5 / 127 + 1e-7
-"""Of a table's entry, as a share of its largest: the kernels' books are whole numbers up to 127."""
+BOOK_ROUNDING = 1e-6
+"""Of a table's entry, as a share of its largest: what float32 makes of the kernels' levels."""
 SMALL = 2.0**-12
 """The rounding of scales below this share of the matrix's largest is measured by it: such groups are almost zero."""
 
@@ -85,7 +85,7 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
     num_in, codes = weight.shape[1], weight.codes
     if scheme.book:
         scales = half(_regrouped(_book_scales(weight, scheme.book), weight, scheme.group))
-        book = np.array(BOOKS[scheme.book], np.float32)
+        book = np.array(LEVELS[scheme.book], np.float32)
         return QWeight(codes, scales, group=scheme.group, bits=4, codebook=book)
     scales = weight.scales if scheme.group == 0 else _regrouped(weight.scales, weight, scheme.group)
     group = scheme.group or num_in
@@ -136,13 +136,13 @@ def _fit(weight: QWeight, takes_f8: bool) -> Fit:
 
 
 def _fit_book(weight: QWeight, group: int) -> Fit:
-    """Find the kernel whose book is the weight's table of 16 numbers, up to a factor and half a 127th."""
+    """Find the kernel whose book is the weight's table of 16 numbers, up to a factor."""
     if weight.codebook is None or weight.scales is None or weight.bits != 4 or len(weight.codebook) != 16:
         return Fit(None, f"codes of {weight.bits} bits from a table have no kernel")
     entries = weight.codebook.astype(np.float64)
     table = entries / np.abs(entries).max()
-    for name, numbers in BOOKS.items():
-        book = np.array(numbers, np.float64) / max(abs(number) for number in numbers)
+    for name, levels in LEVELS.items():
+        book = np.array(levels, np.float64) / max(abs(level) for level in levels)
         change = float(np.abs(table - book).max())
         rounding = _rounding(_book_scales(weight, name))
         if change <= BOOK_ROUNDING and rounding <= MOST_ROUNDING and weight.zeros is None and weight.mins is None:
@@ -152,10 +152,10 @@ def _fit_book(weight: QWeight, group: int) -> Fit:
 
 
 def _book_scales(weight: QWeight, book: str) -> Any:
-    """Scales [out, groups] for the kernel's book, whose entries are integers."""
+    """Scales [out, groups] for the kernel's book."""
     if weight.scales is None or weight.codebook is None:
         raise ValueError("a weight without a table")
-    return weight.scales * (float(np.abs(weight.codebook).max()) / max(abs(entry) for entry in BOOKS[book]))
+    return weight.scales * (float(np.abs(weight.codebook).max()) / max(abs(level) for level in LEVELS[book]))
 
 
 def _why_not(weight: QWeight, takes_f8: bool) -> str:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import floats, half
 from headrace.quant.base import QWeight
-from headrace.quant.schemes import BOOKS, Scheme
+from headrace.quant.schemes import LEVELS, Scheme
 from headrace.quant.threads import on_all_threads
 
 F32 = NDArray[np.float32]
@@ -50,7 +50,7 @@ def quantise(weight: NDArray[Any], scheme: Scheme, name: str = "a weight") -> QW
     group = scheme.group or num_in
     num_groups = -(-num_in // group)
     codes = np.empty((num_out, num_in), np.int8)
-    book = np.array(BOOKS[scheme.book], np.float32) if scheme.book else None
+    book = np.array(LEVELS[scheme.book], np.float32) if scheme.book else None
     scales = np.empty((num_out, num_groups), np.float32)
     mins = np.empty_like(scales) if scheme.has_min else None
     step = max(1, BLOCK_WEIGHTS // num_in)
@@ -103,7 +103,7 @@ class _Block(threading.local):
             _codes(x, scale, -127, 127, y)
         elif scheme.book:
             scale = _book_scale(np.maximum(high, -low), scheme.book)
-            _nearest(x, scale, BOOKS[scheme.book], y)
+            _nearest(x, scale, LEVELS[scheme.book], y)
         elif mins is not None:
             most = 2**scheme.bits - 1
             scale, least = _best(x, y, lambda share: _affine(low, high, share, most), 0, most)
@@ -163,13 +163,13 @@ def _codes(x: F32, scale: F32, low: int, high: int, out: F32) -> None:
 def _book_scale(largest: F32, book: str) -> F32:
     """float16 scales under which the groups' largest magnitudes reach the book's ends."""
     if book != "e2m1":
-        return _f16(largest / np.float32(max(BOOKS[book])))
+        return _f16(largest / np.float32(max(LEVELS[book])))
     # The book has twice E2M1's numbers, whose largest power of two is 4. Below 2**-24 float16 has nothing.
     exponent = np.floor(np.log2(np.maximum(largest, np.float32(TINY_F16)))) - 3
     return np.where(largest == 0, np.float32(0), np.exp2(np.maximum(exponent, np.float32(-24))))
 
 
-def _nearest(x: F32, scale: F32, book: tuple[int, ...], out: F32) -> None:
+def _nearest(x: F32, scale: F32, book: tuple[float, ...], out: F32) -> None:
     """The code of the entry nearest to x / scale; x and out [group, groups]."""
     numbers = np.array(book, np.float32)
     order = np.argsort(numbers, kind="stable")

@@ -14,16 +14,35 @@ TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 Kind = Literal["i4", "i6", "i8", "f8", "k", "f"]
 
-BOOKS: dict[str, tuple[int, ...]] = {
-    # NF4's levels (Dettmers et al. 2023, QLoRA, appendix E) to the nearest of 127ths: a weight moves by at most 0.4 %
-    # of its group's largest.
-    "nf4": (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127),
+_FP4 = tuple(n / 12 for n in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+
+LEVELS: dict[str, tuple[float, ...]] = {
+    # Dettmers et al. 2023, QLoRA, appendix E.
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
     # Twice the numbers of E2M1 (OCP Microscaling Formats, 5.3.3).
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     # ggml's IQ4_NL.
     "iq4_nl": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    # bitsandbytes' 4-bit floats.
+    "fp4": (*_FP4, *(-level for level in _FP4)),
+}  # fmt: skip
+"""The tables of which codes of 4 bits are indices, as float32 has them (hr_level in csrc/isa/linear_layout.h)."""
+
+BOOKS: dict[str, tuple[int, ...]] = {
+    name: tuple(int(level) for level in levels)
+    if name in ("e2m1", "iq4_nl")
+    else tuple(round(127 * level) for level in levels)
+    for name, levels in LEVELS.items()
 }
-"""The tables of which codes of 4 bits are indices (hr_books in csrc/isa/linear_layout.h)."""
+"""The same as whole numbers, for kernels that multiply integers (hr_books). Levels up to 1 are counted in 127ths: a
+weight moves by at most 0.4 % of its group's largest."""
+
+ROUNDED_BOOKS = frozenset(name for name, levels in LEVELS.items() if max(levels) == 1)
+"""Books that are exact only beside activations that are floats."""
 
 BITS = {"i4": 4, "i6": 6, "i8": 8, "f8": 8}
 
@@ -57,7 +76,7 @@ GROUPS = (128, 64, 32, 16, 8)
 HEAD_GROUP = 32
 """Group of the head under plain "int4": its errors go straight into the logits."""
 
-METHOD = 2
+METHOD = 3
 """Changes when the same weights get other codes: packed files of another method are written anew."""
 
 NAMES = (
@@ -72,7 +91,7 @@ class Scheme(NamedTuple):
     kind: i4, i6 and i8 are codes of so many bits, f8 is floats of 8 bits of `dtype`, f is plain floats of `dtype`,
     k is GGUF's blocks of type `dtype` (`K_TYPES`). group: inputs that share a scale, float16 or (f8) float32; 0
     (i8, f8) is one float32 scale for each output. has_min: (i4, i6) weight = code * scale + minimum, instead of
-    (code - middle) * scale, where the middle is 8 (i4) or 32 (i6). book: (i4) weight = BOOKS[book][code] * scale.
+    (code - middle) * scale, where the middle is 8 (i4) or 32 (i6). book: (i4) weight = LEVELS[book][code] * scale.
     """
 
     kind: Kind

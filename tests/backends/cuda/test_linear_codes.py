@@ -141,7 +141,8 @@ def test_packed_weights_are_the_weights_rounded(scheme: Scheme) -> None:
 
 
 def test_schemes_without_a_layout_are_known() -> None:
-    names = {(scheme.kind, scheme.group) for scheme in SCHEMES if not packs(scheme)}
+    names = {(scheme.kind, scheme.group) for scheme in SCHEMES if not packs(scheme) and scheme.book != "fp4"}
+    assert not any(packs(scheme) for scheme in SCHEMES if scheme.book == "fp4")
     assert names == {("i6", group) for group in (8, 16, 32, 64, 128)} | {("i4", 8), ("i8", 8), ("k", 32)}
 
 

@@ -3,8 +3,8 @@
 Int8 has one scale for 32 to 128 inputs, so one input that is much greater than its neighbours leaves them few codes
 (LLM.int8(), arXiv 2208.07339). Whether that spoils a product depends on the weights behind it, so it is measured when
 the model is loaded: a forward pass of fixed tokens computes each product both ways, and a matrix whose products differ
-by more than TOLERANCE takes floats from then on. The choice is the model's, no request changes it. Called by the
-backend; must not know models.
+by more than TOLERANCE takes floats from then on. So does one whose table of codes int8 does not hold. The choice is the
+model's, no request changes it. Called by the backend; must not know models.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.protocol.errors import RequestError
+from headrace.quant.schemes import ROUNDED_BOOKS
 
 TOLERANCE = 0.02
 """Of a product's size. Gaussian inputs in groups of 128 cost 0.007."""
@@ -46,13 +47,20 @@ def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int) -> 
     if mode == "16bit":
         ops.wide = set(able)
     # A model whose inputs are another's hidden states has no text of its own to be measured by.
-    elif mode == "auto" and able and not model.feature_size:
-        losses = measure(ops, model, num_threads)
-        ops.wide = {part for part, loss in losses.items() if not loss <= TOLERANCE}
-        worst = sorted(ops.wide, key=lambda part: -losses[part])[:SHOWN]
+    elif mode == "auto" and able:
+        rounded = {part for part in able if part.scheme.book in ROUNDED_BOOKS}
+        losses = measure(ops, model, num_threads) if len(rounded) < len(able) and not model.feature_size else {}
+        spoilt = {part for part, loss in losses.items() if not loss <= TOLERANCE} - rounded
+        ops.wide = rounded | spoilt
+        if rounded:
+            logger.info(
+                "%d matrices have codes from a table that int8 does not hold: their activations stay floats",
+                len(rounded),
+            )
+        worst = sorted(spoilt, key=lambda part: -losses[part])[:SHOWN]
         if worst:
             listing = ", ".join(f"{part.name} ({losses[part]:.1%})" for part in worst)
-            more = ", ..." if len(ops.wide) > SHOWN else ""
+            more = ", ..." if len(spoilt) > SHOWN else ""
             logger.info(
                 "int8 activations would change products by more than %.0f%%: %s", 100 * TOLERANCE, listing + more
             )

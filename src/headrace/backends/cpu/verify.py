@@ -47,6 +47,9 @@ CACHE_STEPS = {TYPE_CODES[name]: step for name, step in _STEPS.items()}
 BEYOND = -1
 """In an expected list: beyond its end, where anything may lie."""
 
+FIRST_BOOK, BESIDE_INT8 = 2, 64
+"""Forms of i4 from FIRST_BOOK on have tables; HR_BESIDE_INT8 asks for the whole numbers that integer kernels have."""
+
 CODES = ("q", "to_q")
 LDS = {"scales": "ld_s", "sums": "ld_s", "to_scales": "ld_s", "to_sums": "ld_s", "out": "ld_out", "x": "ld_x",
        "lists": "ld_list", "list_weights": "ld_list"}  # fmt: skip
@@ -257,6 +260,8 @@ def _linear(view: View) -> Expected:
         scales = view.array("scales", np.float32, view.num_rows, ld_s)[:, : -(-num_in // group)]
         x = torch.from_numpy(codes * np.repeat(scales, group, axis=1)[:, :num_in])
         flag = view["weight_group"] if kind == "i8" else view["form"]
+        if kind == "i4" and flag >= FIRST_BOOK:
+            flag += BESIDE_INT8
     dense = torch.from_numpy(unpacked(kind, view["weights"], num_out, num_in, group, flag))
     y = view.ops.linear(x, view.ops.matrix(source_of([QWeight(dense)], ""), view.constant("bias")))
     if view["residual"] is not None:

@@ -23,7 +23,7 @@ from headrace.quant import rtn
 from headrace.quant.arrays import half, repeated
 from headrace.quant.base import QWeight
 from headrace.quant.formats.gguf_grids import even_signs, grid, signs
-from headrace.quant.schemes import BOOKS, K_BLOCK, K_GROUP, K_TYPES, SCHEMES, Scheme
+from headrace.quant.schemes import K_BLOCK, K_GROUP, K_TYPES, LEVELS, SCHEMES, Scheme
 from headrace.quant.threads import on_all_threads
 
 U8 = NDArray[np.uint8]
@@ -38,7 +38,7 @@ PIECE_WEIGHTS = 2**17
 class BlockType(NamedTuple):
     """elements and size in bytes of a block; inputs that share a scale; the least and the greatest code.
 
-    book: the table (`schemes.BOOKS`) from which codes choose; low and high are its entries' then.
+    book: the table (`schemes.LEVELS`) from which codes choose; low and high are its entries' then.
     """
 
     elements: int
@@ -305,7 +305,7 @@ def decode(kind: str, raw: U8) -> QWeight:
         mins=None if mins is None else mins.reshape(rows, -1),
         group=block.group,
         bits=8,
-        codebook=np.array(BOOKS[block.book], np.float32) if block.book else None,
+        codebook=np.array(LEVELS[block.book], np.float32) if block.book else None,
     )
 
 
@@ -349,7 +349,7 @@ def scheme_for(kinds: set[str], schemes: Collection[Scheme] = SCHEMES) -> Scheme
     if len(kinds) == 1 and kinds <= K_TYPES.keys() and blocks in schemes:
         return blocks
     group = min(min(TYPES[kind].group, 64) for kind in kinds)
-    forms = [Scheme("i4", group), *[Scheme("i4", group, book=book) for book in BOOKS], Scheme("i4", group, True)]
+    forms = [Scheme("i4", group), *[Scheme("i4", group, book=book) for book in LEVELS], Scheme("i4", group, True)]
     forms += [Scheme("i6", group), Scheme("i6", group, True), Scheme("i8", group)]
     forms = [scheme for scheme in forms if scheme in schemes]
     rounded = forms[-1] if forms and forms[-1].kind == "i8" else None

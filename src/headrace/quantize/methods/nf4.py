@@ -14,17 +14,13 @@ import torch
 from torch import Tensor
 
 from headrace.protocol.errors import RequestError
+from headrace.quant import schemes
 from headrace.quant.base import QWeight, widened
 from headrace.quantize import grid
 from headrace.quantize.base import Layer, Options, Statistics
 
 CALIBRATED = False
-LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""QLoRA, appendix E."""
+LEVELS = schemes.LEVELS["nf4"]
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK = 256
 

@@ -340,7 +340,7 @@ def _bytes(numbers: tuple[int, ...]) -> int:
 
 def packs(scheme: Scheme) -> bool:
     """Whether the kernel has a layout for a scheme; weights of others are widened when they are loaded."""
-    return scheme.kind in ("i4", "i8") and (scheme.group >= 16 or scheme == Scheme("i8"))
+    return scheme.kind in ("i4", "i8") and scheme.book != "fp4" and (scheme.group >= 16 or scheme == Scheme("i8"))
 
 
 def pack(weight: QWeight, scheme: Scheme, dtype: torch.dtype) -> PackedCodes:
@@ -364,7 +364,8 @@ def pack(weight: QWeight, scheme: Scheme, dtype: torch.dtype) -> PackedCodes:
     shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)[:, None]
     words = (codes << shifts).sum(2, dtype=torch.int32).flatten(1).to(torch.int16)
     groups = codes.shape[1] * block // scheme.group
-    scales = _words(weight.scales, groups, dtype)
+    unit = max(BOOKS[scheme.book]) / float(weight.codebook.max()) if weight.codebook is not None else 1.0
+    scales = _words(weight.scales / unit, groups, dtype)
     mins = None if weight.mins is None else _words(weight.mins, groups, dtype)
     return PackedCodes(words, scales, mins, num_in, scheme.group, scheme.book, dtype)
 
