@@ -225,8 +225,11 @@ def judge_outliers(config: EngineConfig, reference: LLM, text: Text) -> dict[str
 def outlier_figures(llm: LLM, reference: LLM, text: Text) -> dict[str, Any]:
     """Return the figures of `llm`, a form of the planted model."""
     figures = scored(llm, reference, text)
-    told = {f"outlier_{name.removeprefix('mean_')}": figures[name] for name in ("mean_kl", "mean_kl_stderr")}
-    return told | {"outlier_activations": llm.core.info.activations}
+    return {
+        "outlier_kl": figures["mean_kl"],
+        "outlier_kl_stderr": figures["mean_kl_stderr"],
+        "outlier_activations": llm.core.info.activations,
+    }
 
 
 def sizes(program: Program, path: Path) -> dict[str, Any]:
