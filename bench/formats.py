@@ -120,7 +120,7 @@ def measure(shape: Shape, name: str, fields: dict[str, Any], num_tokens: int) ->
     with closing(llm):
         loaded = time.perf_counter() - before
         limits = [bandwidth()]
-        speed = decode_speed(program_of(llm), num_tokens)
+        speed = decode_speed(llm, num_tokens)
         limits.append(bandwidth())
         sizes_of_model = sizes(program_of(llm), model)
     if level:

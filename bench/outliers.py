@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from bench.record import commit
 from headrace import doctor, hub
 from headrace.cli.bench.divergence import Tally, score
+from headrace.cli.bench.outliers import plant
 from headrace.cli.bench.quality import opened, program_of, written_text
 from headrace.protocol.config import EngineConfig
 
@@ -32,34 +33,17 @@ PAGE = Path(__file__).parents[1] / "docs" / "quantisation.md"
 PLANTED = [(0, 1.0), *[(num, factor) for num in (1, 3, 30) for factor in (8.0, 64.0, 512.0)]]
 FORMS = ("int8", "LLM.int8()", "int4")
 MODES = ("int8", "auto", "16bit")
-READERS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 1024, "dtype": "float32"}
-
-
-def plant(source: Path, out: Path, num_inputs: int, factor: float) -> Path:
-    """Write a Llama with `num_inputs` inputs behind each layer's norms `factor` times as large, in float32."""
-    out.mkdir()
-    for path in source.glob("*.json"):
-        shutil.copy(path, out / path.name)
-    tensors = {name: weight.float().clone() for name, weight in load_file(source / "model.safetensors").items()}
-    width = tensors["model.norm.weight"].shape[0]
-    inputs = torch.randperm(width, generator=torch.Generator().manual_seed(7))[:num_inputs]
-    for name, weight in tensors.items():
-        if "layernorm" in name:
-            weight[inputs] *= factor
-        elif name.endswith(READERS):
-            weight[:, inputs] /= factor
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 def store_llm_int8(source: Path, out: Path) -> Path:
     """Write the model as bitsandbytes stores LLM.int8(): codes, and the greatest magnitude of each row."""
     out.mkdir()
     tensors: dict[str, torch.Tensor] = {}
-    for name, weight in load_file(source / "model.safetensors").items():
+    for name, stored in load_file(source / "model.safetensors").items():
+        weight = stored.float()
         if not name.endswith("_proj.weight"):
-            tensors[name] = weight
+            tensors[name] = stored
             continue
         largest = weight.abs().amax(1)
         tensors[name] = torch.round(weight * (127 / largest)[:, None]).to(torch.int8)

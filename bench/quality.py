@@ -2,17 +2,19 @@
 
 MODEL (not quantised) is loaded in every form that `--quantization` and `--kv-cache-dtype` name; each CHECKPOINT is the
 same model quantised already (a directory of `headrace quantize` or of others, or a GGUF file). All are compared with
-MODEL in float32, on the same tokens: those of `--text`, or what MODEL itself writes. The rows go to
-bench/results/quality-NAME.json, a plot of loss against bits with its Pareto line to docs/figures/quality-NAME.svg, and
-the table into docs/quantisation.md, between its marks. `--made` makes the checkpoints itself: one of every way that
-`headrace quantize` has (`bench.recipes`). `--only-speed` times the rows that are kept anew and leaves what they lose.
-`--render` draws plot and table anew from what is kept.
+MODEL in float32, on the same tokens: those of `--text` (one or more), or what MODEL itself writes. With `--outliers`
+every form is judged on a copy of MODEL with planted outliers as well. The rows go to bench/results/quality-NAME.json, a
+plot of loss against bits with its Pareto line to docs/figures/quality-NAME.svg, and the table into
+docs/quantisation.md, between its marks. `--made` makes the checkpoints itself: one of every way that `headrace
+quantize` has (`bench.recipes`). `--only-speed` times the rows that are kept anew and leaves what they lose. `--render`
+draws plot and table anew from what is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import re
@@ -21,13 +23,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import recipes
 from bench.record import RESULTS, commit
 from headrace import doctor
 from headrace.backends.native import require_native
-from headrace.cli.bench.quality import decode_speed, file_text, judge, opened, program_of, written_text
+from headrace.cli.bench.quality import (
+    WRITTEN,
+    decode_speed,
+    file_text,
+    judge,
+    opened,
+    outlier_figures,
+    program_of,
+    scored,
+    written_text,
+)
 from headrace.llm import LLM
 from headrace.protocol.config import KV_ALIASES, KV_DTYPES, EngineConfig
 from headrace.quant.schemes import NAMES
@@ -59,15 +71,27 @@ def forms() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"int4, KV {kv}", {"quantization": "int4", "kv_cache_dtype": kv}
 
 
-def told_forms(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, fields of the config) of every row that is asked for."""
+class Form(NamedTuple):
+    """A row. fields: of the config; planted: of the same form of the model with outliers, or None for none."""
+
+    name: str
+    fields: dict[str, Any]
+    planted: dict[str, Any] | None
+
+
+def told_forms(args: argparse.Namespace) -> Iterator[Form]:
+    """Every row that is asked for."""
+    planted = str(recipes.planted(args.model)) if args.outliers else ""
     for name, fields in forms():
-        yield name, {"model": args.model} | fields
+        yield Form(name, {"model": args.model} | fields, {"model": planted} | fields if planted else None)
     for path in args.checkpoints:
-        yield short_name(path, args.model), {"model": path}
+        yield Form(short_name(path, args.model), {"model": path}, None)
     if args.made:
-        for name, path in recipes.make(args.model, args.num_calibration_tokens, args.fine_tune, args.forms):
-            yield name, {"model": str(path)}
+        made = recipes.make(args.model, args.num_calibration_tokens, args.fine_tune, args.forms)
+        # What is fine-tuned takes too long to be made twice; it is last.
+        twins = recipes.make(planted, args.num_calibration_tokens, 0, args.forms, args.model) if planted else iter(())
+        for (name, path), twin in itertools.zip_longest(made, twins):
+            yield Form(name, {"model": str(path)}, None if twin is None else {"model": str(twin[1])})
 
 
 def config(args: argparse.Namespace, fields: dict[str, Any]) -> EngineConfig:
@@ -91,25 +115,32 @@ def measured(args: argparse.Namespace, done: set[str]) -> Iterator[Row]:
     plain = EngineConfig(model=args.model, dtype=args.reference_dtype, backend=args.backend)
     with closing(opened(plain)) as reference:
         window = min(args.window, reference.core.info.max_model_len - 1)
-        if args.text:
-            text = file_text(reference, Path(args.text), window, args.max_tokens)
-        else:
-            text = written_text(reference, window, args.max_tokens)
-        for name, fields in told_forms(args):
-            if name in done or not re.search(args.forms, name):
+        text, *others = [
+            written_text(reference, window, args.max_tokens)
+            if name == WRITTEN
+            else file_text(reference, Path(name), window, args.max_tokens)
+            for name in args.text or [WRITTEN]
+        ]
+        for form in told_forms(args):
+            if form.name in done or not re.search(args.forms, form.name):
                 continue
-            print(name, file=sys.stderr, flush=True)
-            with closing(opened(config(args, fields))) as llm:
-                row = {"name": name} | judge(llm, reference, text)
+            print(form.name, file=sys.stderr, flush=True)
+            with closing(opened(config(args, form.fields))) as llm:
+                row = {"name": form.name} | judge(llm, reference, text)
+                if others:
+                    row["texts"] = [{"text": other.name} | scored(llm, reference, other) for other in others]
                 if args.speed:
                     row |= speed(llm)
+            if form.planted is not None:
+                with closing(opened(config(args, form.planted))) as llm:
+                    row |= outlier_figures(llm, reference, text)
             row["layers"] = row["layers"][:KEPT_LAYERS]
             yield row
 
 
 def timed(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Row]:
     """The rows that are kept, with another speed. Raises SystemExit for one that can not be opened any more."""
-    known = dict(told_forms(args))
+    known = {form.name: form.fields for form in told_forms(args)}
     for row in rows:
         if row["name"] not in known:
             raise SystemExit(f"{row['name']} is not among what this command opens; measure it all again")
@@ -120,10 +151,9 @@ def timed(args: argparse.Namespace, rows: Sequence[Row]) -> Iterator[Row]:
 
 def speed(llm: LLM) -> Row:
     """Decoded tokens a second, and what share of the memory's bandwidth (measured beside it) their weights take."""
-    program = program_of(llm)
-    tokens_per_s = decode_speed(program)
+    tokens_per_s = decode_speed(llm)
     bandwidth = max(row["rate"] for row in require_native().limits(THREADS, PROBE_SECONDS) if row["what"] == "read")
-    share = tokens_per_s * program.model.ops.weight_bytes / bandwidth
+    share = tokens_per_s * program_of(llm).model.ops.weight_bytes / bandwidth
     return {"decode_tokens_per_s": tokens_per_s, "bandwidth_share": share, "bandwidth": bandwidth}
 
 
@@ -151,7 +181,9 @@ def table(rows: Sequence[Row]) -> str:
     """In Markdown, by bits; what lies on the Pareto line is bold."""
     speed = any("decode_tokens_per_s" in row for row in rows)
     headings = ["form", "bits a weight", "on disk [MiB]", "in memory [MiB]", "perplexity", "change", "KL [mnats]"]
-    headings += ["top-1 flips", "largest logit change", "worst matrix"]
+    others = [f"KL on {text['text']}" for text in rows[0].get("texts", ())]
+    planted = any("outlier_kl" in row for row in rows)
+    headings += [*others, *["KL with outliers"] * planted, "top-1 flips", "largest logit change", "worst matrix"]
     headings += ["decode [tokens/s]", "of bandwidth"] * speed
     lines = [
         "| " + " | ".join(headings) + " |",
@@ -167,7 +199,9 @@ def table(rows: Sequence[Row]) -> str:
             f"{row['memory_bytes'] / MIB:.2f}",
             f"{row['perplexity']:.4f}",
             changed(row),
-            f"{1e3 * row['mean_kl']:.3f} ± {1e3 * row['mean_kl_stderr']:.3f}",
+            millinats(row["mean_kl"], row["mean_kl_stderr"]),
+            *(millinats(text["mean_kl"], text["mean_kl_stderr"]) for text in row.get("texts", ())),
+            *([millinats(row.get("outlier_kl"), row.get("outlier_kl_stderr"))] if planted else []),
             f"{row['top1_flip_rate']:.2%}",
             f"{row['max_logit_difference']:.3f}",
             f"{worst['name']} {worst['relative_error']:.2%}" if worst["relative_error"] else "none moved",
@@ -175,6 +209,10 @@ def table(rows: Sequence[Row]) -> str:
         cells += [f"{row['decode_tokens_per_s']:.0f}", f"{row.get('bandwidth_share', 0):.0%}"] if speed else []
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def millinats(kl: float | None, error: float | None) -> str:
+    return "-" if kl is None or error is None else f"{1e3 * kl:.3f} ± {1e3 * error:.3f}"
 
 
 def changed(row: Row) -> str:
@@ -188,9 +226,7 @@ def section(name: str) -> str:
     record = json.loads((RESULTS / f"quality-{name}.json").read_text())
     rows, cpu = record["result"], record["host"]["cpu"]
     first = rows[0]
-    text = f"{first['num_tokens']:,} tokens of {first['text']}"
-    if not first["text"].endswith("reference"):
-        text += f", perplexity {first['reference_perplexity']:.4f} of the reference"
+    text = " and ".join(told_text(one) for one in (first, *first.get("texts", ())))
     where = f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {record['commit']}, {record['date']}"
     if any("decode_tokens_per_s" in row for row in rows):
         read = sorted(row.get("bandwidth", 0) for row in rows)
@@ -198,6 +234,13 @@ def section(name: str) -> str:
         where += f"{read[0] / 1e9:.0f} to {read[-1] / 1e9:.0f} GB/s"
     picture = f"![Loss against bits](figures/quality-{name}.svg)"
     return f"`{record['command']}`: {text}; {where}.\n\n{table(rows)}\n{picture}\n"
+
+
+def told_text(figures: dict[str, Any]) -> str:
+    text = f"{figures['num_tokens']:,} tokens of {figures['text']}"
+    if figures["text"].endswith("reference"):
+        return text
+    return f"{text}, perplexity {figures['reference_perplexity']:.4f} of the reference"
 
 
 def marked(page: str, name: str, section: str) -> str:
@@ -284,7 +327,10 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="builtin", help="directory of plain floats, or builtin")
     parser.add_argument("checkpoints", nargs="*", help="the same model, quantised")
     parser.add_argument("--name", help="of result and figure; by default MODEL's last part")
-    parser.add_argument("--text", help="file with the text; by default MODEL writes one")
+    parser.add_argument(
+        "--text", action="append", help=f"file with a text, or {WRITTEN!r}: MODEL writes one (the default); repeatable"
+    )
+    parser.add_argument("--outliers", action="store_true", help="judge every form with planted outliers as well")
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--backend", default="cpu")

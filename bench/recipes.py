@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace import hub
+from headrace.cli.bench.outliers import plant
 from headrace.cli.quantize import calibration_text
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,8 @@ LEVELS = (
 )  # fmt: skip
 PIECE = 512
 """Tokens of a piece of calibration text."""
+TUNED_TOKENS = 2**17
+"""Tokens of the text that rounded weights are trained on."""
 CALIBRATED = ("gptq", "awq", "smoothquant", "llm_int8", "mixed")
 BLOCKS = 256
 """Inputs of a block of the K-quants: rows that are no multiple of it get other types, under the same name."""
@@ -71,22 +74,24 @@ def recipes(group: int, num_in: int, minutes: float) -> Iterator[Recipe]:
     for budget in ("4.5", "3.5"):
         if num_in % BLOCKS == 0:
             yield Recipe(f"mixed {budget} (GGUF)", f"--method mixed --bits {budget}", ".gguf")
-    if minutes:
-        yield Recipe(f"fine-tuned int4-g{group}", f"--minutes {minutes:g} --bits 4 --group-size {group}")
+    for bits in (4, 3, 2) if minutes else ():
+        signs, lr = (" --asymmetric", "1e-3") if bits == 2 else ("", "1e-3" if bits == 3 else "3e-4")
+        name = f"fine-tuned int{bits}-g{group}" + ("-asym" if signs else "")
+        yield Recipe(name, f"--minutes {minutes:g} --bits {bits} --group-size {group}{signs} --lr {lr} --bfloat16")
 
 
-def make(model: str, num_tokens: int, minutes: float = 0, pattern: str = "") -> Iterator[tuple[str, Path]]:
+def make(
+    model: str, num_tokens: int, minutes: float = 0, pattern: str = "", writer: str | None = None
+) -> Iterator[tuple[str, Path]]:
     """Yield (name of the row, path for `headrace serve`) of every recipe whose name matches the regular expression
-    `pattern`; a missing checkpoint is made. minutes: of fine-tuning rounded weights, 0 for none."""
+    `pattern`; a missing checkpoint is made. minutes: of fine-tuning rounded weights, 0 for none. writer: the model
+    that writes the text, if another one."""
     directory = hub.resolve(model)
     config = hub.read_json(directory / "config.json")
     hidden = int(config["hidden_size"])
     num_in = hidden if int(config["intermediate_size"]) % BLOCKS == 0 else 32
-    files = sorted(directory.glob("*.safetensors"))
-    stamp = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    folder = FOLDER / f"{directory.name}-{stamp}"
-    folder.mkdir(parents=True, exist_ok=True)
-    words = folder / f"words-{num_tokens}.jsonl"
+    folder = folder_of(directory)
+    author = model if writer is None else writer
     for recipe in recipes(64, num_in, minutes):
         if not re.search(pattern, recipe.name):
             continue
@@ -94,13 +99,12 @@ def make(model: str, num_tokens: int, minutes: float = 0, pattern: str = "") -> 
         path = folder / (stem + recipe.suffix)
         done, key = folder / f"{stem}.options", recipe.options
         if recipe.options.startswith("--minutes"):
-            command = [sys.executable, str(FINE_TUNE), "--model", model, "--out", str(path)]
+            words = written(author, TUNED_TOKENS)
+            command = [sys.executable, str(FINE_TUNE), "--model", model, "--out", str(path), "--text", str(words)]
         else:
             command = [str(Path(sys.executable).with_name("headrace")), "quantize", model, str(path)]
         if any(word in recipe.options for word in CALIBRATED):
-            if not words.is_file():
-                pieces = calibration_text(model, directory, None, num_tokens, PIECE)
-                words.write_text("".join(json.dumps({"token_ids": piece}) + "\n" for piece in pieces))
+            words = written(author, num_tokens)
             command += ["--calibration", str(words), "--num-calibration-tokens", str(num_tokens)]
             key += f" ({num_tokens} tokens)"
         if not done.is_file() or done.read_text() != key:
@@ -111,3 +115,33 @@ def make(model: str, num_tokens: int, minutes: float = 0, pattern: str = "") -> 
             subprocess.run([*command, *recipe.options.split()], check=True, stdout=subprocess.DEVNULL)
             done.write_text(key)
         yield recipe.name, path
+
+
+def folder_of(directory: Path) -> Path:
+    """Return the folder of what is made of the weights in `directory`; it is there afterwards."""
+    files = sorted(directory.glob("*.safetensors"))
+    stamp = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    folder = FOLDER / f"{directory.name}-{stamp}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def written(model: str, num_tokens: int) -> Path:
+    """Return a file (token ids, JSON lines) with text that the model writes; it is written once."""
+    directory = hub.resolve(model)
+    path = folder_of(directory) / f"words-{num_tokens}.jsonl"
+    if not path.is_file():
+        pieces = calibration_text(model, directory, None, num_tokens, PIECE)
+        path.write_text("".join(json.dumps({"token_ids": piece}) + "\n" for piece in pieces))
+    return path
+
+
+def planted(model: str) -> Path:
+    """Return a copy of the model with outliers (`cli.bench.outliers`), which is made once."""
+    directory = hub.resolve(model)
+    path = folder_of(directory) / "planted"
+    if not path.is_dir():
+        partial = path.with_name("planted.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        plant(directory, partial).rename(path)
+    return path

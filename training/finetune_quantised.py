@@ -2,12 +2,15 @@
 
     python training/finetune_quantised.py --model builtin --bits 4 --group-size 64 --out OUT --minutes 10
 
+The same command goes on where it was broken off: OUT.state has what was learned, at each judgement.
+
 Weights go through rounding on the way forward, and gradients past it (the straight-through estimator of Bengio et al.
 2013, "Estimating or Propagating Gradients Through Stochastic Neurons"); scales are learned with them (Esser et al.
 2020, "Learned Step Size Quantization"). The loss is the divergence from the model as it came, on text that it wrote
 itself (Liu et al. 2023, "LLM-QAT: Data-Free Quantization Aware Training for Large Language Models"), or that of
 `--text`. Embeddings, head and norms stay as they are. OUT is a compressed-tensors directory, as `headrace quantize
---method rtn` makes it: what it begins from is that command's result, to the bit.
+--method rtn` makes it: what it begins from is that command's result, to the bit. Zero points (`--asymmetric`) stay as
+rounding to nearest chooses them.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headrace import hub
@@ -47,8 +53,9 @@ class RoundedLinear(nn.Module):
         super().__init__()
         self.options, self.group = options, grid.group_of(options, linear.in_features, name)
         self.weight = nn.Parameter(linear.weight.detach().clone())
-        scale, _ = grid.find(self.weight.detach().view(linear.out_features, -1, self.group), options)
+        scale, zero = grid.find(self.weight.detach().view(linear.out_features, -1, self.group), options)
         self.log_scale = nn.Parameter(scale.clamp_min(grid.LEAST_F16).log())
+        self.register_buffer("zero", zero, persistent=False)
 
     @property
     def scale(self) -> Tensor:
@@ -58,8 +65,9 @@ class RoundedLinear(nn.Module):
 
     def steps(self, scale: Tensor) -> Tensor:
         """The weights in steps of their scales, cut off at the outermost codes; [out, groups, group]."""
-        end = 2 ** (self.options.bits - 1)
-        return (self.weight.view(*scale.shape, self.group) / scale.unsqueeze(-1)).clamp(-end, end - 1)
+        least = -self.zero.unsqueeze(-1)
+        steps = self.weight.view(*scale.shape, self.group) / scale.unsqueeze(-1)
+        return steps.clamp(least, least + 2**self.options.bits - 1)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale
@@ -69,10 +77,8 @@ class RoundedLinear(nn.Module):
 
     def codes(self) -> QWeight:
         scale = self.scale.detach()
-        middle = 2 ** (self.options.bits - 1)
-        codes = (self.steps(scale).detach().round() + middle).to(torch.uint8).view(self.weight.shape)
-        zeros = torch.full_like(scale, middle)
-        return QWeight(codes, scale, zeros, group=self.group, bits=self.options.bits)
+        codes = (self.steps(scale).detach().round() + self.zero.unsqueeze(-1)).to(torch.uint8).view(self.weight.shape)
+        return QWeight(codes, scale, self.zero, group=self.group, bits=self.options.bits)
 
 
 def rounded_copy(model: Llama, options: Options) -> Llama:
@@ -106,13 +112,78 @@ def batches(rows: Tensor, num_rows: int, seed: int) -> Iterator[Tensor]:
         yield from rows[torch.randperm(len(rows), generator=order)].split(num_rows)
 
 
-def finetune(
-    student: Llama, teacher: Llama, rows: Tensor, *, minutes: float, steps: int = 0, lr: float = 3e-4, seed: int = 0
-) -> tuple[float, float]:
-    """Train until `minutes` are over (or for `steps`); leaves the best weights in place.
+@dataclasses.dataclass
+class Course:
+    """How far the training is. first, best: nats a token on rows that are held out."""
 
+    step: int = 0
+    seconds: float = 0.0
+    judged_at: float = 0.0
+    first: float = float("inf")
+    best: float = float("inf")
+
+
+class Kept:
+    """A file that the training goes on from; None keeps nothing. key: what the training was asked for."""
+
+    def __init__(self, path: Path | None, key: str = "") -> None:
+        self.path, self.key = path, key
+
+    def save(self, course: Course, parts: dict[str, dict[str, Tensor]]) -> None:
+        if self.path is None:
+            return
+        tensors = {f"{part}/{name}": t.contiguous() for part, named in parts.items() for name, t in named.items()}
+        partial = self.path.with_name(self.path.name + ".partial")
+        save_file(tensors, partial, {"key": self.key, "course": json.dumps(dataclasses.asdict(course))})
+        partial.rename(self.path)
+
+    def load(self) -> tuple[Course, dict[str, dict[str, Tensor]]] | None:
+        """What `save` kept last. Raises SystemExit for a training that was asked for otherwise."""
+        if self.path is None or not self.path.is_file():
+            return None
+        with safe_open(self.path, "pt") as file:
+            stated = file.metadata()
+            if stated["key"] != self.key:
+                raise SystemExit(f"{self.path} is of another training ({stated['key']}); remove it to begin anew")
+            parts: dict[str, dict[str, Tensor]] = {}
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                part, _, name = key.partition("/")
+                parts.setdefault(part, {})[name] = file.get_tensor(key)
+        return Course(**json.loads(stated["course"])), parts
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by "parameter/name"."""
+    state: dict[int, dict[str, Tensor]] = optimizer.state_dict()["state"]
+    return {f"{index}/{name}": t for index, named in state.items() for name, t in named.items()}
+
+
+def set_moments(optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]) -> None:
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, t in kept.items():
+        index, _, name = key.partition("/")
+        state.setdefault(int(index), {})[name] = t
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def finetune(
+    student: Llama,
+    teacher: Llama,
+    rows: Tensor,
+    *,
+    minutes: float,
+    steps: int = 0,
+    lr: float = 3e-4,
+    seed: int = 0,
+    kept: Kept | None = None,
+    amp: bool = False,
+) -> tuple[float, float]:
+    """Train until `minutes` are over (or for `steps`), from what `kept` has on; leaves the best weights in place.
+
+    amp: products of the training (not of the judgements) in bfloat16.
     -> (loss before, loss of the best) on rows that are held out, nats a token.
     """
+    kept = kept or Kept(None)
     num_held = min(HELD_OUT, len(rows) // 2)
     held_rows, rows = rows[:num_held], rows[num_held:]
     scales = [p for n, p in student.named_parameters() if n.endswith("log_scale")]
@@ -124,27 +195,41 @@ def finetune(
             parts = held_rows.split(max(PIECE_TOKENS // held_rows.shape[1], 1))
             return sum(float(divergence(student, teacher, part)) * len(part) for part in parts) / len(held_rows)
 
-    first = best = judged()
-    best_state = copy.deepcopy(student.state_dict())
-    began, judged_at = time.perf_counter(), 0.0
-    for step, ids in enumerate(batches(rows, max(PIECE_TOKENS // rows.shape[1], 1), seed)):
-        progress = step / steps if steps else (time.perf_counter() - began) / 60 / minutes
-        if progress - judged_at >= 0.1 or progress >= 1:
-            kl, judged_at = judged(), progress
-            print(json.dumps({"step": step, "progress": round(progress, 3), "kl": round(kl, 6)}), flush=True)
-            if kl < best:
-                best, best_state = kl, copy.deepcopy(student.state_dict())
+    def trained() -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in student.named_parameters() if p.requires_grad}
+
+    if (before := kept.load()) is not None:
+        course, parts = before
+        student.load_state_dict(parts["weights"], strict=False)
+        set_moments(optimizer, parts["moments"])
+        best_weights = parts["best"]
+    else:
+        course, best_weights = Course(), trained()
+        course.first = course.best = judged()
+    began = time.perf_counter() - course.seconds
+    order = batches(rows, max(PIECE_TOKENS // rows.shape[1], 1), seed)
+    for ids in itertools.islice(order, course.step, None):
+        course.seconds = time.perf_counter() - began
+        progress = course.step / steps if steps else course.seconds / 60 / minutes
+        if progress - course.judged_at >= 0.1 or progress >= 1:
+            kl, course.judged_at = judged(), progress
+            print(json.dumps({"step": course.step, "progress": round(progress, 3), "kl": round(kl, 6)}), flush=True)
+            if kl < course.best:
+                course.best, best_weights = kl, trained()
+            kept.save(course, {"weights": trained(), "best": best_weights, "moments": moments(optimizer)})
         if progress >= 1:
             break
         for group in optimizer.param_groups:
             group["lr"] = lr * min(progress / WARMUP + 0.01, 1.0, (1 - progress) / (1 - WARMUP))
-        loss = divergence(student, teacher, ids)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = divergence(student, teacher, ids)
         loss.backward()
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    student.load_state_dict(best_state)
-    return first, best
+        course.step += 1
+    student.load_state_dict(best_weights, strict=False)
+    return course.first, course.best
 
 
 def export(student: Llama, source: Path, out: Path, options: Options) -> None:
@@ -171,17 +256,19 @@ def main() -> None:
     parser.add_argument("--model", default="builtin", help="directory of a Llama with tied embeddings, or builtin")
     parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8))
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--asymmetric", action="store_true", help="with zero points")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--text", type=Path, help="to learn from; by default what the model writes")
     parser.add_argument("--num-tokens", type=int, default=2**18, help="of that text")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bfloat16", action="store_true", help="products of the training in bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     if args.out.exists() and any(args.out.iterdir()):
         raise SystemExit(f"{args.out} is not empty")
-    options = Options(method="rtn", bits=args.bits, group_size=args.group_size, symmetric=True)
+    options = Options(method="rtn", bits=args.bits, group_size=args.group_size, symmetric=not args.asymmetric)
     grid.verify(options, symmetric=True)
     options = dataclasses.replace(options, scale_dtype=compressed_tensors.scale_dtype(torch.bfloat16))
     source = hub.resolve(args.model)
@@ -191,8 +278,13 @@ def main() -> None:
     teacher = load_model(source).requires_grad_(False)
     student = rounded_copy(teacher, options)
     rows = rows_of(pieces, LENGTH)
-    before, after = finetune(student, teacher, rows, minutes=args.minutes, lr=args.lr, seed=args.seed)
+    asked: dict[str, Any] = {name: str(value) for name, value in vars(args).items() if name not in ("threads", "out")}
+    kept = Kept(args.out.with_name(args.out.name + ".state"), json.dumps(asked, sort_keys=True))
+    before, after = finetune(
+        student, teacher, rows, minutes=args.minutes, lr=args.lr, seed=args.seed, kept=kept, amp=args.bfloat16
+    )
     export(student, source, args.out, options)
+    kept.path.unlink(missing_ok=True)
     print(f"{args.out}: {1e3 * before:.2f} mnats from the model when rounded, {1e3 * after:.2f} when fine-tuned")
 
 

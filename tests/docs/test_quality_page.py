@@ -37,6 +37,14 @@ def test_table() -> None:
     cells = "8.00 | 1.00 | 0.50 | 8.0800 | +1.00% | 10.000 ± 1.000 | 25.00% | 2.000 | lm_head 12.50%"
     assert lines[2] == f"| **e** | {cells} |"
     assert len({line.count("|") for line in lines}) == 1
+    text = {"text": "b.txt", "mean_kl": 0.5, "mean_kl_stderr": 0.25}
+    more = quality.table(
+        [row("a", 4, 0.1, texts=[text], outlier_kl=2.0, outlier_kl_stderr=0.5), row("b", 3, 0.2, texts=[text])]
+    )
+    assert "| KL [mnats] | KL on b.txt | KL with outliers | top-1 flips |" in more.splitlines()[0]
+    assert "| 500.000 ± 250.000 | 2000.000 ± 500.000 |" in more.splitlines()[2]
+    assert "| 500.000 ± 250.000 | - |" in more.splitlines()[3]
+    assert len({line.count("|") for line in more.splitlines()}) == 1
     assert "decode" in quality.table([row("a", 4, 0.1, decode_tokens_per_s=1234.5)])
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.support.shallow import shallow
 from typer.testing import CliRunner
 
+from headrace.cli.bench.outliers import plant
 from headrace.cli.bench.plans import QualityPlan
 from headrace.cli.bench.quality import (
     Text,
@@ -21,6 +22,7 @@ from headrace.cli.bench.quality import (
     matrices_of,
     measure_quality,
     opened,
+    outlier_figures,
     program_of,
     reference_config,
     sizes,
@@ -149,7 +151,7 @@ def test_a_file_is_cut_into_windows_that_begin_a_text(reference: LLM, tmp_path: 
     with pytest.raises(HeadraceError, match="nothing to judge"):
         judge(reference, None, file_text(reference, tmp_path / "empty.txt", 64, 500))
     with pytest.raises(RequestError, match="text"):
-        measure_quality(QualityPlan(text=str(tmp_path / "absent.txt")), EngineConfig(**SMALL))
+        measure_quality(QualityPlan(text=["written", str(tmp_path / "absent.txt")]), EngineConfig(**SMALL))
 
 
 def test_what_a_model_is_compared_with_if_nobody_says() -> None:
@@ -165,14 +167,20 @@ def test_what_a_model_is_compared_with_if_nobody_says() -> None:
 def test_command_keeps_its_figures_beside_the_weights(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(PATH, folder)
+    (tmp_path / "other.txt").write_text("Once upon a time there was a little girl named Lily. " * 30)
     words = ["bench", "quality", str(folder), "-q", "int4", "--max-tokens", "256", "--max-num-seqs", "16"]
-    done = CliRunner().invoke(app, [*words, "--json", "--save", "--speed"])
+    more = ["--text", "written", "--text", str(tmp_path / "other.txt"), "--outliers"]
+    done = CliRunner().invoke(app, [*words, *more, "--json", "--save", "--speed"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
     assert told["num_tokens"] == 256
     assert told["decode_tokens_per_s"] > 0
     assert told["saved"] == audit.NAME
     assert told["reference"].startswith("model ")
+    [other] = told["texts"]
+    assert (other["text"], other["num_tokens"]) == ("other.txt", 256)
+    assert told["outlier_kl"] > other["mean_kl"] > 0
+    assert other["perplexity"] != told["perplexity"]
     assert told["disk_bytes"] == (folder / "model.safetensors").stat().st_size
     [entry] = audit.find(folder)
     assert entry["form"]["quantization"] == "int4"
@@ -204,3 +212,28 @@ def test_gguf_files_beside_the_model_they_were_made_of(shared_data: Path) -> Non
     told = measure_quality(QualityPlan(max_tokens=256), alone)
     assert "mean_kl" not in told
     assert told["perplexity"] > 1
+
+
+def test_outliers_are_planted_to_the_bit(reference: LLM, text: Text, tmp_path: Path) -> None:
+    """In floats the planted model is the model itself, and int8 activations are what it can not bear."""
+    planted = {factor: plant(PATH, tmp_path / f"{factor}", 3, factor) for factor in (64.0, 512.0)}
+    few = Text(text.name, text.windows[:1], text.num_bytes)
+    assert judged(reference, few, model=str(planted[64.0]), dtype="float32")["mean_kl"] == 0
+    with closing(opened(EngineConfig(**(OWN | SMALL | {"model": str(planted[512.0]), "quantization": "int8"})))) as own:
+        chosen = outlier_figures(own, reference, few)
+    forced = judged(reference, few, model=str(planted[512.0]), quantization="int8", activations="int8")
+    assert chosen["outlier_activations"] != "int8"
+    assert forced["mean_kl"] > 10 * chosen["outlier_kl"] > 0
+
+
+def test_outliers_that_can_not_be_planted(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="a power of two"):
+        plant(PATH, tmp_path / "a", 3, 48.0)
+    stated = tmp_path / "quantised"
+    stated.mkdir()
+    config = json.loads((PATH / "config.json").read_text())
+    (stated / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(RequestError, match="a model of plain floats of type llama"):
+        plant(stated, tmp_path / "b")
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()

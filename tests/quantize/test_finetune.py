@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +88,52 @@ def test_gradients_go_past_the_rounding(script: ModuleType) -> None:
     layer(torch.randn(5, 32)).square().sum().backward()
     assert float(layer.weight.grad.abs().sum()) > 0
     assert float(layer.log_scale.grad.abs().sum()) > 0
+
+
+def test_training_goes_on_where_it_was_broken_off(
+    script: ModuleType, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of a run that ended at its half, and went on, are those of one that never stopped, to the bit."""
+    teacher = script.load_model(source).requires_grad_(False)
+    rows = torch.randint(0, 64, (24, 32), generator=torch.Generator().manual_seed(2))
+
+    def trained(kept: Any) -> Any:
+        student = script.rounded_copy(teacher, OPTIONS)
+        return student, lambda: script.finetune(student, teacher, rows, minutes=1, steps=8, lr=3e-3, kept=kept)
+
+    whole, run = trained(None)
+    figures = run()
+    path = tmp_path / "OUT.state"
+    saved = script.Kept.save
+
+    def break_off(kept: Any, course: Any, parts: Any) -> None:
+        saved(kept, course, parts)
+        if course.step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.Kept, "save", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        trained(script.Kept(path, "a"))[1]()
+    monkeypatch.undo()
+    with pytest.raises(SystemExit, match="of another training"):
+        trained(script.Kept(path, "b"))[1]()
+    kept = script.Kept(path, "a")
+    course, parts = kept.load()
+    resumed, run = trained(kept)
+    assert run() == figures
+    assert all(torch.equal(resumed.state_dict()[name], t) for name, t in whole.state_dict().items())
+    # The moments are part of what was learned: without them it ends elsewhere.
+    kept.save(course, parts | {"moments": {name: torch.zeros_like(t) for name, t in parts["moments"].items()}})
+    other, run = trained(kept)
+    run()
+    assert not torch.equal(other.layers[0].mlp.up_proj.weight, whole.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_zero_points_are_those_of_rounding(script: ModuleType, source: Path, tmp_path: Path, bits: int) -> None:
+    options = dataclasses.replace(OPTIONS, bits=bits, symmetric=False)
+    script.export(script.rounded_copy(script.load_model(source), options), source, tmp_path / "begun", options)
+    plain = Options(method="rtn", bits=bits, group_size=32, symmetric=False)
+    quantise_checkpoint(source, tmp_path / "rtn", plain, "compressed-tensors")
+    begun, rtn = (weights_of(tmp_path / name) for name in ("begun", "rtn"))
+    assert all(torch.equal(begun[name], rtn[name]) for name in rtn)

@@ -50,8 +50,15 @@ class QualityPlan(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     reference_dtype: Annotated[str, Meta(description="Number format of the reference, as --dtype.")] = "auto"
     text: Annotated[
-        str | None, Meta(description="File with the text; by default the reference writes one, with fixed seeds.")
+        list[str] | None,
+        Meta(
+            description="File with a text, or 'written' for one that the reference writes with fixed seeds (the "
+            "default); may be given more than once."
+        ),
     ] = None
+    outliers: Annotated[
+        bool, Meta(description="Judge the same form with outliers planted in the norms as well (3 inputs, 64 times).")
+    ] = False
     max_tokens: Annotated[int, Meta(description="Tokens of the text that are scored, about.", ge=2)] = 4096
     window: Annotated[int, Meta(description="Tokens that are read in one piece, each piece anew.", ge=2)] = 512
     speed: Annotated[bool, Meta(description="Time decoding as well, one sequence alone.")] = False

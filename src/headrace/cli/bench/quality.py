@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,10 +19,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace import gguf, hub
-from headrace.backends.base import Chunks, Program
+from headrace.backends.base import Program
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.mapped import MappedCheckpoint
+from headrace.cli.bench.data import Sample
 from headrace.cli.bench.divergence import LayerError, Tally, layer_errors, score, short_name
+from headrace.cli.bench.offline import PARAMS, run_batch
+from headrace.cli.bench.outliers import plant
 from headrace.cli.bench.plans import QualityPlan
 from headrace.engine.progress import progress_bar
 from headrace.insight import audit
@@ -34,6 +38,8 @@ from headrace.protocol.step import EngineInfo
 SHOWN_LAYERS = 8
 WRITTEN_AT_ONCE = 8
 MAX_TEXTS = 4096
+WRITTEN = "written"
+"""In place of a file: the reference writes the text."""
 FIRST_SEED = 2**20
 """Far from the seeds that `headrace quantize` calibrates with, so that no model is scored on its calibration text."""
 CHARACTERS_OF_TOKEN = 16
@@ -53,14 +59,20 @@ class Text(NamedTuple):
 def measure_quality(plan: QualityPlan, config: EngineConfig) -> dict[str, Any]:
     """Return the figures of `config.model`: see docs/quantisation.md for the names. `layers` has the worst first.
 
-    Raises `HeadraceError` for a reference that can not be compared with, `RequestError` for a text that is not there.
+    Raises `HeadraceError` for a reference that can not be compared with, `RequestError` for a text that is not there,
+    and for outliers in a model that they can not be planted in.
     """
     plain = reference_config(plan, config)
     with closing(opened(config)) as llm:
         with nullcontext() if plain is None else closing(opened(plain)) as reference:
-            result = judge(llm, reference, text_of(plan, reference or llm))
+            first, *others = [text_of(plan, name, reference or llm) for name in plan.text or [WRITTEN]]
+            result = judge(llm, reference, first)
+            if others:
+                result["texts"] = [{"text": text.name} | scored(llm, reference, text) for text in others]
+            if plan.outliers:
+                result |= judge_outliers(config, reference or llm, first)
         if plan.speed:
-            result["decode_tokens_per_s"] = decode_speed(program_of(llm))
+            result["decode_tokens_per_s"] = decode_speed(llm)
         if plan.save:
             path = hub.resolve(config.model, config.revision)
             measured = result | {"date": time.strftime("%Y-%m-%d"), "version": llm.core.info.version}
@@ -92,14 +104,14 @@ def is_quantised(path: Path) -> bool:
     return hub.read_json(path / "config.json").get("quantization_config") is not None
 
 
-def text_of(plan: QualityPlan, writer: LLM) -> Text:
-    """Return the text of the plan's file, or one that `writer` generates."""
+def text_of(plan: QualityPlan, name: str, writer: LLM) -> Text:
+    """Return the text of a file, or for WRITTEN one that `writer` generates. Raises `RequestError` for no file."""
     window = min(plan.window, writer.core.info.max_model_len - 1)
-    if plan.text is None:
+    if name == WRITTEN:
         return written_text(writer, window, plan.max_tokens)
-    path = Path(plan.text)
+    path = Path(name)
     if not path.is_file():
-        raise RequestError("text", plan.text, "a file")
+        raise RequestError("text", name, f"a file, or {WRITTEN}")
     return file_text(writer, path, window, plan.max_tokens)
 
 
@@ -157,11 +169,7 @@ def judge(llm: LLM, reference: LLM | None, text: Text) -> dict[str, Any]:
     result: dict[str, Any] = audit.form_of(llm.core.info) | {"text": text.name}
     if reference is not None:
         result["reference"] = named(reference.core.info)
-    tally = Tally()
-    with progress_bar("scoring") as show:
-        for num_done in score(program, expected, text.windows, tally):
-            show(num_done, len(text.windows))
-    result |= tally.figures(text.num_bytes)
+    result |= scored(llm, reference, text)
     path = hub.resolve(llm.config.model, llm.config.revision)
     result |= sizes(program, path)
     if expected is not None:
@@ -192,6 +200,36 @@ def program_of(llm: LLM) -> Program:
 def matrices_of(program: Program) -> Sequence[Any]:
     matrices: Sequence[Any] = program.model.ops.matrices
     return matrices
+
+
+def scored(llm: LLM, reference: LLM | None, text: Text) -> dict[str, float]:
+    """Return the figures of one text (`Tally.figures`)."""
+    tally = Tally()
+    with progress_bar("scoring") as show:
+        expected = None if reference is None else program_of(reference)
+        for num_done in score(program_of(llm), expected, text.windows, tally):
+            show(num_done, len(text.windows))
+    return tally.figures(text.num_bytes)
+
+
+def judge_outliers(config: EngineConfig, reference: LLM, text: Text) -> dict[str, Any]:
+    """Return what the form of `config` loses on its model with outliers planted in it. As the function is the same, it
+    is compared with the model as it is. Raises `RequestError` for a model that they can not be planted in."""
+    with tempfile.TemporaryDirectory() as folder:
+        planted = plant(hub.resolve(config.model, config.revision), Path(folder) / "planted")
+        changed = msgspec.structs.replace(config, model=str(planted), revision=None, save_packed=False)
+        with closing(opened(changed)) as llm:
+            return outlier_figures(llm, reference, text)
+
+
+def outlier_figures(llm: LLM, reference: LLM, text: Text) -> dict[str, Any]:
+    """Return the figures of `llm`, a form of the planted model."""
+    figures = scored(llm, reference, text)
+    return {
+        "outlier_kl": figures["mean_kl"],
+        "outlier_kl_stderr": figures["mean_kl_stderr"],
+        "outlier_activations": llm.core.info.activations,
+    }
 
 
 def sizes(program: Program, path: Path) -> dict[str, Any]:
@@ -251,18 +289,12 @@ def _part_bytes(part: gguf_config.Part) -> int:
     return math.prod(part.shape) * size // elements
 
 
-def decode_speed(program: Program, num_tokens: int = SPEED_TOKENS) -> float:
-    """Return the tokens a second of one sequence that is decoded greedily: the best of some short runs."""
-    best = 0.0
-    table = list(range(-(-(num_tokens + 1) // program.block_size)))
-    for _ in range(SPEED_RUNS):
-        token_id = 0
-        start = time.perf_counter()
-        for position in range(num_tokens):
-            _, logits = program.forward(Chunks([position], [[token_id]], [table]), [0])
-            token_id = logits.best[0]
-        best = max(best, num_tokens / (time.perf_counter() - start))
-    return best
+def decode_speed(llm: LLM, num_tokens: int = SPEED_TOKENS) -> float:
+    """Return the tokens a second that the engine makes of one sequence alone, scheduler and sampler included, after the
+    first: the best of some short runs."""
+    sample = Sample([0], 1, num_tokens + 1)
+    times = [run_batch(llm.core, [sample], PARAMS)[0].token_times for _ in range(SPEED_RUNS)]
+    return num_tokens / min(last - first for first, *_, last in times)
 
 
 LINES: tuple[tuple[str, str, str], ...] = (
@@ -276,6 +308,7 @@ LINES: tuple[tuple[str, str, str], ...] = (
     ("mean_kl_stderr", "Its standard error (nats)", "{:.6f}"),
     ("max_kl", "Largest KL (nats)", "{:.4f}"),
     ("top1_flip_rate", "Top-1 flips", "{:.2%}"),
+    ("outlier_kl", "Mean KL with planted outliers (nats)", "{:.6f}"),
     ("max_logit_difference", "Largest difference of a logit", "{:.4f}"),
     ("bits_per_weight", "Bits per weight", "{:.2f}"),
     ("disk_bytes", "Weights on disk (bytes)", "{:,}"),
@@ -294,6 +327,10 @@ def print_quality(result: dict[str, Any]) -> None:
     for name, heading, form in LINES:
         if name in result:
             table.add_row(heading, form.format(result[name]))
+    for text in result.get("texts", ()):
+        for name, heading, form in LINES:
+            if name in ("perplexity", "reference_perplexity", "mean_kl") and name in text:
+                table.add_row(f"{heading}, on {text['text']}", form.format(text[name]))
     console.print(table)
     if result.get("layers"):
         layers = Table(title="Matrices furthest from the reference's")
