@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -127,6 +127,33 @@ def test_a_killed_engine_is_a_pause_and_nothing_else() -> None:
     answers = run(client, work)
     assert client.num_restarts == 2
     assert answers == undisturbed(made)
+
+
+def test_what_follows_the_engine_hears_which_requests_go_on_in_the_next_one() -> None:
+    """A request that was aborted before its engine could note that is not open any more."""
+    ends: list[list[str]] = []
+
+    class Ends:
+        def on_end(self, request_ids: Collection[str]) -> None:
+            ends.append(list(request_ids))
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *args: None
+
+    first, second = requests(2, LONG)
+
+    async def work(client: EngineClient) -> object:
+        client.observer = Ends()
+        gone, stays = client.submit([first]), client.submit([second])
+
+        def abort_and_kill() -> None:
+            gone.close()
+            os.kill(pid_of(client), signal.SIGKILL)
+
+        return await read(stays, {2: abort_and_kill})
+
+    run(child(delay=0.01), work)
+    assert ends == [[second.request_id], []]
 
 
 def test_control_a_client_that_forgets_what_it_delivered_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

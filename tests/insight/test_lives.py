@@ -159,7 +159,7 @@ def test_requests_go_on_after_a_restart_under_other_sequences() -> None:
         lives.follow(decode_note(core.step().note))
     before = {name: life for name in names if (life := lives.find(name))}
     core = engine()
-    lives.restart()
+    lives.restart(names)
     # The new engine counts from the beginning, so the sequence of "c" has now the number that "a" had.
     for name in ("c", "b", "a"):
         core.add(request(name, [1, 2, 3], 6))
@@ -173,14 +173,24 @@ def test_requests_go_on_after_a_restart_under_other_sequences() -> None:
     assert all(total(before[name]) == pytest.approx(before[name].latency) for name in "abc")
 
 
-def test_a_request_that_does_not_come_back_is_forgotten_at_the_next_restart() -> None:
-    lives = Lives()
-    for names in (("a", "gone"), ("a",), ("a",)):
-        core = engine()
-        lives.restart()
-        for name in names:
-            core.add(request(name, [1, 2, 3], 20))
-        lives.follow(decode_note(core.step().note))
+def test_a_request_that_was_aborted_when_its_engine_died_is_open_no_more() -> None:
+    core, lives = engine(), Lives()
+    for name in ("a", "gone", "late"):
+        core.add(request(name, [1, 2, 3], 20))
+    lives.follow(decode_note(core.step().note))
+    # The engine died before it could note the abort.
+    lives.restart(["a", "late"])
+    assert [life.request_id for life in lives.open()] == ["a", "late"]
+    assert lives.ended["gone"].reason == "abort"
+    assert total(lives.ended["gone"]) == pytest.approx(lives.ended["gone"].latency)
+    # This one's caller leaves while the next engine starts.
+    lives.deliver("late", core.clock(), "abort")
+    core = engine()
+    core.add(request("a", [1, 2, 3], 20))
+    lives.follow(decode_note(core.step().note))
+    assert [life.request_id for life in lives.open()] == ["a"]
+    # The control: one that the client has open stays so.
+    lives.restart(["a"])
     assert [life.request_id for life in lives.open()] == ["a"]
 
 

@@ -113,11 +113,10 @@ class EngineClient:
     async def close(self, at_once: bool = False) -> None:
         """Stop the engine, `at_once` in mid-step. Open streams end with `EngineDeadError`."""
         self._closing, self._alive = True, False
-        self._past, self.stats = self.total, Stats()
         self.fail_all(EngineDeadError("the server is shutting down"))
-        for task in (self._supervisor, self._watch):
-            if task is not None:
-                task.cancel()
+        self._note_end()
+        for task in filter(None, (self._supervisor, self._watch)):
+            task.cancel()
         await self._link.close(at_once)
 
     @property
@@ -219,13 +218,11 @@ class EngineClient:
             await asyncio.sleep(watchdog.interval)
             if not self._alive:
                 continue
-            if not self._open and watchdog.silent < max(1.0, watchdog.timeout / 4):
-                # It has no open requests, and sent a message lately.
-                watchdog.tick(time.monotonic(), self._link.usage())
-                continue
-            if not self._open:
+            # It has no open requests, and sent a message lately.
+            is_idle = not self._open and watchdog.silent < max(1.0, watchdog.timeout / 4)
+            if not self._open and not is_idle:
                 self._ping()
-            if watchdog.tick(time.monotonic(), self._link.usage()) and not self._link.in_process:
+            if watchdog.tick(time.monotonic(), self._link.usage()) and not is_idle and not self._link.in_process:
                 silent, frozen = watchdog.silent, watchdog.frozen
                 reason = f"frozen: no step for {silent:.1f} s, no processor time for {frozen:.1f} s of them"
                 logger.error("the engine is %s; its stacks follow, then it is killed", reason)
@@ -354,9 +351,7 @@ class EngineClient:
             entry.accept(delta)
             if was_waiting and entry.started:
                 self.admission.leave(entry.work, entry.name, output.end_time)
-            num_tokens = len(delta.token_ids)
-            if delta.beams is not None:
-                num_tokens = sum(len(beam.token_ids) for beam in delta.beams.beams)
+            num_tokens = sum(len(each.token_ids) for each in (delta.beams.beams if delta.beams else [delta]))
             if num_tokens:
                 self._observe_tokens(entry, delta, num_tokens)
             if delta.finish is not None:
@@ -398,9 +393,14 @@ class EngineClient:
         logger.error("the engine died with %d open requests: %s", len(self._open), reason)
         self._report(reason)
         self.orders.fail_all()
-        # Its counters stay in the sums; its gauges are void.
-        self._past, self.stats = self.total, Stats()
+        self._note_end()
         self._supervisor = self._spawn(self._restart(reason))
+
+    def _note_end(self) -> None:
+        """Keep an engine's counters in the sums. Its gauges are void, and the open requests go on in the next one."""
+        self._past, self.stats = self.total, Stats()
+        if self.observer is not None:
+            self.observer.on_end(self._open)
 
     def _report(self, reason: str) -> None:
         if self.reports is not None:

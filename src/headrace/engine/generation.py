@@ -41,6 +41,8 @@ REQUEST_SIZE = 32
 # Entries of a list that are freed at a time, fewer of those with more alternatives than most.
 FREED = 256
 WIDE = 32
+# Of JSON, for each alternative.
+ROW_BYTES = 64
 
 T = TypeVar("T")
 
@@ -98,8 +100,11 @@ def free(lists: Sequence[list[Any]]) -> None:
 
 
 def width(rows: Sequence[Any]) -> int:
-    """Return the alternatives in the last of `rows`, which have about as many each: 0 where rows have none."""
+    """Return the alternatives in the last of `rows`, which have about as many each: 0 where rows have none. The
+    bytes of a row that is JSON already say how many, about."""
     last = rows[-1] if rows else ()
+    if isinstance(last, msgspec.Raw):
+        return len(last) // ROW_BYTES
     each = getattr(last, "top", None) or getattr(last, "top_logprobs", None) or last
     return len(each) if isinstance(each, tuple | dict) else 0
 

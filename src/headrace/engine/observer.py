@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from headrace.protocol.step import StepOutput
@@ -11,6 +12,10 @@ class Observer(Protocol):
     """Takes measurements. Called on the event loop, so it must be quick."""
 
     def on_step(self, output: StepOutput) -> None: ...
+
+    def on_end(self, request_ids: Collection[str]) -> None:
+        """Note that the engine has ended. These requests go on in the next one, whose steps count from the first."""
+        ...
 
     def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
 

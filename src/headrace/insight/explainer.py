@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from headrace.engine import context, tenants
 from headrace.engine.generation import FinishObserver
@@ -112,23 +112,26 @@ class Explainer:
         self._observer = observer
         self._after = after
         self._info = info
-        self._last_step = 0
+        self._is_followed = False
         self._readers: dict[str, OnProgress] = {}
 
     def on_step(self, output: StepOutput) -> None:
         if output.note:
             note = decode_note(output.note)
-            if note.step.step_id <= self._last_step:
-                self.lives.restart()
-            if not self._last_step:
+            if not self._is_followed:
                 self.lives.reads.set_sizes(self._info())
-            self._last_step = note.step.step_id
+                self._is_followed = True
             self.lives.follow(note)
             if self.feed is not None:
                 self.feed.follow(note.step)
             if self._readers:
                 self._report_prompts(note.step)
         self._observer.on_step(output)
+
+    def on_end(self, request_ids: Collection[str]) -> None:
+        self.lives.restart(request_ids)
+        self._is_followed = False
+        self._observer.on_end(request_ids)
 
     def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None:
         self._observer.on_first_token(num_prompt_tokens, num_cached_tokens, seconds)

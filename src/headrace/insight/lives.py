@@ -10,6 +10,7 @@ Knows no text and no HTTP. `insight.explain` puts it into words; the server's an
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
@@ -149,11 +150,11 @@ class Lives:
         known = max(life.position, self._position(life.arrival.seq_id), life.high_water)
         return max(0, known - life.arrival.num_prompt + 1) if life.first_token else 0
 
-    def restart(self) -> None:
-        """Note that the engine was replaced: its sequences are gone, and requests that go on arrive again. The new
-        engine counts its sequences from the beginning. A request that did not come back after the restart before this
-        one was given up meanwhile."""
-        self._open_requests = {life.request_id: life for life in self._open.values()}
+    def restart(self, request_ids: Collection[str]) -> None:
+        """Note that the engine has ended: its sequences are gone, and the next one counts from the beginning. These
+        requests go on, and arrive there again; any other was aborted, which its engine did not come to note."""
+        for life in [life for life in self._open_requests.values() if life.request_id not in request_ids]:
+            self._break_off(life, "abort")
         self._open.clear()
         self._running.clear()
         self._prefilled.clear()
@@ -167,11 +168,7 @@ class Lives:
         if life is None:
             life = self._open_requests.get(request_id)
             if life is not None:
-                if life.since > self._last:  # no step has begun since its state did
-                    life.state, life.sums = "busy", self._sums
-                if self._open.get(life.arrival.seq_id) is life:
-                    self._remove(life.arrival.seq_id)
-                self._end(life, reason, max(life.since, self._last))
+                self._break_off(life, reason)
         if life is not None:
             life.add("delivery", now - (life.delivered or life.ended))
             life.span("delivery", life.ended, now)
@@ -364,6 +361,14 @@ class Lives:
         self._prefilled.discard(seq_id)
         self._decoding.discard(seq_id)
         return self._open.pop(seq_id, None)
+
+    def _break_off(self, life: Life, reason: str) -> None:
+        """End a request that its engine has not ended."""
+        if life.since > self._last:  # no step has begun since its state did
+            life.state, life.sums = "busy", self._sums
+        if self._open.get(life.arrival.seq_id) is life:
+            self._remove(life.arrival.seq_id)
+        self._end(life, reason, max(life.since, self._last))
 
     def _end(self, life: Life, reason: str, ended: float) -> None:
         del self._open_requests[life.request_id]

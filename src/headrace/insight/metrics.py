@@ -7,7 +7,7 @@ counters. Knows no HTTP; `serve.app` serves the text of `render`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -73,10 +73,12 @@ class ServerMetrics:
     def on_step(self, output: StepOutput) -> None:
         stats = output.stats
         if stats is not None and stats.num_batched_tokens != self._num_batched:
-            # A restarted engine counts from zero again.
-            before = self._num_batched if stats.num_batched_tokens > self._num_batched else 0
-            self._iteration.observe(stats.num_batched_tokens - before)
+            self._iteration.observe(stats.num_batched_tokens - self._num_batched)
             self._num_batched = stats.num_batched_tokens
+
+    def on_end(self, request_ids: Collection[str]) -> None:
+        # The next engine counts from zero again.
+        self._num_batched = 0
 
     def on_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)

@@ -291,7 +291,7 @@ def _is_plain(config: Any) -> bool:
 class PieceResponse(Response):
     """A response of JSON whose body is passed on in parts, as fast as the client reads."""
 
-    def __init__(self, parts: list[bytes], headers: dict[str, str]) -> None:
+    def __init__(self, parts: Sequence[bytes | memoryview], headers: dict[str, str]) -> None:
         headers["content-length"] = str(sum(map(len, parts)))
         super().__init__(headers=headers, media_type="application/json")
         self._parts = parts
@@ -299,12 +299,15 @@ class PieceResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+            # A client that reads as fast as this writes does not let others run.
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def json_in_parts(data: bytes) -> Response:
+def json_in_parts(text: msgspec.Raw) -> Response:
     """Return the response of a JSON text."""
+    data = memoryview(text)
     return PieceResponse([data[start : start + SENT_BYTES] for start in range(0, len(data), SENT_BYTES)], {})
 
 

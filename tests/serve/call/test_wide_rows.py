@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import re
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +20,9 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.engine import generation
 from headrace.protocol.config import ServerConfig
 from headrace.serve import routing
-from headrace.serve.apis.openai import responses
-from headrace.serve.apis.openai.responses_replay import Entry, Written
+from headrace.serve.apis.openai import responses, responses_replay
+from headrace.serve.apis.openai.responses import ResponseAnswer
+from headrace.serve.apis.openai.responses_replay import Items, Kept, Written
 from headrace.serve.errors import OPENAI
 from headrace.text.tokenizer import Tokenizer
 
@@ -54,7 +57,7 @@ def server(tokenizer: Tokenizer) -> Iterator[Live]:
 
 
 def set_large(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for module in (generation, routing, responses):
+    for module in (generation, routing, responses_replay):
         monkeypatch.setattr(module, "LARGE_TEXT", size)
 
 
@@ -128,10 +131,10 @@ def test_R_03_a_stored_response_is_read_as_it_was_written(server: Live, monkeypa
     assert stored.headers["content-type"] == "application/json"
     assert HTTP.head(server.url + path).headers["content-length"] == str(len(stored.content))
     assert Written in kinds
-    assert Entry not in kinds
-    # The control: one that needs the parts of the entry decodes it.
+    assert not {Items, Kept} & {kind for kind in kinds if isinstance(kind, type)}
+    # The control: one that needs the items takes the entry apart.
     HTTP.get(f"{server.url}{path}/input_items")
-    assert Entry in kinds
+    assert Items in kinds
 
 
 class LongEvent(routing.Readable):
@@ -166,3 +169,157 @@ def test_an_event_is_sent_in_parts_and_heartbeats_stand_beside_it(monkeypatch: p
     assert max(map(len, sent)) == routing.SENT_BYTES
     assert answer.event in b"".join(sent)
     assert OPENAI.heartbeat in sent
+
+
+@contextlib.contextmanager
+def converted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The bytes of JSON that each call of msgspec writes of structs, or reads into values: what it holds the
+    interpreter's lock for. Texts that stay as they were written do not count."""
+    sizes: list[int] = []
+    encode, decode, to_builtins = msgspec.json.encode, msgspec.json.decode, msgspec.to_builtins
+
+    def kept(value: Any) -> int:
+        """The bytes of `value` that are JSON already."""
+        if isinstance(value, msgspec.Raw):
+            return len(value)
+        if isinstance(value, msgspec.Struct):
+            return sum(kept(getattr(value, name)) for name in value.__struct_fields__)
+        if isinstance(value, dict):
+            return sum(map(kept, value.values()))
+        return sum(map(kept, value)) if isinstance(value, list) else 0
+
+    def encoding(value: Any, **more: Any) -> bytes:
+        text = encode(value, **more)
+        sizes.append(len(text) - kept(value))
+        return text
+
+    def decoding(data: Any, **more: Any) -> Any:
+        value = decode(data, **more)
+        sizes.append(len(encode(value)) - kept(value))
+        return value
+
+    def building(value: Any, **more: Any) -> Any:
+        sizes.append(len(encode(value)) - kept(value))
+        return to_builtins(value, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(msgspec.json, "encode", encoding)
+        patch.setattr(msgspec.json, "decode", decoding)
+        patch.setattr(msgspec, "to_builtins", building)
+        yield sizes
+
+
+def in_a_conversation(live: Live) -> None:
+    made = HTTP.post(f"{live.url}/v1/conversations", json={"items": [{"role": "user", "content": "b"}]}).json()
+    url = f"{live.url}/v1/conversations/{made['id']}"
+    body = RESPONSE | {"max_output_tokens": 30, "conversation": made["id"]}
+    first = HTTP.post(f"{live.url}/v1/responses", json=body).json()
+    items = HTTP.get(f"{url}/items?order=asc").json()["data"]
+    assert [item["type"] for item in items] == ["message"] * 3
+    assert items[2]["content"] == first["output"][0]["content"]
+    assert HTTP.get(f"{url}/items/{items[2]['id']}").json() == items[2]
+    assert HTTP.post(f"{live.url}/v1/responses", json=body | {"max_output_tokens": 1}).status_code == 200
+    HTTP.delete(f"{url}/items/{items[2]['id']}")
+    assert len(HTTP.get(f"{url}/items").json()["data"]) == 4
+
+
+def replayed(live: Live) -> None:
+    stream = HTTP.post(f"{live.url}/v1/responses", json=RESPONSE | {"max_output_tokens": 30, "stream": True}).text
+    response_id = re.findall(r"resp_[0-9a-f]{32}", stream)[0]
+    assert HTTP.get(f"{live.url}/v1/responses/{response_id}?stream=true").text == stream
+
+
+def gone_on_with(live: Live) -> None:
+    first = HTTP.post(f"{live.url}/v1/responses", json=RESPONSE | {"max_output_tokens": 30}).json()
+    second = {"input": "b", "max_output_tokens": 1, "previous_response_id": first["id"]}
+    assert HTTP.post(f"{live.url}/v1/responses", json=second).json()["usage"]["input_tokens"] > 30
+
+
+def in_the_background(live: Live) -> None:
+    body = RESPONSE | {"max_output_tokens": 300, "background": True}
+    made = HTTP.post(f"{live.url}/v1/responses", json=body).json()
+    url = f"{live.url}/v1/responses/{made['id']}"
+    events = [json.loads(line[6:]) for line in HTTP.get(url + "?stream=true").text.split("\n") if line[:5] == "data:"]
+    rows = [row for event in events if event["type"] == "response.output_text.delta" for row in event["logprobs"]]
+    assert rows == HTTP.get(url).json()["output"][0]["content"][0]["logprobs"]
+    HTTP.post(url + "/cancel")
+
+
+def in_a_batch(live: Live) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT | {"max_tokens": 30}}
+    form = {"files": {"file": ("a.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
+    file_id = HTTP.post(f"{live.url}/v1/files", **form).json()["id"]  # type: ignore[arg-type]
+    wanted = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "1h"}
+    batch_id = HTTP.post(f"{live.url}/v1/batches", json=wanted).json()["id"]
+    Live.wait(lambda: HTTP.get(f"{live.url}/v1/batches/{batch_id}").json()["status"] == "completed")
+    output_id = HTTP.get(f"{live.url}/v1/batches/{batch_id}").json()["output_file_id"]
+    output = HTTP.get(f"{live.url}/v1/files/{output_id}/content").json()
+    assert len(output["response"]["body"]["choices"][0]["logprobs"]["content"]) == 30
+
+
+@pytest.mark.parametrize("work", [in_a_conversation, replayed, gone_on_with, in_the_background, in_a_batch])
+def test_R_03_long_answers_are_written_in_pieces_and_kept_as_they_were_written(
+    server: Live, monkeypatch: pytest.MonkeyPatch, work: Callable[[Live], None]
+) -> None:
+    set_large(monkeypatch, 16)
+    with converted(monkeypatch) as sizes:
+        work(server)
+    assert max(sizes) < 2**16
+    # The control: a reply that is written in one go is noticed.
+    monkeypatch.setattr(routing, "json_pieces", lambda value, levels=0: [msgspec.json.encode(value)])
+    with converted(monkeypatch) as sizes:
+        work(server)
+    assert max(sizes) > 2**18
+
+
+def test_R_03_what_ran_in_the_background_or_was_given_up_is_freed_beside_the_loop(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: dict[str, tuple[str, bool]] = {}
+    free_lists = responses.free_lists
+
+    def noted(response: Any) -> None:
+        freed[response.id] = response.status, threading.get_ident() == server.thread.ident
+        # What is read from now on was stored.
+        free_lists(response)
+        assert not response.output
+
+    monkeypatch.setattr(responses, "free_lists", noted)
+    url, body = f"{server.url}/v1/responses", RESPONSE | {"max_output_tokens": 30}
+    whole = HTTP.post(url, json=body | {"background": True}).json()["id"]
+    Live.wait(lambda: whole in freed)
+    # One that is given up is freed when it is stored, and so is one whose client has gone.
+    body["max_output_tokens"] = 2000
+    with HTTP.stream("POST", url, json=body | {"stream": True}) as reply:
+        left = re.findall(r"resp_[0-9a-f]{32}", next(reply.iter_text()))[0]
+    ended = HTTP.post(url, json=body | {"background": True}).json()["id"]
+    HTTP.post(f"{url}/{ended}/cancel")
+    Live.wait(lambda: len(freed) == 3)
+    assert freed == {whole: ("incomplete", False), left: ("cancelled", False), ended: ("cancelled", False)}
+    for response_id, (status, _) in freed.items():
+        assert HTTP.get(f"{url}/{response_id}").json()["status"] == status
+    # The control: a reply that is sent whole is freed by what writes it.
+    HTTP.post(url, json=body | {"max_output_tokens": 1})
+    assert len(freed) == 3
+
+
+def test_R_03_control_a_reader_that_stays_keeps_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[Any] = []
+    monkeypatch.setattr(responses, "free_lists", freed.append)
+
+    async def work() -> None:
+        answer: Any = SimpleNamespace(
+            api=SimpleNamespace(keeping={}), id="a", response="whole", change=None, _num_readers=1
+        )
+        answer.output, answer.leave = SimpleNamespace(cuts=[]), lambda: ResponseAnswer.leave(answer)
+        answer.response = SimpleNamespace(id="a")
+        stream = ResponseAnswer.follow(answer)
+        answer.leave()
+        await asyncio.sleep(0.01)
+        assert not freed
+        for _ in range(2):
+            stream.close()
+        Live.wait(lambda: freed == [answer.response], 5)
+        assert len(freed) == 1
+
+    asyncio.run(work())

@@ -84,6 +84,12 @@ def refusal(number: int, custom_id: str | None, code: str, message: str) -> dict
     }
 
 
+def custom_id_of(output: bytes) -> str:
+    """Return the custom id of an output that this module made, from the text before its response, which may be long."""
+    text = output.partition(b',"response":')[0] + b"}"
+    return str(msgspec.json.decode(text)["custom_id"])
+
+
 def has_failed(output: Mapping[str, Any]) -> bool:
     """Return whether an output is an error."""
     response = output.get("response")
@@ -94,8 +100,8 @@ class Answerer:
     """Answers the lines of a batch.
 
     Args:
-        routes: by url, a function that takes a body, returns the whole reply, which msgspec can encode, and raises
-            `HeadraceError`s.
+        routes: by url, a function that takes a body, returns the whole reply, which msgspec can encode at once, and
+            raises `HeadraceError`s.
         priority: the priority of requests without one; None if the engine has no priorities.
     """
 

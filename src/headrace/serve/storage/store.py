@@ -76,6 +76,7 @@ class Store:
             in the folder are loaded; other files and symbolic links are left alone.
         max_items, max_bytes: bounds on the number of an owner's entries, and on the bytes of their metadata and bodies.
         shares: bytes for owners who have a bound of their own, by name.
+        max_entry_bytes: a bound on the bytes of one entry.
         evict: delete the owner's oldest entries when there is no room, instead of raising `StoreFullError`.
 
     Raises `HeadraceError` if the folder can not be used, or another server uses it.
@@ -89,11 +90,13 @@ class Store:
         max_items: int,
         max_bytes: int,
         shares: Mapping[str, int] | None = None,
+        max_entry_bytes: int | None = None,
         evict: bool = False,
     ) -> None:
         self.prefix, self.folder = prefix, folder
         self.max_items, self.max_bytes, self.evict = max_items, max_bytes, evict
         self.shares = dict(shares or {})
+        self.max_entry_bytes = max_entry_bytes
         self._entries: dict[str, _Entry] = {}
         self._num_items: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
@@ -261,8 +264,9 @@ class Store:
         share = self.shares.get(owner, self.max_bytes)
         known = self._entries.get(entry_id)
         size = growth + (0 if known is None else known.size)
-        if growth > 0 and size > share:
-            raise StoreFullError(f"storage: {size} bytes do not fit; it holds at most {share}")
+        most = share if self.max_entry_bytes is None else min(share, self.max_entry_bytes)
+        if growth > 0 and size > most:
+            raise StoreFullError(f"storage: {size} bytes do not fit; one entry has at most {most}")
         while (growth > 0 and self._num_bytes[owner] + growth > share) or (
             num_items and self._num_items[owner] + num_items > self.max_items
         ):

@@ -29,7 +29,7 @@ from headrace.serve.apis.openai.files import PAGE, Files, NotFoundError, page
 from headrace.serve.apis.openai.reply import Page
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_metadata
-from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_failed, read_line, refusal
+from headrace.serve.storage.batch_lines import Answerer, Line, answers, custom_id_of, has_failed, read_line, refusal
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
 from headrace.serve.storage.turns import Turns
 from headrace.serve.storage.writers import Writers
@@ -332,7 +332,7 @@ class Batches:
             # An earlier version of headrace kept no sizes.
             sizes.setdefault(name, self.files.store.body(card[name]).rfind(b"\n") + 1)
             self.files.store.write(card[name], b"", sizes[name])
-            ids = [msgspec.json.decode(line)["custom_id"] for line in self._lines(card, name)]
+            ids = [custom_id_of(line) for line in self._lines(card, name)]
             done.update(ids)
             counts[counted] = len(ids)
         changes = {"status": "in_progress", "in_progress_at": int(time.time())}
@@ -358,7 +358,7 @@ class Batches:
 
     def _mark_expired(self, batch_id: str, numbers: Mapping[str, int]) -> None:
         card = self._card(batch_id)
-        done = {msgspec.json.decode(line)["custom_id"] for name in OUTPUTS for line in self._lines(card, name)}
+        done = {custom_id_of(line) for name in OUTPUTS for line in self._lines(card, name)}
         message = "the batch expired before this line was answered"
         left = [
             refusal(number, custom_id, "batch_expired", message)

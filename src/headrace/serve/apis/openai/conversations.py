@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
 from starlette.applications import Starlette
+from starlette.responses import Response
 
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
-from headrace.serve.apis.openai.files import PAGE, NotFoundError, page
+from headrace.serve.apis.openai.files import PAGE, Named, NotFoundError, large_page
 from headrace.serve.apis.openai.reply import Deleted, Page
 from headrace.serve.apis.openai.responses_input import (
     NamedItem,
@@ -60,12 +61,13 @@ class Conversation(msgspec.Struct, kw_only=True):
 
 
 class ItemPage(Page, kw_only=True):
-    data: list[dict[str, Any]]
+    data: list[msgspec.Raw]
     warnings: WarningLines = UNSET
 
 
 class Conversations:
-    """The routes without HTTP. `store` keeps the object as metadata, and the items as the body."""
+    """The routes without HTTP. `store` keeps the object as metadata, and the items as the body. They stay as they were
+    written: the text of one item may be long."""
 
     def __init__(self, store: Store, writers: Writers) -> None:
         self.store, self._writers = store, writers
@@ -108,31 +110,35 @@ class Conversations:
         await self._writers.run(self.store.delete, conversation_id)
         return Deleted(id=conversation_id, object="conversation.deleted", deleted=True)
 
-    async def items(self, conversation_id: str) -> list[dict[str, Any]]:
+    async def items(self, conversation_id: str) -> list[msgspec.Raw]:
         """Return the items, oldest first. Raises `NotFoundError`, `StorageError`."""
         await self.get(conversation_id)
         return await self._writers.run(self._items, conversation_id)
 
-    async def page(self, conversation_id: str, query: Mapping[str, str]) -> ItemPage:
+    async def page(self, conversation_id: str, query: Mapping[str, str]) -> Response:
         """The items of a conversation."""
-        return page(ItemPage, await self.items(conversation_id), query, DEFAULT_PAGE)
+        return await large_page(ItemPage, await self.items(conversation_id), query, DEFAULT_PAGE)
 
-    async def add(self, conversation_id: str, body: dict[str, Any]) -> ItemPage:
+    async def add(self, conversation_id: str, body: dict[str, Any]) -> Response:
         """Add items at the end of a conversation."""
         request = convert(ConversationItemsRequest, body)
         if not request.items:
             raise RequestError("items", request.items, "at least one item")
         items = _new_items(request.items)
         await self.get(conversation_id)
-        await self.append(conversation_id, items)
-        added = page(ItemPage, items, {"order": "asc"}, MAX_NEW_ITEMS)
-        added.warnings = request.warnings.reply()
-        return added
+        added = await self.append(conversation_id, items)
+        warnings = request.warnings.reply()
+        return await large_page(ItemPage, added, {"order": "asc"}, MAX_NEW_ITEMS, warnings=warnings)
 
-    async def item(self, conversation_id: str, item_id: str) -> dict[str, Any]:
+    async def item(self, conversation_id: str, item_id: str) -> Response:
         """One item of a conversation."""
-        items = await self.items(conversation_id)
-        return items[_place(items, item_id)]
+
+        def find() -> msgspec.Raw:
+            items = self._items(conversation_id)
+            return items[_place(items, item_id)]
+
+        await self.get(conversation_id)
+        return routing.json_in_parts(await self._writers.run(find))
 
     async def remove(self, conversation_id: str, item_id: str) -> Conversation:
         """Delete one item of a conversation."""
@@ -140,32 +146,35 @@ class Conversations:
         def change() -> None:
             items = self._items(conversation_id)
             del items[_place(items, item_id)]
-            self.store.set_body(conversation_id, msgspec.json.encode(items))
+            self.store.set_body(conversation_id, b"".join(routing.json_pieces(items)))
 
         conversation = await self.get(conversation_id)
         await self._writers.run(change)
         return conversation
 
-    async def append(self, conversation_id: str, items: list[dict[str, Any]]) -> None:
-        """Add items that have ids. Raises `RequestError` for too many, `NotFoundError`, and errors of the store."""
+    async def append(self, conversation_id: str, items: Sequence[Any]) -> list[msgspec.Raw]:
+        """Add items that have ids, as msgspec writes them. Returns them as they were written. Raises `RequestError` for
+        too many, `NotFoundError`, and errors of the store."""
 
-        def change() -> None:
-            whole = [*self._items(conversation_id), *items]
+        def change() -> list[msgspec.Raw]:
+            added = [msgspec.Raw(b"".join(routing.json_pieces(item))) for item in items]
+            whole = [*self._items(conversation_id), *added]
             if len(whole) > MAX_ITEMS:
                 raise RequestError("items", len(whole), f"at most {MAX_ITEMS} in a conversation")
-            self.store.set_body(conversation_id, msgspec.json.encode(whole))
+            self.store.set_body(conversation_id, b"".join(routing.json_pieces(whole)))
+            return added
 
-        await self._writers.run(change)
+        return await self._writers.run(change)
 
-    def _items(self, conversation_id: str) -> list[dict[str, Any]]:
+    def _items(self, conversation_id: str) -> list[msgspec.Raw]:
         if conversation_id not in self.store:
             raise NotFoundError("conversation", conversation_id)
-        return msgspec.json.decode(self.store.body(conversation_id), type=list[dict[str, Any]])
+        return msgspec.json.decode(self.store.body(conversation_id), type=list[msgspec.Raw])
 
 
-def _place(items: list[dict[str, Any]], item_id: str) -> int:
+def _place(items: Sequence[msgspec.Raw], item_id: str) -> int:
     for place, item in enumerate(items):
-        if item.get("id") == item_id:
+        if msgspec.json.decode(item, type=Named).id == item_id:
             return place
     raise NotFoundError("item", item_id)
 

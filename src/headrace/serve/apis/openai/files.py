@@ -7,8 +7,9 @@ Owns the names and kinds of files; bytes are `serve.storage.store`'s, whose ids 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.engine.generation import off_loop
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.reply import Deleted, Page
@@ -149,8 +151,29 @@ def page(kind: type[P], items: list[Any], query: Mapping[str, str], default: int
     return kind(data=data, has_more=len(rows) > len(data), first_id=first_id, last_id=last_id)
 
 
+class Named(msgspec.Struct):
+    """An item as it was written; the rest of it is passed over."""
+
+    id: Any
+
+
 def _id(item: Any) -> str:
-    return str(item["id"] if isinstance(item, dict) else item.id)
+    return str((msgspec.json.decode(item, type=Named) if isinstance(item, msgspec.Raw) else item).id)
+
+
+async def large_page(
+    kind: type[P], items: list[msgspec.Raw], query: Mapping[str, str], default: int, **more: Any
+) -> Response:
+    """Return the response of `page`, made and written beside the event loop if the items are large. `more` are further
+    fields."""
+    size = size_of(items)
+    reply = await off_loop(size, functools.partial(page, kind, items, query, default))
+    return await routing.large_response(msgspec.structs.replace(reply, **more), size)
+
+
+def size_of(items: Sequence[msgspec.Raw]) -> int:
+    """Return about how many tokens the text of items has."""
+    return sum(map(len, items)) // 16
 
 
 async def read_form(request: Request) -> Form:

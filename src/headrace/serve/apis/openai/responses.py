@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import re
@@ -21,12 +22,12 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from headrace.engine.generation import LARGE_TEXT, off_loop, width
+from headrace.engine.generation import off_loop, width
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.serve import errors
 from headrace.serve.apis.openai.conversations import Conversations
-from headrace.serve.apis.openai.files import NotFoundError
+from headrace.serve.apis.openai.files import NotFoundError, size_of
 from headrace.serve.apis.openai.reply import Deleted
 from headrace.serve.apis.openai.responses_events import (
     CachedTokens,
@@ -49,23 +50,24 @@ from headrace.serve.apis.openai.responses_input import (
     conversation_of,
     input_items,
     messages_of,
+    past_item,
     read,
     response_of_item,
     without_hosted,
 )
-from headrace.serve.apis.openai.responses_replay import RUNNING, Entry, StoredItems, StoredStream, Written
+from headrace.serve.apis.openai.responses_replay import RUNNING, Entry, Items, Kept, StoredStream, Written, snapshot
 from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
 from headrace.serve.call.call import Answer, ChatCall, spelled
 from headrace.serve.call.parsing import WarningLines, Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import Explain, ServedModel, no_explanations
-from headrace.serve.routing import Readable, free_lists, json_in_parts, json_pieces, large_event
+from headrace.serve.routing import Readable, free_lists, json_in_parts, json_pieces, large_event, large_response
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
 
 logger = logging.getLogger("headrace.server")
-T = TypeVar("T", Entry, StoredItems, Written)
+T = TypeVar("T", Kept, Items, Written)
 
 MAX_BACKGROUND = 256
 
@@ -96,6 +98,8 @@ class ResponseAnswer(Readable):
         self.explain: Explain = no_explanations
         self._num_reasoning = 0
         self._logprobs: list[ChatTokenLogprob] = []
+        # What reads the response: the answer itself, and streams of one in the background.
+        self._num_readers = 1
 
     async def whole(self) -> ResponseObject:
         try:
@@ -134,16 +138,31 @@ class ResponseAnswer(Readable):
 
     def close(self) -> None:
         """Abort. A stored response that had not ended is "cancelled" then."""
-        size = self.answer.size
         super().close()
         if self.response.status in RUNNING:
             self.output.end("incomplete")
             self.response.status = "cancelled"
             self._wake()
             self.api.keep_later(self.entry)
-        elif self.stream and not self.request.background and size >= LARGE_TEXT:
-            # A whole reply is freed when it is sent, and others may read one that ran in the background.
-            asyncio.get_running_loop().run_in_executor(None, free_lists, self.response)
+        # One that ran in the background is left by its task, and a whole reply is freed when it is sent.
+        if not self.request.background and (self.stream or self.response.status not in ("completed", "incomplete")):
+            self.leave()
+
+    def follow(self, after: int = -1) -> StoredStream:
+        """Return the events of a response that runs in the background."""
+        self._num_readers += 1
+        return StoredStream(self.response, self.output.cuts, after, lambda: self.change, self.leave)
+
+    def leave(self) -> None:
+        """Note that the answer, or a stream of it, reads the response no more. The last one frees it, in slices beside
+        the loop, when it is stored."""
+        self._num_readers -= 1
+        if not self._num_readers:
+            keeping, loop = self.api.keeping.get(self.id), asyncio.get_running_loop()
+            if keeping is None:
+                loop.run_in_executor(None, free_lists, self.response)
+            else:
+                keeping.add_done_callback(lambda _: loop.run_in_executor(None, free_lists, self.response))
 
     def _wake(self) -> None:
         """Let those go on who read the response while it runs."""
@@ -225,7 +244,7 @@ class Responses:
         self.conversations = conversations
         self.store, self.writers = store, writers
         # What is on its way to the store, by id.
-        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self.keeping: dict[str, asyncio.Task[None]] = {}
         self._background: dict[str, tuple[ResponseAnswer, asyncio.Task[None]]] = {}
         for response_id in store:
             self._settle(response_id)
@@ -246,13 +265,14 @@ class Responses:
         items = await self._referenced(input_items(request, response_id.partition("_")[2]))
         history, named = await self._named(request, items)
         call, tools = chat_call(request, shared)
-        chat = await self._chat(model, request, call, without_hosted(named, call.warnings))
+        chat = await self._chat(model, request, call, without_hosted(named, call.warnings), size_of(history))
         response = response_object(model.name, request, chat, response_id)
         answer = ResponseAnswer(self, request, chat, Entry(response=response, input=items, history=history), tools)
         answer.explain = model.explain
         if stored:
             try:
-                await self.writers.run(lambda: self.store.put(response_id, {}, msgspec.json.encode(answer.entry)))
+                entry = answer.entry
+                await self.writers.run(lambda: self.store.put(response_id, {}, b"".join(json_pieces(entry))))
             except BaseException:
                 answer.close()
                 raise
@@ -261,9 +281,10 @@ class Responses:
     async def count(self, model: ServedModel, body: dict[str, Any]) -> InputTokens:
         """How many tokens a response's prompt has."""
         request, shared = read(body)
-        _, named = await self._named(request, await self._referenced(input_items(request, "0")))
+        history, named = await self._named(request, await self._referenced(input_items(request, "0")))
         call, _ = chat_call(request, shared)
-        messages = messages_of(request.instructions, without_hosted(named, call.warnings))
+        items = without_hosted(named, call.warnings)
+        messages = await off_loop(size_of(history), functools.partial(messages_of, request.instructions, items))
         call = msgspec.structs.replace(call, messages=messages)
         with spelled(call.spelling):
             # The parameters of an answer are checked, though there is none.
@@ -273,19 +294,25 @@ class Responses:
 
     async def _named(
         self, request: ResponsesRequest, items: list[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[NamedItem]]:
+    ) -> tuple[list[msgspec.Raw], list[NamedItem]]:
         """Return the items that came before a request's own, and all of them with their names in errors."""
         previous_id, conversation_id = request.previous_response_id, conversation_of(request)
-        history: list[dict[str, Any]] = []
+        written: list[msgspec.Raw] = []
         if conversation_id is not None:
             if self.conversations is None:
                 raise RequestError("conversation", conversation_id, "left out: none are kept here")
-            history = await self.conversations.items(conversation_id)
+            written = await self.conversations.items(conversation_id)
         elif previous_id is not None:
-            history = await self.writers.run(self._history, previous_id)
+            written = await self.writers.run(self._history, previous_id)
         field = "conversation" if previous_id is None else "previous_response_id"
-        earlier = [NamedItem(field, item) for item in history]
-        return history, [*earlier, *(NamedItem(f"input[{index}]", item) for index, item in enumerate(items))]
+
+        def earlier() -> tuple[list[msgspec.Raw], list[NamedItem]]:
+            read = [past_item(item) for item in written]
+            history = [msgspec.Raw(msgspec.json.encode(item)) for item in read]
+            return history, [NamedItem(field, item) for item in read]
+
+        history, named = await off_loop(size_of(written), earlier)
+        return history, [*named, *(NamedItem(f"input[{index}]", item) for index, item in enumerate(items))]
 
     def run_in_background(self, answer: ResponseAnswer) -> ResponseObject:
         """Go on with an answer when its caller is gone. -> the response object as it is now."""
@@ -302,6 +329,7 @@ class Responses:
             finally:
                 answer.close()
                 self._background.pop(answer.id, None)
+                answer.leave()
 
         self._background[answer.id] = answer, asyncio.ensure_future(run())
         return answer.response
@@ -312,56 +340,55 @@ class Responses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+        await asyncio.gather(*self.keeping.values(), return_exceptions=True)
 
-    async def get(self, response_id: str) -> ResponseObject:
-        """Raises `NotFoundError`, `StorageError`."""
-        # A caller that may not see a stored response may not see it running.
+    def _running(self, response_id: str) -> ResponseAnswer | None:
+        """Return the answer if it runs in the background. A caller that may not see a stored response may not see it
+        running."""
         if response_id in self._background and response_id in self.store:
-            return self._background[response_id][0].response
-        return (await self.writers.run(self._entry, response_id)).response
+            return self._background[response_id][0]
+        return None
 
-    async def read(self, response_id: str) -> ResponseObject | Response:
-        """Return what `get` returns; a stored response as it was written, for to decode a large one holds the loop."""
-        if response_id in self._background and response_id in self.store:
-            return await self.get(response_id)
-        return json_in_parts(bytes((await self.writers.run(self._read, response_id, Written)).response))
+    async def read(self, response_id: str) -> Response:
+        """Return a response as it is now, a stored one as it was written. Raises `NotFoundError`, `StorageError`."""
+        answer = self._running(response_id)
+        if answer is not None:
+            return await large_response(snapshot(answer.response), answer.answer.size)
+        return json_in_parts((await self.writers.run(self._read, response_id, Written)).response)
 
     async def stream(self, response_id: str, starting_after: str | None) -> StoredStream:
-        """Return the events of a response behind one with a number. Raises what `get` raises, and `RequestError`."""
+        """Return the events of a response behind one with a number. Raises what `read` raises, and `RequestError`."""
         if starting_after is not None and not re.fullmatch("[0-9]{1,9}", starting_after):
             raise RequestError("starting_after", starting_after, "the sequence_number of an event")
         after = -1 if starting_after is None else int(starting_after)
-        if response_id in self._background and response_id in self.store:
-            return self.follow(self._background[response_id][0], after)
-        entry = await self.writers.run(self._entry, response_id)
+        answer = self._running(response_id)
+        if answer is not None:
+            return answer.follow(after)
+        entry = await self.writers.run(self._read, response_id, Kept)
         if entry.response.status in RUNNING:
             raise RequestError("stream", "true", "false: the call that made this response has its stream")
-        return StoredStream(entry.response, entry.cuts, after, asyncio.Event)
+        return StoredStream(entry.response, entry.cuts, after)
 
-    def follow(self, answer: ResponseAnswer, after: int = -1) -> StoredStream:
-        """Return the events of a response that runs in the background."""
-        return StoredStream(answer.response, answer.output.cuts, after, lambda: answer.change)
-
-    async def items(self, response_id: str) -> list[dict[str, Any]]:
+    async def items(self, response_id: str) -> list[msgspec.Raw]:
         """The input of a response, oldest first, without what came before it. Raises `NotFoundError`."""
-        return (await self.writers.run(self._entry, response_id)).input
+        items: Items = await self.writers.run(self._read, response_id, Items)
+        return items.input
 
-    async def cancel(self, response_id: str) -> ResponseObject:
+    async def cancel(self, response_id: str) -> Response:
         """End a response that runs in the background.
 
         Raises `NotFoundError`, `RequestError`.
         """
-        response = await self.get(response_id)
-        if not response.background:
+        running = self._running(response_id)
+        if running is None and not (await self.writers.run(self._read, response_id, Items)).response.background:
             raise RequestError("response_id", response_id, "that of a response in the background")
         if response_id in self._background:
             answer, task = self._background[response_id]
             task.cancel()
             answer.close()
-        if response_id in self._keeping:
-            await asyncio.wait({self._keeping[response_id]})
-        return await self.get(response_id)
+        if response_id in self.keeping:
+            await asyncio.wait({self.keeping[response_id]})
+        return await self.read(response_id)
 
     async def delete(self, response_id: str) -> Deleted:
         """Delete a stored response.
@@ -387,8 +414,7 @@ class Responses:
         if self.conversations is None or not isinstance(response.conversation, ConversationRef):
             return
         try:
-            items = [*entry.input, *msgspec.to_builtins(response.output)]
-            await self.conversations.append(response.conversation.id, items)
+            await self.conversations.append(response.conversation.id, [*entry.input, *response.output])
         except HeadraceError as error:
             logger.warning("response %s is not added to its conversation: %s", response.id, error)
 
@@ -397,8 +423,8 @@ class Responses:
         response_id = entry.response.id
         if entry.response.store:
             task = asyncio.ensure_future(self.keep(entry))
-            self._keeping[response_id] = task
-            task.add_done_callback(lambda _: self._keeping.pop(response_id))
+            self.keeping[response_id] = task
+            task.add_done_callback(lambda _: self.keeping.pop(response_id))
 
     def _keep(self, entry: Entry) -> None:
         response_id = entry.response.id
@@ -412,11 +438,12 @@ class Responses:
             self.store.discard(response_id)
 
     async def _chat(
-        self, model: ServedModel, request: ResponsesRequest, call: ChatCall, items: list[NamedItem]
+        self, model: ServedModel, request: ResponsesRequest, call: ChatCall, items: list[NamedItem], size: int
     ) -> Answer:
-        """The chat that answers. With truncation "auto", the oldest items go until the rest fits."""
+        """The chat that answers; `size` is that of the items. With truncation "auto", the oldest items go until the
+        rest fits."""
         while True:
-            messages = messages_of(request.instructions, items)
+            messages = await off_loop(size, functools.partial(messages_of, request.instructions, items))
             attempt = msgspec.structs.replace(call, messages=messages, warnings=Warnings(call.warnings))
             try:
                 return await model.chat(attempt)
@@ -430,28 +457,27 @@ class Responses:
 
     async def _referenced(self, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return items with the stored ones in place of references. Raises `RequestError` for one that is not there."""
-        if not any(item["type"] == REFERENCE for item in items):
-            return items
         stored: dict[str, dict[str, Any]] = {}
         for response_id in {response_of_item(item["id"]) for item in items if item["type"] == REFERENCE} - {None}:
             with contextlib.suppress(NotFoundError):
-                entry = await self.writers.run(self._read, f"{self.store.prefix}{response_id}", StoredItems)
-                stored |= {item["id"]: item for item in [*entry.input, *entry.response.output]}
+                stored |= await self.writers.run(self._items, f"{self.store.prefix}{response_id}")
         for index, item in enumerate(items):
             if item["type"] == REFERENCE and item["id"] not in stored:
                 raise RequestError(f"input[{index}].id", item["id"], "the id of an item of a stored response")
         return [stored[item["id"]] if item["type"] == REFERENCE else item for item in items]
 
-    def _history(self, response_id: str) -> list[dict[str, Any]]:
+    def _items(self, response_id: str) -> dict[str, dict[str, Any]]:
+        """Return the items that a response took and gave, by their ids. Raises `NotFoundError`."""
+        entry = self._read(response_id, Items)
+        return {item["id"]: item for item in map(past_item, [*entry.input, *entry.response.output])}
+
+    def _history(self, response_id: str) -> list[msgspec.Raw]:
         """Return the input and output of a response, and of those before it. Raises `NotFoundError`, and `RequestError`
         if it still runs."""
-        entry = self._entry(response_id)
+        entry = self._read(response_id, Items)
         if entry.response.status in RUNNING or response_id in self._background:
             raise RequestError("previous_response_id", response_id, "that of a response which has ended")
-        return [*entry.history, *entry.input, *msgspec.to_builtins(entry.response.output)]
-
-    def _entry(self, response_id: str) -> Entry:
-        return self._read(response_id, Entry)
+        return [*entry.history, *entry.input, *entry.response.output]
 
     def _read(self, response_id: str, kind: type[T]) -> T:
         if response_id not in self.store:
@@ -465,7 +491,7 @@ class Responses:
     def _settle(self, response_id: str) -> None:
         """Mark a response as failed that an earlier server did not finish."""
         try:
-            entry = self._entry(response_id)
+            entry = self._read(response_id, Kept)
         except (NotFoundError, StorageError):
             return  # the log has why
         if entry.response.status in RUNNING:

@@ -245,6 +245,38 @@ def response_of_item(item_id: str) -> str | None:
     return None if match is None else match[1]
 
 
+class PastPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    type: Any = None
+    text: Any = None
+    refusal: Any = None
+
+
+class PastItem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a chat reads of an item."""
+
+    type: Any
+    id: Any = None
+    role: Any = None
+    content: str | list[PastPart] | None = None
+    summary: str | list[PastPart] | None = None
+    output: str | list[PastPart] | None = None
+    call_id: Any = None
+    name: Any = None
+    arguments: Any = None
+    input: Any = None
+    namespace: Any = None
+
+
+def past_item(written: msgspec.Raw) -> dict[str, Any]:
+    """Return what a chat reads of a stored item. Its log-probabilities are passed over: there may be a million."""
+    try:
+        item: dict[str, Any] = msgspec.to_builtins(msgspec.json.decode(written, type=PastItem))
+        return item
+    except msgspec.ValidationError:
+        # A client made it, with odd values in fields that are not read, and it is no larger than a body.
+        return msgspec.json.decode(written, type=dict[str, Any])
+
+
 class NamedItem(NamedTuple):
     """An item, and what the request calls it, for errors."""
 

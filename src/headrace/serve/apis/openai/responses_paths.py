@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.responses import Response
 
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
-from headrace.serve.apis.openai.files import PAGE, page
+from headrace.serve.apis.openai.files import PAGE, large_page
 from headrace.serve.apis.openai.reply import Deleted, Page
 from headrace.serve.apis.openai.responses import InputTokens, ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Event, ResponseObject
@@ -25,7 +26,7 @@ NO_COMPACTION = 'it is opaque state of OpenAI\'s own models; send truncation "au
 
 
 class InputItems(Page, kw_only=True):
-    data: list[dict[str, Any]]
+    data: list[msgspec.Raw]
 
 
 def add_routes(app: Starlette, models: ModelSet, responses: Responses) -> None:
@@ -37,9 +38,9 @@ def add_routes(app: Starlette, models: ModelSet, responses: Responses) -> None:
         if not answer.request.background:
             return answer
         response = responses.run_in_background(answer)
-        return responses.follow(answer) if answer.request.stream else response
+        return answer.follow() if answer.request.stream else response
 
-    async def get(response_id: str, query: Mapping[str, str]) -> ResponseObject | Response | StoredStream:
+    async def get(response_id: str, query: Mapping[str, str]) -> Response | StoredStream:
         """A stored response, or the events of its stream."""
         stream = query.get("stream", "false")
         if stream not in ("true", "false"):
@@ -51,9 +52,9 @@ def add_routes(app: Starlette, models: ModelSet, responses: Responses) -> None:
         """Not done by this server."""
         raise CallError(501, "not_supported_error", f"/v1/responses/compact: not supported here; {NO_COMPACTION}")
 
-    async def input_items(response_id: str, query: Mapping[str, str]) -> InputItems:
+    async def input_items(response_id: str, query: Mapping[str, str]) -> Response:
         """The input of a stored response."""
-        return page(InputItems, await responses.items(response_id), query, DEFAULT_PAGE)
+        return await large_page(InputItems, await responses.items(response_id), query, DEFAULT_PAGE)
 
     one = "/v1/responses/{response_id}"
     stream: dict[str, Any] = {"streams": routing.EVENT_STREAM, "chunks": (Event,)}

@@ -7,16 +7,17 @@ behind the last event that it has. Knows no engine; called by `responses`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from headrace.serve import errors
-from headrace.serve.apis.openai.responses_events import Cut, Event, OutputItem, ResponseObject
-from headrace.serve.routing import Readable
+from headrace.engine.generation import LARGE_TEXT, width
+from headrace.serve.apis.openai.responses_events import Cut, Event, OutputItem, OutputText, ResponseObject
+from headrace.serve.routing import Readable, large_event
 
 RUNNING = ("queued", "in_progress")
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
@@ -25,13 +26,37 @@ ENDS = ("completed", "incomplete", "failed")
 """States with an event of their own; a response that was cancelled ends as incomplete."""
 
 
+TURN = 64
+"""Events after which the loop runs others."""
+
+
 class Entry(msgspec.Struct, kw_only=True):
-    """A stored response: the object, its input, the items that came before, and how its stream was cut."""
+    """A response as it is stored: the object, its input, the items that came before, and how its stream was cut."""
 
     response: ResponseObject
-    input: list[dict[str, Any]]
-    history: list[dict[str, Any]]
+    input: list[Any]
+    history: list[msgspec.Raw]
     cuts: list[Cut] = []
+
+
+class KeptText(OutputText, kw_only=True):
+    logprobs: list[msgspec.Raw] | UnsetType = UNSET  # type: ignore[assignment]
+
+
+class KeptItem(OutputItem, kw_only=True):
+    content: list[KeptText] | UnsetType = UNSET  # type: ignore[assignment]
+
+
+class KeptResponse(ResponseObject, kw_only=True):
+    output: list[KeptItem]  # type: ignore[assignment]
+
+
+class Kept(Entry, kw_only=True):
+    """A stored response as it is read: log-probabilities and items stay as they were written, for to decode many
+    holds the interpreter's lock."""
+
+    response: KeptResponse
+    input: list[msgspec.Raw]
 
 
 class Written(msgspec.Struct):
@@ -40,15 +65,30 @@ class Written(msgspec.Struct):
     response: msgspec.Raw
 
 
-class StoredOutput(msgspec.Struct):
-    output: list[dict[str, Any]]
+class Items(msgspec.Struct):
+    """Of a stored response, the items: its output, its input, and those before it."""
+
+    class Response(msgspec.Struct):
+        status: str
+        background: bool
+        output: list[msgspec.Raw]
+
+    response: Response
+    input: list[msgspec.Raw]
+    history: list[msgspec.Raw]
 
 
-class StoredItems(msgspec.Struct):
-    """Of a stored response, the items that it took and gave."""
+def snapshot(response: ResponseObject) -> ResponseObject:
+    """Return a response that still runs as it is now. Its lists are its own, and what is in them is shared."""
 
-    input: list[dict[str, Any]]
-    response: StoredOutput
+    def copied(item: OutputItem) -> OutputItem:
+        if not item.content:
+            return replace(item)
+        part = item.part
+        logprobs = list(part.logprobs) if isinstance(part.logprobs, list) else UNSET
+        return replace(item, content=[replace(part, logprobs=logprobs)])
+
+    return replace(response, output=[copied(item) for item in response.output])
 
 
 class Replay:
@@ -60,35 +100,36 @@ class Replay:
         # Of the open item: characters and log-probabilities that were passed on; None: no item is open.
         self._passed: tuple[int, int] | None = None
 
-    def opening(self) -> list[Event]:
-        """Return the two events before the first item, with the response as it was then."""
+    def opening(self) -> Iterator[Event]:
+        """Yield the two events before the first item, with the response as it was then."""
         fields: dict[str, Any] = {"status": "in_progress", "output": [], "timings": UNSET, "explain": UNSET}
         fields |= dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
         response = replace(self._response, **fields)
-        return [self._whole(kind, response) for kind in ("created", "in_progress")]
+        for kind in ("created", "in_progress"):
+            yield self._whole(kind, response)
 
-    def advance(self) -> list[Event]:
-        """Return the events of what has come since the last call; the last ones once the response has ended."""
-        events: list[Event] = []
+    def advance(self) -> Iterator[Event]:
+        """Yield the events of what has come since the last call; the last ones if the response has ended by then. What
+        comes while they are read is among them or among the next."""
         response, has_ended = self._response, self._response.status not in RUNNING
         while self._num_closed < len(response.output):
             item = response.output[self._num_closed]
             if self._passed is None:
-                events += self._open(item)
+                yield from self._open(item)
             while self._num_cuts < len(self._cuts) and self._cuts[self._num_cuts][0] == self._num_closed:
                 _, length, num_logprobs = self._cuts[self._num_cuts]
                 self._num_cuts += 1
-                events.append(self._delta(item, length, num_logprobs))
+                yield self._delta(item, length, num_logprobs)
             if self._num_closed == len(response.output) - 1 and not has_ended:
                 break
             closing = self._close(item)
             # The stream of a failed response breaks off without them.
-            events += closing if response.status in ENDS[:2] or self._num_closed < len(response.output) - 1 else []
+            if response.status in ENDS[:2] or self._num_closed < len(response.output) - 1:
+                yield from closing
             self._num_closed += 1
         if has_ended:
             status = response.status if response.status in ENDS else "incomplete"
-            events.append(self._whole(status, response))
-        return events
+            yield self._whole(status, response)
 
     def _event(self, kind: Any, **fields: Any) -> Event:
         event = Event(type=kind, sequence_number=self._num_events, **fields)
@@ -96,7 +137,7 @@ class Replay:
         return event
 
     def _whole(self, status: str, response: ResponseObject) -> Event:
-        return self._event(f"response.{status}", response=msgspec.Raw(msgspec.json.encode(response)))
+        return self._event(f"response.{status}", response=response)
 
     def _item_event(self, item: OutputItem, kind: str, **fields: Any) -> Event:
         place = {} if item.type in CALLS else {"content_index": 0}
@@ -162,30 +203,43 @@ class StoredStream(Readable):
     Args:
         after: the number of the last event that the client has; -1: none.
         change: returns an event that is set when a running response has gone on.
+        leave: is called once, when nothing is read any more.
     """
 
     def __init__(
-        self, response: ResponseObject, cuts: list[Cut], after: int, change: Callable[[], asyncio.Event]
+        self,
+        response: ResponseObject,
+        cuts: list[Cut],
+        after: int,
+        change: Callable[[], asyncio.Event] = asyncio.Event,
+        leave: Callable[[], None] | None = None,
     ) -> None:
         self.id, self.stream = response.id, True
         self._response, self._replay = response, Replay(response, cuts)
-        self._after, self._change = after, change
+        self._after, self._change, self._leave = after, change, leave
 
     async def whole(self) -> ResponseObject:
         return self._response
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events behind `after`, and those that are still to come."""
-        events = self._replay.opening()
+        opening: Iterator[Event] = self._replay.opening()
         while True:
             change, has_ended = self._change(), self._response.status not in RUNNING
-            for event in [*events, *self._replay.advance()]:
+            for event in itertools.chain(opening, self._replay.advance()):
+                if event.sequence_number % TURN == 0:
+                    await asyncio.sleep(0)
                 if event.sequence_number > self._after:
-                    yield errors.event(event, event.type)
+                    rows = event.logprobs or []
+                    size = LARGE_TEXT if event.delta is UNSET else len(rows) * (1 + width(rows))
+                    yield await large_event(event, size, b"event: %b\ndata: " % event.type.encode(), keeps_body=True)
             if has_ended:
                 return
-            events = []
+            opening = iter(())
             await change.wait()
 
     def close(self) -> None:
         """Leave the response as it is: it runs on without its readers."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 
 from headrace.serve.apis.openai import batches, completions, conversations, embeddings, files, responses_paths
@@ -20,7 +21,7 @@ from headrace.serve.apis.openai.files import MAX_FILES, Files
 from headrace.serve.apis.openai.responses import Responses
 from headrace.serve.call.models import ModelSet, Running
 from headrace.serve.call.service import ServedModel
-from headrace.serve.routing import Readable
+from headrace.serve.routing import Readable, large_event
 from headrace.serve.storage.batch_lines import Answerer, Route
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
@@ -30,6 +31,8 @@ MAX_BATCHES = 1024
 MAX_BATCH_BYTES = 16 * 2**20
 MAX_RESPONSES = 4096
 MAX_CONVERSATIONS = 4096
+MAX_KEPT_BYTES = 48 * 2**20
+"""Of one response or conversation: to look through more at once holds the interpreter's lock for too long."""
 LATEST = 2**31 - 1
 """The priority that goes last."""
 
@@ -54,6 +57,7 @@ class Storage:
         most: dict[str, Any] = {"max_bytes": max_bytes, "shares": shares}
         file_store = Store("file-", place("files"), max_items=MAX_FILES, **most)
         batch_store = Store("batch_", place("batches"), max_items=MAX_BATCHES, max_bytes=MAX_BATCH_BYTES)
+        most["max_entry_bytes"] = MAX_KEPT_BYTES
         response_store = Store("resp_", place("responses"), max_items=MAX_RESPONSES, evict=True, **most)
         conversation_store = Store("conv_", place("conversations"), max_items=MAX_CONVERSATIONS, **most)
         self.writers = Writers()
@@ -86,9 +90,10 @@ def answerer(models: ModelSet, responses: Responses) -> Answerer:
         async def route(model: ServedModel, body: dict[str, Any]) -> Any:
             answer = await create(model, body)
             try:
-                return await answer.whole()
+                reply, size = await answer.whole(), answer.answer.size
             finally:
                 answer.close()
+            return msgspec.Raw(await large_event(reply, size, b"", b""))
 
         return models.bound(route)
 
