@@ -1,8 +1,8 @@
 """auto-round's own checkpoints (Cheng et al. 2023, SignRound): the layouts of others under one config.
 
 `packing_format` names the layout: GPTQ's words with zero points less one ("auto_round:auto_gptq") or as they are
-("auto_round", "auto_round:gptqmodel"), AWQ's ("auto_round:auto_awq"), 8-bit floats, or blocks of 4- and 8-bit floats as
-compressed-tensors has them. `extra_config` has the settings of single layers, by name or by a pattern that is
+("auto_round", "auto_round:gptqmodel"), or AWQ's ("auto_round:auto_awq"). Where `data_type` says floats, the layers are
+8-bit floats, or blocks of 4- and 8-bit floats as compressed-tensors has them. `extra_config` has the settings of single layers, by name or by a pattern that is
 searched for; 16 bits leave a layer plain.
 """
 
@@ -26,37 +26,32 @@ WORDS = {
     "auto_round:auto_awq": "awq",
 }
 """The layouts of whole numbers."""
-FLOATS = ("fp", "fp8_static", "fp8", "mx_fp", "mx_fp4", "mx_fp8", "mx_fp_rceil", "nv_fp", "nv_fp4_with_static_gs",
-          "mxfp4", "mxfp8", "nvfp4", "fp8_block", "llm_compressor")  # fmt: skip
-"""What follows "auto_round:" for floats."""
+FLOATS = re.compile(r"(fp|mx_fp|nv_fp)(4|8)?(_e4m3|_e5m2|_rceil|_with_static_gs)?")
 SETTINGS = ("bits", "group_size", "sym", "data_type")
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; plain floats if extra_config gives it 16 bits, or if it is stored as floats."""
-    layout = config.get("packing_format", "auto_round:auto_gptq")
-    known = isinstance(layout, str) and (layout in WORDS or layout.removeprefix("auto_round:") in FLOATS)
-    if not known:
-        raise CheckpointError(
-            f"config.json: quantization_config.packing_format is {layout!r:.80}, expected {', '.join(WORDS)} or floats "
-            f"({', '.join(FLOATS)})"
-        )
     if config.get("rotation_config"):
         raise CheckpointError("quantization_config: rotation_config (rotated weights) is not supported")
     config = _settings_of(name, config)
     if whole(config, "bits") >= 16:
         return plain_weight(tensors, name)
-    if layout not in WORDS:
-        return _floats(tensors, name, config)
-    if str(config.get("data_type", "int")) != "int":
+    kind, layout = config.get("data_type", "int"), config.get("packing_format", "auto_round:auto_gptq")
+    if isinstance(kind, str) and FLOATS.fullmatch(kind):
+        return _floats(tensors, name, kind, config.get("group_size"))
+    if kind != "int":
         raise CheckpointError(
-            f"config.json: quantization_config.data_type is {config['data_type']!r:.80}, expected int in {layout}"
+            f"config.json: quantization_config.data_type is {kind!r:.80}, expected int, fp, mx_fp or nv_fp"
         )
+    if not isinstance(layout, str) or layout not in WORDS:
+        raise CheckpointError(
+            f"config.json: quantization_config.packing_format is {layout!r:.80}, expected {', '.join(WORDS)}"
+        )
+    words = {"bits": config["bits"], "group_size": config.get("group_size")}
     if WORDS[layout] == "awq":
-        awq_config = {"bits": config["bits"], "group_size": config.get("group_size"), "version": "gemm"}
-        return awq.read(tensors, name, awq_config)
-    words = {"bits": config["bits"], "group_size": config.get("group_size"), "checkpoint_format": WORDS[layout]}
-    return gptq.read(tensors, name, words)
+        return awq.read(tensors, name, words | {"version": "gemm"})
+    return gptq.read(tensors, name, words | {"checkpoint_format": WORDS[layout]})
 
 
 def _settings_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -74,18 +69,13 @@ def _settings_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _floats(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-    kind = str(config.get("data_type"))
+def _floats(tensors: Tensors, name: str, kind: str, size: Any) -> QWeight:
+    """size: the group_size, inputs or [outputs, inputs] that share a scale."""
     if tensors.has(f"{name}.weight_packed"):
-        if kind.startswith("mx_fp"):
-            return four_bit_blocks(tensors, name, MXFP4)
-        if kind.startswith("nv_fp"):
-            return four_bit_blocks(tensors, name, NVFP4)
-        raise CheckpointError(f"config.json: quantization_config.data_type is {kind!r:.80}, expected mx_fp or nv_fp")
+        return four_bit_blocks(tensors, name, NVFP4 if kind.startswith("nv") else MXFP4)
     weight = checked(tensors, f"{name}.weight", (None, None), *fp8.FLOATS, *PLAIN)
     if type_name(weight) in PLAIN:
         return plain_weight(tensors, name)
-    size = config.get("group_size")
     block = two_sizes(size, "config.json: quantization_config.group_size") if isinstance(size, list) else None
     scale = f"{name}.weight_scale" if tensors.has(f"{name}.weight_scale") else f"{name}.weight_scale_inv"
     group = size if isinstance(size, int) and size > 0 else None

@@ -37,8 +37,10 @@ LAYOUTS = {"gptq": 1, "gptq_v2": 0}
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; `<name>.weight` if there is no `<name>.qweight`, as for many heads and routers."""
-    own = None if not config.get("dynamic") else first_match(config["dynamic"], name, "dynamic")
-    settings = config if own is None or own is False else overridden(config, own, "dynamic", "bits", "group_size")
+    override = None if not config.get("dynamic") else first_match(config["dynamic"], name, "dynamic")
+    settings = config
+    if override is not None and override is not False:
+        settings = overridden(config, override, "dynamic", "bits", "group_size")
     # First, so that a config that makes no sense is refused beside plain weights, too.
     bits, group = whole(settings, "bits"), group_of(settings, "group_size")
     layout = config.get("checkpoint_format", config.get("format", "gptq"))
@@ -48,7 +50,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         raise CheckpointError(
             f"config.json: quantization_config.checkpoint_format is {layout!r:.80}, expected one of {tuple(LAYOUTS)}"
         )
-    if own is False or (not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight")):
+    if override is False or (not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight")):
         return plain_weight(tensors, name)
     packed = checked(tensors, f"{name}.qweight", (None, None), "int32")
     num_out, num_in = packed.shape[1], packed.shape[0] * 32 // bits

@@ -73,12 +73,12 @@ class _Layer:
         if not text or len(text) > MAX_NOTE:
             raise CheckpointError(f"the metadata of {name}._weight_qdata's file say nothing of {name}.weight")
         try:
-            said = json.loads(text)
+            values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"the metadata of {name}.weight are not JSON: {error}") from error
-        if not isinstance(said, dict) or not isinstance(said.get("_data"), dict):
+        if not isinstance(values, dict) or not isinstance(values.get("_data"), dict):
             raise CheckpointError(f"the metadata of {name}.weight are {text!r:.120}, expected _type and _data")
-        self.kind, self.values = str(said.get("_type")), said["_data"]
+        self.kind, self.values = str(values.get("_type")), values["_data"]
 
     def name_of(self, part: str) -> str:
         return f"{self.name}._weight_{part}"
