@@ -55,6 +55,9 @@ class Store(dict[str, Tensor]):
     def has(self, name: str) -> bool:
         return name in self
 
+    def notes(self, name: str) -> dict[str, str]:
+        return {}
+
 
 def gaussian(rows: int = 96, columns: int = 512, seed: int = 0) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,6 +142,10 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
     def _have_same_bits(self, first: str, second: str) -> bool:
         return np.array_equal(bits_of(self._mapped(first)), bits_of(self._mapped(second)))
 
+    def notes(self, name: str) -> Mapping[str, str]:
+        """The texts that the metadata of the tensor's file have."""
+        return self._checkpoint.file(name).metadata
+
     def finish(self) -> None:
         super().finish()
         self._placements.log()
@@ -211,3 +215,6 @@ class _LayerTensors:
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
+
+    def notes(self, name: str) -> Mapping[str, str]:
+        return self._weights.notes(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -240,6 +240,10 @@ class Tensors(Protocol):
         ...
 
     def has(self, name: str) -> bool: ...
+
+    def notes(self, name: str) -> Mapping[str, str]:
+        """The texts that the metadata of the tensor's file have."""
+        ...
 
 
 class Format(Protocol):

@@ -113,6 +113,20 @@ def four_bit_floats(pairs: NDArray[np.uint8], scales: NDArray[np.float32], group
     return QWeight(nibbles(pairs, False), scales, group=group, bits=4, codebook=np.array(E2M1, np.float32))
 
 
+def signed(codes: NDArray[np.int8], scales: NDArray[np.float32], zeros: NDArray[Any] | None, group: int, bits: int,
+           name: str) -> QWeight:  # fmt: skip
+    """Codes int8 [out, in], from -2^(bits - 1) on, with scales and zero points [out, groups]. Those of 6 bits at most
+    become unsigned, as the kernels of few bits take them. `name` is that of the codes."""
+    zeros = None if zeros is None or not zeros.any() else zeros
+    half = 2 ** (bits - 1)
+    if ((codes < -half) | (codes >= half)).any():
+        raise CheckpointError(f"{name}, shape {list(codes.shape)}, has codes beyond {bits} bits")
+    if bits > 6:
+        return QWeight(codes, scales, zeros, group=group, bits=bits)
+    middle = np.full_like(scales, half) if zeros is None else zeros + half
+    return QWeight((codes + half).astype(np.uint8), scales, middle, group=group, bits=bits)
+
+
 def by_index(codes: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | None, g_idx: NDArray[Any], group: int,
              bits: int, name: str) -> QWeight:  # fmt: skip
     """Codes [out, in] whose input j has the scale (and zero) of group g_idx[j]; scales, zeros [out, groups]."""
@@ -151,8 +165,9 @@ def left_alone(name: str, layers: Sequence[str]) -> bool:
                for text in layers)  # fmt: skip
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Return whether a regular expression of a config matches the start of `name`; refuse one that could be slow."""
+def matches(pattern: str, name: str, *, anywhere: bool = False) -> bool:
+    """Return whether a regular expression of a config matches the start of `name`, or `anywhere` in it; refuse one that
+    could be slow."""
     # A repeated group can take exponential time, and each open repetition adds a power of the name's length.
     repeats = len(re.findall(r"[*+{]", pattern))
     if len(pattern) > MAX_PATTERN or repeats > MAX_REPEATS or re.search(r"\)[*+{]", pattern):
@@ -160,9 +175,27 @@ def matches(pattern: str, name: str) -> bool:
             f"quantization_config: the pattern {pattern!r:.80} is too complicated to be matched safely"
         )
     try:
-        return re.match(pattern, name) is not None
+        return (re.search if anywhere else re.match)(pattern, name) is not None
     except re.error as error:
         raise CheckpointError(f"quantization_config: {pattern!r:.80} is no regular expression: {error}") from error
+
+
+def first_match(rules: Any, name: str, key: str) -> Any:
+    """What the first pattern that matches `name` stands for in `rules`, patterns with optional "+:" or "-:" before them
+    (GPTQModel's `dynamic`); False behind "-:", None if none matches. Raises `CheckpointError` naming `key`."""
+    if not isinstance(rules, dict):
+        raise CheckpointError(f"config.json: quantization_config.{key} is {rules!r:.80}, expected settings by pattern")
+    for pattern, settings in rules.items():
+        if matches(pattern.removeprefix("+:").removeprefix("-:"), name):
+            return False if pattern.startswith("-:") else settings
+    return None
+
+
+def overridden(config: dict[str, Any], settings: Any, key: str, *names: str) -> dict[str, Any]:
+    """`config` with those of `settings` that `names` lists. Raises `CheckpointError` naming `key` for no object."""
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"config.json: quantization_config.{key} has {settings!r:.80}, expected an object")
+    return config | {name: settings[name] for name in names if settings.get(name) is not None}
 
 
 def whole(config: dict[str, Any], key: str, default: int | None = None) -> int:

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -384,6 +384,9 @@ class _File:
 
     def has(self, name: str) -> bool:
         return name in self._file.entries
+
+    def notes(self, name: str) -> Mapping[str, str]:
+        return self._file.metadata
 
 
 def _read_values(source: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def rows_of(path: Path, name: str) -> tuple[QWeight, str]:
     plain = f"{name}.weight"
     if tensors.has(plain) and type_name(tensors(plain)) in PLAIN and tensors(plain).ndim == 2:
         return QWeight(tensors(plain)), type_name(tensors(plain))
-    if not any(tensors.has(f"{name}.{part}") for part in ("weight", "qweight", "weight_packed")):
+    if not any(tensors.has(f"{name}.{part}") for part in ("weight", "qweight", "weight_packed", "_weight_qdata")):
         raise RequestError("name", name, "one of the names that this path lists")
     weight = find_format(config).read(tensors, name, config or {})
     return weight, f"{(config or {}).get('quant_method')}, {weight.bits} bits"
@@ -106,6 +107,9 @@ class _Tensors:
 
     def has(self, name: str) -> bool:
         return name in self._names
+
+    def notes(self, name: str) -> Mapping[str, str]:
+        return self._checkpoint.file(name).metadata
 
 
 class _GGUFRows(QWeight):

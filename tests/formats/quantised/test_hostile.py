@@ -25,8 +25,8 @@ Good = tuple[dict[str, Any], dict[str, Tensor]]
 class Held:
     """`quant.base.Tensors` over a dict."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
+        self.tensors, self._notes = tensors, notes or {}
 
     def __call__(self, name: str) -> NDArray[Any]:
         if name not in self.tensors:
@@ -35,6 +35,9 @@ class Held:
 
     def has(self, name: str) -> bool:
         return name in self.tensors
+
+    def notes(self, name: str) -> dict[str, str]:
+        return self._notes
 
 
 def words(*shape: int) -> Tensor:
@@ -56,8 +59,13 @@ def packed_config(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": []}
 
 
+def note(kind: str, **values: Any) -> dict[str, Any]:
+    """What torchao says of a layer in the metadata of its file."""
+    return {"_type": kind, "_data": {"block_size": [1, 32]} | values}
+
+
 def good() -> dict[str, Good]:
-    """Of each method a layer "l" [32, 128] that is right."""
+    """Of each method a layer "l" [32, 128] that is right. "note" in a config stands for the metadata of its file."""
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": True}
     g_idx = (torch.arange(128) // 64).to(I32)
     return {
@@ -137,6 +145,79 @@ def good() -> dict[str, Good]:
                 "l.weight_scales": torch.randint(100, 130, (32, 4), dtype=U8),
             },
         ),
+        "gptq-dynamic": (
+            gptq | {"bits": 8, "dynamic": {"-:head": {}, r"+:l$": {"bits": 4, "group_size": 32}}},
+            {"l.qweight": words(16, 32), "l.qzeros": words(4, 4), "l.scales": scales(4, 32, dtype=F16)},
+        ),
+        "modelopt-mxfp8": (
+            {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+            {
+                "l.weight": torch.randn(32, 128).to(E4M3),
+                "l.weight_scale": torch.randint(100, 130, (32, 4), dtype=U8),
+            },
+        ),
+        "auto-round": (
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round",
+                "bits": 4,
+                "group_size": 128,
+                "data_type": "int",
+                "extra_config": {"l": {"group_size": 64}, "head": {"bits": 16}},
+            },
+            {"l.qweight": words(16, 32), "l.qzeros": words(2, 4), "l.scales": scales(2, 32, dtype=F16)},
+        ),
+        "auto-round-mxfp8": (
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:llm_compressor",
+                "bits": 8,
+                "group_size": 32,
+                "data_type": "mx_fp",
+            },
+            {
+                "l.weight": torch.randn(32, 128).to(E4M3),
+                "l.weight_scale": torch.randint(100, 130, (32, 4), dtype=U8),
+            },
+        ),
+        "torchao-int8": (
+            {"quant_method": "torchao", "note": note("Int8Tensor")},
+            {
+                "l._weight_qdata": torch.randint(-128, 127, (32, 128), dtype=torch.int8),
+                "l._weight_scale": scales(32, 4),
+                "l._weight_zero_point": torch.zeros(32, 4, dtype=torch.int8),
+            },
+        ),
+        "torchao-int4": (
+            {"quant_method": "torchao", "note": note("Int4Tensor", shape=[32, 128])},
+            {
+                "l._weight_qdata": torch.randint(-128, 127, (32, 64), dtype=torch.int8),
+                "l._weight_scale": scales(4, 32),
+                "l._weight_zero_point": scales(4, 32),
+            },
+        ),
+        "torchao-tiles": (
+            {"quant_method": "torchao", "note": note("Int4TilePackedTo4dTensor", shape=[32, 128])},
+            {"l._weight_qdata": words(4, 8, 32, 4), "l._weight_scale_and_zero": scales(32, 32, 2)},
+        ),
+        "torchao-mxfp8": (
+            {
+                "quant_method": "torchao",
+                "note": note("MXTensor", block_size=32, elem_dtype={"_type": "torch.dtype", "_data": "float8_e4m3fn"}),
+            },
+            {
+                "l._weight_qdata": torch.randn(32, 128).to(E4M3),
+                "l._weight_scale": torch.randint(100, 130, (32, 4), dtype=U8),
+            },
+        ),
+        "torchao-nvfp4": (
+            {"quant_method": "torchao", "note": note("NVFP4Tensor", block_size=16)},
+            {
+                "l._weight_qdata": torch.randint(0, 255, (32, 64), dtype=U8),
+                "l._weight_scale": torch.rand(32, 8).to(E4M3),
+                "l._weight_per_tensor_scale": scales(),
+            },
+        ),
     }
 
 
@@ -145,7 +226,8 @@ METHODS = list(good())
 
 def read(case: Good, name: str = "l") -> QWeight:
     config, tensors = case
-    return weight_of(find_format(config).read(Held(tensors), name, config))
+    notes = {f"{name}.weight": json.dumps(config["note"])} if "note" in config else {}
+    return weight_of(find_format(config).read(Held(tensors, notes), name, config))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -189,7 +271,7 @@ def test_lists_of_layers_left_alone_are_followed(method: str, key: str, value: l
 
 def without_one(method: str) -> list[tuple[str, str]]:
     # Without its format an int8 layer is taken to lie row after row; a GPTQ layer without g_idx has no act-order.
-    optional = {"l.weight_format", "l.g_idx"}
+    optional = {"l.weight_format", "l.g_idx", "l._weight_zero_point", "l._weight_per_tensor_scale"}
     return [(method, name) for name in good()[method][1] if name not in optional]
 
 
@@ -277,7 +359,7 @@ def test_a_group_index_out_of_range_is_refused(wrong: int) -> None:
 
 
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
-    ("gptq", {"bits": 5}, "bits is 5"),
+    ("gptq", {"bits": 9}, "bits is 9"),
     ("gptq", {"bits": "4"}, "bits is '4'"),
     ("gptq", {"bits": True}, "bits is True"),
     ("gptq", {"bits": None}, "bits is None"),
@@ -287,7 +369,28 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {"bits": 3}, r"l\.qweight has shape \[16, 32\], expected a multiple of 3 rows"),
     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
     ("gptq", {"checkpoint_format": ["gptq"]}, "checkpoint_format"),
-    ("gptq", {"dynamic": {"-:x": {}}}, "dynamic"),
+    ("gptq", {"dynamic": ["-:x"]}, "dynamic is"),
+    ("gptq", {"dynamic": {"l": 4}}, "dynamic has 4"),
+    ("gptq", {"dynamic": {"l": {"bits": 12}}}, "bits is 12"),
+    ("gptq", {"dynamic": {"(a+)+": {}}}, "too complicated"),
+    ("gptq", {"dynamic": {"(": {}}}, "no regular expression"),
+    ("auto-round", {"packing_format": "auto_round:mlx"}, "packing_format is 'auto_round:mlx'"),
+    ("auto-round", {"extra_config": [1]}, "extra_config is"),
+    ("auto-round", {"extra_config": {"l": 3}}, "extra_config has 3"),
+    ("auto-round", {"data_type": "mx_int"}, "data_type is 'mx_int'"),
+    ("auto-round", {"rotation_config": {"a": 1}}, "rotation_config"),
+    ("auto-round", {"bits": "4"}, "bits is '4'"),
+    ("torchao-int8", {"note": note("Int4OpaqueTensor")}, "_type is 'Int4OpaqueTensor', expected one of"),
+    (
+        "torchao-int8",
+        {"note": note("Int8Tensor", block_size=[1, 64])},
+        r"scale has shape \[32, 4\], expected \[32, 2\]",
+    ),
+    ("torchao-int8", {"note": [1]}, "expected _type and _data"),
+    ("torchao-int8", {"note": note("IntxUnpackedToInt8Tensor", target_dtype="int9")}, "target_dtype"),
+    ("torchao-int8", {"include_input_output_embeddings": True}, "include_input_output_embeddings"),
+    ("torchao-tiles", {"note": note("Int4TilePackedTo4dTensor", shape=[33, 128])}, "shape is"),
+    ("torchao-mxfp8", {"note": note("MXTensor", block_size=32, elem_dtype="float6")}, "elem_dtype is"),
     ("awq", {"bits": 5}, "bits is 5"),
     ("awq", {"version": "gemv"}, "version is 'gemv'"),
     ("awq", {"group_size": -2}, "group_size is -2"),
@@ -362,8 +465,11 @@ def test_any_config_is_refused_or_read(data: st.DataObject) -> None:
     """No error but a CheckpointError, whatever stands under a key that the reader looks at."""
     config, tensors = good()[data.draw(st.sampled_from(METHODS))]
     weights = config.get("config_groups", {}).get("group_0", {}).get("weights", {})
-    place = data.draw(st.sampled_from([place for place in (config, weights) if place]))
+    said = config.get("note", {})
+    places = (config, weights, said, said.get("_data"), config.get("dynamic"), config.get("extra_config"))
+    place = data.draw(st.sampled_from([place for place in places if place]))
     names = [*place, "modules_to_not_convert", "ignore", "checkpoint_format", "sparsity_config", "block_structure"]
+    names += ["dynamic", "extra_config", "packing_format", "data_type"] if place is config else []
     key = data.draw(st.sampled_from([name for name in names if name != "quant_method"]))
     place[key] = data.draw(JSON)
     try:

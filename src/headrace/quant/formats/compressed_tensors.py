@@ -2,8 +2,9 @@
 
 `config_groups` say which layers are quantised and how, `ignore` which are not. The formats: pack-quantized (int32
 `weight_packed`, 2 to 8 bits, codes stored with an offset, `weight_shape`), int-quantized and naive-quantized (int8
-`weight`), float-quantized (float8 `weight`), mxfp4- and nvfp4-pack-quantized (two 4-bit floats a byte, the lower half
-first). `weight_scale` is one number, or one for each output, group or block; `weight_zero_point` likewise.
+`weight`), float-quantized and mxfp8-quantized (float8 `weight`), mxfp4- and nvfp4-pack-quantized (two 4-bit floats a
+byte, the lower half first). `weight_scale` is one number, or one for each output, group or block; `weight_zero_point`
+likewise.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from headrace.quant.packing import (
     num_words,
     one_scale,
     plain_weight,
+    signed,
     two_sizes,
     unpacked,
     whole,
@@ -48,6 +50,7 @@ FORMATS = (
     "mixed-precision",
     "dense",
     MXFP4,
+    "mxfp8-quantized",
     NVFP4,
 )
 
@@ -61,7 +64,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     args, layout = group
     if tensors.has(f"{name}.weight_packed"):
         if args.get("type") == "float":
-            return _four_bit_floats(tensors, name, layout)
+            return four_bit_blocks(tensors, name, layout)
         return _packed(tensors, name, args)
     weight = checked(tensors, f"{name}.weight", (None, None), *FLOATS, "int8", *PLAIN)
     if weight.dtype in PLAIN:
@@ -75,7 +78,8 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         return _int8(tensors, name, weight, args)
     block, size = _block(args), args.get("group_size")
     columns = whole(args, "group_size") if args.get("strategy") in ("group", "tensor_group") and size else None
-    return of_floats(weight, tensors, f"{name}.weight_scale", block, columns)
+    scale = f"{name}.weight_scale"
+    return of_floats(weight, tensors(scale), scale, block, columns)
 
 
 def _packed(tensors: Tensors, name: str, args: dict[str, Any]) -> QWeight:
@@ -128,19 +132,11 @@ def _int8(tensors: Tensors, name: str, codes: NDArray[np.int8], args: dict[str, 
         block = _block(args)
         stored = tensors(zero)
         zeros = floats(_spread(stored, zero, args, shape, block))
-        if zeros.any():
-            return QWeight(codes, scales, zeros, group=size, bits=bits)
-        zeros = None
-    if bits > 6:
-        return QWeight(codes, scales, zeros, group=size, bits=bits)
-    # Unsigned codes, which the kernels of few bits take.
-    half = 2 ** (bits - 1)
-    if ((codes < -half) | (codes >= half)).any():
-        raise CheckpointError(f"{name}.weight, shape {list(codes.shape)}, has codes beyond {bits} bits")
-    return QWeight((codes + half).astype(np.uint8), scales, np.full_like(scales, half), group=size, bits=bits)
+    return signed(codes, scales, zeros, size, bits, f"{name}.weight")
 
 
-def _four_bit_floats(tensors: Tensors, name: str, layout: str) -> QWeight:
+def four_bit_blocks(tensors: Tensors, name: str, layout: str) -> QWeight:
+    """The layer's `weight_packed` and `weight_scale` in the layout MXFP4 or NVFP4."""
     packed = checked(tensors, f"{name}.weight_packed", (None, None), "uint8")
     num_out, num_in = packed.shape[0], 2 * packed.shape[1]
     if layout == MXFP4:

@@ -32,22 +32,21 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     if type_name(weight) in PLAIN:
         return plain_weight(tensors, name)
     scale = f"{name}.weight_scale" if tensors.has(f"{name}.weight_scale") else f"{name}.weight_scale_inv"
-    return of_floats(weight, tensors, scale, block)
+    return of_floats(weight, tensors(scale), scale, block)
 
 
 def of_floats(
     weight: NDArray[Any],
-    tensors: Tensors,
+    scales: NDArray[Any],
     scale_name: str,
     block: tuple[int, int] | None,
     group: int | None = None,
 ) -> QWeight:
-    """8-bit floats [out, in] with the scales in tensor `scale_name`, whose shape says how many weights share one.
+    """8-bit floats [out, in] with the scales of tensor `scale_name`, whose shape says how many weights share one.
 
     block: (rows, columns) that share a scale, if the config has blocks. group: inputs that share one, if it has groups.
     """
     num_out, num_in = weight.shape
-    scales = tensors(scale_name)
     widened = good_scales(powers(scales) if type_name(scales) == "uint8" else scales, scale_name)
     shapes = {(): num_in, (1,): num_in, (1, 1): num_in, (num_out,): num_in, (num_out, 1): num_in}
     rows = 1 if block is None else block[0]

@@ -1,8 +1,10 @@
-"""GPTQ checkpoints (Frantar et al. 2023), as AutoGPTQ, GPTQModel and Optimum write them, of 2, 3, 4 and 8 bits.
+"""GPTQ checkpoints (Frantar et al. 2023), as AutoGPTQ, GPTQModel and Optimum write them, of 2 to 8 bits.
 
 `qweight` int32 [in * bits / 32, out], codes packed along the inputs; `qzeros` int32 [groups, out * bits / 32], packed
-along the outputs; `scales` [groups, out]; `g_idx` int32 [in], the group of each input (act-order). The first version
-of the layout stores zero points less one, the second (checkpoint_format "gptq_v2") as they are.
+along the outputs; `scales` [groups, out]; `g_idx` int32 [in], the group of each input (act-order). The first version of
+the layout stores zero points less one, the second (checkpoint_format "gptq_v2") as they are. GPTQModel's `dynamic` has
+patterns of names, of which the first that matches decides: "-:" before it leaves the layer plain, else its settings
+precede the config's.
 """
 
 from __future__ import annotations
@@ -14,28 +16,41 @@ import numpy as np
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
-from headrace.quant.packing import by_index, checked, good_scales, group_of, num_words, plain_weight, unpacked, whole
+from headrace.quant.packing import (
+    by_index,
+    checked,
+    first_match,
+    good_scales,
+    group_of,
+    num_words,
+    overridden,
+    plain_weight,
+    unpacked,
+    whole,
+)
 
 SPARE = re.compile(r"(?!)")
-BITS = (2, 3, 4, 8)
+BITS = range(2, 9)
 LAYOUTS = {"gptq": 1, "gptq_v2": 0}
 """The number to add to a stored zero point, for each checkpoint_format."""
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; `<name>.weight` if there is no `<name>.qweight`, as for many heads and routers."""
+    override = None if not config.get("dynamic") else first_match(config["dynamic"], name, "dynamic")
+    settings = config
+    if override is not None and override is not False:
+        settings = overridden(config, override, "dynamic", "bits", "group_size")
     # First, so that a config that makes no sense is refused beside plain weights, too.
-    bits, group = whole(config, "bits"), group_of(config, "group_size")
+    bits, group = whole(settings, "bits"), group_of(settings, "group_size")
     layout = config.get("checkpoint_format", config.get("format", "gptq"))
     if bits not in BITS:
-        raise CheckpointError(f"config.json: quantization_config.bits is {bits}, expected one of {BITS}")
+        raise CheckpointError(f"config.json: quantization_config.bits is {bits}, expected 2 to 8")
     if not isinstance(layout, str) or layout not in LAYOUTS or config.get("is_marlin_format"):
         raise CheckpointError(
             f"config.json: quantization_config.checkpoint_format is {layout!r:.80}, expected one of {tuple(LAYOUTS)}"
         )
-    if config.get("dynamic"):
-        raise CheckpointError("quantization_config: bits that differ between layers (dynamic) are not supported")
-    if not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight"):
+    if override is False or (not tensors.has(f"{name}.qweight") and tensors.has(f"{name}.weight")):
         return plain_weight(tensors, name)
     packed = checked(tensors, f"{name}.qweight", (None, None), "int32")
     num_out, num_in = packed.shape[1], packed.shape[0] * 32 // bits

@@ -1,0 +1,229 @@
+"""Layers of the layouts whose writers are not among the packages of the tests, packed here as they pack them.
+
+A `Stored` is one layer "l" with the weights that its codes stand for, computed without headrace. `writers.py` beside
+this file runs the writers themselves, and compares.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+NUM_OUT, NUM_IN = 64, 128
+
+
+class Stored(NamedTuple):
+    """note: what the metadata of the file say of the layer, if it is torchao's."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    weight: Tensor
+
+
+def codes(low: int, high: int, num_in: int = NUM_IN, seed: int = 1) -> Tensor:
+    """int64 [NUM_OUT, num_in], low ... high."""
+    return torch.randint(low, high + 1, (NUM_OUT, num_in), generator=torch.Generator().manual_seed(seed))
+
+
+def scales(groups: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    """[NUM_OUT, groups]; in float16 they are exact in every form."""
+    return (torch.rand(NUM_OUT, groups, generator=torch.Generator().manual_seed(2)) + 0.1).mul(0.05).to(dtype)
+
+
+def spread(part: Tensor, num_in: int = NUM_IN) -> Tensor:
+    """[out, groups] as float32 [out, num_in]."""
+    return part.float().repeat_interleave(num_in // part.shape[1], 1)
+
+
+def stream(values: Tensor, bits: int) -> Tensor:
+    """[rows, n] -> int32 words, of which each row is one little-endian number."""
+    each = (values[:, :, None].numpy() >> np.arange(bits)) & 1
+    packed = np.packbits(each.reshape(len(values), -1).astype(np.uint8), axis=1, bitorder="little")
+    return torch.from_numpy(packed.view(np.int32).copy())
+
+
+def gptq(bits: int, group: int, offset: int = 1) -> tuple[dict[str, Tensor], Tensor]:
+    """offset: 1 for the first version of the layout."""
+    q, s = codes(0, 2**bits - 1), scales(NUM_IN // group)
+    z = torch.randint(1, 2**bits, s.shape, generator=torch.Generator().manual_seed(3))
+    parts = {
+        "l.qweight": stream(q, bits).t().contiguous(),
+        "l.qzeros": stream((z - offset).t(), bits),
+        "l.scales": s.t().contiguous(),
+    }
+    return parts, (q - spread(z)) * spread(s)
+
+
+def dynamic(rule: str, base: dict[str, Any], own: dict[str, Any], bits: int, group: int) -> Stored:
+    """GPTQModel's overrides, of which `rule` decides for "l"."""
+    rules = {"-:(?!l).*": {}, rule: own, ".*": {"bits": 2}}
+    config = {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": False, **base, "dynamic": rules}
+    return Stored(config, *gptq(bits, group))
+
+
+def auto_round(packing: str, bits: int, group: int, **settings: Any) -> Stored:
+    config = {"quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": group}
+    config |= {"sym": False, "data_type": "int"} | settings
+    own = next(iter(settings.get("extra_config", {"": {}}).values()))
+    bits, group = own.get("bits", bits), own.get("group_size", group)
+    if not packing.endswith("awq"):
+        return Stored(config, *gptq(bits, group, 1 if packing.endswith("auto_gptq") else 0))
+    q, s = codes(0, 15), scales(NUM_IN // group)
+    z = torch.randint(0, 16, s.shape, generator=torch.Generator().manual_seed(3))
+
+    def words(columns: Tensor) -> Tensor:
+        return stream(columns.t().reshape(columns.shape[1], -1, 8)[:, :, list(AWQ_ORDER)].flatten(1), 4)
+
+    parts = {"l.qweight": words(q), "l.qzeros": words(z), "l.scales": s.t().contiguous()}
+    return Stored(config, parts, (q - spread(z)) * spread(s))
+
+
+def exponents() -> Tensor:
+    return torch.randint(115, 125, (NUM_OUT, NUM_IN // 32), generator=torch.Generator().manual_seed(4))
+
+
+def mxfp8(config: dict[str, Any], stem: str = "l.weight", scale: str = "l.weight_scale") -> Stored:
+    """8-bit floats of which 32 share a power of two."""
+    q = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(1)).mul(50).to(torch.float8_e4m3fn)
+    e = exponents()
+    weight = q.float() * spread(torch.exp2(e.float() - 127))
+    return Stored(config, {stem: q, scale: e.to(torch.uint8)}, weight)
+
+
+def pairs(q: Tensor) -> Tensor:
+    """Two codes of 4 bits a byte, the first in the lower half."""
+    return (q[:, ::2] & 15 | (q[:, 1::2] & 15) << 4).to(torch.uint8)
+
+
+def torchao(kind: str, parts: dict[str, Tensor], weight: Tensor, **said: Any) -> Stored:
+    note = {"_type": kind, "_data": {"block_size": [1, 32]} | said}
+    return Stored(
+        {"quant_method": "torchao", "note": note}, {f"l._weight_{key}": t for key, t in parts.items()}, weight
+    )
+
+
+def typed(name: str) -> dict[str, str]:
+    return {"_type": "torch.dtype", "_data": name}
+
+
+def torchao_int(bits: int, zero: int, dtype: str = "Int8Tensor", group: int = 32) -> Stored:
+    half = 2 ** (bits - 1)
+    q, s = codes(-half, half - 1), scales(NUM_IN // group)
+    z = torch.full(s.shape, zero, dtype=torch.int8)
+    parts = {"qdata": q.to(torch.int8), "scale": s, "zero_point": z}
+    said = {"block_size": [1, group], "target_dtype": typed(f"int{bits}")}
+    return torchao(dtype, parts, (q - spread(z)) * spread(s), **said)
+
+
+def torchao_int4() -> Stored:
+    q, s = codes(-8, 7), scales(4)
+    z = s.flip(0) * 3
+    parts = {"qdata": pairs(q).view(torch.int8), "scale": s.t().contiguous(), "zero_point": z.t().contiguous()}
+    return torchao("Int4Tensor", parts, q * spread(s) + spread(z), shape=[NUM_OUT, NUM_IN])
+
+
+def torchao_tiles(num_in: int = 1024, inner: int = 8) -> Stored:
+    """The words of PyTorch's matrix_to_m16n8k16_Bint4_layout, one by one; the last 100 inputs are padding."""
+    q = codes(0, 15, num_in)
+    s = scales(num_in // 32, torch.bfloat16)
+    z = (s.flip(0) * 3).to(torch.bfloat16)
+    words = np.zeros((NUM_OUT // 8, num_in // (16 * inner), 32, inner // 2), np.uint32)
+    for tile, outer, t, j in np.ndindex(words.shape):
+        row, first = 8 * tile + t // 4, (outer * inner + 2 * j) * 16 + 2 * (t % 4)
+        v = [int(q[row, first + k]) for k in (0, 1, 8, 9, 16, 17, 24, 25)]
+        order = (v[7], v[5], v[3], v[1], v[6], v[4], v[2], v[0])  # from the highest bits on
+        for value in order:
+            words[tile, outer, t, j] = words[tile, outer, t, j] << 4 | value
+    parts = {
+        "qdata": torch.from_numpy(words.view(np.int32)),
+        "scale_and_zero": torch.stack([s.t(), z.t()], 2).contiguous(),
+    }
+    weight = (q - 8) * spread(s, num_in) + spread(z, num_in)
+    return torchao("Int4TilePackedTo4dTensor", parts, weight[:, : num_in - 100], shape=[NUM_OUT, num_in - 100])
+
+
+def torchao_float8(block: tuple[int, int]) -> Stored:
+    q = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(1)).mul(50).to(torch.float8_e4m3fn)
+    rows, columns = block
+    s = torch.rand(NUM_OUT // rows, NUM_IN // columns) + 0.1
+    weight = q.float() * s.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return torchao("Float8Tensor", {"qdata": q, "scale": s}, weight, block_size=list(block))
+
+
+def torchao_mxfp8(swizzled: bool) -> Stored:
+    stored = mxfp8({}, "qdata", "scale")
+    parts = dict(stored.tensors)
+    if swizzled:
+        parts["scale"] = swizzle(parts["scale"])
+    return torchao(
+        "MXTensor", parts, stored.weight, block_size=32, elem_dtype=typed("float8_e4m3fn"), is_swizzled_scales=swizzled
+    )
+
+
+def torchao_nvfp4(swizzled: bool) -> Stored:
+    q = codes(0, 15)
+    s = (torch.rand(NUM_OUT, NUM_IN // 16) * 3 + 0.1).to(torch.float8_e4m3fn)
+    outer = torch.tensor(0.25)
+    weight = E2M1[q] * spread(s) * outer
+    stored = swizzle(s.view(torch.uint8)).view(torch.float8_e4m3fn) if swizzled else s
+    parts = {"qdata": pairs(q), "scale": stored, "per_tensor_scale": outer}
+    return torchao("NVFP4Tensor", parts, weight, block_size=16, is_swizzled_scales=swizzled)
+
+
+def swizzle(part: Tensor) -> Tensor:
+    """Scales [rows, columns] padded to 128 x 4, in the order in which tensor cores take them: row r of a block lies in
+    line r % 32, at place 4 * (r / 32)."""
+    rows, columns = part.shape
+    tall, wide = -(-rows // 128), -(-columns // 4)
+    made = torch.zeros(tall, wide, 32, 16, dtype=part.dtype)
+    for row, column in np.ndindex(rows, columns):
+        inside = row % 128
+        made[row // 128, column // 4, inside % 32, inside // 32 * 4 + column % 4] = part[row, column]
+    return made.reshape(tall * 32, wide * 16)
+
+
+LAYOUTS = {
+    "dynamic": lambda: dynamic(r"+:.*l$", {"bits": 8, "group_size": -1}, {"bits": 4, "group_size": 32}, 4, 32),
+    "dynamic, a part of the settings": lambda: dynamic("l", {"bits": 3, "group_size": 64}, {"mse": 2.4}, 3, 64),
+    "auto-round": lambda: auto_round("auto_round", 4, 128, extra_config={"l": {"bits": 8, "group_size": 64}}),
+    "auto-round, a pattern": lambda: auto_round("auto_round", 4, 128, extra_config={".*l.*": {"bits": 2}}),
+    "auto-round 3 bits": lambda: auto_round("auto_round:auto_gptq", 3, 32),
+    "auto-round 5 bits": lambda: auto_round("auto_round:gptqmodel", 5, 64),
+    "auto-round awq": lambda: auto_round("auto_round:auto_awq", 4, 32),
+    "auto-round mxfp8": lambda: mxfp8(
+        {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "bits": 8, "data_type": "mx_fp",
+         "group_size": 32}
+    ),
+    "modelopt mxfp8": lambda: mxfp8({"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+    "compressed-tensors mxfp8": lambda: mxfp8(
+        {
+            "quant_method": "compressed-tensors", "format": "mxfp8-quantized", "ignore": [],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
+                }
+            },
+        }
+    ),
+    "torchao int8": lambda: torchao_int(8, 0),
+    "torchao int8, zero points": lambda: torchao_int(8, 3),
+    "torchao int8, rows": lambda: torchao_int(8, 0, group=NUM_IN),
+    "torchao intx 4 bits": lambda: torchao_int(4, 0, "IntxUnpackedToInt8Tensor"),
+    "torchao intx 3 bits, zero points": lambda: torchao_int(3, -1, "IntxUnpackedToInt8Tensor"),
+    "torchao int4": torchao_int4,
+    "torchao tiles": torchao_tiles,
+    "torchao tiles, 4 a lane": lambda: torchao_tiles(512, 4),
+    "torchao float8, one": lambda: torchao_float8((NUM_OUT, NUM_IN)),
+    "torchao float8, rows": lambda: torchao_float8((1, NUM_IN)),
+    "torchao float8, blocks": lambda: torchao_float8((32, 64)),
+    "torchao mxfp8": lambda: torchao_mxfp8(False),
+    "torchao mxfp8, swizzled": lambda: torchao_mxfp8(True),
+    "torchao nvfp4": lambda: torchao_nvfp4(False),
+    "torchao nvfp4, swizzled": lambda: torchao_nvfp4(True),
+}  # fmt: skip

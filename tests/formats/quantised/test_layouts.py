@@ -1,0 +1,67 @@
+"""Layers packed by hand as their writers pack them stand for the weights that they were packed from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.formats.quantised.layouts import LAYOUTS, Stored
+from tests.formats.quantised.test_hostile import read
+
+from headrace.quant.base import QWeight
+
+
+def distance(found: QWeight, stored: Stored) -> float:
+    weight = found.dequantize()
+    assert weight.shape == stored.weight.shape
+    return float((weight - stored.weight).abs().max() / stored.weight.abs().max())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_codes_stand_for_the_weights(name: str) -> None:
+    stored = LAYOUTS[name]()
+    found = read((stored.config, stored.tensors))
+    assert found.scales is not None
+    assert distance(found, stored) < 1e-6
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_control_a_changed_tensor_is_seen(name: str) -> None:
+    """Negative control: each of the layer's tensors matters."""
+    stored = LAYOUTS[name]()
+    for part, tensor in stored.tensors.items():
+        bits = tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.bfloat16) else tensor
+        bits = bits.reshape(1) if bits.dim() == 0 else bits
+        other = bits.roll(1, 0) if len(bits.unique(dim=0)) > 1 else bits + 1
+        changed = stored.tensors | {part: other.view(tensor.dtype).reshape(tensor.shape)}
+        assert distance(read((stored.config, changed)), stored) > 1e-3, part
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "rule"), [("gptq", "dynamic", "-:.*l$"), ("auto-round", "extra_config", "l")]
+)
+def test_a_rule_can_leave_a_layer_plain(method: str, key: str, rule: str) -> None:
+    plain = torch.randn(8, 16)
+    config = {"quant_method": method, "bits": 4, "group_size": 8, "packing_format": "auto_round"}
+    own = {} if rule.startswith("-:") else {"bits": 16}
+    weight = read((config | {key: {rule: own, ".*": {"bits": 2}}}, {"l.weight": plain, "l.qweight": plain}))
+    assert weight.scales is None
+    assert torch.equal(weight.codes, plain)
+
+
+def test_the_first_rule_decides_and_a_name_precedes_patterns() -> None:
+    stored = LAYOUTS["dynamic"]()
+    rules = stored.config["dynamic"]
+    swapped = stored.config | {"dynamic": {".*": rules[".*"]} | rules}
+    with pytest.raises(Exception, match="l.scales has shape"):
+        read((swapped, stored.tensors))
+    stored = LAYOUTS["auto-round"]()
+    extra = {".*": {"bits": 2}} | stored.config["extra_config"]
+    assert distance(read((stored.config | {"extra_config": extra}, stored.tensors)), stored) < 1e-6
+
+
+def test_factors_of_the_inputs_are_those_of_columns() -> None:
+    """torchao's AWQ and SmoothQuant divide the weights by what they multiply the inputs with."""
+    stored = LAYOUTS["torchao int4"]()
+    factors = torch.rand(stored.weight.shape[1]) + 0.5
+    found = read((stored.config, stored.tensors | {"l._weight_act_pre_scale": factors}))
+    torch.testing.assert_close(found.dequantize(), stored.weight * factors)
