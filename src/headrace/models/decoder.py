@@ -34,6 +34,14 @@ MAX_EXPERTS = 4096
 """Experts of a layer."""
 
 
+def stacked(weights: Weights, names: list[str], fused: str, num_in: int, outs: list[int], bias: bool = False) -> Matrix:
+    """The layers `names` as one matrix. A checkpoint may have them as one already, whose last name is `fused`."""
+    whole = f"{names[0].rpartition('.')[0]}.{fused}"
+    if weights.has(f"{whole}.weight"):
+        return weights.linear([whole], num_in, [sum(outs)], bias=bias)
+    return weights.linear(names, num_in, outs, bias=bias)
+
+
 class RMSNorm:
     """x / rms(x) * (offset + weight)."""
 
@@ -88,7 +96,7 @@ class Attention:
             self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset).of_head
 
     def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
-        return weights.linear(names, num_in, outs, bias=bias)
+        return stacked(weights, names, "qkv_proj", num_in, outs, bias)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         return self.mix(self.ops.linear(x, self.qkv), rows, kv)
@@ -112,7 +120,8 @@ class GatedMLP:
     def __init__(self, decoder: Decoder, name: str, bias: bool = False, inner: int = 0) -> None:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
         self.ops, self.kind = decoder.ops, decoder.activation
-        self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], hidden, [inner, inner], bias=bias)
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.gate_up = stacked(weights, names, "gate_up_proj", hidden, [inner, inner], bias)
         self.down = weights.linear([f"{name}.down_proj"], inner, [hidden], bias=bias)
 
     def __call__(self, x: Array) -> Array:
@@ -141,7 +150,9 @@ class Experts:
         self.router = weights.linear([f"{name}.{router}"], hidden, [num], plain=True)
         gate, up, down = parts
         names = [f"{name}.experts.{e}" for e in range(num)]
-        self.gate_up = [weights.linear([f"{n}.{gate}", f"{n}.{up}"], hidden, [inner, inner]) for n in names]
+        self.gate_up = [
+            stacked(weights, [f"{n}.{gate}", f"{n}.{up}"], "gate_up_proj", hidden, [inner, inner]) for n in names
+        ]
         self.down = [weights.linear([f"{n}.{down}"], inner, [hidden]) for n in names]
 
     def __call__(self, x: Array) -> Array:
