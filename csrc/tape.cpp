@@ -34,8 +34,8 @@ static void* new_lines(size_t size) {
     return memory;
 }
 
-Tape::Tape(const Kernels& kernels) : kernels_(kernels), dims_((int64_t*)new_lines(MAX_DIMS * sizeof(int64_t))) {
-    memset(dims_, 0, MAX_DIMS * sizeof(int64_t));
+Tape::Tape(const Kernels& kernels) : kernels_(kernels), dims_((int64_t*)new_lines(HR_NUM_DIMS * sizeof(int64_t))) {
+    memset(dims_, 0, HR_NUM_DIMS * sizeof(int64_t));
 }
 
 Tape::~Tape() {
@@ -51,19 +51,27 @@ int64_t Tape::add(int op, const void* args, size_t size) {
                                     std::to_string(size));
     int64_t dim;
     memcpy(&dim, args, sizeof dim);
-    if (dim < 0 || dim >= MAX_DIMS)
-        throw std::invalid_argument(name + ": dim must be 0 ... " + std::to_string(MAX_DIMS - 1));
+    if (dim < 0 || dim >= HR_NUM_DIMS)
+        throw std::invalid_argument(name + ": dim must be 0 ... " + std::to_string(HR_NUM_DIMS - 1));
     int64_t end = dim + 1;
     if (op == HR_OP_moe_group) {
         HrArgs_moe_group group;
         memcpy(&group, args, sizeof group);
-        if (group.first_dim < HR_DIM_FREE || group.num_experts < 1 || group.num_experts > MAX_DIMS - group.first_dim)
-            throw std::invalid_argument(name + ": first_dim and num_experts must lie in dims " +
-                                        std::to_string(HR_DIM_FREE) + " ... " + std::to_string(MAX_DIMS - 1));
-        if (group.first_dim + group.num_experts > end) end = group.first_dim + group.num_experts;
+        if (group.num_experts < 1 || group.num_experts > HR_MAX_EXPERTS)
+            throw std::invalid_argument(name + ": num_experts must be 1 ... " + std::to_string(HR_MAX_EXPERTS));
+        end = HR_NUM_DIMS;
     }
     void* copy = new_lines(size);
     memcpy(copy, args, size);
+    if (op == HR_OP_linear_each) {
+        HrArgs_linear_each* each = (HrArgs_linear_each*)copy;
+        const bool linear = each->op >= HR_OP_linear_i4 && each->op <= HR_OP_linear_f;
+        each->fn = linear ? (const void*)kernels_.op[each->op] : nullptr;
+        if (!each->fn || each->count < 1 || each->count > HR_MAX_EXPERTS) {
+            free(copy);
+            throw std::invalid_argument(name + ": op must be a linear layer, count 1 ... " + std::to_string(HR_MAX_EXPERTS));
+        }
+    }
     records_.push_back({kernels_.op[op], copy, op});
     if (end > dims_used_) dims_used_ = end;
     return this->size() - 1;

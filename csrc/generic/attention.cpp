@@ -380,7 +380,10 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
         for (int64_t n = c.head_dim * count; n < c.ld_q * count; n++) *q++ = 0.0f;
         for (int64_t n = 0; n < count; n++) st.q_sum[base + n] = K::pair == 2 ? lanes_sum(x[n], c.head_dim) : 0.0f;
     }
-    for (int64_t n = 0; n < combos; n++) st.m[n] = -__builtin_inff(), st.l[n] = st.b[n] = 0.0f;
+    for (int64_t n = 0; n < combos; n++) {
+        const int64_t head = piece.kv_head * c.group + piece.head + n % piece.heads;
+        st.m[n] = a->sinks ? a->sinks[head] : -__builtin_inff(), st.l[n] = a->sinks ? 1.0f : 0.0f, st.b[n] = 0.0f;
+    }
     memset(st.acc, 0, (size_t)(combos * c.ld_acc) * sizeof(float));
 
     bool more = false, has_next = false;

@@ -44,16 +44,38 @@ static void activate(const HrArgs_activation* a, HrTask* task) {
           });
 }
 
-template <V (*act)(V)>
-static void gate(const HrArgs_gated* a, HrTask* task) {
+template <class Act>
+static void gate(const HrArgs_gated* a, HrTask* task, Act act) {
     const Quant to = quant_of(a);
     share(task, task->dims[a->dim], a->width, to.q ? to.group : 16, ACT_COST,
           [&](int64_t row, int64_t begin, int64_t end) {
               const float *x = a->x + row * a->ld_x, *y = x + a->width;
               float* out = a->out ? a->out + row * a->ld_out : nullptr;
               emit(to, row, begin, end, a->width, out, (float*)task->scratch,
-                   [&](int64_t i, int64_t n) { return mul(act(load_some(x + i, n)), load_some(y + i, n)); });
+                   [&](int64_t i, int64_t n) { return act(load_some(x + i, n), load_some(y + i, n)); });
           });
+}
+
+template <V (*act)(V)>
+static void gate_by(const HrArgs_gated* a, HrTask* task) {
+    gate(a, task, [](V x, V y) { return mul(act(x), y); });
+}
+
+template <V (*act)(V)>
+static void multiply_by(const HrArgs_multiply* a, HrTask* task) {
+    const int64_t cost = a->kind == HR_IDENTITY ? 1 : ACT_COST;
+    share(task, task->dims[a->dim], a->width, 16, cost, [&](int64_t row, int64_t begin, int64_t end) {
+        const float *x = a->x + row * a->ld_x, *gate = a->gate + row * a->ld_gate;
+        const float* residual = a->residual ? a->residual + row * a->ld_res : nullptr;
+        float* out = a->out + row * a->ld_out;
+        const bool one = a->gate_width == 1;
+        const V first = act(set1(*gate));
+        each_vector(begin, end, [&](int64_t i, int64_t n) {
+            V y = mul(load_some(x + i, n), one ? first : act(load_some(gate + i, n)));
+            if (residual) y = add(y, load_some(residual + i, n));
+            store_some(out + i, y, n);
+        });
+    });
 }
 
 void activation(const HrArgs_activation* a, HrTask* task) {
@@ -61,22 +83,49 @@ void activation(const HrArgs_activation* a, HrTask* task) {
         case HR_SILU: return activate<silu>(a, task);
         case HR_GELU: return activate<gelu>(a, task);
         case HR_GELU_TANH: return activate<gelu_tanh>(a, task);
+        case HR_SIGMOID: return activate<sigmoid>(a, task);
+        case HR_RELU2: return activate<relu2>(a, task);
+        case HR_IDENTITY: return activate<identity>(a, task);
         default: return activate<relu>(a, task);
     }
 }
 
 void gated(const HrArgs_gated* a, HrTask* task) {
     switch (a->kind) {
-        case HR_SILU: return gate<silu>(a, task);
-        case HR_GELU: return gate<gelu>(a, task);
-        case HR_GELU_TANH: return gate<gelu_tanh>(a, task);
-        default: return gate<relu>(a, task);
+        case HR_SILU: return gate_by<silu>(a, task);
+        case HR_GELU: return gate_by<gelu>(a, task);
+        case HR_GELU_TANH: return gate_by<gelu_tanh>(a, task);
+        case HR_SIGMOID: return gate_by<sigmoid>(a, task);
+        case HR_RELU2: return gate_by<relu2>(a, task);
+        case HR_IDENTITY: return gate_by<identity>(a, task);
+        case HR_CLAMPED_SWIGLU: return gate(a, task, clamped_swiglu);
+        default: return gate_by<relu>(a, task);
     }
 }
 
-void zero(const HrArgs_zero* a, HrTask* task) {
+void multiply(const HrArgs_multiply* a, HrTask* task) {
+    switch (a->kind) {
+        case HR_SILU: return multiply_by<silu>(a, task);
+        case HR_GELU: return multiply_by<gelu>(a, task);
+        case HR_GELU_TANH: return multiply_by<gelu_tanh>(a, task);
+        case HR_SIGMOID: return multiply_by<sigmoid>(a, task);
+        case HR_RELU2: return multiply_by<relu2>(a, task);
+        case HR_IDENTITY: return multiply_by<identity>(a, task);
+        default: return multiply_by<relu>(a, task);
+    }
+}
+
+void scale(const HrArgs_scale* a, HrTask* task) {
+    const V factor = set1((float)a->factor);
     share(task, task->dims[a->dim], a->width, 16, 1, [&](int64_t row, int64_t begin, int64_t end) {
-        memset(a->out + row * a->ld_out + begin, 0, sizeof(float) * (size_t)(end - begin));
+        const float* x = a->x + row * a->ld_x;
+        const float* residual = a->residual ? a->residual + row * a->ld_res : nullptr;
+        float* out = a->out + row * a->ld_out;
+        each_vector(begin, end, [&](int64_t i, int64_t n) {
+            V y = mul(load_some(x + i, n), factor);
+            if (residual) y = add(y, load_some(residual + i, n));
+            store_some(out + i, y, n);
+        });
     });
 }
 

@@ -59,5 +59,14 @@ HR_INLINE V gelu_tanh(V x) {
     return div(x, add(set1(1.0f), exp(mul(u, set1(-1.5957691216057308f)))));
 }
 HR_INLINE V relu(V x) { return max(mul(abs(x), zero()), x); }
+HR_INLINE V sigmoid(V x) { return fma(x, zero(), div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x))))); }
+HR_INLINE V relu2(V x) { return mul(relu(x), relu(x)); }
+HR_INLINE V identity(V x) { return x; }
+/* GPT-OSS's gate: both inputs held within 7, which must not hide one that is not finite. */
+HR_INLINE V clamped_swiglu(V x, V y) {
+    const V seven = set1(7.0f), g = min(seven, x), u = max(set1(-7.0f), min(seven, y));
+    const V act = div(g, add(set1(1.0f), exp(mul(g, set1(-1.702f)))));
+    return add(fma(x, zero(), mul(y, zero())), mul(act, add(u, set1(1.0f))));
+}
 
 }  // namespace HR_NS

@@ -25,9 +25,11 @@ void rms_norm(const HrArgs_rms_norm* a, HrTask* task) {
             const V rms = sqrt(add(div(set1(hsum(ss)), set1((float)width)), set1((float)a->eps)));
             float* out = a->out ? a->out + row * a->ld_out + at : nullptr;
             emit(to, row, 0, width, width, out, (float*)task->scratch, [&](int64_t i, int64_t n) {
+                const V y = div(load_some(x + i, n), rms);
+                if (!a->weight) return y;
                 V gain = load_some(a->weight + i, n);
                 if (!plain) gain = add(gain, offset);
-                return mul(div(load_some(x + i, n), rms), gain);
+                return mul(y, gain);
             });
         }
     });
@@ -50,6 +52,7 @@ void layer_norm(const HrArgs_layer_norm* a, HrTask* task) {
         float* out = a->out ? a->out + row * a->ld_out : nullptr;
         emit(to, row, 0, width, width, out, (float*)task->scratch, [&](int64_t i, int64_t n) {
             const V d = div(sub(load_some(x + i, n), mean), dev);
+            if (!a->weight) return d;
             return fma(d, load_some(a->weight + i, n), a->bias ? load_some(a->bias + i, n) : zero());
         });
     });

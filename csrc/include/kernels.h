@@ -30,7 +30,9 @@ extern "C" {
 
 enum { HR_F32 = 0, HR_F16 = 1, HR_BF16 = 2, HR_I8 = 3 };             /* types of tables, weights and the KV cache */
 enum { HR_I4 = 4, HR_E4M3 = 5, HR_E5M2 = 6 };                         /* of the KV cache alone */
-enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3 };    /* activations */
+/* Activations; the last is of `gated` alone: with g = min(x, 7), u = y held in [-7, 7]: g / (1 + exp(-1.702 g)) * (u + 1). */
+enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3, HR_SIGMOID = 4, HR_RELU2 = 5, HR_IDENTITY = 6, HR_CLAMPED_SWIGLU = 7 };
+enum { HR_SOFTMAX = 0, HR_SIGMOID_SCORE = 1 };                        /* scores of experts */
 /* What a code of i4 or i6 stands for: code - 8 (i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
  * NF4's levels (QLoRA, arXiv 2305.14314), twice E2M1's numbers, IQ4_NL's, bitsandbytes' FP4 (isa/linear_layout.h). Levels of
  * NF4 and FP4 are floats up to 1. */
@@ -41,7 +43,9 @@ enum { HR_BESIDE_INT8 = 64 };
 enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4 };
 /* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
 enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
-enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3 }; /* `dims`; experts count from FREE on */
+/* `dims`: those from FREE on are written by operators. */
+enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3, HR_DIM_PAIRS = 3, HR_NUM_DIMS = 4 };
+enum { HR_MAX_EXPERTS = 8192 };
 enum { HR_LANES = 16, HR_SPAN = 128 };
 enum { HR_MAX_GROUP = 1 << 17 };                                      /* inputs with one scale: 127 * 128 of each fit int32 */
 enum { HR_SCRATCH_BYTES = 8 << 20 };                                  /* of each thread; touched only as it is used */
@@ -100,12 +104,13 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(dim) P(const int32_t*, rows) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out)
 
 /* For each of `heads` pieces of `width` in a row: ss = lanes of fma(x, x, .); rms = sqrt(ss / width + eps);
- * y = (x / rms) * gain, gain = offset == 0 ? weight : weight + offset. q takes the whole row (heads must be 1). */
+ * y = (x / rms) * gain, gain = offset == 0 ? weight : weight + offset; without a weight y = x / rms. q takes the whole row (heads must be 1). */
 #define HR_FIELDS_rms_norm(P, I, F)                                                                              \
     I(dim) P(const float*, x) I(ld_x) P(const float*, weight) F(eps) F(offset) I(heads) I(width) P(float*, out) I(ld_out) \
     HR_Q_FIELDS(P, I, F)
 
-/* mean = lanes sum / width; d = x - mean; var = lanes of fma(d, d, .) / width; y = fma(d / sqrt(var + eps), weight, bias) */
+/* mean = lanes sum / width; d = x - mean; var = lanes of fma(d, d, .) / width; y = fma(d / sqrt(var + eps), weight, bias);
+ * without a bias it is 0, without a weight 1 */
 #define HR_FIELDS_layer_norm(P, I, F)                                                                        \
     I(dim) P(const float*, x) I(ld_x) P(const float*, weight) P(const float*, bias) F(eps) I(width) P(float*, out) \
     I(ld_out) HR_Q_FIELDS(P, I, F)
@@ -127,6 +132,15 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_gated(P, I, F) \
     I(dim) P(const float*, x) I(ld_x) I(width) I(kind) P(float*, out) I(ld_out) HR_Q_FIELDS(P, I, F)
 
+/* y[i] = x[i] * act(gate[i]); of a gate_width of 1, its one number goes with all. Then + residual if that is given. */
+#define HR_FIELDS_multiply(P, I, F)                                                                                    \
+    I(dim) P(const float*, x) I(ld_x) I(width) P(const float*, gate) I(ld_gate) I(gate_width) I(kind) P(const float*, residual) \
+    I(ld_res) P(float*, out) I(ld_out)
+
+/* y = x * factor, then + residual if that is given. */
+#define HR_FIELDS_scale(P, I, F) \
+    I(dim) P(const float*, x) I(ld_x) I(width) F(factor) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
+
 /* x: rows of heads + 2 * kv_heads heads (queries, keys, values). Per head: norm as rms_norm if q_norm / k_norm is given;
  * then the first 2 * pairs numbers turned by cos/sin[position] [pairs] (none if pairs is 0):
  *     left' = fma(left, cos, -(right * sin)), right' = fma(right, cos, left * sin), partners are i and i + pairs.
@@ -143,6 +157,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *   score_j = chain over d = 0, 1, ... of fma(q[d], k_j[d], .) starting from 0 (where there are scales, k_j[d] is the
  *             code), times scale (where there are scales: times (scale * k_scale_j)); HR_I4 then fma((scale * least_j),
  *             lanes sum of q, .); softcap c > 0: c * tanh(score / c).
+ *   m and l begin as -infinity and 0, or, where there are sinks [heads], as the head's sink and 1: it weighs like a key that all
+ *   rows see and whose value is 0.
  *   Keys are walked in spans of HR_SPAN positions counted from 0; spans without a visible key are left out.
  *   In a span: m' = max(m, visible scores); alpha = exp(m - m'); w_j = exp(score_j - m'), 0 if hidden;
  *   l = l * alpha + (lanes over the span's keys, lane = j % 16, by plain additions, then the tree) of w_j;
@@ -152,7 +168,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  * Slots that no visible key occupies hold anything at all, NaN included, and must not matter. block_size may be any
  * number; only multiples of 16 need be fast (others gather 16 keys into scratch). */
 #define HR_FIELDS_attention(P, I, F)                                                                                  \
-    I(dim) P(const float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) F(scale) I(window) F(softcap) I(kv_type)         \
+    I(dim) P(const float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) F(scale) I(window) F(softcap) P(const float*, sinks) I(kv_type) \
     P(const void*, k) P(const void*, v) P(const float*, k_scale) P(const float*, v_scale) I(block_size)                 \
     P(const int32_t*, row_begin) P(const int32_t*, start) P(const int32_t*, table_begin) P(const int32_t*, blocks)      \
     P(float*, out) I(ld_out)
@@ -193,22 +209,39 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(dim) P(const float*, x) I(ld_x) P(const void*, weights) I(kind) I(group) I(form) I(num_in) I(num_out)            \
     P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 
-/* Mixture of experts. ids[r], weights[r]: the top_k experts of a row (equal logits: the lower id first) and
- * exp(logit - best) over their lanes sum. */
-#define HR_FIELDS_route(P, I, F) \
-    I(dim) P(const float*, x) I(ld_x) I(num_experts) I(top_k) P(int32_t*, ids) P(float*, weights)
-/* lists[e * ld_list + i]: the rows that chose expert e, ascending, list_weights beside it; dims[first_dim + e] their number. */
-#define HR_FIELDS_moe_group(P, I, F)                                                                              \
-    I(dim) P(const int32_t*, ids) P(const float*, weights) I(top_k) I(num_experts) P(int32_t*, lists) P(float*, list_weights) \
-    I(ld_list) I(first_dim)
-/* Row i of the target is row list[i] of the source: codes, scales and sums (q), or floats (x) where q is NULL. */
+/* Mixture of experts. A pair is a row and one of the experts that it chose; pairs lie expert by expert, rows ascending.
+ *
+ * ids[r], weights[r]: the top_k experts of a row with the greatest choice, equal ones by lower id. With
+ *     score SOFTMAX: e[i] = exp(x[i] - max x), s[i] = e[i] / lanes sum of e;  SIGMOID: e[i] = s[i] = 1 / (1 + exp(-x[i]))
+ * the choice is x[i], or s[i] + bias[i] with a bias. Of num_groups > 1 groups of num_experts / num_groups experts only those
+ * top_groups take part whose group_top (1 or 2) greatest choices have the greatest sum, equal ones the lower group.
+ * weight = e / sum, times scale unless that is 1; sum is, with renormalise, that of the chosen e (lanes, in the order of ids),
+ * else that of all e (SOFTMAX), or 1 (SIGMOID). */
+#define HR_FIELDS_route(P, I, F)                                                                                        \
+    I(dim) P(const float*, x) I(ld_x) I(num_experts) I(top_k) I(score) P(const float*, bias) I(num_groups) I(top_groups) \
+    I(group_top) I(renormalise) F(scale) P(int32_t*, ids) P(float*, weights)
+/* begin[e] ... begin[e + 1] - 1 are the pairs of expert e; rows[p], pair_weights[p]: the row of a pair and its weight;
+ * places[r * top_k + j]: the pairs of a row, ascending. dims[HR_DIM_PAIRS] = their number. num_experts is at most HR_MAX_EXPERTS. */
+#define HR_FIELDS_moe_group(P, I, F)                                                                                 \
+    I(dim) P(const int32_t*, ids) P(const float*, weights) I(top_k) I(num_experts) P(int32_t*, begin) P(int32_t*, rows) \
+    P(int32_t*, places) P(float*, pair_weights)
+/* Row i of the target is row list[i] of the source: codes, scales and sums (q), or floats (x) where q is NULL, times
+ * weights[i] if these are given. */
 #define HR_FIELDS_moe_gather(P, I, F)                                                                                \
-    I(dim) P(const int32_t*, list) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out) P(const int8_t*, q) I(ld_q)  \
-    P(const float*, scales) P(const int32_t*, sums) I(ld_s) P(int8_t*, to_q) P(float*, to_scales) P(int32_t*, to_sums)
-/* out[list[i]] = fma(list_weights[i], x[i], out[list[i]]); `zero` comes before the first expert. */
-#define HR_FIELDS_moe_scatter(P, I, F)                                                                              \
-    I(dim) P(const int32_t*, list) P(const float*, list_weights) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out)
-#define HR_FIELDS_zero(P, I, F) I(dim) P(float*, out) I(ld_out) I(width)
+    I(dim) P(const int32_t*, list) P(const float*, weights) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out) \
+    P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) P(int8_t*, to_q) P(float*, to_scales) \
+    P(int32_t*, to_sums)
+/* Linear layers of the kind `op` (a number of the list HR_OPS), one for each of `count` experts: args[i] are the arguments of
+ * expert experts[i], of which dim and residual are 0, and whose row 0 is pair 0. It computes the pairs of its expert. The
+ * tape fills in fn. counters: (count + 1) * 8 numbers, 0 before and after. */
+#define HR_FIELDS_linear_each(P, I, F)                                                                                \
+    I(dim) I(op) P(const void*, fn) P(const void*, args) P(const int32_t*, experts) I(count) P(const int32_t*, begin)  \
+    P(int64_t*, counters)
+/* y = chain over a row's pairs p = places[r * top_k + j], ascending, of fma(weights[p], x[p], .) from 0, or of additions
+ * without weights; out = y + residual if that is given. */
+#define HR_FIELDS_moe_combine(P, I, F)                                                                             \
+    I(dim) P(const int32_t*, places) P(const float*, weights) I(top_k) P(const float*, x) I(ld_x) I(width)          \
+    P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 
 /* finite[r] = 1 if every x of the row is finite, else 0. */
 #define HR_FIELDS_finite(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) P(int32_t*, finite)
@@ -238,8 +271,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
-    X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather) X(moe_scatter)   \
-    X(zero) X(finite) X(top_k) X(choose)
+    X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather)   \
+    X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose)
 
 #define HR_P(type, name) type name;
 #define HR_I(name) int64_t name;

@@ -11,8 +11,6 @@
 
 namespace hr {
 
-enum { MAX_DIMS = HR_DIM_FREE + 8192 };
-
 class Tape {
   public:
     explicit Tape(const Kernels& kernels);

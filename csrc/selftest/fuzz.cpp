@@ -56,11 +56,15 @@ void refuse_all(const Problem& p) {
         memcpy(&args[at], &value, 8);
         if (!refused(p.op, args)) fail("TAKEN: a dimension that is not there");
     };
-    for (int64_t dim : {(int64_t)-1, (int64_t)hr::MAX_DIMS, (int64_t)1 << 32, INT64_MIN, INT64_MAX}) with(0, dim);
+    for (int64_t dim : {(int64_t)-1, (int64_t)HR_NUM_DIMS, (int64_t)1 << 32, INT64_MIN, INT64_MAX}) with(0, dim);
+    if (p.op == HR_OP_linear_each) {
+        for (int64_t op : {(int64_t)HR_OP_add, (int64_t)-1, (int64_t)HR_NUM_OPS, INT64_MIN, INT64_MAX})
+            with(offsetof(HrArgs_linear_each, op), op);
+        for (int64_t num : {(int64_t)0, (int64_t)HR_MAX_EXPERTS + 1, INT64_MIN, INT64_MAX})
+            with(offsetof(HrArgs_linear_each, count), num);
+    }
     if (p.op != HR_OP_moe_group) return;
-    for (int64_t first : {(int64_t)0, (int64_t)HR_DIM_FREE - 1, (int64_t)hr::MAX_DIMS, INT64_MIN, INT64_MAX})
-        with(offsetof(HrArgs_moe_group, first_dim), first);
-    for (int64_t num : {(int64_t)0, (int64_t)-1, (int64_t)hr::MAX_DIMS, INT64_MIN, INT64_MAX})
+    for (int64_t num : {(int64_t)0, (int64_t)-1, (int64_t)HR_MAX_EXPERTS + 1, INT64_MIN, INT64_MAX})
         with(offsetof(HrArgs_moe_group, num_experts), num);
 }
 

@@ -286,12 +286,47 @@ void attention(Problem& p) {
     a.ld_out = a.heads * a.head_dim, a.out = p.make<float>(rows * a.ld_out);
     a.k = c.k, a.v = c.v, a.row_begin = row_begin, a.start = start, a.table_begin = table_begin, a.blocks = blocks;
     if (c.type >= HR_I8 && c.type != HR_E5M2) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
+    if (p.random.coin()) a.sinks = p.floats(a.heads);
     p.take(HR_OP_attention, a);
+}
+
+/* Experts that are copies of one layer in all but their output: each has some of its rows. */
+template <class Args>
+void each(Problem& p, const Args& layer, int64_t op) {
+    HrArgs_linear_each a = {};
+    const int64_t rows = p.dims[0], experts = p.random.whole(1, 5);
+    int32_t *begin = p.make<int32_t>(experts + 1), *ids = p.make<int32_t>(experts);
+    for (int64_t e = 0; e <= experts; e++) begin[e] = (int32_t)(e == experts ? rows : rows * p.random.whole(e, e + 1) / experts);
+    std::sort(begin, begin + experts + 1), begin[0] = 0;
+    a.count = p.random.whole(1, experts), a.op = op, a.begin = begin;
+    for (int64_t i = 0; i < a.count; i++) ids[i] = (int32_t)i;
+    Args* args = p.make<Args>(a.count);
+    for (int64_t i = 0; i < a.count; i++) args[i] = layer, args[i].dim = 0, args[i].residual = nullptr;
+    a.experts = ids, a.args = args, a.counters = p.make<int64_t>(8 * (a.count + 1));
+    memset(a.counters, 0, 64 * (size_t)(a.count + 1));
+    p.take(HR_OP_linear_each, a);
+}
+
+template <class Args>
+Args taken(Problem& p, Builder build) {
+    Args args;
+    build(p);
+    memcpy(&args, p.args.data(), sizeof args);
+    return args;
+}
+
+void linear_each(Problem& p) {
+    switch (p.random.next() % 4) {
+        case 0: return each(p, taken<HrArgs_linear_i4>(p, linear_i4), HR_OP_linear_i4);
+        case 1: return each(p, taken<HrArgs_linear_i8>(p, linear_i8), HR_OP_linear_i8);
+        case 2: return each(p, taken<HrArgs_linear_w>(p, linear_w), HR_OP_linear_w);
+        default: return each(p, taken<HrArgs_linear_f>(p, linear_f), HR_OP_linear_f);
+    }
 }
 
 }  // namespace
 
 const std::vector<Named> layer_problems = {
 #define LAYER(op) {#op, op},
-    LAYER(linear_i4) LAYER(linear_i6) LAYER(linear_i8) LAYER(linear_k) LAYER(linear_w) LAYER(linear_f) LAYER(rope_store) LAYER(attention)
+    LAYER(linear_i4) LAYER(linear_i6) LAYER(linear_i8) LAYER(linear_k) LAYER(linear_w) LAYER(linear_f) LAYER(rope_store) LAYER(attention) LAYER(linear_each)
 };

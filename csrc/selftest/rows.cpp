@@ -82,7 +82,8 @@ void rms_norm(Problem& p) {
     int64_t rows = rows_of(p);
     a.heads = p.random.coin() ? 1 : p.random.whole(2, 4), a.width = width_of(p);
     int64_t wide = a.heads * a.width;
-    a.eps = 1e-6, a.offset = p.random.coin() ? 0.0 : 1.0, a.weight = p.floats(a.width);
+    a.eps = 1e-6, a.offset = p.random.coin() ? 0.0 : 1.0;
+    if (p.random.next() % 4) a.weight = p.floats(a.width);
     IN(wide);
     bool q = a.heads == 1 && p.random.coin();
     if (q) quantised(p, a, wide);
@@ -93,7 +94,8 @@ void rms_norm(Problem& p) {
 void layer_norm(Problem& p) {
     HrArgs_layer_norm a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p), a.eps = 1e-5, a.weight = p.floats(a.width), a.bias = p.floats(a.width);
+    a.width = width_of(p), a.eps = 1e-5;
+    if (p.random.next() % 4) a.weight = p.floats(a.width), a.bias = p.random.coin() ? p.floats(a.width) : nullptr;
     IN(a.width);
     bool q = p.random.coin();
     if (q) quantised(p, a, a.width);
@@ -133,7 +135,7 @@ void quantize(Problem& p) {
 void activation(Problem& p) {
     HrArgs_activation a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p), a.kind = p.random.whole(0, 3);
+    a.width = width_of(p), a.kind = p.random.whole(HR_SILU, HR_IDENTITY);
     IN(a.width);
     bool q = p.random.coin();
     if (q) quantised(p, a, a.width);
@@ -144,7 +146,7 @@ void activation(Problem& p) {
 void gated(Problem& p) {
     HrArgs_gated a = {};
     int64_t rows = rows_of(p);
-    a.width = width_of(p), a.kind = p.random.whole(0, 3);
+    a.width = width_of(p), a.kind = p.random.whole(HR_SILU, HR_CLAMPED_SWIGLU);
     IN(2 * a.width);
     bool q = p.random.coin();
     if (q) quantised(p, a, a.width);
@@ -152,12 +154,32 @@ void gated(Problem& p) {
     p.take(HR_OP_gated, a);
 }
 
-void zero(Problem& p) {
-    HrArgs_zero a = {};
+template <class Args>
+void residual(Problem& p, Args& a) {
+    const int64_t rows = p.dims[0];
+    if (p.random.coin()) a.ld_res = strided(p, a.width), a.residual = p.floats(room(rows, a.ld_res, a.width));
+}
+
+void multiply(Problem& p) {
+    HrArgs_multiply a = {};
     int64_t rows = rows_of(p);
-    a.width = any_width_of(p);
+    a.width = width_of(p), a.kind = p.random.whole(HR_SILU, HR_IDENTITY);
+    IN(a.width);
+    a.gate_width = p.random.coin() ? 1 : a.width, a.ld_gate = strided(p, a.gate_width);
+    a.gate = p.floats(room(rows, a.ld_gate, a.gate_width));
+    residual(p, a);
     OUT(a.width);
-    p.take(HR_OP_zero, a);
+    p.take(HR_OP_multiply, a);
+}
+
+void scale(Problem& p) {
+    HrArgs_scale a = {};
+    int64_t rows = rows_of(p);
+    a.width = any_width_of(p), a.factor = p.random.coin() ? 0.22 : 3.0;
+    IN(a.width);
+    residual(p, a);
+    OUT(a.width);
+    p.take(HR_OP_scale, a);
 }
 
 void finite(Problem& p) {
@@ -216,6 +238,13 @@ void route(Problem& p) {
     int64_t rows = rows_of(p);
     a.num_experts = p.random.size(1, p.random.rarely(32, 600, 70)), a.top_k = p.random.whole(1, a.num_experts < 8 ? a.num_experts : 8);
     IN(a.num_experts);
+    a.score = p.random.coin() ? HR_SOFTMAX : HR_SIGMOID_SCORE, a.renormalise = p.random.coin();
+    a.num_groups = 1, a.top_groups = 1, a.group_top = 1, a.scale = p.random.coin() ? 1.0 : 2.5;
+    if (p.random.coin()) a.bias = p.floats(a.num_experts);
+    if (a.num_experts % 4 == 0 && p.random.coin()) {
+        a.num_groups = 4, a.top_groups = p.random.whole(1, 4), a.group_top = p.random.whole(1, 2);
+        a.top_k = p.random.whole(1, std::min<int64_t>(8, a.num_experts / 4 * a.top_groups));
+    }
     a.ids = p.make<int32_t>(rows * a.top_k), a.weights = p.make<float>(rows * a.top_k);
     p.take(HR_OP_route, a);
 }
@@ -229,9 +258,9 @@ void moe_group(Problem& p) {
         int64_t first = p.random.whole(0, a.num_experts - 1);
         for (int64_t i = 0; i < a.top_k; i++) ids[row * a.top_k + i] = (int32_t)((first + i) % a.num_experts);
     }
-    a.ids = ids, a.weights = p.floats(rows * a.top_k), a.ld_list = rows;
-    a.first_dim = p.random.rarely(8, hr::MAX_DIMS - a.num_experts, HR_DIM_FREE + p.random.whole(0, 5));
-    a.lists = p.make<int32_t>(a.num_experts * rows), a.list_weights = p.make<float>(a.num_experts * rows);
+    const int64_t pairs = rows * a.top_k;
+    a.ids = ids, a.weights = p.floats(pairs), a.begin = p.make<int32_t>(a.num_experts + 1);
+    a.rows = p.make<int32_t>(pairs), a.places = p.make<int32_t>(pairs), a.pair_weights = p.make<float>(pairs);
     p.take(HR_OP_moe_group, a);
 }
 
@@ -241,6 +270,7 @@ void moe_gather(Problem& p) {
     a.width = width_of(p), a.list = p.wholes(rows, 0, from - 1);
     if (p.random.coin()) {
         a.ld_x = strided(p, a.width), a.x = p.floats(room(from, a.ld_x, a.width));
+        if (p.random.coin()) a.weights = p.floats(rows);
         OUT(a.width);
     } else {
         a.ld_q = (a.width + 63) / 64 * 64, a.ld_s = (a.width + 63) / 64;
@@ -252,16 +282,17 @@ void moe_gather(Problem& p) {
     p.take(HR_OP_moe_gather, a);
 }
 
-void moe_scatter(Problem& p) {
-    HrArgs_moe_scatter a = {};
+void moe_combine(Problem& p) {
+    HrArgs_moe_combine a = {};
     int64_t rows = rows_of(p);
-    a.width = any_width_of(p);
-    int32_t* list = p.make<int32_t>(rows);
-    for (int64_t i = 0; i < rows; i++) list[i] = (int32_t)(rows - 1 - i);
-    a.list = list, a.list_weights = p.floats(rows);
-    IN(a.width);
-    a.ld_out = strided(p, a.width), a.out = p.floats(room(rows, a.ld_out, a.width));
-    p.take(HR_OP_moe_scatter, a);
+    a.width = any_width_of(p), a.top_k = p.random.whole(1, 6);
+    const int64_t pairs = rows * a.top_k;
+    a.places = p.wholes(pairs, 0, pairs - 1), a.ld_x = strided(p, a.width);
+    a.x = p.floats(room(pairs, a.ld_x, a.width));
+    if (p.random.coin()) a.weights = p.floats(pairs);
+    residual(p, a);
+    OUT(a.width);
+    p.take(HR_OP_moe_combine, a);
 }
 
 }  // namespace
@@ -269,6 +300,6 @@ void moe_scatter(Problem& p) {
 const std::vector<Named> row_problems = {
 #define ROW(op) {#op, op},
     ROW(embedding) ROW(select_rows) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(softcap) ROW(quantize)
-    ROW(activation) ROW(gated) ROW(zero) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
-    ROW(moe_group) ROW(moe_gather) ROW(moe_scatter)
+    ROW(activation) ROW(gated) ROW(multiply) ROW(scale) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
+    ROW(moe_group) ROW(moe_gather) ROW(moe_combine)
 };

@@ -73,9 +73,10 @@ int buffer_of(const Problem& p, const char* address) {
     return -1;
 }
 
-/* The buffer whose entries are addresses themselves; -1 if none. */
+/* The buffer that holds addresses itself; -1 if none. */
 int buffer_of_rows(const Problem& p) {
     std::vector<char> args = p.args;
+    if (p.op == HR_OP_linear_each) return buffer_at(p, args, "args");
     return p.op == HR_OP_choose ? buffer_at(p, args, "rows") : -1;
 }
 
@@ -133,7 +134,7 @@ Far far_apart(const Problem& p) {
         for (const char* ints : {"blocks", "slots", "copy_slots"})
             shift(ints, tiles * 16 / block, {"k", "v", "k_scale", "v_scale"}, tiles);
     }
-    const int addresses = buffer_of_rows(p);
+    const int addresses = p.op == HR_OP_choose ? buffer_of_rows(p) : -1;
     const int64_t rows = addresses < 0 ? 0 : (int64_t)p.buffers[(size_t)addresses]->size / 8;
     if (rows > 1) {
         const int64_t row = *field(before, p.op, "width") * 4, more = FAR / (rows - 1) + 1;

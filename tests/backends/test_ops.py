@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.backends.base import Heads
+from headrace.backends.base import Heads, Routing
 from headrace.backends.torch_ref import rowwise
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.program import EagerProgram
@@ -86,11 +86,16 @@ def test_I_13_norms(seed: int, rows: int, width: int) -> None:
 
 
 @LAW
-@given(seeds, num_rows, st.integers(1, 2500), st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]))
+@given(
+    seeds, num_rows, st.integers(1, 2500), st.sampled_from(["silu", "gelu", "gelu_tanh", "relu", "sigmoid", "relu2"])
+)
 def test_I_13_activations(seed: int, rows: int, width: int, kind: Any) -> None:
     x = randn(seed, rows, 2 * width) * 4
     assert_rows_independent(lambda x: OPS.activation(x, kind), x)
     assert_rows_independent(lambda x: OPS.gated(x, kind), x)
+    assert_rows_independent(lambda x: OPS.multiply(x[:, :width], x[:, width:], kind), x)
+    assert_rows_independent(lambda x: OPS.multiply(x, x[:, :1], kind), x)
+    assert_rows_independent(lambda x: OPS.scale(x, 0.22), x)
     assert_rows_independent(lambda x: OPS.softcap(x, 30.0), x)
     assert_rows_independent(lambda x: rowwise.elementwise(torch.exp, x), x)
 
@@ -115,13 +120,25 @@ def test_I_13_experts(seed: int, rows: int, num_experts: int, hidden: int, inner
     router = matrix_of(QWeight(randn(seed + 99, num_experts, hidden)))
     top_k = 1 + seed % num_experts
     x = randn(seed, rows, hidden)
-    assert_rows_independent(lambda x: OPS.experts(x, router, top_k, gate_up, down, "silu"), x)
+    bias = randn(seed + 98, num_experts)
+    groups = (num_experts // 2, max(1, num_experts // 4), 2) if num_experts in (4, 8) and top_k < 3 else None
+    for routing in (Routing(top_k), Routing(top_k, "sigmoid", bias, groups, seed % 2 == 0, 2.5, seed % 3 == 0)):
+        assert_rows_independent(lambda x, r=routing: OPS.experts(x, router, r, gate_up, down, "silu"), x)
 
 
 def test_route_gives_equal_logits_to_the_lower_expert() -> None:
-    weights, ids = OPS.route(torch.tensor([[1.0, 2.0, 2.0, 1.0, 1.0]]), 3)
+    weights, ids = OPS.route(torch.tensor([[1.0, 2.0, 2.0, 1.0, 1.0]]), Routing(3))
     assert ids.tolist() == [[1, 2, 0]]
     assert weights.sum().item() == pytest.approx(1.0)
+
+
+def test_groups_are_chosen_by_their_best_experts() -> None:
+    """Of four groups of two those two with the greatest sums: the greatest expert lies in one that takes no part."""
+    logits = torch.tensor([[3.0, -9.0, 1.0, 1.5, 2.0, 1.9, -1.0, -2.0]])
+    assert OPS.route(logits, Routing(3, "sigmoid", groups=(4, 2, 2)))[1].tolist() == [[4, 5, 3]]
+    weights, ids = OPS.route(logits, Routing(1, groups=(4, 2, 1), renormalise=False, scale=2.0))
+    assert ids.tolist() == [[0]]
+    assert weights.item() == pytest.approx(2 * logits.softmax(1)[0, 0].item())
 
 
 @dataclass

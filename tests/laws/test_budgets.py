@@ -66,10 +66,17 @@ def test_the_hall_can_be_read_in_a_weekend_and_no_wing_is_larger_than_half_of_it
 
 def test_the_hall_counts_its_largest_backend_and_a_wing_may_have_a_bound_of_its_own() -> None:
     lines = {"hall": 5_000, "backends.cpu": 1_300, "backends.torch_ref": 600, "backends.cuda": 3_100, "serve": 4_700}
-    assert rules.hall_lines(lines) == 8_100
+    lines |= {"models.gpt2": 80, "models.llama": 20}
+    assert rules.hall_lines(lines) == 8_180
     assert rules.large_wings(lines) == {}
     more = lines | {"backends.cuda": 3_501, "serve": 4_701, "text": 4_000}
     assert rules.large_wings(more) == {"backends.cuda": 3_501, "serve": 4_701}
+
+
+def test_a_model_is_a_short_file() -> None:
+    models = {module: source for module, source in rules.sources() if rules.area(module).startswith("models.")}
+    assert len(models) > 8
+    assert {name: n for name, text in models.items() if (n := rules.num_lines(text)) > rules.MAX_MODEL_LINES} == {}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,9 @@ def test_the_hall_counts_its_largest_backend_and_a_wing_may_have_a_bound_of_its_
         ("backends.base", "hall"),
         ("backends.graph", "hall"),
         ("backends.step", "hall"),
+        ("models", "hall"),
+        ("models.decoder", "hall"),
+        ("models.gpt2", "models.gpt2"),
         ("backends.cpu.ops", "backends.cpu"),
         ("backends.cuda.ops", "backends.cuda"),
         ("backends.torch_ref.ops", "backends.torch_ref"),

@@ -89,7 +89,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def test_logits_equal_transformers(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
     config = models.find(model_type).TINY | changes
     theirs = save_random(config, tmp_path)
-    token_ids = random_ids(LENGTH, config["vocab_size"], 1)
+    token_ids = random_ids(LENGTH, config.get("text_config", config)["vocab_size"], 1)
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]
     for backend in BACKENDS:

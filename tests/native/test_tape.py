@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.backends.native import fields, pack, record
+from headrace.backends.native import fields, op_code, pack, record
 
-ROWS, SEQS, LOGITS, FREE = range(4)
+ROWS, SEQS, LOGITS, PAIRS = range(4)
+SCALE: dict[str, float] = {
+    "dim": 0, "x": 0, "ld_x": 1, "width": 1, "factor": 1.0, "residual": 0, "ld_res": 0, "out": 0, "ld_out": 1,
+}  # fmt: skip
 
 
 def add(tape: Any, x: np.ndarray, y: np.ndarray, out: np.ndarray, dim: int = ROWS) -> int:
@@ -65,26 +68,23 @@ def test_a_record_without_rows_is_left_out(native: ModuleType, numbers: np.ndarr
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_sizes_that_an_operator_wrote_hold_in_the_same_run(native: ModuleType, num_threads: int) -> None:
-    """Experts: the numbers of their rows come into being on the way, and change from run to run."""
+    """Pairs of rows and experts: their number comes into being on the way."""
     rows, experts = 6, 3
-    ids, weights = np.zeros((rows, 1), np.int32), np.ones((rows, 1), np.float32)
-    lists, list_weights = np.zeros((experts, rows), np.int32), np.zeros((experts, rows), np.float32)
-    x = np.ones((rows, 16), np.float32)
-    outs = np.zeros((experts, rows, 16), np.float32)
+    ids, weights = np.zeros((rows, 2), np.int32), np.ones((rows, 2), np.float32)
+    begin, (row_of, places) = np.zeros(experts + 1, np.int32), np.zeros((2, 2 * rows), np.int32)
+    pair_weights = np.zeros(2 * rows, np.float32)
+    x, out = np.ones((2 * rows, 16), np.float32), np.zeros((2 * rows, 16), np.float32)
     tape = native.Tape()
-    record(
-        tape, "moe_group", dim=ROWS, ids=ids.ctypes.data, weights=weights.ctypes.data, top_k=1, num_experts=experts,
-        lists=lists.ctypes.data, list_weights=list_weights.ctypes.data, ld_list=rows, first_dim=FREE,
-    )  # fmt: skip
-    for expert in range(experts):
-        add(tape, x, x, outs[expert], FREE + expert)
-    for chosen in ([0, 0, 0, 0, 0, 0], [2, 1, 2, 2, 1, 2], [1, 1, 1, 1, 1, 0]):
-        ids[:, 0] = chosen
-        outs[:] = 0
-        tape.run([rows, 0, 0], num_threads)
-        counts = [chosen.count(expert) for expert in range(experts)]
-        assert tape.dims() == [rows, 0, 0, *counts]
-        assert [int(out.sum()) for out in outs] == [count * 32 for count in counts]
+    arrays = {"ids": ids, "weights": weights, "begin": begin, "rows": row_of, "places": places}
+    addresses = {name: array.ctypes.data for name, array in (arrays | {"pair_weights": pair_weights}).items()}
+    record(tape, "moe_group", dim=ROWS, top_k=2, num_experts=experts, **addresses)
+    add(tape, x, x, out, PAIRS)
+    for num_rows in (6, 1, 4):
+        ids[:] = [1, 2]
+        out[:] = 0
+        tape.run([num_rows, 0, 0], num_threads)
+        assert tape.dims() == [num_rows, 0, 0, 2 * num_rows]
+        assert int(out.sum()) == 2 * num_rows * 32
 
 
 def test_a_profile_has_a_time_for_each_record(native: ModuleType, numbers: np.ndarray) -> None:
@@ -102,30 +102,37 @@ def test_a_profile_has_a_time_for_each_record(native: ModuleType, numbers: np.nd
 def test_arguments_are_copied(native: ModuleType, numbers: np.ndarray) -> None:
     tape = native.Tape()
     out = np.zeros_like(numbers)
-    given = bytearray(pack("zero", dim=0, out=out.ctypes.data, ld_out=37, width=37))
-    tape.add("zero", bytes(given))
+    given = bytearray(
+        pack(
+            "scale", **SCALE | {"out": out.ctypes.data, "x": numbers.ctypes.data, "ld_out": 37, "ld_x": 37, "width": 37}
+        )
+    )
+    tape.add("scale", bytes(given))
     given[:] = b"\xff" * len(given)
-    out[:] = 1
     tape.run([9, 0, 0])
-    assert not out.any()
+    assert np.array_equal(out, numbers)
 
 
 def test_what_is_wrong_is_told(native: ModuleType) -> None:
     tape = native.Tape()
-    right = pack("zero", dim=0, out=0, ld_out=1, width=1)
-    with pytest.raises(ValueError, match="no operator is called 'zreo'"):
-        tape.add("zreo", right)
-    with pytest.raises(ValueError, match="zero takes 32 bytes of arguments, not 31"):
-        tape.add("zero", right[:-1])
-    for dim in (-1, FREE + 8192, 2**63 - 1):
-        with pytest.raises(ValueError, match=r"zero: dim must be 0 \.\.\. 8194"):
-            tape.add("zero", pack("zero", dim=dim, out=0, ld_out=1, width=1))
+    right = pack("scale", **SCALE)
+    with pytest.raises(ValueError, match="no operator is called 'sclae'"):
+        tape.add("sclae", right)
+    with pytest.raises(ValueError, match="scale takes 72 bytes of arguments, not 71"):
+        tape.add("scale", right[:-1])
+    for dim in (-1, 4, 2**63 - 1):
+        with pytest.raises(ValueError, match=r"scale: dim must be 0 \.\.\. 3"):
+            tape.add("scale", pack("scale", **SCALE | {"dim": dim}))
     group = dict.fromkeys(fields()["moe_group"][1], 0)
-    for first, experts in ((0, 4), (FREE, 8193), (FREE + 8192, 1), (FREE, 0)):
-        with pytest.raises(ValueError, match="first_dim"):
-            tape.add("moe_group", pack("moe_group", **group | {"first_dim": first, "num_experts": experts}))
+    for experts in (0, -1, 8193):
+        with pytest.raises(ValueError, match="num_experts"):
+            tape.add("moe_group", pack("moe_group", **group | {"num_experts": experts}))
+    each = dict.fromkeys(fields()["linear_each"][1], 0)
+    for op, count in ((op_code("add"), 1), (-1, 1), (op_code("linear_f"), 0), (op_code("linear_f"), 8193)):
+        with pytest.raises(ValueError, match="op must be a linear layer, count 1"):
+            tape.add("linear_each", pack("linear_each", **each | {"op": op, "count": count}))
     assert len(tape) == 0
-    tape.add("zero", right)
+    tape.add("scale", right)
     for dims in ([1], [1, 1, 1, 1], [-1, 1, 1]):
         with pytest.raises(ValueError, match="dims"):
             tape.run(dims)

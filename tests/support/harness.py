@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from headrace.backends.base import Chunks
 from headrace.engine.load import build_runner
@@ -26,15 +26,15 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
 
 def save_random(config: dict[str, Any], directory: Path, seed: int = 0) -> Any:
     """Write a checkpoint with lively random weights (logits of about unit size), and return the transformers model."""
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    sizes = config.get("text_config", config)
+    kind = AutoModelForCausalLM if sizes is config else AutoModelForImageTextToText
+    model = kind.from_config(AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
-                parameter.copy_(noise * 1.4 / math.sqrt(config.get("hidden_size", config.get("n_embd", 64))))
+                parameter.copy_(noise * 1.4 / math.sqrt(sizes.get("hidden_size", sizes.get("n_embd", 64))))
             else:
                 parameter.copy_(parameter + 0.3 * noise if "norm" in name or "ln_" in name else 0.5 * noise)
     model.save_pretrained(directory)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource
     from headrace.quant.schemes import Scheme
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "sigmoid", "relu2", "identity", "clamped_swiglu"]
+"""The last is for `Ops.gated` and `Ops.experts` alone: min(g, 7) * sigmoid(1.702 * min(g, 7)) * (u + 1), u within 7."""
 
 Array: TypeAlias = Any
 """A backend's rows of numbers: a torch.Tensor, or a value that is still to be computed. Models may add two, no more."""
@@ -55,6 +56,25 @@ class RopeTable(NamedTuple):
 
     cos: Array
     sin: Array
+
+
+class Routing(NamedTuple):
+    """How each row chooses its experts out of the router's logits.
+
+    score: softmax over all experts, or sigmoid of each. bias [E] is added to the scores for the choice alone. groups
+    (number, chosen, top): the experts lie in `number` groups of equal size; only those `chosen` take part whose `top`
+    (1 or 2) best experts have the greatest sum. Of equal ones the lower id is chosen. renormalise: the weights of the
+    chosen are divided by their sum. scale multiplies the weights. scale_input: the weight multiplies what goes into the
+    expert, and not what comes out.
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    bias: Array | None = None
+    groups: tuple[int, int, int] | None = None
+    renormalise: bool = True
+    scale: float = 1.0
+    scale_input: bool = False
 
 
 class Matrix(Protocol):
@@ -107,8 +127,8 @@ class Ops(Protocol):
         """Rows [S] of x [R, H] -> [S, H]."""
         ...
 
-    def rms_norm(self, x: Array, weight: Array, eps: float, offset: float = 0.0) -> Array:
-        """x [R, H] / sqrt(mean(x^2) + eps) * (offset + weight [H]) (Zhang, Sennrich 2019)."""
+    def rms_norm(self, x: Array, weight: Array | None, eps: float, offset: float = 0.0) -> Array:
+        """x [R, H] / sqrt(mean(x^2) + eps) * (offset + weight [H]) (Zhang, Sennrich 2019); without a weight * 1."""
         ...
 
     def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
@@ -140,11 +160,13 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
+        sinks: Array | None = None,
     ) -> Array:
         """Causal attention of queries over the cached positions of each row's sequence -> [R, num_heads * D].
 
         `window` counts the visible positions, the row's own included. `softcap` c > 0 replaces scores s by
-        c * tanh(s / c).
+        c * tanh(s / c). `sinks` [num_heads]: for each head the score of one more key, which all rows see and
+        whose value is 0.
         """
         ...
 
@@ -156,6 +178,14 @@ class Ops(Protocol):
         """x [R, 2 * I] -> act(x[:, :I]) * x[:, I:] (Shazeer 2020)."""
         ...
 
+    def multiply(self, x: Array, gate: Array, kind: Activation) -> Array:
+        """x [R, W] * act(gate [R, W] or [R, 1])."""
+        ...
+
+    def scale(self, x: Array, factor: float) -> Array:
+        """x [R, W] * factor."""
+        ...
+
     def softcap(self, x: Array, cap: float) -> Array:
         """cap * tanh(x / cap), in float32."""
         ...
@@ -164,14 +194,14 @@ class Ops(Protocol):
         self,
         x: Array,
         router: Matrix,
-        top_k: int,
+        routing: Routing,
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
     ) -> Array:
-        """Sum over a row's `top_k` best experts, in ascending id, of weight * down(gated(gate_up(x))). -> [R, H].
+        """Sum over a row's best experts e, in ascending id, of weight * down[e](gated(gate_up[e](x))). -> [R, H].
 
-        Weights are the softmax of the router's logits over the chosen experts; of equal logits the lower id is chosen.
+        Raises `CheckpointError` for a routing or a form of the matrices that the backend has no kernels for.
         """
         ...
 

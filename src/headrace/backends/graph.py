@@ -16,8 +16,9 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.backends.arena import Block, place
 
-ROWS, SEQS, LOGITS, FREE = 0, 1, 2, 3
-"""Dimensions that change from step to step, as csrc/include/kernels.h numbers them; experts count from FREE on."""
+ROWS, SEQS, LOGITS, PAIRS = 0, 1, 2, 3
+"""Dimensions that change from step to step, as csrc/include/kernels.h numbers them. PAIRS are those of a row and one of
+its experts: operators count them on the way."""
 
 ALIGN = 64
 
@@ -100,6 +101,8 @@ class Graph:
         self.nodes: list[Node] = []
         self.buffers: dict[Buffer, None] = {}
         self.values: list[Value] = []
+        self.pairs_of_row = 1
+        """The most experts that a row has in a layer."""
 
     def buffer(self, row_bytes: int, dim: int) -> Buffer:
         """Return a new buffer that the next node fills."""
@@ -199,7 +202,8 @@ class Graph:
 
     def plan(self, most: dict[int, int]) -> int:
         """Give every buffer a place in one arena and return its bytes; `most` holds each dimension's largest size."""
-        blocks = [Block(b.row_bytes * most.get(b.dim, most[ROWS]), b.first, b.last) for b in self.buffers]
+        most = most | {PAIRS: most[ROWS] * self.pairs_of_row}
+        blocks = [Block(b.row_bytes * most[b.dim], b.first, b.last) for b in self.buffers]
         offsets, total = place(blocks)
         for buffer, offset in zip(self.buffers, offsets, strict=True):
             buffer.offset = offset

@@ -61,7 +61,7 @@ def fields() -> dict[str, tuple[struct.Struct, dict[str, str]]]:
     }
 
 
-def pack(op: str, **values: float) -> bytes:
+def pack(op: str, /, **values: float) -> bytes:
     """Return an operator's arguments as the core reads them. All fields are required; addresses are ints, 0 is NULL.
 
     Raises TypeError for an operator or field that does not exist, one that is missing, or a value of the wrong kind.
@@ -78,6 +78,12 @@ def pack(op: str, **values: float) -> bytes:
         raise TypeError(f"{op}: {error}; it takes {kinds}, not {values}") from None
 
 
-def record(tape: Tape, op: str, **values: float) -> int:
+@cache
+def op_code(op: str) -> int:
+    """Return the core's number of an operator, for those that call another one."""
+    return list(require_native().schema()).index(op)
+
+
+def record(tape: Tape, op: str, /, **values: float) -> int:
     """Append an operator to a tape and return its index. Raises as `pack`, and ValueError where no ISA serves it."""
     return tape.add(op, pack(op, **values))

@@ -59,6 +59,14 @@ GPT2 = {
 }
 GPT2_ENDS = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
 EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
+QWEN_EXPERTS = {"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"}
+QWEN_MOE = DECODER | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 
 
 class Part(NamedTuple):
@@ -163,6 +171,27 @@ def _qwen(keys: _Keys) -> Reading:
     return Reading(_decoder(keys, model_type), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
 
 
+def _qwen3_vl(keys: _Keys) -> Reading:
+    """The text; the tower for images is a file of its own."""
+    return Reading(_decoder(keys, "qwen3_vl"), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
+
+
+def _qwen_moe(keys: _Keys) -> Reading:
+    has_shared = keys.prefix == "qwen2moe."
+    values = _decoder(keys, "qwen2_moe" if has_shared else "qwen3_moe")
+    experts = keys.integer("expert_count", 4096)
+    values |= {"num_experts": experts, "num_experts_per_tok": keys.integer("expert_used_count", experts)}
+    values |= {"moe_intermediate_size": keys.integer("expert_feed_forward_length"), "norm_topk_prob": not has_shared}
+    if has_shared:
+        values["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
+    parts = _parts(keys.file, QWEN_MOE, DECODER_ENDS, "model.layers", experts, "mlp.experts", QWEN_EXPERTS)
+    # A router with one output has lost a dimension in the file.
+    for name, part in parts.items():
+        if name.endswith(".shared_expert_gate.weight") and len(part.shape) == 1:
+            parts[name] = part._replace(shape=(1, *part.shape))
+    return Reading(values, parts)
+
+
 def _gemma2(keys: _Keys) -> Reading:
     values = _gemma(keys, "gemma2", big=46)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -205,6 +234,9 @@ ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
     "llama": _llama,
     "qwen2": _qwen,
     "qwen3": _qwen,
+    "qwen3vl": _qwen3_vl,
+    "qwen2moe": _qwen_moe,
+    "qwen3moe": _qwen_moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt2": _gpt2,
@@ -278,7 +310,15 @@ def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _parts(file: GGUF, layer: dict[str, str], ends: dict[str, str], root: str, num_experts: int = 0) -> dict[str, Part]:
+def _parts(
+    file: GGUF,
+    layer: dict[str, str],
+    ends: dict[str, str],
+    root: str,
+    num_experts: int = 0,
+    expert_root: str = "block_sparse_moe.experts",
+    of_expert: dict[str, str] = EXPERTS,
+) -> dict[str, Part]:
     """Every tensor of the file under the model's name for it, or under the file's name if the model has none."""
     parts: dict[str, Part] = {}
 
@@ -299,15 +339,15 @@ def _parts(file: GGUF, layer: dict[str, str], ends: dict[str, str], root: str, n
             add(f"{ends[stem]}.{kind}", Part(info, shape))
         elif kind not in ("weight", "bias") or match is None:
             add(name, Part(info, shape))
-        elif num_experts and match[2] in EXPERTS:
-            path = f"{root}.{match[1]}.block_sparse_moe.experts"
+        elif num_experts and match[2] in of_expert and (match[3] or match[4]):
+            path = f"{root}.{match[1]}.{expert_root}"
             if match[4] is not None:
-                add(f"{path}.{match[4]}.{EXPERTS[match[2]]}.{kind}", Part(info, shape))
+                add(f"{path}.{match[4]}.{of_expert[match[2]]}.{kind}", Part(info, shape))
                 continue
             if match[3] is None or shape[:-2] != (num_experts,):
                 raise file.fault(f"shape of {name}", info.shape, f"of 3 dimensions, the last {num_experts}")
             for expert in range(num_experts):
-                add(f"{path}.{expert}.{EXPERTS[match[2]]}.{kind}", Part(info, shape[1:], expert * shape[1]))
+                add(f"{path}.{expert}.{of_expert[match[2]]}.{kind}", Part(info, shape[1:], expert * shape[1]))
         elif match[2] in layer and match[3] is None and match[4] is None:
             add(f"{root}.{match[1]}.{layer[match[2]]}.{kind}", Part(info, shape))
         else:

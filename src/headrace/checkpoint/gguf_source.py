@@ -207,6 +207,9 @@ class GGUFWeights(QuantisingReader["Rows"]):
         # The file has every matrix as [out, in], so `transposed` changes nothing.
         return Rows(self._file, self._part(f"{name}.weight", (num_out, num_in)), self._order(name, num_out))
 
+    def _ordered(self, layer: Rows, order: NDArray[np.int64]) -> Rows:
+        return layer  # the converters of the file put the rows in the model's order
+
     def _matrix(
         self, names: Sequence[str], layers: list[Rows], scheme: Scheme | None, bias: NDArray[Any] | None, plain: bool
     ) -> Matrix:

@@ -168,6 +168,9 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
         verify_shape(f"{name}.weight", layer.shape, (num_out, num_in))
         return layer
 
+    def _ordered(self, layer: QWeight, order: NDArray[np.int64]) -> QWeight:
+        return layer.ordered(order)
+
     def _matrix(
         self, names: Sequence[str], layers: list[QWeight], scheme: Scheme | None, bias: NDArray[Any] | None, plain: bool
     ) -> Matrix:

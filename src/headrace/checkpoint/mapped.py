@@ -7,6 +7,7 @@ models and imports no torch. Called by the readers of weights, by `engine.load` 
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.checkpoint.names import places, text_config
 from headrace.hub import read_json
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import BF16, E4M3, E5M2, cast
@@ -139,10 +141,13 @@ class MappedCheckpoint:
         self.directory = directory
         self._files: dict[str, MappedFile] = {}
         self._file_of = self._index()
+        shapes = {name: self._open(file).entries[name].shape for name, file in self._file_of.items()}
+        self._places = places(shapes, self._file_of)
 
     @property
     def names(self) -> list[str]:
-        return list(self._file_of)
+        """Of the tensors of the text model (`checkpoint.names`)."""
+        return list(self._places)
 
     @property
     def files(self) -> list[Path]:
@@ -159,27 +164,36 @@ class MappedCheckpoint:
 
     def table(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
         """An embedding table [V, H], mapped. Raises `CheckpointError` for another shape, and for other than floats."""
-        if name not in self._file_of:
+        if name not in self._places:
             raise CheckpointError(f"{name} is missing from the checkpoint")
         entry, file = self.entry(name), self.file(name)
         verify_shape(name, entry.shape, shape)
-        values = file.array(name)
+        values = self.array(name)
         if entry.dtype == "F64":
             return cast(values, "float32")
         if entry.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} is stored as {entry.dtype}, expected plain floats")
-        file.advise(name, mmap.MADV_RANDOM)
+        file.advise(self._places[name].name, mmap.MADV_RANDOM)
         return values
 
     def entry(self, name: str) -> Entry:
-        return self.file(name).entries[name]
+        """The tensor `name`, which may be a part of one of the file."""
+        place = self._places[name]
+        entry = self.file(name).entries[place.name]
+        if place.index is None:
+            return entry
+        size = (entry.end - entry.begin) // entry.shape[0]
+        begin = entry.begin + place.index * size
+        return Entry(entry.dtype, entry.shape[1:], begin, begin + size)
 
     def array(self, name: str) -> NDArray[Any]:
-        return self.file(name).array(name)
+        place = self._places[name]
+        values = self.file(name).array(place.name)
+        return values if place.index is None else values[place.index]
 
     def file(self, name: str) -> MappedFile:
         """The file that holds tensor `name`."""
-        return self._open(self._file_of[name])
+        return self._open(self._file_of[self._places[name].name])
 
     def release(self) -> None:
         """Take what was read out of this process's memory; see `MappedFile.release`."""
@@ -249,15 +263,23 @@ def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
             raise CheckpointError(
                 f"{directory / 'config.json'}: {field} is {stated!r:.80}, expected one of {', '.join(STATED_DTYPES)}"
             )
+    config = text_config(config, known)
     model_type = config.get("model_type")
     if model_type in known:
         if "auto_map" in config:
             logger.info("config.json has auto_map; headrace runs its own %s and no code of the checkpoint", model_type)
         return config
     reason = f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(known)}"
+    reason += nearest(model_type, known)
     if "auto_map" in config:
         reason += ". The checkpoint brings code of its own (auto_map), and headrace never runs a checkpoint's code"
     raise CheckpointError(reason)
+
+
+def nearest(model_type: object, known: Sequence[str]) -> str:
+    """Return what to add to a refusal: the type that runs whose name is nearest, if one is near."""
+    close = difflib.get_close_matches(str(model_type), known, 1)
+    return f". The nearest that runs is {close[0]}" if close else ""
 
 
 def choose_dtype(dtype: str, checkpoint: MappedCheckpoint, config: dict[str, Any] | None = None) -> str:

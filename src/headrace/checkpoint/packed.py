@@ -241,6 +241,7 @@ class PackedWeights(Reader):
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
+        order: NDArray[np.int64] | None = None,
     ) -> Any:
         matrices, begin = [], 0
         while begin < len(names):  # one matrix, or several of different schemes

@@ -81,9 +81,14 @@ class QuantisingReader(Reader, Generic[P]):
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
+        order: NDArray[np.int64] | None = None,
     ) -> Matrix:
         layers = [self._layer(name, num_out, num_in, transposed) for name, num_out in zip(names, num_outs, strict=True)]
-        return self._matrix(names, layers, self._scheme(plain), self._biases(names, num_outs, bias), plain)
+        biases = self._biases(names, num_outs, bias)
+        if order is not None:
+            layers = [self._ordered(layer, order) for layer in layers]
+            biases = None if biases is None else biases[order]
+        return self._matrix(names, layers, self._scheme(plain), biases, plain)
 
     def finish(self) -> None:
         """Raise `CheckpointError` if the file has tensors that the model did not take and that are not spare."""
@@ -95,6 +100,11 @@ class QuantisingReader(Reader, Generic[P]):
     @abstractmethod
     def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> P:
         """The weight of one linear layer [num_out, num_in]."""
+        ...
+
+    @abstractmethod
+    def _ordered(self, layer: P, order: NDArray[np.int64]) -> P:
+        """The layer with its outputs in another order: `order` has for each its place in `layer`."""
         ...
 
     @abstractmethod

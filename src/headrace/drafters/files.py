@@ -83,7 +83,7 @@ def integers(directory: Path, name: str, length: int) -> NDArray[np.int64] | Non
         raise CheckpointError(
             f"{directory}: {name} is {entry.dtype} of shape {list(entry.shape)}, expected whole numbers [{length}]"
         )
-    return checkpoint.file(name).array(name).astype(np.int64)
+    return checkpoint.array(name).astype(np.int64)
 
 
 def verify_token_ids(directory: Path, name: str, token_ids: NDArray[np.int64], target: Target) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, RopeTable, Rows
+from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, RopeTable, Routing, Rows
 from headrace.models import Model
 from headrace.models.config import ModelConfig
 from headrace.models.rope import make_rope_table
@@ -26,7 +26,20 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
+
+
+MAX_EXPERTS = 4096
+"""Experts of a layer."""
+
+
+def stacked(weights: Weights, names: list[str], fused: str, num_in: int, outs: list[int], bias: bool = False) -> Matrix:
+    """The layers `names` as one matrix. A checkpoint may have them as one already, whose last name is `fused`."""
+    whole = f"{names[0].rpartition('.')[0]}.{fused}"
+    if weights.has(f"{whole}.weight"):
+        return weights.linear([whole], num_in, [sum(outs)], bias=bias)
+    return weights.linear(names, num_in, outs, bias=bias)
 
 
 class RMSNorm:
@@ -48,6 +61,7 @@ class Attention:
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions, over layer `layer_id` of the cache.
 
     `window` counts visible positions (None: all), `softcap` bounds the scores (0: not at all), `scale` multiplies them.
+    `rotates`: False for no positions at all (NoPE). `sinks`: each head has a learned score of no key.
     """
 
     def __init__(
@@ -63,12 +77,15 @@ class Attention:
         softcap: float = 0.0,
         scale: float | None = None,
         rope_table: RopeTable | None = None,
+        rotates: bool = True,
+        sinks: bool = False,
     ) -> None:
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
         self.ops, self.layer_id, self.window, self.softcap = ops, layer_id, window, softcap
         self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
         self.scale = size**-0.5 if scale is None else scale
-        self.rope_table = rope_table or decoder.rope_table
+        self.rope_table = (rope_table or decoder.rope_table) if rotates else None
+        self.sinks = weights.tensor(f"{name}.sinks", (decoder.num_heads,)) if sinks else None
         outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = self.make_qkv(weights, names, decoder.hidden_size, outs, qkv_bias)
@@ -79,7 +96,7 @@ class Attention:
             self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset).of_head
 
     def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
-        return weights.linear(names, num_in, outs, bias=bias)
+        return stacked(weights, names, "qkv_proj", num_in, outs, bias)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         return self.mix(self.ops.linear(x, self.qkv), rows, kv)
@@ -87,7 +104,7 @@ class Attention:
     def mix(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
         query = ops.rope_store(qkv, self.heads, rows, cache, self.rope_table, self.q_norm, self.k_norm)
-        mixed = ops.attention(query, self.heads, rows, cache, self.scale, self.window, self.softcap)
+        mixed = ops.attention(query, self.heads, rows, cache, self.scale, self.window, self.softcap, self.sinks)
         return ops.linear(mixed, self.out)
 
 
@@ -98,16 +115,48 @@ class DecoderLayer(Protocol):
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)). `inner`: the width between them, where it is not the model's."""
 
-    def __init__(self, decoder: Decoder, name: str, bias: bool = False) -> None:
-        weights, hidden, inner = decoder.weights, decoder.hidden_size, decoder.intermediate_size
+    def __init__(self, decoder: Decoder, name: str, bias: bool = False, inner: int = 0) -> None:
+        weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
         self.ops, self.kind = decoder.ops, decoder.activation
-        self.gate_up = weights.linear([f"{name}.gate_proj", f"{name}.up_proj"], hidden, [inner, inner], bias=bias)
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.gate_up = stacked(weights, names, "gate_up_proj", hidden, [inner, inner], bias)
         self.down = weights.linear([f"{name}.down_proj"], inner, [hidden], bias=bias)
 
     def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
+
+
+class Experts:
+    """The mixture of a layer: `routing` chooses `num` experts of width `inner` by the router `router`. `parts` are the
+    last names of an expert's gate, up and down."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        name: str,
+        num: int,
+        inner: int,
+        routing: Routing,
+        *,
+        router: str = "gate",
+        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        weights, hidden = decoder.weights, decoder.hidden_size
+        self.ops, self.kind, self.routing = decoder.ops, decoder.activation, routing
+        if routing.top_k > num:
+            raise CheckpointError(f"config.json: num_experts_per_tok is {routing.top_k}, expected at most {num}")
+        self.router = weights.linear([f"{name}.{router}"], hidden, [num], plain=True)
+        gate, up, down = parts
+        names = [f"{name}.experts.{e}" for e in range(num)]
+        self.gate_up = [
+            stacked(weights, [f"{n}.{gate}", f"{n}.{up}"], "gate_up_proj", hidden, [inner, inner]) for n in names
+        ]
+        self.down = [weights.linear([f"{n}.{down}"], inner, [hidden]) for n in names]
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.experts(x, self.router, self.routing, self.gate_up, self.down, self.kind)
 
 
 class Decoder(Model):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.backends.base import Array
+from headrace.backends.base import Routing
 from headrace.models import mistral
-from headrace.models.decoder import Decoder
-from headrace.protocol.errors import CheckpointError
+from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts
 
 TINY = {
     "model_type": "mixtral",
@@ -21,29 +20,13 @@ TINY = {
 }
 
 
-class Experts:
-    """sum over the chosen experts e of softmax(router(x))_e * w2_e(act(w1_e x) * w3_e x), renormalised."""
-
-    def __init__(self, decoder: Decoder, name: str) -> None:
-        weights, config = decoder.weights, decoder.config
-        hidden, inner = decoder.hidden_size, decoder.intermediate_size
-        num_experts = config.integer("num_local_experts", 8, high=4096)
-        self.ops, self.kind = decoder.ops, decoder.activation
-        self.top_k = config.integer("num_experts_per_tok", 2)
-        if self.top_k > num_experts:
-            raise CheckpointError(f"config.json: num_experts_per_tok is {self.top_k}, expected at most {num_experts}")
-        self.router = weights.linear([f"{name}.gate"], hidden, [num_experts], plain=True)
-        names = [f"{name}.experts.{e}" for e in range(num_experts)]
-        self.gate_up = [weights.linear([f"{n}.w1", f"{n}.w3"], hidden, [inner, inner]) for n in names]
-        self.down = [weights.linear([f"{n}.w2"], inner, [hidden]) for n in names]
-
-    def __call__(self, x: Array) -> Array:
-        return self.ops.experts(x, self.router, self.top_k, self.gate_up, self.down, self.kind)
-
-
 class Layer(mistral.Layer):
     def make_mlp(self, decoder: Decoder, name: str) -> Experts:
-        return Experts(decoder, f"{name}.block_sparse_moe")
+        """Weights are the softmax over the chosen experts."""
+        num = decoder.config.integer("num_local_experts", 8, high=MAX_EXPERTS)
+        routing = Routing(decoder.config.integer("num_experts_per_tok", 2))
+        inner, parts = decoder.intermediate_size, ("w1", "w3", "w2")
+        return Experts(decoder, f"{name}.block_sparse_moe", num, inner, routing, parts=parts)
 
 
 class Model(mistral.Model):

@@ -59,6 +59,8 @@ def frequencies_of(
     base = rope.number("rope_theta", theta, low=1.0)
     kinds = {
         "default": _default,
+        # Of text the three positions of Qwen's vision models are one.
+        "mrope": _default,
         "linear": _linear,
         "dynamic": _dynamic,
         "llama3": _llama3,

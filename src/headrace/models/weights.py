@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from headrace.backends.base import Array, Matrix
 
 
@@ -55,10 +58,12 @@ class Weights(Protocol):
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
+        order: NDArray[np.int64] | None = None,
     ) -> Matrix:
         """One matrix [sum(num_outs), num_in] out of the linear layers `names`, stacked along their outputs.
 
         transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
+        order: for each output of the matrix the checkpoint's output, of one layer that is stored in another order.
         """
         ...
 

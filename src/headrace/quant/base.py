@@ -73,6 +73,11 @@ class QWeight:
         parts = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "mins")}
         return replace(self, **{name: part[first:last] for name, part in parts.items() if part is not None})
 
+    def ordered(self, order: Array) -> QWeight:
+        """The rows `order`, copied."""
+        parts = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "mins")}
+        return replace(self, **{name: part[order] for name, part in parts.items() if part is not None})
+
     def dequantize(self) -> Array:
         """The weights as float32 [out, in], inputs in the model's order; one rounding for each operation."""
         if self.scales is None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
 from tests.native.kernels.calls import (
-    FAST,
+    CANARY,
+    F32,
     ISAS,
     Array,
     Floats,
@@ -21,13 +25,51 @@ from tests.native.kernels.calls import (
     untouched,
 )
 
+from headrace.backends.base import Routing
+from headrace.backends.cpu.memory import aligned
+from headrace.backends.native import op_code, pack, require_native
+from headrace.backends.torch_ref.ops import RefOps
 
-def route(isa: str, x: Floats, k: int, num_threads: int = 1) -> tuple[Array, Floats]:
+PLAIN: Values = {"num_groups": 1, "top_groups": 1, "group_top": 1, "renormalise": 1, "scale": 1.0}
+
+
+def route(isa: str, x: Floats, k: int, num_threads: int = 1, **options: Array | float) -> tuple[Array, Floats]:
     rows, experts = x.shape
     ids, weights = np.full((rows, k), -1, np.int32), np.full((rows, k), np.nan, np.float32)
-    values: Values = {"num_experts": experts, "top_k": k, "ids": ids, "weights": weights}
+    values: Values = PLAIN | {"num_experts": experts, "top_k": k, "ids": ids, "weights": weights} | options
     call("route", isa, rows, num_threads=num_threads, x=x, ld_x=experts, **values)
     return ids, weights
+
+
+ROUTINGS: list[Values] = [
+    {"renormalise": 0},
+    {"score": 1, "renormalise": 0},
+    {"score": 1, "scale": 2.5},
+    {"bias": True},
+    {"score": 1, "bias": True, "num_groups": 4, "top_groups": 2, "group_top": 2, "scale": 2.5},
+    {"renormalise": 0, "num_groups": 8, "top_groups": 3, "group_top": 1, "scale": 16.0},
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("options", ROUTINGS, ids=str)
+def test_route_is_that_of_the_reference(isa: str, options: Values) -> None:
+    x, k = normals(1, 30, 32, spread=2), 5
+    bias = normals(2, 32, spread=0.1) if options.get("bias") else None
+    options = options | ({} if bias is None else {"bias": bias})
+    ids, weights = route(isa, x, k, **options)
+    groups = tuple(int(options[name]) for name in ("num_groups", "top_groups", "group_top") if name in options)
+    routing = Routing(
+        k, "sigmoid" if options.get("score") else "softmax", None if bias is None else torch.from_numpy(bias),
+        groups or None, bool(options.get("renormalise", 1)), float(options.get("scale", 1.0)),
+    )  # fmt: skip
+    expected, expected_ids = RefOps(torch.device("cpu"), torch.float32).route(torch.from_numpy(x), routing)
+    assert (ids == expected_ids.numpy()).all()
+    torch.testing.assert_close(torch.from_numpy(weights), expected, rtol=2e-6, atol=1e-7)
+    assert same(weights, route("scalar", x, k, 2, **options)[1])
+    assert same(route(isa, x[9:10].copy(), k, **options)[1], weights[9:10])
+    x[3, 7] = np.nan
+    assert np.isnan(route(isa, x, k, **options)[1][3]).any()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -68,38 +110,43 @@ def test_a_logit_that_is_not_finite_shows_in_the_weights_of_its_row(isa: str, ba
     assert (ids[:, 0] != ids[:, 1]).all()
 
 
-def group(isa: str, ids: Array, weights: Floats, experts: int, num_threads: int = 1) -> list[tuple[list[int], Floats]]:
-    """(rows, weights) of each expert."""
-    (rows, k), ld = ids.shape, len(ids) + 3
-    lists, list_weights = np.full((experts, ld), -1, np.int32), padded(experts, 0, ld)
-    values: Values = {
-        "num_experts": experts,
-        "lists": lists,
-        "list_weights": list_weights,
-        "ld_list": ld,
-        "first_dim": 5,
-    }
+class Groups(NamedTuple):
+    begin: Array
+    rows: Array
+    places: Array
+    weights: Floats
+
+
+def group(isa: str, ids: Array, weights: Floats, experts: int, num_threads: int = 1) -> Groups:
+    rows, k = ids.shape
+    found = Groups(
+        np.full(experts + 1, -1, np.int32), np.full(rows * k, -1, np.int32), np.full((rows, k), -1, np.int32),
+        np.full(rows * k, np.nan, np.float32),
+    )  # fmt: skip
+    values: Values = {"num_experts": experts, "begin": found.begin, "rows": found.rows, "places": found.places}
+    values |= {"pair_weights": found.weights}
     dims = call("moe_group", isa, rows, num_threads=num_threads, ids=ids, weights=weights, top_k=k, **values)
-    counts = dims[2 : 2 + experts]
-    for e, n in enumerate(counts):
-        assert (lists[e, n:] == -1).all()
-    return [(lists[e, :n].tolist(), list_weights[e, :n]) for e, n in enumerate(counts)]
+    assert dims == [rows * k]
+    return found
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_group_lists_rows_in_order(isa: str, num_threads: int) -> None:
+def test_group_lists_pairs_expert_by_expert(isa: str, num_threads: int) -> None:
     ids, weights = route(isa, normals(1, 70, 11), 3)
-    for e, (rows, listed) in enumerate(group(isa, ids, weights, 11, num_threads)):
+    found = group(isa, ids, weights, 11, num_threads)
+    for e, (first, last) in enumerate(itertools.pairwise(found.begin.tolist())):
         where = np.argwhere(ids == e)
-        assert rows == where[:, 0].tolist()
-        assert same(listed, weights[where[:, 0], where[:, 1]])
+        assert found.rows[first:last].tolist() == where[:, 0].tolist()
+        assert same(found.weights[first:last], weights[where[:, 0], where[:, 1]])
+    assert (np.diff(found.places) > 0).all()
+    assert (found.rows[found.places] == np.arange(70)[:, None]).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_an_expert_nobody_chose_has_no_rows(isa: str) -> None:
+def test_an_expert_nobody_chose_has_no_pairs(isa: str) -> None:
     ids, weights = np.array([[2], [2]], np.int32), np.ones((2, 1), np.float32)
-    assert [rows for rows, _ in group(isa, ids, weights, 4)] == [[], [], [0, 1], []]
+    assert group(isa, ids, weights, 4).begin.tolist() == [0, 0, 0, 2, 2]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -111,6 +158,8 @@ def test_gather(isa: str, num_threads: int) -> None:
     call("moe_gather", isa, 4, num_threads=num_threads, list=rows, **values)
     assert same(out[:, :700], x[rows])
     assert untouched(out, 700)
+    call("moe_gather", isa, 4, num_threads=num_threads, list=rows, weights=x[0, :4].copy(), **values)
+    assert same(out[:, :700], x[rows] * x[0, :4, None])
     source, target = quantized(x, 64), Quantized(4, 700, 64)
     values = {f: v for f, v in source.fields().items() if f != "group"}
     to: Values = {"to_q": target.q, "to_scales": target.scales, "to_sums": target.sums}
@@ -122,35 +171,66 @@ def test_gather(isa: str, num_threads: int) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_scatter_adds_by_one_fma(isa: str, num_threads: int) -> None:
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_combine_adds_by_fma_in_the_order_of_experts(
+    isa: str, num_threads: int, weighted: bool, with_residual: bool
+) -> None:
     for width in (1, 37, 512):
-        x, rows, weights = normals(1, 5, width), np.array([9, 0, 3, 4, 7], np.int32), normals(2, 5)
-        out = normals(3, 10, width + 2)
-        expected = out.copy()
-        expected[rows, :width] = fma(weights[:, None], x, out[rows, :width])
-        values: Values = {"x": x, "ld_x": width, "width": width, "out": out, "ld_out": width + 2}
-        call("moe_scatter", isa, 5, num_threads=num_threads, list=rows, list_weights=weights, **values)
-        assert same(out, expected)
-    rounded_twice = weights[:, None] * x + normals(3, 10, width + 2)[rows, :width]
-    assert not same(out[rows, :width].copy(), rounded_twice)  # control: the comparison tells an fma from two roundings
+        x, weights, before = normals(1, 15, width), normals(2, 15), normals(3, 5, width)
+        places = np.sort(np.random.default_rng(4).permutation(15).astype(np.int32).reshape(5, 3), axis=1)
+        out, expected = padded(5, width), np.zeros((5, width), np.float32)
+        for j in range(3):
+            at = places[:, j]
+            expected = fma(weights[at, None], x[at], expected) if weighted else expected + x[at]
+        if with_residual:
+            expected = expected + before
+        values: Values = {"places": places, "top_k": 3, "x": x, "ld_x": width, "width": width, "out": out}
+        values |= {"weights": weights if weighted else None, "ld_out": out.shape[1]}
+        values |= {"residual": before, "ld_res": width} if with_residual else {}
+        call("moe_combine", isa, 5, num_threads=num_threads, **values)
+        assert same(out[:, :width], expected)
+        assert untouched(out, width)
+    wrong = fma(weights[places[:, 1], None], x[places[:, 1]], np.zeros((5, width), np.float32))
+    assert not same(expected, wrong)  # control: one addend too few is told
 
 
-@pytest.mark.parametrize("isa", FAST)
-def test_a_whole_layer_has_the_bits_of_scalar(isa: str) -> None:
-    def layer(isa: str, num_threads: int) -> Floats:
-        x, out = normals(5, 40, 96), np.full((40, 96), 3.0, np.float32)
-        call("zero", isa, 40, num_threads=num_threads, out=out, ld_out=96, width=96)
-        ids, weights = route(isa, normals(6, 40, 7), 2, num_threads)
-        for rows, listed in group(isa, ids, weights, 7, num_threads):
-            picked, n = np.empty((len(rows), 96), np.float32), len(rows)
-            index = np.array(rows, np.int32)
-            call("moe_gather", isa, n, list=index, x=x, ld_x=96, width=96, out=picked, ld_out=96)
-            call(
-                "moe_scatter", isa, n, list=index, list_weights=listed, x=picked, ld_x=96, width=96, out=out, ld_out=96
+def linear_each(
+    isa: str, x: Floats, weights: list[Floats], begin: Array, num_threads: int, experts: list[int]
+) -> Floats:
+    """Pairs x [P, in] times the weights [out, in] of each of `experts` -> [P, out]."""
+    native = require_native()
+    (num_out, num_in), out = weights[0].shape, padded(len(x), len(weights[0]))
+    packed, calls = [], []
+    for e in experts:
+        data = aligned(native.packed_bytes("f", num_out, num_in, 0, F32))
+        native.pack("f", weights[e].ctypes.data, 0, 0, num_in, 0, F32, 0, num_out, num_out, data.ctypes.data)
+        packed.append(data)
+        calls.append(
+            pack(
+                "linear_f", dim=0, x=x.ctypes.data, ld_x=num_in, weights=data.ctypes.data, type=F32, num_in=num_in,
+                num_out=num_out, bias=0, residual=0, ld_res=0, out=out.ctypes.data, ld_out=out.shape[1],
             )
-        return out
+        )  # fmt: skip
+    args = np.frombuffer(b"".join(calls), np.uint8)
+    counters = np.zeros(8 * (len(experts) + 1), np.int64)
+    values: Values = {"op": op_code("linear_f"), "args": args, "experts": np.array(experts, np.int32)}
+    values |= {"count": len(experts), "begin": begin, "counters": counters}
+    call("linear_each", isa, len(x), num_threads=num_threads, **values)
+    assert not counters.any()  # ready for the next layer
+    assert untouched(out, num_out)
+    return out[:, :num_out]
 
-    expected = layer("scalar", 1)
-    assert same(layer(isa, 1), expected)
-    assert same(layer(isa, 2), expected)
-    assert np.abs(expected - normals(5, 40, 96)).max() < 1e-5  # the weights of a row sum to 1
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_each_expert_multiplies_its_own_pairs(isa: str, num_threads: int) -> None:
+    x, weights = normals(5, 40, 70), [normals(e, 150, 70) for e in range(4)]
+    begin = np.array([0, 3, 3, 39, 40], np.int32)
+    found = linear_each(isa, x, weights, begin, num_threads, [0, 1, 2, 3])
+    for e, (first, last) in enumerate(itertools.pairwise(begin.tolist())):
+        np.testing.assert_allclose(found[first:last], x[first:last] @ weights[e].T, atol=1e-4)
+    assert same(found, linear_each("scalar", x, weights, begin, 1, [0, 1, 2, 3]))
+    some = linear_each(isa, x, weights, begin, num_threads, [0, 3])
+    assert same(some[[0, 1, 2, 39]], found[[0, 1, 2, 39]])
+    assert (some[3:39] == CANARY).all()  # the pairs of others are left alone

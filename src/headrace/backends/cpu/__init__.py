@@ -115,8 +115,8 @@ class Cpu:
         probe.forward(Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables), [])
         stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))
         for layer, store, look in zip(kv.layers, stores, looks, strict=True):
-            # A soft cap depends on the scores themselves, so there no mean may be subtracted.
-            if layer.key_mean is not None and not look["softcap"]:
+            # Soft caps and sinks depend on the scores themselves, so there no mean may be subtracted.
+            if layer.key_mean is not None and not look["softcap"] and look["sinks"] is None:
                 keys = cache.numbers(store, "k", np.arange(NUM_SEQS * length))
                 rope_table = (store["cos"], store["sin"]) if store["pairs"] else (None, None)
                 layer.key_mean[:] = mean_key(keys.reshape(NUM_SEQS, length, *keys.shape[1:]), *rope_table)

@@ -100,17 +100,19 @@ def measure(ops: CpuOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]
     for pair in pairs:
         tape.run_range(done, pair.last + 1, dims, num_threads)
         done = pair.last + 1
-        sizes = dims + tape.expert_dims()
-        if rows := sizes[pair.narrow.dim]:
-            # Logits lie outside the arena.
-            out = tape.nodes[pair.last].fields["out"]
-            wide = out if isinstance(out, np.ndarray) else tape.floats(pair.wide.buffer, rows)
-            narrow = tape.floats(pair.narrow.buffer, rows)
-            loss = _loss(narrow[:, : pair.wide.width], wide[:rows, : pair.wide.width])
-            losses |= {part: max(loss, losses.get(part, 0.0)) for part in parts_of(pair.matrix)}
+        rows = tape.sizes(dims)[pair.narrow.dim]
+        # Logits lie outside the arena.
+        out = tape.nodes[pair.last].fields.get("out")
+        wide = out if isinstance(out, np.ndarray) else tape.floats(pair.wide.buffer, rows)
+        narrow = tape.floats(pair.narrow.buffer, rows)
+        begin = [0, rows] if pair.begin is None else pair.begin.tolist()
+        for matrix, first, last in zip(pair.matrices, begin[:-1], begin[1:], strict=True):
+            if first < last:
+                loss = _loss(narrow[first:last, : pair.wide.width], wide[first:last, : pair.wide.width])
+                losses |= {part: max(loss, losses.get(part, 0.0)) for part in parts_of(matrix)}
     program.close()
     worst = max(losses.values(), default=0.0)
-    return {part: losses.get(part, worst) for pair in pairs for part in parts_of(pair.matrix)}
+    return {part: losses.get(part, worst) for pair in pairs for matrix in pair.matrices for part in parts_of(matrix)}
 
 
 def _loss(narrow: NDArray[np.float32], wide: NDArray[np.float32]) -> float:

@@ -8,16 +8,18 @@ models; must not know them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable
-from headrace.backends.cpu.codes import Quantised, new_codes, quantised
+from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
+from headrace.backends.cpu.codes import Quantised, quantised
+from headrace.backends.cpu.experts import Experts
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix
 from headrace.backends.cpu.memory import Pool
-from headrace.backends.graph import FREE, LOGITS, Graph, Value
+from headrace.backends.cpu.products import KINDS, NO_Q, NO_RESIDUAL, Pair, product
+from headrace.backends.graph import LOGITS, Graph, Value
 from headrace.backends.step import StepRows
 
 if TYPE_CHECKING:
@@ -25,24 +27,10 @@ if TYPE_CHECKING:
     from headrace.backends.cpu.matrix import PackedRecord, Table
     from headrace.quant.base import MatrixSource
 
-KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-KIND_CODES = {"i4": 0, "i6": 1, "i8": 2, "k": 3, "f8": 4}
-"""HR_KIND of csrc/include/kernels.h."""
-NO_Q: dict[str, Any] = {"q": None, "ld_q": 0, "scales": None, "sums": None, "ld_s": 0, "group": 0}
-
 F32 = NDArray[np.float32]
 
 ITEM_BYTES = 4
 """Values between operators are float32."""
-
-
-class Pair(NamedTuple):
-    """A product computed both ways: with int8 activations (`narrow`) and with floats; `last` is its last node."""
-
-    matrix: CpuMatrix | CpuStack
-    narrow: Value
-    wide: Value
-    last: int
 
 
 class CpuOps:
@@ -70,7 +58,8 @@ class CpuOps:
 
     def stacked(self, name: str, matrices: Sequence[Matrix]) -> CpuStack:
         parts = tuple(matrix for matrix in matrices if isinstance(matrix, CpuMatrix))
-        self.matrices = [matrix for matrix in self.matrices if matrix not in parts]
+        # They were made last: to look for them among all would take a square of the number of experts.
+        del self.matrices[len(self.matrices) - len(parts) :]
         stack = CpuStack(name, parts)
         self.matrices.append(stack)
         return stack
@@ -94,7 +83,7 @@ class CpuOps:
         self.graph.put("select_rows", LOGITS, out, {"rows": rows} | self._in_out(x, out))
         return out
 
-    def rms_norm(self, x: Value, weight: F32, eps: float, offset: float = 0.0) -> Value:
+    def rms_norm(self, x: Value, weight: F32 | None, eps: float, offset: float = 0.0) -> Value:
         out = self.graph.value(x.width, x.dim)
         fields = {"weight": weight, "eps": eps, "offset": offset, "heads": 1}
         self.graph.put("rms_norm", x.dim, out, self._in_out(x, out) | fields | NO_Q)
@@ -124,6 +113,17 @@ class CpuOps:
         self.graph.put("gated", x.dim, out, fields | NO_Q)
         return out
 
+    def multiply(self, x: Value, gate: Value, kind: Activation) -> Value:
+        out = self.graph.value(x.width, x.dim)
+        fields = {"gate": self.graph.read(gate), "ld_gate": gate.ld, "gate_width": gate.width, "kind": KINDS[kind]}
+        self.graph.put("multiply", x.dim, out, self._in_out(x, out) | fields | NO_RESIDUAL)
+        return out
+
+    def scale(self, x: Value, factor: float) -> Value:
+        out = self.graph.value(x.width, x.dim)
+        self.graph.put("scale", x.dim, out, self._in_out(x, out) | {"factor": factor} | NO_RESIDUAL)
+        return out
+
     def linear(self, x: Value, matrix: Matrix) -> Value:
         weights = cpu_matrix(matrix)
         if weights.outliers is None:
@@ -144,7 +144,7 @@ class CpuOps:
         wide = self._linear(x, None, matrix)
         wide.node = None  # a residual must not become part of it
         narrow.buffer.last = wide.buffer.last = len(self.graph.nodes) - 1
-        self.pairs.append(Pair(matrix, narrow, wide, len(self.graph.nodes) - 1))
+        self.pairs.append(Pair([matrix], narrow, wide, len(self.graph.nodes) - 1))
         return wide
 
     def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool:
@@ -194,6 +194,7 @@ class CpuOps:
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
+        sinks: F32 | None = None,
     ) -> Value:
         out = self.graph.value(heads.num_heads * heads.head_dim, query.dim)
         fields = self._in_out(query, out) | {
@@ -203,6 +204,7 @@ class CpuOps:
             "scale": scale,
             "window": window or 0,
             "softcap": softcap,
+            "sinks": sinks,
             "block_size": rows.block_size,
             "row_begin": rows.row_begin,
             "start": rows.start,
@@ -217,78 +219,13 @@ class CpuOps:
         self,
         x: Value,
         router: Matrix,
-        top_k: int,
+        routing: Routing,
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
     ) -> Value:
-        graph, num_experts = self.graph, router.num_out
-        first = cpu_matrix(gate_up[0])
-        split = any(cpu_matrix(matrix).outliers is not None for matrix in gate_up)
-        wide = self.takes_floats(*map(cpu_matrix, gate_up))
-        source = quantised(x, first.act_group) if not (wide or split or self.pairs is not None) else None
-        logits = self.linear(x, router)
-        ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
-        fields: dict[str, Any] = {"x": graph.read(logits), "ld_x": logits.ld, "num_experts": num_experts}
-        graph.put("route", x.dim, None, fields | {"top_k": top_k, "ids": ids, "weights": weights})
-        # One list of rows for each expert: [experts][rows] of ints, kept as a row of `num_experts` for each row.
-        lists, list_weights = graph.buffer(4 * num_experts, x.dim), graph.buffer(4 * num_experts, x.dim)
-        fields = {"ids": graph.touch(ids), "weights": graph.touch(weights), "top_k": top_k, "num_experts": num_experts}
-        fields |= {"lists": lists, "list_weights": list_weights, "ld_list": ("capacity", x.dim), "first_dim": FREE}
-        graph.put("moe_group", x.dim, None, fields)
-        out = self.graph.value(x.width, x.dim)
-        graph.put("zero", x.dim, out, {"out": out.buffer, "ld_out": out.ld, "width": x.width})
-        for expert_id in range(num_experts):
-            rows = ("row_of", lists, expert_id)
-            matrices = cpu_matrix(gate_up[expert_id]), cpu_matrix(down[expert_id])
-            self._expert(x, source, rows, FREE + expert_id, *matrices, kind, out, list_weights)
-            graph.touch(lists)
-            graph.touch(list_weights)
-        return out
-
-    def _expert(
-        self,
-        x: Value,
-        source: Quantised | None,
-        rows: tuple[str, Any, int],
-        dim: int,
-        gate_up: CpuMatrix | CpuStack,
-        down: CpuMatrix | CpuStack,
-        kind: Activation,
-        out: Value,
-        list_weights: Any,
-    ) -> None:
-        graph = self.graph
-        nothing: dict[str, Any] = NO_Q | {"to_q": None, "to_scales": None, "to_sums": None}
-        del nothing["group"]
-        gathered = self.graph.value(x.width, dim)
-        if source is None:
-            fields = nothing | {"list": rows, "x": graph.read(x), "ld_x": x.ld, "width": x.width}
-            graph.put("moe_gather", dim, gathered, fields | {"out": gathered.buffer, "ld_out": gathered.ld})
-            gathered.node = None  # its q is codes that it reads
-            codes = None
-        else:
-            codes = new_codes(graph, dim, source.ld_q, source.ld_s, source.group)
-            fields = nothing | source.fields() | {"list": rows, "x": None, "ld_x": 0, "width": x.width}
-            fields |= {"out": None, "ld_out": 0, "to_q": codes.q, "to_scales": codes.scales, "to_sums": codes.sums}
-            del fields["group"]
-            for part in source.buffers():
-                graph.touch(part)
-            graph.put("moe_gather", dim, None, fields)
-            for part in codes.buffers():
-                graph.touch(part)
-            gathered.codes[source.group] = codes
-            graph.drop(gathered.buffer)
-        inner = self.linear(gathered, gate_up) if codes is None else self._linear(gathered, codes, gate_up)
-        y = self.linear(self.gated(inner, kind), down)
-        fields = {
-            "list": rows,
-            "list_weights": ("row_of", list_weights, rows[2]),
-            "x": graph.read(y),
-            "ld_x": y.ld,
-        }
-        fields |= {"width": x.width, "out": graph.touch(out.buffer), "ld_out": out.ld}
-        graph.put("moe_scatter", dim, None, fields)
+        first, second = [cpu_matrix(matrix) for matrix in gate_up], [cpu_matrix(matrix) for matrix in down]
+        return Experts(self, routing, router.num_out).mix(x, self.linear(x, router), first, second, kind)
 
     def _linear(self, x: Value, codes: Quantised | None, matrix: CpuMatrix | CpuStack) -> Value:
         out = self.graph.value(matrix.num_out, x.dim)
@@ -305,30 +242,14 @@ class CpuOps:
         return out
 
     def _product(self, x: Value, codes: Quantised | None, matrix: CpuMatrix, out: Value, at: Any) -> None:
-        fields: dict[str, Any] = {
-            "weights": matrix.data,
-            "num_in": matrix.num_in,
-            "num_out": matrix.num_out,
-            "bias": matrix.bias,
-            "residual": None,
-            "ld_res": 0,
-            "out": at,
-            "ld_out": out.ld,
-        }
-        floats = codes is None
+        name, fields = product(matrix, x, codes)
         if codes is None:
-            fields |= {"x": self.graph.read(x), "ld_x": x.ld}
-            if matrix.kind == "f":
-                fields |= {"type": matrix.flag}
-            else:
-                fields |= {"kind": KIND_CODES[matrix.kind], "group": matrix.act_group, "form": matrix.flag}
-        else:
-            fields |= codes.fields() | {"weight_group" if matrix.kind == "i8" else "form": matrix.flag}
+            self.graph.read(x)
         self.graph.put(
-            f"linear_{matrix.kind}" if matrix.kind == "f" or not floats else "linear_w",
+            name,
             x.dim,
             out,
-            fields,
+            fields | {"out": at, "ld_out": out.ld},
             note=matrix.name,
             read_bytes=matrix.data.nbytes,
             row_ops=2 * matrix.num_in * matrix.num_out,

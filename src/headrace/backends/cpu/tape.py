@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.cpu.memory import aligned
-from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node
-from headrace.backends.native import record, require_native
+from headrace.backends.graph import LOGITS, PAIRS, ROWS, SEQS, Buffer, Graph, Node
+from headrace.backends.native import pack, record, require_native
 
-DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
+DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits", PAIRS: "pairs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class Tape:
         self.nodes = graph.nodes
         self.arena = aligned(max(64, graph.plan(most)))
         self._native = require_native().Tape(isa)
+        self._tables: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
         for node in graph.nodes:
             record(self._native, node.op, dim=node.dim, **self._resolved(node))
 
@@ -74,23 +75,23 @@ class Tape:
             weights = f"  {node.read_bytes / 1e6:.2f} MB of {node.note}" if node.read_bytes else ""
             fused = "+quantize" if node.fields.get("q") is not None and not node.op.startswith(("linear", "q")) else ""
             fused += "+residual" if node.fields.get("residual") is not None else ""
-            dim = DIM_NAMES.get(node.dim, f"expert {node.dim - 3}")
-            lines.append(f"{i:4d} {node.op}{fused:<10} [{dim}] {sizes}{weights}")
+            lines.append(f"{i:4d} {node.op}{fused:<10} [{DIM_NAMES[node.dim]}] {sizes}{weights}")
         return lines
 
     def profile(self, dims: list[int], repeats: int = 5, num_threads: int = 0) -> list[OpTime]:
         """Return the times of all records at these sizes, medians over `repeats` runs, with the inputs as they are."""
         runs = np.array([self._native.profile(dims, num_threads) for _ in range(repeats)])
         seconds = np.median(runs, axis=0) * 1e-9
-        times = []
+        dims, times = self.sizes(dims), []
         for i, (node, time) in enumerate(zip(self.nodes, seconds, strict=True)):
-            num_rows = dims[node.dim] if node.dim < len(dims) else 0
-            times.append(OpTime(i, node.op, node.note, float(time), node.read_bytes, node.row_ops * num_rows))
+            ops = node.row_ops * dims[node.dim]
+            times.append(OpTime(i, node.op, node.note, float(time), node.read_bytes, ops))
         return times
 
-    def expert_dims(self) -> list[int]:
-        """Return the number of rows of each expert in the last run; empty for a model without experts."""
-        return [int(size) for size in self._native.dims()[3:]]
+    def sizes(self, dims: list[int]) -> list[int]:
+        """Return the size of every dimension: `dims`, and those that operators wrote in the last run."""
+        written = [int(size) for size in self._native.dims()[len(dims) :]]
+        return dims + (written or [0])
 
     def address(self, buffer: Buffer) -> int:
         return int(self.arena.ctypes.data) + buffer.offset
@@ -114,10 +115,10 @@ class Tape:
                 raise ValueError("an array on the tape must be contiguous")
             return value.ctypes.data
         if isinstance(value, tuple):
-            if value[0] == "capacity":
-                return self.most[value[1]]
             if value[0] == "column":
                 return self.address(value[1]) + 4 * value[2]
-            _, buffer, index = value  # ("row_of", lists, expert id): lists are [experts][capacity] of 4 bytes
-            return self.address(buffer) + 4 * index * self.most[buffer.dim]
+            _, op, calls = value  # ("table", name of the operator, the fields of each call)
+            parts = [pack(op, dim=0, **{name: self.resolve(part) for name, part in call.items()}) for call in calls]
+            self._tables.append(np.frombuffer(b"".join(parts), np.uint8))
+            return self._tables[-1].ctypes.data
         return value

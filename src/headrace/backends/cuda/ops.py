@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable
+from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
 from headrace.backends.cuda.kernels.experts import stacked
 from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
 from headrace.backends.graph import LOGITS, ROWS, Graph, Value
 from headrace.backends.step import StepRows
+from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.cuda.cache import LayerCache
@@ -49,11 +50,16 @@ class CudaOps:
     def select(self, x: Value, rows: Tensor) -> Value:
         return self._put("select", x.width, LOGITS, x=x, rows=rows)
 
-    def rms_norm(self, x: Value, weight: Tensor, eps: float, offset: float = 0.0) -> Value:
+    def rms_norm(self, x: Value, weight: Tensor | None, eps: float, offset: float = 0.0) -> Value:
+        if weight is None:
+            raise CheckpointError("backend cuda has no kernels for norms without weights; use cpu or torch_ref")
         return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=offset, bias=None, centred=False)
 
     def layer_norm(self, x: Value, weight: Tensor, bias: Tensor, eps: float) -> Value:
         return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=0.0, bias=bias, centred=True)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        return self._put("scale", x.width, x.dim, x=x, factor=factor)
 
     def softcap(self, x: Value, cap: float) -> Value:
         return self._put("softcap", x.width, x.dim, item_bytes=4, x=x, cap=cap)
@@ -107,7 +113,10 @@ class CudaOps:
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Value:
+        if sinks is not None:
+            raise CheckpointError("backend cuda has no kernels for attention with sinks; use cpu or torch_ref")
         width = heads.num_heads * heads.head_dim
         return self._put(
             "attention", width, query.dim, x=query, heads=heads, rows=rows, cache=cache, scale=scale,
@@ -118,20 +127,27 @@ class CudaOps:
         self,
         x: Value,
         router: Matrix,
-        top_k: int,
+        routing: Routing,
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
     ) -> Value:
+        if routing != Routing(routing.top_k, renormalise=routing.renormalise):
+            raise CheckpointError(f"backend cuda has no kernels for experts chosen by {routing}; use cpu or torch_ref")
         logits = self.linear(x, router)
         return self._put(
-            "experts", x.width, x.dim, x=x, logits=logits, top_k=top_k, kind=kind, gate_up=self._stacked(gate_up),
-            down=self._stacked(down),
+            "experts", x.width, x.dim, x=x, logits=logits, top_k=routing.top_k, renormalise=routing.renormalise,
+            kind=kind, gate_up=self._stacked(gate_up), down=self._stacked(down),
         )  # fmt: skip
+
+    def multiply(self, x: Value, gate: Value, kind: Activation) -> Value:
+        return self._put("multiply", x.width, x.dim, x=x, gate=gate, kind=kind)
 
     def _stacked(self, matrices: Sequence[Matrix]) -> Tensor:
         """Return the weights of all experts [E, out, in], codes widened, copied side by side the first time."""
         parts = [cuda_matrix(matrix) for matrix in matrices]
+        if any(part.bias is not None for part in parts):
+            raise CheckpointError(f"{parts[0].name}: backend cuda has no kernels for experts with biases")
         stack = stacked([part.plain() for part in parts])
         for part, data in zip(parts, stack, strict=True):
             part.data = data

@@ -227,8 +227,15 @@ def _elementwise(frame: Frame, node: Node) -> list[Launch]:
     f, x, out = node.fields, frame.rows(node.fields["x"]), frame.rows(node.fields["out"])
     if node.op == "softcap":
         return [rows.softcap(x, f["cap"], out, frame.sizes, len(out), node.dim)]
+    if node.op == "scale":
+        return [rows.scale(x, f["factor"], out, frame.sizes, len(out), node.dim)]
     operator = rows.gated if node.op == "gated" else rows.activation
     return [operator(x, f["kind"], out, frame.sizes, len(out), node.dim)]
+
+
+def _multiply(frame: Frame, node: Node) -> list[Launch]:
+    x, gate, out = (frame.rows(node.fields[name]) for name in ("x", "gate", "out"))
+    return [rows.multiply(x, gate, node.fields["kind"], out, frame.sizes, len(out), node.dim)]
 
 
 def _linear(frame: Frame, node: Node) -> list[Launch]:
@@ -324,6 +331,7 @@ def _experts(frame: Frame, node: Node) -> list[Launch]:
         node.dim,
         len(out),
         top_k=f["top_k"],
+        renormalise=f["renormalise"],
         kind=f["kind"],
         num_programs=tape.num_programs,
     )
@@ -347,6 +355,8 @@ BINDERS: dict[str, Callable[[Frame, Node], list[Launch]]] = {
     "softcap": _elementwise,
     "activation": _elementwise,
     "gated": _elementwise,
+    "multiply": _multiply,
+    "scale": _elementwise,
     "linear": _linear,
     "rope_store": _rope_store,
     "attention": _attention,

@@ -101,7 +101,13 @@ def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window:
 
 
 def attention(
-    query: Tensor, cache: Tensor, rows: ForwardBatch, scale: float, window: int | None, softcap: float
+    query: Tensor,
+    cache: Tensor,
+    rows: ForwardBatch,
+    scale: float,
+    window: int | None,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query [R, heads, D] over cache [2, num_blocks, block_size, kv_heads, D] -> [R, heads, D] float32."""
     _, _, block_size, num_kv_heads, head_dim = cache.shape
@@ -113,12 +119,19 @@ def attention(
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     for group in groups:
         queries = query.index_select(0, group.rows).float()
-        out[group.rows] = _attend(queries, flat, group, num_kv_heads, head_dim, scale, softcap)
+        out[group.rows] = _attend(queries, flat, group, num_kv_heads, head_dim, scale, softcap, sinks)
     return out
 
 
 def _attend(
-    query: Tensor, cache: Tensor, group: Group, num_kv_heads: int, head_dim: int, scale: float, softcap: float
+    query: Tensor,
+    cache: Tensor,
+    group: Group,
+    num_kv_heads: int,
+    head_dim: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One group: query [R, heads, D], cache [2, num_slots, kv_heads * D] -> [R, heads, D]."""
     num_rows, heads, _ = query.shape
@@ -133,12 +146,17 @@ def _attend(
         scores = elementwise(torch.tanh, scores / softcap) * softcap
     scores = scores.masked_fill(group.hidden, float("-inf"))
     top = scores.amax(dim=(0, -1), keepdim=True)
+    if sinks is not None:
+        sinks = sinks.float().view(1, num_kv_heads, 1, queries, 1)
+        top = torch.maximum(top, sinks)
     weights = elementwise(torch.exp, scores - top)
     total, out = row_sums(weights), _by_span(weights, values, group.shared)
     # Spans are added in their order, by plain additions.
     sum_total, sum_out = total[0], out[0]
     for span in range(1, group.num_spans):
         sum_total, sum_out = sum_total + total[span], sum_out + out[span]
+    if sinks is not None:
+        sum_total = sum_total + elementwise(torch.exp, sinks - top)[0]
     mixed = (sum_out / sum_total)[..., :head_dim]
     return mixed.transpose(0, 1).reshape(num_rows, heads, head_dim)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable
+from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
 from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.rounded import RoundedCache
@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+    "relu2": lambda x: F.relu(x).square(),
+    "identity": lambda x: x,
 }
 
 
@@ -90,9 +93,11 @@ class RefOps:
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
         x = x.float()
         mean = row_sums(x * x) / x.shape[-1]
+        if weight is None:
+            return (x / torch.sqrt(mean + eps)).to(self.dtype)
         gain = weight.float() + offset if offset else weight.float()
         return (x / torch.sqrt(mean + eps) * gain).to(self.dtype)
 
@@ -159,44 +164,73 @@ class RefOps:
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(cache, RoundedCache):
-            cache.softcap, cache = softcap, cache.data
+            cache.needs_scores, cache = softcap > 0 or sinks is not None, cache.data
         by_head = query.view(query.shape[0], heads.num_heads, heads.head_dim)
-        return paged.attention(by_head, cache, rows, scale, window, softcap).to(self.dtype).flatten(1)
+        return paged.attention(by_head, cache, rows, scale, window, softcap, sinks).to(self.dtype).flatten(1)
 
     def activation(self, x: Tensor, kind: Activation) -> Tensor:
         return elementwise(ACTIVATIONS[kind], x.float()).to(self.dtype)
 
     def gated(self, x: Tensor, kind: Activation) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)
+        if kind == "clamped_swiglu":
+            gate = gate.clamp(max=7.0)
+            return (gate * elementwise(torch.sigmoid, 1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)).to(self.dtype)
         return (elementwise(ACTIVATIONS[kind], gate) * up).to(self.dtype)
+
+    def multiply(self, x: Tensor, gate: Tensor, kind: Activation) -> Tensor:
+        return (x.float() * elementwise(ACTIVATIONS[kind], gate.float())).to(self.dtype)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * x.new_tensor(factor)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return elementwise(torch.tanh, x.float() / cap) * cap
 
-    def route(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Router logits [R, E] -> weights [R, top_k] float32 summing to 1 over the chosen, expert ids [R, top_k]."""
+    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Router logits [R, E] -> weights [R, top_k] float32, expert ids [R, top_k], the best first."""
         logits = logits.float()
-        # A stable sort gives equal logits to the lower expert id; softmax over the chosen is the renormalised one.
-        best, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
-        best, ids = best[:, :top_k], ids[:, :top_k]
-        weights = elementwise(torch.exp, best - best[:, :1])
-        return weights / row_sums(weights), ids
+        if routing.score == "softmax":
+            numbers = elementwise(torch.exp, logits - logits.max(-1, keepdim=True).values)
+            total = row_sums(numbers)
+        else:
+            numbers = elementwise(torch.sigmoid, logits)
+            total = torch.ones_like(numbers[:, :1])
+        choice = logits if routing.bias is None else numbers / total + routing.bias.float()
+        if routing.groups is not None:
+            choice = self._in_groups(choice, *routing.groups)
+        # A stable sort gives equal ones to the lower expert id.
+        ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+        weights = numbers.gather(1, ids)
+        weights = weights / (row_sums(weights) if routing.renormalise else total)
+        return weights * routing.scale, ids
+
+    def _in_groups(self, choice: Tensor, num_groups: int, chosen: int, top: int) -> Tensor:
+        """`choice` [R, E] with -inf for the experts of groups that take no part."""
+        grouped = choice.view(len(choice), num_groups, -1)
+        best = grouped.sort(-1, descending=True).values[:, :, :top].sum(-1)
+        ids = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, :chosen]
+        stays = torch.zeros_like(best, dtype=torch.bool).scatter_(1, ids, True)
+        return torch.where(stays[:, :, None], grouped, -torch.inf).view(choice.shape)
 
     def experts(
         self,
         x: Tensor,
         router: Matrix,
-        top_k: int,
+        routing: Routing,
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
     ) -> Tensor:
-        weights, ids = self.route(self.linear(x, router), top_k)
+        weights, ids = self.route(self.linear(x, router), routing)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_id in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert_id).nonzero(as_tuple=True)
-            y = self.linear(self.gated(self.linear(x[row], gate_up[expert_id]), kind), down[expert_id])
-            out[row] += y.float() * weights[row, place].unsqueeze(1)
+            weight = weights[row, place].unsqueeze(1)
+            rows = (x[row].float() * weight).to(self.dtype) if routing.scale_input else x[row]
+            y = self.linear(self.gated(self.linear(rows, gate_up[expert_id]), kind), down[expert_id])
+            out[row] += y.float() if routing.scale_input else y.float() * weight
         return out.to(self.dtype)

@@ -23,13 +23,14 @@ E4M3_MOST = 448.0
 @dataclass(slots=True, eq=False)
 class RoundedCache:
     """data float32 [2, num_blocks, block_size, kv_heads, D] of one layer. `mean` [kv_heads, D] is subtracted from
-    int4's keys before they are rounded. `rope_table` and `softcap` are those of the layer's last operators."""
+    int4's keys before they are rounded. `rope_table` is that of the layer's last operator; attention
+    `needs_scores` where they are more than a softmax sees (soft caps, sinks)."""
 
     data: Tensor
     dtype: str
     mean: Tensor | None = None
     rope_table: RopeTable | None = field(default=None, repr=False)
-    softcap: float = 0.0
+    needs_scores: bool = False
 
     def rounded(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [R, kv_heads, D] as the cache holds them, float32."""
@@ -41,7 +42,7 @@ class RoundedCache:
     def learn_mean(self, probed: RoundedCache, num_seqs: int, length: int) -> None:
         """Set `mean` from a cache that the probe has filled, one block for each of its sequences."""
         # A soft cap depends on the scores themselves, so there no mean may be subtracted.
-        if not probed.softcap:
+        if not probed.needs_scores:
             keys: Any = probed.data[0, :num_seqs, :length].cpu().numpy()
             rope = probed.rope_table
             angles = (None, None) if rope is None else (rope.cos.cpu().numpy(), rope.sin.cpu().numpy())

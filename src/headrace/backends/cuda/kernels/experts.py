@@ -30,7 +30,7 @@ LEAST_INT = tl.constexpr(-(2**31))
 @triton.jit
 def _route(
     logits, ld_logits, weights, ids, sizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
+    RENORMALISE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + DIM):
@@ -46,7 +46,8 @@ def _route(
         left = tl.where(expert == tl.argmax(left, 0, tie_break_left=True), LEAST_INT, left)
     chosen = left != order
     e = tl.exp(v - tl.max(tl.where(chosen, v, float("-inf")), 0))
-    e = tl.where(chosen, e, 0.0)
+    if RENORMALISE:
+        e = tl.where(chosen, e, 0.0)
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(ids + place, expert, mask=chosen)
     tl.store(weights + place, e / tl.sum(e, 0), mask=chosen)
@@ -54,15 +55,15 @@ def _route(
 
 def _route_twin(
     logits: Tensor, ld_logits: int, weights: Tensor, ids: Tensor, sizes: Tensor, EXPERTS: int, TOP_K: int, BLOCK: int,
-    DIM: int,
+    RENORMALISE: bool, DIM: int,
 ) -> None:  # fmt: skip
     rows = int(sizes[DIM])
     v = logits[:rows, :EXPERTS].float()
     best = torch.sort(v, dim=-1, descending=True, stable=True)
     chosen = best.indices[:, :TOP_K].sort(-1).values
-    e = elementwise(torch.exp, v.gather(1, chosen) - best.values[:, :1])
+    e = elementwise(torch.exp, v - best.values[:, :1])
     ids[:rows] = chosen.int()
-    weights[:rows] = e / row_sums(e)
+    weights[:rows] = e.gather(1, chosen) / row_sums(e.gather(1, chosen) if RENORMALISE else e)
 
 
 @triton.jit
@@ -270,13 +271,15 @@ def experts(
     top_k: int,
     kind: Activation,
     num_programs: int,
+    renormalise: bool = True,
     config: Config | None = None,
 ) -> list[Launch]:
     """Sum over a row's `top_k` best experts, in ascending id, of weight * down(gated(gate_up(x))) -> out [R, H].
 
     x [R, H]; logits [R, E], of which equal ones go to the lower id; gate_up [E, 2 * I, H] and down [E, H, I],
     contiguous. sizes: int32, numbers of rows in device memory, of which `sizes[dim]` counts, at most `num_rows`.
-    num_programs: programs that the GPU runs at once. config: of the products.
+    num_programs: programs that the GPU runs at once. renormalise: the softmax is over the chosen experts alone. config:
+    of the products.
     """
     num_experts, hidden, _ = down.shape
     num_pairs = num_rows * top_k
@@ -286,7 +289,7 @@ def experts(
     s = scratch
     route: dict[str, Argument] = {
         "logits": logits, "ld_logits": logits.stride(0), "weights": s.weights, "ids": s.ids, "sizes": sizes,
-        "DIM": dim, **per_expert,
+        "RENORMALISE": renormalise, "DIM": dim, **per_expert,
     }  # fmt: skip
     group: dict[str, Argument] = {
         "ids": s.ids,

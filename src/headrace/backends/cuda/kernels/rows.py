@@ -68,6 +68,10 @@ def activated(x, KIND: tl.constexpr):
         x = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif KIND == "relu":
         x = tl.where(x < 0, 0.0, x)
+    elif KIND == "sigmoid":
+        x = sigmoid(x)
+    elif KIND == "relu2":
+        x = tl.where(x < 0, 0.0, x * x)
     return x
 
 
@@ -95,16 +99,19 @@ def _gather_twin(
 @triton.jit
 def _map(
     x, ld_x, y, ld_y, out, ld_out, sizes, width, cap,
-    KIND: tl.constexpr, PLUS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, PLUS: tl.constexpr, ONE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + DIM):
         return
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
-    v = tl.load(x + row * ld_x + column, mask=inside, other=0.0).to(tl.float32)
+    # ONE: the row of x is one number, which goes with all of y.
+    v = tl.load(x + row * ld_x + (column * 0 if ONE else column), mask=inside, other=0.0).to(tl.float32)
     if KIND == "softcap":
         v = cap * tanh(v / cap)
+    elif KIND == "scale":
+        v = cap * v
     else:
         v = activated(v, KIND)
     if y is not None:
@@ -115,12 +122,14 @@ def _map(
 
 def _map_twin(
     x: Tensor, ld_x: int, y: Tensor | None, ld_y: int, out: Tensor, ld_out: int, sizes: Tensor, width: int, cap: float,
-    KIND: str, PLUS: bool, DIM: int,
+    KIND: str, PLUS: bool, ONE: bool, DIM: int,
 ) -> None:  # fmt: skip
     rows = int(sizes[DIM])
-    v = x[:rows, :width].float()
+    v = x[:rows, : 1 if ONE else width].float()
     if KIND == "softcap":
         v = elementwise(torch.tanh, v / cap) * cap
+    elif KIND == "scale":
+        v = cap * v
     elif KIND in ACTIVATIONS:
         v = elementwise(ACTIVATIONS[KIND], v)
     if y is not None:
@@ -191,6 +200,21 @@ def add(
     return _mapped(x, y, out, sizes, dim, num_rows, "none", plus=True, config=config)
 
 
+def multiply(
+    x: Tensor, gate: Tensor, kind: Activation, out: Tensor, sizes: Tensor, num_rows: int, dim: int = 0,
+    config: Config | None = None,
+) -> Launch:  # fmt: skip
+    """x [R, W] * kind(gate [R, W] or [R, 1]) -> out [R, W], which may be x; sizes[dim] rows."""
+    return _mapped(gate, x, out, sizes, dim, num_rows, kind, config=config)
+
+
+def scale(
+    x: Tensor, factor: float, out: Tensor, sizes: Tensor, num_rows: int, dim: int = 0, config: Config | None = None
+) -> Launch:
+    """factor * x -> out [R, W], which may be x; sizes[dim] rows."""
+    return _mapped(x, None, out, sizes, dim, num_rows, "scale", cap=factor, config=config)
+
+
 def softcap(
     x: Tensor, cap: float, out: Tensor, sizes: Tensor, num_rows: int, dim: int = 0, config: Config | None = None
 ) -> Launch:
@@ -228,9 +252,10 @@ def _mapped(
     plus: bool = False, cap: float = 0.0, config: Config | None,
 ) -> Launch:  # fmt: skip
     config = config or MAP.configs[0]
-    width = x.shape[1]
+    width = out.shape[1]
     arguments: dict[str, Argument] = {
         "x": x, "ld_x": x.stride(0), "y": y, "ld_y": 0 if y is None else y.stride(0), "out": out,
-        "ld_out": out.stride(0), "sizes": sizes, "width": width, "cap": cap, "KIND": kind, "PLUS": plus, "DIM": dim,
+        "ld_out": out.stride(0), "sizes": sizes, "width": width, "cap": cap, "KIND": kind, "PLUS": plus,
+        "ONE": x.shape[1] < width, "DIM": dim,
     }  # fmt: skip
     return Launch(MAP, (num_rows, triton.cdiv(width, config.tiles["COLUMNS"])), arguments, config)

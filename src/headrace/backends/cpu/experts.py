@@ -1,0 +1,163 @@
+"""Records a mixture of experts: a row is copied to each expert that it chose, and what they make of it is added up.
+
+The copies lie expert by expert, so that a layer has the same few records however many experts there are: `linear_each`
+holds a table with a product for each expert. Knows buffers and matrices; must not know models. Called by `ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.backends.base import Activation, Routing
+from headrace.backends.cpu.codes import new_codes, quantised
+from headrace.backends.cpu.matrix import CpuMatrix, CpuStack
+from headrace.backends.cpu.memory import aligned
+from headrace.backends.cpu.products import NO_Q, NO_RESIDUAL, Pair, product
+from headrace.backends.graph import PAIRS, Graph, Value
+from headrace.backends.native import op_code
+from headrace.protocol.errors import CheckpointError
+
+SCORES = {"softmax": 0, "sigmoid": 1}
+COUNTERS_APART = 8
+"""Numbers of 8 bytes from one counter to the next: each has a cache line of its own."""
+
+
+class Recording(Protocol):
+    """What a layer's records need of `CpuOps`."""
+
+    graph: Graph
+    pairs: list[Pair] | None
+
+    def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool: ...
+
+    def gated(self, x: Value, kind: Activation) -> Value: ...
+
+
+class Experts:
+    """One layer's records. `begin` [E + 1]: the first pair of each expert."""
+
+    def __init__(self, ops: Recording, routing: Routing, num_experts: int) -> None:
+        self.ops, self.graph, self.routing, self.num_experts = ops, ops.graph, routing, num_experts
+        self.begin = np.zeros(num_experts + 1, np.int32)
+
+    def mix(
+        self,
+        x: Value,
+        logits: Value,
+        gate_up: Sequence[CpuMatrix | CpuStack],
+        down: Sequence[CpuMatrix | CpuStack],
+        kind: Activation,
+    ) -> Value:
+        graph, routing, top_k = self.graph, self.routing, self.routing.top_k
+        graph.pairs_of_row = max(graph.pairs_of_row, top_k)
+        ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
+        groups, chosen, top = routing.groups or (1, 1, 1)
+        fields: dict[str, Any] = {
+            "x": graph.read(logits),
+            "ld_x": logits.ld,
+            "num_experts": self.num_experts,
+            "top_k": top_k,
+            "score": SCORES[routing.score],
+            "bias": routing.bias,
+            "num_groups": groups,
+            "top_groups": chosen,
+            "group_top": top,
+            "renormalise": int(routing.renormalise),
+            "scale": routing.scale,
+        }
+        graph.put("route", x.dim, None, fields | {"ids": ids, "weights": weights})
+        rows, pair_weights = graph.buffer(4, PAIRS), graph.buffer(4, PAIRS)
+        places = graph.buffer(4 * top_k, x.dim)
+        fields = {"ids": graph.touch(ids), "weights": graph.touch(weights), "top_k": top_k, "begin": self.begin}
+        fields |= {"num_experts": self.num_experts, "rows": rows, "places": places, "pair_weights": pair_weights}
+        graph.put("moe_group", x.dim, None, fields)
+        gathered = self._gather(x, rows, pair_weights, gate_up)
+        y = self._each(self.ops.gated(self._each(gathered, gate_up), kind), down)
+        out = graph.value(y.width, x.dim)
+        fields = {"places": graph.touch(places), "top_k": top_k, "x": graph.read(y), "ld_x": y.ld, "width": y.width}
+        fields |= {"weights": None if routing.scale_input else graph.touch(pair_weights)}
+        graph.put("moe_combine", x.dim, out, fields | NO_RESIDUAL | {"out": out.buffer, "ld_out": out.ld})
+        return out
+
+    def _gather(self, x: Value, rows: Any, weights: Any, matrices: Sequence[CpuMatrix | CpuStack]) -> Value:
+        """The rows of all pairs: as codes where all products take the same, so that a row is quantised but once."""
+        graph, ops, scales = self.graph, self.ops, self.routing.scale_input
+        groups = {matrix.act_group for matrix in matrices}
+        as_floats = scales or len(groups) > 1 or ops.pairs is not None or ops.takes_floats(*matrices)
+        gathered = graph.value(x.width, PAIRS)
+        fields = NO_Q | {"to_q": None, "to_scales": None, "to_sums": None, "x": None, "ld_x": 0, "width": x.width}
+        fields |= {"list": rows, "weights": None, "out": None, "ld_out": 0}
+        if as_floats:
+            fields |= {"x": graph.read(x), "ld_x": x.ld, "out": gathered.buffer, "ld_out": gathered.ld}
+            fields |= {"weights": graph.touch(weights) if scales else None}
+        else:
+            source = quantised(x, groups.pop())
+            codes = gathered.codes[source.group] = new_codes(graph, PAIRS, source.ld_q, source.ld_s, source.group)
+            fields |= source.fields() | {"to_q": codes.q, "to_scales": codes.scales, "to_sums": codes.sums}
+            for part in (*source.buffers(), *codes.buffers()):
+                graph.touch(part)
+            graph.drop(gathered.buffer)
+        del fields["group"]
+        graph.touch(rows)
+        # The node's q is codes that it reads, so `gathered` is the value of none.
+        graph.put("moe_gather", PAIRS, None, fields)
+        return gathered
+
+    def _each(self, x: Value, matrices: Sequence[CpuMatrix | CpuStack]) -> Value:
+        pairs = self.ops.pairs
+        if pairs is None or self.ops.takes_floats(*matrices):
+            return self._products(x, matrices, as_floats=False)
+        narrow, wide = (self._products(x, matrices, as_floats) for as_floats in (False, True))
+        last = len(self.graph.nodes) - 1
+        narrow.buffer.last = wide.buffer.last = last
+        pairs.append(Pair(matrices, narrow, wide, last, self.begin))
+        return wide
+
+    def _products(self, x: Value, matrices: Sequence[CpuMatrix | CpuStack], as_floats: bool) -> Value:
+        """Each expert's rows of x times its matrix. as_floats: of x itself, whatever the matrices take."""
+        graph = self.graph
+        experts = [matrix.parts if isinstance(matrix, CpuStack) else (matrix,) for matrix in matrices]
+        shapes = {tuple((part.num_in, part.num_out) for part in parts) for parts in experts}
+        if len(shapes) > 1 or any(part.outliers is not None for parts in experts for part in parts):
+            raise CheckpointError(
+                f"{matrices[0].name} and the other experts of the layer: the native kernels take matrices of one "
+                "shape, without outliers; dequantise them, or use backend torch_ref"
+            )
+        out = graph.value(matrices[0].num_out, PAIRS)
+        column = 0
+        for place, first in enumerate(experts[0]):
+            tables: dict[tuple[bool, str, int], list[int]] = {}
+            for expert_id, parts in enumerate(experts):
+                part = parts[place]
+                key = as_floats or self.ops.takes_floats(part), part.kind, part.act_group
+                tables.setdefault(key, []).append(expert_id)
+            for (is_wide, _, group), expert_ids in tables.items():
+                codes = None if is_wide else quantised(x, group)
+                buffers = (graph.read(x),) if codes is None else codes.buffers()
+                for buffer in (out.buffer, *buffers):
+                    graph.touch(buffer)
+                calls = [product(experts[expert_id][place], x, codes) for expert_id in expert_ids]
+                at = {"out": ("column", out.buffer, column), "ld_out": out.ld}
+                fields = {
+                    "op": op_code(calls[0][0]),
+                    "fn": None,
+                    "args": ("table", calls[0][0], [call | at for _, call in calls]),
+                    "experts": np.array(expert_ids, np.int32),
+                    "count": len(expert_ids),
+                    "begin": self.begin,
+                    "counters": aligned(8 * COUNTERS_APART * (len(expert_ids) + 1)),
+                }
+                graph.put(
+                    "linear_each",
+                    PAIRS,
+                    None,
+                    fields,
+                    note=first.name,
+                    read_bytes=sum(experts[expert_id][place].data.nbytes for expert_id in expert_ids),
+                    row_ops=2 * first.num_in * first.num_out,
+                )
+            column += first.num_out
+        return out

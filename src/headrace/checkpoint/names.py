@@ -1,0 +1,71 @@
+"""The names by which a model file takes tensors, and where they lie under the names that checkpoints have.
+
+A checkpoint of a model with a tower for images or sound has its text model below a prefix, and its experts may be one
+tensor with a dimension more. Here such names become those of a text model with an expert each. Knows names and shapes;
+must not know files or models. Called by `checkpoint.mapped`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+TOWER = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|audio_tower|audio_model|multi_modal_projector"
+    r"|mm_projector|embed_vision|embed_audio|patch_merger)\..*"
+)
+EXPERTS = re.compile(r"(.+\.experts)\.(\w+_proj)(_bias)?")
+FROM_CONFIG = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "auto_map")
+"""What a config.json says of text and towers together."""
+
+
+class Place(NamedTuple):
+    """The tensor `name` of a file; `index`: its part along the first dimension, or None for all of it."""
+
+    name: str
+    index: int | None = None
+
+
+def text_name(name: str) -> str | None:
+    """Return the name that a tensor has in a model of text alone; None for one of a tower."""
+    for prefix, ours in PREFIXES.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return None if TOWER.fullmatch(name) else name
+
+
+def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[str, Place]:
+    """Return where each tensor of the text lies, of `names`. Of tensors below towers a line is logged."""
+    found: dict[str, Place] = {}
+    left = 0
+    for name in names:
+        ours, shape = text_name(name), shapes[name]
+        if ours is None:
+            left += 1
+            continue
+        match = EXPERTS.fullmatch(ours)
+        if match is None or len(shape) != (2 if match[3] else 3):
+            found[ours] = Place(name)
+            continue
+        kind = "bias" if match[3] else "weight"
+        found |= {f"{match[1]}.{i}.{match[2]}.{kind}": Place(name, i) for i in range(shape[0])}
+    if left:
+        logger.info("%d tensors of towers for images or sound are left out: headrace runs the text of this model", left)
+    return found
+
+
+def text_config(values: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Return the config of the text model, of a config.json that may nest it. Its type is the outer one if that is
+    known, else the inner one."""
+    inner = values.get("text_config")
+    if not isinstance(inner, dict):
+        return values
+    outer = {name: values[name] for name in FROM_CONFIG if name in values}
+    model_type = values.get("model_type")
+    kept = model_type if model_type in known or inner.get("model_type") not in known else inner["model_type"]
+    return outer | inner | {"model_type": kept}

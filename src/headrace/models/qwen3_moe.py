@@ -1,0 +1,56 @@
+"""Qwen3's mixtures of experts (Yang et al. 2025): Qwen3 with small experts of which each row takes several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.backends.base import Array, Routing
+from headrace.models import qwen3
+from headrace.models.config import ModelConfig
+from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts, GatedMLP
+
+TINY = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "moe_intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "num_experts": 11,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def make_experts(decoder: Decoder, name: str) -> Experts:
+    """Weights are the softmax over all experts, which `norm_topk_prob` divides by the sum over the chosen."""
+    config = decoder.config
+    inner = config.integer("moe_intermediate_size")
+    routing = Routing(config.integer("num_experts_per_tok"), renormalise=config.flag("norm_topk_prob", False))
+    # transformers 5 writes the one, the releases have the other.
+    key = "num_local_experts" if config.values.get("num_experts") is None else "num_experts"
+    return Experts(decoder, name, config.integer(key, high=MAX_EXPERTS), inner, routing)
+
+
+def has_experts(config: ModelConfig, layer_id: int) -> bool:
+    """Whether a layer is a mixture: each `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    dense = config.values.get("mlp_only_layers") or []
+    return layer_id not in dense and (layer_id + 1) % config.integer("decoder_sparse_step", 1) == 0
+
+
+class Layer(qwen3.Layer):
+    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
+        if not has_experts(decoder.config, int(name.rpartition(".")[2])):
+            return GatedMLP(decoder, f"{name}.mlp")
+        return make_experts(decoder, f"{name}.mlp")
+
+
+class Model(qwen3.Model):
+    Layer = Layer
