@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,24 @@ def test_the_least_budget_of_a_mixture(tmp_path: Path) -> None:
     mixed.verify(source, least)
     with pytest.raises(RequestError, match=f"at least {least:.2f}"):
         mixed.verify(source, least - 0.01)
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "layout"),
+    [("awq", 3, "compressed-tensors"), ("awq", 4, "awq"), ("gptq", 3, "gptq")],
+)
+def test_a_method_has_a_format_for_its_bits(method: str, bits: int, layout: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"token_ids": piece}) for piece in TEXT))
+    flags = ["--method", method, "--bits", str(bits), "--group-size", "32", "--calibration", str(text)]
+    done = CliRunner().invoke(app, ["quantize", str(small(tmp_path / "plain")), str(tmp_path / "out"), *flags])
+    assert done.exit_code == 0, done.output
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == layout
+
+
+def test_a_format_that_does_not_hold_the_bits_names_those_that_do(tmp_path: Path) -> None:
+    flags = ["--method", "awq", "--bits", "3", "--format", "awq"]
+    done = CliRunner().invoke(app, ["quantize", "builtin", str(tmp_path / "out"), *flags])
+    assert isinstance(done.exception, RequestError)
+    assert "compressed-tensors or gptq for awq, 3 bits" in str(done.exception)

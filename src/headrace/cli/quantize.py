@@ -119,9 +119,11 @@ def quantize(
         raise RequestError("bits", plan.bits, f"a whole number for method {plan.method}")
     if plan.act_order not in ("none", "static", "group"):
         raise RequestError("act_order", plan.act_order, "one of none, static, group")
-    layout = plan.format or default.layout
     choices: dict[str, Any] = {name: getattr(plan, name) for name in METHOD_OPTIONS}
     choices["bits"] = default.bits if plan.bits is None else int(plan.bits)
+    # AWQ's own layout holds 4 bits only.
+    usual = default.layout if default.layout != "awq" or choices["bits"] == default.bits else Default().layout
+    layout = plan.format or usual
     choices["group_size"] = default.group_size if plan.group_size is None else plan.group_size
     # Every refusal comes before the model generates a text, which takes minutes.
     chosen = find_method(plan.method).verify(Options(**choices))

@@ -29,7 +29,7 @@ from headrace.models.config import ModelConfig
 from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
-from headrace.quant.schemes import find_method, parse
+from headrace.quant.schemes import FP8_CACHE, cache_scheme, find_method, parse
 from headrace.runner.choosing import NativeSelect
 from headrace.runner.runner import Runner
 from headrace.sampling.filters import Select, select_all
@@ -59,7 +59,7 @@ def build_runner(
             backend, model, model_config = load_model(config, directory, show)
     activations = backend.choose_activations(model, config.activations, config.num_threads)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
-    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))
     eos_token_ids = hub.eos_token_ids(directory)
     selecting = choose_select(backend, model.vocab_size, config.num_threads)
     sampler = Sampler(model.vocab_size, eos_token_ids, selecting)
@@ -243,9 +243,29 @@ def num_pieces(max_num_seqs: int, num_nodes: int) -> int:
     return max(max_num_seqs, 1 + num_nodes, min(max_num_seqs * (1 + num_nodes), MANY_PIECES))
 
 
-def choose_kv_dtype(kv_dtype: str, backend: Backend) -> str:
-    """Return `kv_dtype`, or for "auto" the model's dtype. Raises `RequestError` for one that the backend lacks."""
+def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[str, Any] | None = None) -> str:
+    """Return `kv_dtype`, or for "auto" what the checkpoint's config says of its cache, else the model's dtype.
+
+    Raises `RequestError` for one that the backend lacks, and `CheckpointError` for a config that makes no sense."""
+    stated = cache_scheme(quantization_config)
     if kv_dtype == "auto":
+        if stated is None:
+            return backend.dtype
+        if stated == FP8_CACHE and FP8_CACHE in backend.kv_dtypes:
+            # k_scale and v_scale stand for a whole layer: the scales that each token and head has here are finer.
+            logger.info(
+                "the checkpoint's config wants its cache in %s: here each token and head has a scale, k_scale and "
+                "v_scale are not used; --kv-cache-dtype %s leaves it in floats",
+                stated,
+                backend.dtype,
+            )
+            return FP8_CACHE
+        logger.warning(
+            "the checkpoint's config wants its cache in %s, which the backend %s does not have: it stays in %s",
+            stated,
+            backend.name,
+            backend.dtype,
+        )
         return backend.dtype
     kv_dtype = KV_ALIASES.get(kv_dtype, kv_dtype)
     if kv_dtype not in backend.kv_dtypes:

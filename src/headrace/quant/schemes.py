@@ -205,3 +205,24 @@ def find_method(config: Any) -> str:
     if config is not None and not isinstance(config, dict):
         raise CheckpointError(f"quantization_config is {config!r}, expected an object")
     return "none" if config is None else str(config.get("quant_method"))
+
+
+FP8_CACHE = "fp8_e4m3"
+
+
+def cache_scheme(config: dict[str, Any] | None) -> str | None:
+    """What a `quantization_config` wants keys and values to be stored as (compressed-tensors' `kv_cache_scheme`,
+    ModelOpt's `kv_cache_quant_algo`): FP8_CACHE, a text that describes another form, or None.
+
+    Raises `CheckpointError` for a scheme that is no object or has no whole number of bits."""
+    scheme = (config or {}).get("kv_cache_scheme")
+    if scheme is None:
+        algorithm = (config or {}).get("kv_cache_quant_algo")
+        return None if algorithm is None else FP8_CACHE if algorithm == "FP8" else f"{algorithm!r:.40}"
+    where = "config.json: quantization_config.kv_cache_scheme"
+    if not isinstance(scheme, dict):
+        raise CheckpointError(f"{where} is {scheme!r:.80}, expected an object")
+    bits, kind = scheme.get("num_bits"), scheme.get("type")
+    if type(bits) is not int or not 1 <= bits <= 16 or kind not in ("int", "float"):
+        raise CheckpointError(f"{where}: num_bits {bits!r:.40} and type {kind!r:.40}, expected 1 to 16, int or float")
+    return FP8_CACHE if (bits, kind) == (8, "float") else f"{kind}{bits}"

@@ -2,8 +2,8 @@
 
 `packing_format` names the layout: GPTQ's words with zero points less one ("auto_round:auto_gptq") or as they are
 ("auto_round", "auto_round:gptqmodel"), or AWQ's ("auto_round:auto_awq"). Where `data_type` says floats, the layers are
-8-bit floats, or blocks of 4- and 8-bit floats as compressed-tensors has them. `extra_config` has the settings of single layers, by name or by a pattern that is
-searched for; 16 bits leave a layer plain.
+8-bit floats, or blocks of 4- and 8-bit floats as compressed-tensors has them. `extra_config` has the settings of single
+layers, by name or by a pattern that is searched for; 16 bits leave a layer plain.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ def verify(options: Options) -> None:
     ordered = options.method == "gptq" and options.act_order == "group"
     if options.method not in AFFINE or options.bits != 4 or options.group_size == 0 or ordered:
         text = f"{options.method}, {options.bits} bits, group_size {options.group_size}"
-        raise RequestError("format", "awq", f"another for {text}: it holds 4 bits in groups of neighbours")
+        raise RequestError(
+            "format", "awq", f"compressed-tensors or gptq for {text}: awq holds 4 bits in groups of neighbours"
+        )
 
 
 def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:

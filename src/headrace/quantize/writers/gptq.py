@@ -29,7 +29,7 @@ def verify_model(source: Path, layers: Mapping[str, LayerShape], options: Option
         if num_out * options.bits % 32 or num_in * options.bits % 32:
             raise CheckpointError(
                 f"{name} has {num_out} outputs and {num_in} inputs; GPTQ's layout wants whole words of "
-                f"{options.bits} bits"
+                f"{options.bits} bits; the format compressed-tensors holds any"
             )
 
 
