@@ -25,6 +25,7 @@ class RandomMatrix:
     """A `MatrixSource` of normal numbers, or of codes of `scheme`."""
 
     columns = None
+    inputs = ()
 
     def __init__(self, name: str, num_out: int, num_in: int, scheme: Scheme, device: torch.device) -> None:
         self.name, self.num_out, self.num_in, self.scheme, self.device = name, num_out, num_in, scheme, device

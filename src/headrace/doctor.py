@@ -26,6 +26,7 @@ import headrace
 from headrace import env, gguf, hub
 from headrace.checkpoint.mapped import MappedFile
 from headrace.protocol.errors import HeadraceError
+from headrace.quant.base import stated_activations
 from headrace.quant.threads import num_cores
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ CPU_FLAGS = (
 ACTIVATIONS = (
     "int8 (W8A8), 16 bits (W8A16) for the matrices that int8 spoils, as measured at load; --activations sets it"
 )
+STATED_ACTIVATIONS = {
+    "16bit": "16 bits (W8A16), as the checkpoint's method keeps outliers so; --activations int8 is faster",
+    "fp8": "16 bits on the CPU; the checkpoint states fp8, which torch_ref computes with --activations fp8",
+}
+"""By what a checkpoint's method multiplies with (`quant.base.stated_activations`)."""
 NEEDS_TORCH = "only the reference backend, GPUs and headrace quantize need it"
 PROBE_BYTES = 2**30  # well above any last-level cache
 
@@ -232,7 +238,8 @@ def model_state(model: str) -> Section:
         section["context_length"] = config.get("max_position_embeddings", config.get("n_positions"))
         section["tokenizer"] = (directory / "tokenizer.json").exists()
         if isinstance(stored := config.get("quantization_config"), dict):
-            section |= {"quantization": str(stored.get("quant_method")), "activations": ACTIVATIONS}
+            activations = STATED_ACTIVATIONS.get(stated_activations(stored), ACTIVATIONS)
+            section |= {"quantization": str(stored.get("quant_method")), "activations": activations}
     except (HeadraceError, OSError, ValueError) as error:
         section["problem"] = str(error)
     return section

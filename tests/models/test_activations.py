@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bench.outliers import store_llm_int8
 from safetensors.torch import load_file, save_file
 from tests.models.test_quantised import distance
 from tests.support.harness import follow, load, save_random
@@ -14,7 +18,7 @@ from tests.support.harness import follow, load, save_random
 from headrace.backends.cpu import activations
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 199, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
@@ -140,3 +144,31 @@ def test_a_choice_that_can_not_be_made_is_refused(plain: Path, options: dict[str
     with pytest.raises(RequestError, match=bound) as error:
         build_runner(EngineConfig(model=str(plain), **options))
     assert error.value.field == "activations"
+
+
+@pytest.fixture
+def stored(plain: Path, tmp_path: Path) -> Path:
+    return store_llm_int8(plain, tmp_path / "llm-int8")
+
+
+def with_threshold(directory: Path, threshold: Any) -> Path:
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["llm_int8_threshold"] = threshold
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_llm_int8_of_bitsandbytes_has_no_outlier_in_int8(stored: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert wide_of(stored)[1] == "16bit"
+    assert "has outliers in 16 bits: all activations stay so" in caplog.text
+    assert torch.equal(logits(stored), logits(stored, activations="16bit"))
+    # Where it is asked for, or the method has no outliers, it is int8 like any other.
+    assert wide_of(stored, activations="int8") == (set(), "int8")
+    assert wide_of(with_threshold(stored, 0.0)) == (set(), "int8")
+
+
+@pytest.mark.parametrize("threshold", [-1, math.nan, True, "6", [6.0]])
+def test_a_threshold_that_is_none(stored: Path, threshold: Any) -> None:
+    with pytest.raises(CheckpointError, match="llm_int8_threshold"):
+        wide_of(with_threshold(stored, threshold))

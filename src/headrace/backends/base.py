@@ -414,10 +414,11 @@ class Backend(Protocol):
         """
         ...
 
-    def choose_activations(self, model: Any, mode: str, num_threads: int) -> str:
-        """Choose what the activations of each quantised matrix of `model` are in: "int8", "16bit", or ("auto") what the
-        model itself says; once, before its first program. Return what was chosen: int8, 16bit, mixed, or "" where
-        nothing is quantised. Raises `RequestError` for a `mode` without kernels."""
+    def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
+        """Choose what the activations of each quantised matrix of `model` are in: "int8", "16bit", "fp8", or ("auto")
+        what the model itself says; once, before its first program. stated: what its checkpoint's method multiplies with
+        (`quant.base.stated_activations`). Return what was chosen: int8, 16bit, fp8, mixed, or "" where nothing is
+        quantised. Raises `RequestError` for a `mode` without kernels."""
         ...
 
     def chooser(self, width: int, num_threads: int) -> Chooser | None:

@@ -24,7 +24,7 @@ from headrace.gguf import GGUF
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.arrays import blocks_of, cast, floats, type_name
-from headrace.quant.base import QWeight, concatenated, spans_of
+from headrace.quant.base import Inputs, QWeight, concatenated, spans_of
 from headrace.quant.formats import gguf_blocks
 from headrace.quant.schemes import K_TYPES, Quantization, Scheme
 
@@ -46,6 +46,7 @@ class GGUFMatrix:
     """
 
     columns: NDArray[np.int64] | None = None
+    inputs: Sequence[tuple[int, Inputs | None]] = ()
 
     def __init__(
         self,

@@ -34,7 +34,9 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}; "
         "none: dequantise a GGUF file's blocks into dtype; or the checkpoint's own method, such as awq.",
         "activations": "What quantised weights are multiplied with: int8 (W8A8, fast), 16bit (W8A16: activations are "
-        "not quantised), or auto: int8, but 16bit for the matrices whose products int8 spoils, as measured at load.",
+        "not quantised), fp8 (rounded to E4M3 beside weights of 8-bit floats; on torch_ref and on GPUs), or "
+        "auto: what a checkpoint of LLM.int8() or fp8 needs, else int8, but 16bit for the matrices whose products int8 "
+        "spoils, as measured at load.",
         "save_packed": "Keep the weights in the kernels' layout, beside the model or else in ~/.cache/headrace; "
         "the next start reads that file.",
         "backend": "Operators to run on: auto, cpu (native kernels), cuda (Triton kernels for NVIDIA GPUs; needs the "

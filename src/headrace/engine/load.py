@@ -29,6 +29,7 @@ from headrace.models.config import ModelConfig
 from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
+from headrace.quant.base import stated_activations
 from headrace.quant.schemes import FP8_CACHE, cache_scheme, find_method, parse
 from headrace.runner.choosing import NativeSelect
 from headrace.runner.runner import Runner
@@ -57,7 +58,8 @@ def build_runner(
     else:
         with progress_bar(f"loading {config.model}", logger=logger) as show:
             backend, model, model_config = load_model(config, directory, show)
-    activations = backend.choose_activations(model, config.activations, config.num_threads)
+    stated = stated_activations(model_config.values.get("quantization_config"))
+    activations = backend.choose_activations(model, config.activations, config.num_threads, stated)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))
     eos_token_ids = hub.eos_token_ids(directory)
@@ -139,7 +141,8 @@ def make_target(
         )
         with progress_bar(f"loading {path}", logger=logger) as show:
             loaded = load_model(draft_config, path, show)
-        loaded[0].choose_activations(loaded[1], "auto", config.num_threads)
+        stated = stated_activations(loaded[2].values.get("quantization_config"))
+        loaded[0].choose_activations(loaded[1], "auto", config.num_threads, stated)
         return loaded[0], loaded[1], loaded[2].values
 
     return Target(

@@ -28,6 +28,17 @@ SLAB_WEIGHTS = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a checkpoint's method rounds a layer's inputs to before the product: E4M3 times a scale.
+
+    scale: of all inputs; None for the largest of each row, or of each `group` of its inputs, over E4M3's largest.
+    """
+
+    scale: float | None = None
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class QWeight:
     """A matrix [out, in]:
     w[o, permutation[j]] = (codebook[codes[o, j]] - zeros[o, g]) * scales[o, g] + mins[o, g], g = j // group.
@@ -36,6 +47,7 @@ class QWeight:
     scales: float32 [out, ceil(in / group)]. zeros (in units of codes) and mins: the same shape, or None for 0.
     group: inputs that share a scale. bits: of one code as stored. permutation: int64 [in], or None for the identity.
     codebook: float32 [n], n > any code, or None where a code is itself the value.
+    inputs: what the method rounds the inputs to; None for nothing, or where the checkpoint does not say.
     """
 
     codes: Array
@@ -46,6 +58,7 @@ class QWeight:
     bits: int = 32
     permutation: Array | None = None
     codebook: Array | None = None
+    inputs: Inputs | None = None
 
     def __post_init__(self) -> None:
         if len(self.codes.shape) != 2:
@@ -145,6 +158,11 @@ class MatrixSource(Protocol):
         """int64 [n]: inputs whose weights have 16 bits beside the codes of all (`SplitWeight`); None for none."""
         ...
 
+    @property
+    def inputs(self) -> Sequence[tuple[int, Inputs | None]]:
+        """(outputs, what their inputs are rounded to) of the stacked layers; empty where no checkpoint says it."""
+        ...
+
     def slab(self, first: int, last: int) -> QWeight:
         """Rows first ... last - 1. Raises `CheckpointError` for weights that `scheme` can not hold."""
         ...
@@ -167,6 +185,7 @@ class Stacked:
         self.parts = list(parts)
         self.num_in = parts[0].shape[1]
         self.num_out = sum(part.shape[0] for part in parts)
+        self.inputs = [(part.shape[0], part.inputs) for part in parts]
         schemes = {scheme_of(part) for part in parts} if scheme is None else {scheme}
         if len(schemes) > 1 and any(scheme.kind != "f" for scheme in schemes):
             raise CheckpointError(f"{name}: its parts are quantised differently")
@@ -257,6 +276,8 @@ class Format(Protocol):
     SPARE: re.Pattern[str]
     """Names of tensors that writers of the format store and headrace does not need (scales of activations)."""
 
+    # A format may have a function `activations` as well: see `stated_activations`.
+
     def read(self, tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         """The weight of the linear layer `name` (without ".weight"); `config` is config.json's quantization_config.
 
@@ -279,3 +300,10 @@ def find_format(config: Any) -> Format:
     raise CheckpointError(
         f"quantization_config: quant_method {method!r} is not supported; use an unquantised checkpoint"
     )
+
+
+def stated_activations(config: Any) -> str:
+    """What a checkpoint of config.json's `quantization_config` is multiplied with by its own method: "16bit" where that
+    is all that keeps the method's loss, "fp8", or "" where headrace measures it. Raises as `find_format`."""
+    rule = getattr(find_format(config), "activations", None)
+    return "" if rule is None or config is None else str(rule(config))

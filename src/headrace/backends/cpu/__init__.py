@@ -72,8 +72,8 @@ class Cpu:
         group = scheme.group or ACT_GROUP
         return int(require_native().packed_bytes(scheme.kind, num_out, num_in, group, native_flag(scheme)))
 
-    def choose_activations(self, model: Any, mode: str, num_threads: int) -> str:
-        return choose_activations(self.ops, model, mode, num_threads)
+    def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
+        return choose_activations(self.ops, model, mode, num_threads, stated)
 
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
         return Chooser(width, num_threads) if width <= MAX_WIDTH else None

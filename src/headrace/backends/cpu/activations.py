@@ -33,13 +33,22 @@ SHOWN = 3
 logger = logging.getLogger(__name__)
 
 
-def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int) -> str:
+def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int, stated: str) -> str:
     """Set `ops.wide` to the matrices that take floats; return "int8", "16bit", "mixed", or "" if none is quantised.
 
-    Raises `RequestError` for a mode that changes nothing: int8 without weights of integer codes.
+    stated: as `Backend.choose_activations` has it. Raises `RequestError` for a mode that changes nothing (int8 without
+    weights of integer codes), and for fp8, which has no kernels.
     """
     quantised = [part for matrix in ops.matrices for part in parts_of(matrix) if part.kind != "f"]
     able = [part for part in quantised if part.kind != "f8"]
+    if mode == "fp8":
+        raise RequestError("activations", mode, "auto, int8 or 16bit: the CPU's kernels round nothing to 8-bit floats")
+    if mode == "auto" and stated == "fp8":
+        logger.info("the checkpoint's method rounds activations to 8-bit floats; here they stay in 16 bits")
+    # Where a checkpoint has a 16-bit part of its own, that is the method's, and the rest is measured like any other.
+    if mode == "auto" and stated == "16bit" and able and all(part.outliers is None for part in able):
+        logger.info("the checkpoint's method has outliers in 16 bits: all activations stay so")
+        mode = stated
     if mode == "int8" and not able:
         raise RequestError("activations", mode, "auto or 16bit: the model has no weights of integer codes")
     if mode == "16bit" and not quantised:

@@ -50,8 +50,9 @@ class Cuda:
     def layouts(self) -> dict[str, str]:
         return {}
 
-    def choose_activations(self, model: Any, mode: str, num_threads: int) -> str:
-        return float_activations(self.name, mode, {matrix.scheme.kind for matrix in self.ops.matrices})
+    def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
+        kinds = {matrix.scheme.kind for matrix in self.ops.matrices}
+        return float_activations(self.name, mode, kinds, always_fp8=True)
 
     def chooser(self, width: int, num_threads: int) -> None:
         return None

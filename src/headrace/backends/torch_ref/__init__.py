@@ -15,7 +15,7 @@ from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
 from headrace.backends.torch_ref.tensors import DTYPES, tensor, zeros
-from headrace.quant.schemes import SCHEMES
+from headrace.quant.schemes import F8_SCHEMES, SCHEMES
 
 SMALL_MODEL_BYTES = 64 * 2**20
 """Below it the calls are so short that a second thread costs more than it gives, at every batch size (ADR 0008)."""
@@ -27,7 +27,7 @@ class TorchRef:
     name = "torch_ref"
     kv_dtypes = ("float32", "bfloat16", "float16", *rounded.KINDS)
     block_tables = ()
-    schemes = SCHEMES
+    schemes = SCHEMES | F8_SCHEMES
     """All are computed as the floats that they stand for, so that the other backends have an oracle."""
 
     def __init__(self, device: str, dtype: str) -> None:
@@ -45,9 +45,11 @@ class TorchRef:
     def layouts(self) -> dict[str, str]:
         return {}
 
-    def choose_activations(self, model: Any, mode: str, num_threads: int) -> str:
+    def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
         kinds = {"f" if matrix.scheme is None else matrix.scheme.kind for matrix in self.ops.matrices}
-        return float_activations(self.name, mode, kinds)
+        chosen = float_activations(self.name, mode, kinds)
+        self.ops.rounds_inputs = mode == "fp8"
+        return chosen
 
     def chooser(self, width: int, num_threads: int) -> None:
         return None

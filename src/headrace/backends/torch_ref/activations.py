@@ -10,16 +10,19 @@ from collections.abc import Collection
 from headrace.protocol.errors import RequestError
 
 
-def float_activations(backend: str, mode: str, kinds: Collection[str]) -> str:
-    """Return what the activations of matrices of these kinds (`quant.schemes.Scheme.kind`) are in: 16bit, fp8 where the
-    backend has kernels for weights of 8-bit floats, mixed where both, or "" for plain weights.
+def float_activations(backend: str, mode: str, kinds: Collection[str], always_fp8: bool = False) -> str:
+    """Return what the activations of matrices of these kinds (`quant.schemes.Scheme.kind`) are in: 16bit, fp8 beside
+    weights of 8-bit floats if the mode is fp8 or the backend has no other kernels for them, mixed where both, or "" for
+    plain weights.
 
-    Raises `RequestError` for a mode without kernels: int8, and 16bit beside weights of 8-bit floats.
+    Raises `RequestError` for a mode without kernels: int8, fp8 without such weights, 16bit where they are `always_fp8`.
     """
     quantised = set(kinds) - {"f"}
-    if mode == "int8" or (mode == "16bit" and "f8" in quantised):
-        bound = "auto" if "f8" in quantised else "auto or 16bit"
+    has_f8 = "f8" in quantised
+    rounded = has_f8 and (always_fp8 or mode == "fp8")
+    if mode == "int8" or (mode == "16bit" and rounded) or (mode == "fp8" and not has_f8):
+        bound = "auto or fp8" if rounded else "auto or 16bit"
         raise RequestError("activations", mode, f"{bound} for these weights on backend {backend}")
-    if "f8" in quantised:
+    if rounded:
         return "fp8" if len(quantised) == 1 else "mixed"
     return "16bit" if quantised else ""

@@ -6,6 +6,7 @@ sums and transcendental functions go through `rowwise`, which keeps rows apart. 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,10 +17,10 @@ from torch import Tensor
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
 from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref.batch import ForwardBatch
-from headrace.backends.torch_ref.rounded import RoundedCache
+from headrace.backends.torch_ref.rounded import RoundedCache, e4m3_rows
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 from headrace.backends.torch_ref.tensors import tensor
-from headrace.quant.base import MatrixSource
+from headrace.quant.base import Inputs, MatrixSource
 from headrace.quant.schemes import Scheme
 
 SLAB = 512
@@ -46,6 +47,8 @@ class RefMatrix:
     num_out: int
     name: str = ""
     scheme: Scheme | None = None
+    inputs: tuple[tuple[int, Inputs], ...] = ()
+    """(outputs, what the inputs are rounded to) of each stacked layer, where that is done."""
 
     def dense(self) -> Tensor:
         return self.data[: self.num_in, : self.num_out].t().contiguous()
@@ -60,6 +63,8 @@ class RefOps:
         self.weight_bytes = 0
         """Of all matrices, as the checkpoint would hold them in `dtype`."""
         self.matrices: list[RefMatrix] = []
+        self.rounds_inputs = False
+        """Whether inputs of weights of 8-bit floats are rounded to E4M3: as the checkpoint says, else by row."""
 
     def matrix(self, source: MatrixSource, bias: Tensor | None = None) -> RefMatrix:
         num_in, num_out = source.num_in, source.num_out
@@ -67,23 +72,41 @@ class RefOps:
         # Turned some rows at a time, in the cache: one copy of all is several times slower.
         for first in range(0, num_out, SLAB):
             last = min(first + SLAB, num_out)
-            part = tensor(source.slab(first, last).dequantize()).to(self.device, self.dtype)
+            part = tensor(source.slab(first, last).dequantize()).to(self.device)
+            if source.scheme.kind != "f8":  # whose products have float32's scales in them
+                part = part.to(self.dtype)
             data[:num_in, first:last] = part.float().t().contiguous()
         self.weight_bytes += num_in * num_out * self.dtype.itemsize
         bias = None if bias is None else bias.to(self.device, self.dtype).float()
-        self.matrices.append(RefMatrix(data, bias, num_in, num_out, source.name, source.scheme))
+        inputs: tuple[tuple[int, Inputs], ...] = ()
+        if source.scheme.kind == "f8":
+            inputs = tuple((size, each or Inputs()) for size, each in source.inputs)
+        self.matrices.append(RefMatrix(data, bias, num_in, num_out, source.name, source.scheme, inputs))
         return self.matrices[-1]
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         if not isinstance(matrix, RefMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
         a = x.float()
-        if matrix.data.shape[0] != matrix.num_in:
-            a = F.pad(a, (0, matrix.data.shape[0] - matrix.num_in))
-        out = products(a.unsqueeze(1), matrix.data.expand(x.shape[0], -1, -1)).squeeze(1)[:, : matrix.num_out]
+        if self.rounds_inputs and matrix.inputs:
+            # Each stacked layer may have a scale of its own.
+            by_inputs = {each: self._product(e4m3_rows(a, each), matrix) for _, each in matrix.inputs}
+            ends = itertools.accumulate(size for size, _ in matrix.inputs)
+            parts = [
+                by_inputs[each][:, end - size : end] for (size, each), end in zip(matrix.inputs, ends, strict=True)
+            ]
+            out = torch.cat(parts, 1)
+        else:
+            out = self._product(a, matrix)
         if matrix.bias is not None:
             out = out + matrix.bias
         return out.to(self.dtype)
+
+    def _product(self, a: Tensor, matrix: RefMatrix) -> Tensor:
+        """a [R, in] float32 times the weights: [R, out] float32."""
+        if matrix.data.shape[0] != matrix.num_in:
+            a = F.pad(a, (0, matrix.data.shape[0] - matrix.num_in))
+        return products(a.unsqueeze(1), matrix.data.expand(a.shape[0], -1, -1)).squeeze(1)[:, : matrix.num_out]
 
     def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         x = table.index_select(0, ids)

@@ -1,8 +1,9 @@
-"""A layer's cache whose numbers are what quantised codes stand for: the oracle of the native caches.
+"""Numbers rounded to what quantised codes stand for: a layer's cache, the oracle of the native caches, and the inputs
+of weights of 8-bit floats (fp8 x fp8).
 
-Numbers are rounded to codes as csrc/include/kernels.h defines them, and widened again at once: the cache holds float32,
-so it shows what rounding costs and saves no memory. Knows tensors; must not know requests. Made by `program`, used by
-`ops`.
+A cache's numbers are rounded to codes as csrc/include/kernels.h defines them, and widened again at once: it holds
+float32, so it shows what rounding costs and saves no memory. Knows tensors; must not know requests. Made by
+`program`, used by `ops`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.backends.base import RopeTable
 from headrace.backends.key_means import mean_key
+from headrace.quant.base import Inputs
 
 KINDS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
 E4M3_MOST = 448.0
+LEAST = 1e-12
+"""The least that a row's greatest magnitude counts as, so that a row of zeros has a scale."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,3 +71,19 @@ def as_stored(x: Tensor, dtype: str) -> Tensor:
     codes = (x * inverse).clamp(-most, most)
     codes = torch.round(codes) if dtype == "int8" else codes.to(torch.float8_e4m3fn).float()
     return codes * (amax / most)
+
+
+def e4m3_rows(x: Tensor, inputs: Inputs) -> Tensor:
+    """Return x [R, K] float32 as E4M3 times its scale (Micikevicius et al. 2022), each row by itself.
+
+    What lies beyond the largest code times a static scale becomes the largest.
+    """
+    if inputs.scale is not None:
+        scale = x.new_tensor(inputs.scale)
+        return (x / scale).clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).float() * scale
+    width = x.shape[-1]
+    group = inputs.group or width
+    pieces = F.pad(x, (0, -width % group)).view(len(x), -1, group)
+    scale = pieces.abs().amax(-1, keepdim=True).clamp(min=LEAST) / E4M3_MOST
+    codes = (pieces / scale).clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).float()
+    return (codes * scale).flatten(-2)[..., :width]

@@ -22,6 +22,8 @@ from headrace.quant.base import QWeight, SplitWeight, Tensors
 from headrace.quant.packing import checked, good_scales, left_alone, names_listed, nibbles, plain_weight
 
 SPARE = re.compile(r"(?!)")
+THRESHOLD = 6.0
+"""Of the paper, section 3.2, and of configs that do not say it."""
 TYPES = ("nf4", "fp4")
 MAX_STATE_BYTES = 10_000
 MAX_NUMBER = 1e30
@@ -43,6 +45,20 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         f"{name}.weight is stored as {type_name(weight)} with shape {list(weight.shape)}; expected {name}.SCB or "
         f"{name}.weight.quant_state.bitsandbytes__nf4 beside it"
     )
+
+
+def activations(config: dict[str, Any]) -> str:
+    """LLM.int8() multiplies the columns in which any activation reaches llm_int8_threshold in 16 bits, which makes one
+    row's product depend on the others'. 16 bits for every column are exact where the method is, and depend on nothing.
+    """
+    if not config.get("load_in_8bit"):
+        return ""
+    threshold = config.get("llm_int8_threshold", THRESHOLD)
+    if not isinstance(threshold, (int, float)) or isinstance(threshold, bool) or not threshold >= 0:
+        raise CheckpointError(
+            f"quantization_config: llm_int8_threshold is {threshold!r:.80}, expected a number of at least 0"
+        )
+    return "16bit" if threshold else ""
 
 
 def _int8(tensors: Tensors, name: str) -> QWeight:

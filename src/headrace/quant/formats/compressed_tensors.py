@@ -9,6 +9,7 @@ likewise.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, floats, type_name
-from headrace.quant.base import QWeight, Tensors
-from headrace.quant.formats.fp8 import FLOATS, of_floats
+from headrace.quant.base import Inputs, QWeight, Tensors
+from headrace.quant.formats.fp8 import FLOATS, of_floats, static_inputs
 from headrace.quant.formats.mxfp4 import of_blocks
 from headrace.quant.packing import (
     by_index,
@@ -61,7 +62,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     group = None if _listed(name, names_listed(config, "ignore")) else _args_of(name, config)
     if group is None:
         return plain_weight(tensors, name)
-    args, layout = group
+    args, layout, rounded = group
     if tensors.has(f"{name}.weight_packed"):
         if args.get("type") == "float":
             return four_bit_blocks(tensors, name, layout)
@@ -79,7 +80,32 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     block, size = _block(args), args.get("group_size")
     columns = whole(args, "group_size") if args.get("strategy") in ("group", "tensor_group") and size else None
     scale = f"{name}.weight_scale"
-    return of_floats(weight, tensors(scale), scale, block, columns)
+    scales = tensors(scale)
+    layer = of_floats(weight, scales, scale, block, columns)
+    # MXFP8's inputs have powers of two as scales, which `Inputs` does not.
+    inputs = None if type_name(scales) == "uint8" else _inputs(tensors, name, rounded)
+    return dataclasses.replace(layer, inputs=inputs)
+
+
+def activations(config: dict[str, Any]) -> str:
+    """fp8 if any group rounds its inputs to 8-bit floats."""
+    groups = config.get("config_groups")
+    each = [group.get("input_activations") for group in groups.values()] if isinstance(groups, dict) else []
+    return "fp8" if any(isinstance(args, dict) and _is_f8(args) for args in each) else ""
+
+
+def _is_f8(args: dict[str, Any]) -> bool:
+    return args.get("type") == "float" and args.get("num_bits", 8) == 8
+
+
+def _inputs(tensors: Tensors, name: str, args: Any) -> Inputs | None:
+    """What a group's input_activations round to; None where that is not 8-bit floats."""
+    if not isinstance(args, dict) or not _is_f8(args):
+        return None
+    if not args.get("dynamic"):
+        return static_inputs(tensors, name)
+    in_groups = args.get("strategy") in ("group", "tensor_group") and args.get("group_size")
+    return Inputs(group=whole(args, "group_size") if in_groups else 0)
 
 
 def _packed(tensors: Tensors, name: str, args: dict[str, Any]) -> QWeight:
@@ -203,8 +229,11 @@ def _verify_config(config: dict[str, Any]) -> None:
         raise CheckpointError(f"quantization_config: sparsity_config {sparsity!r:.80} is not supported")
 
 
-def _args_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    """How the layer's weights are quantised and in which format, or None. A target that names it precedes its kind."""
+def _args_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str, Any] | None:
+    """How the layer's weights are quantised, in which format, and how its inputs are; None if they are not.
+
+    A target that names the layer precedes its kind.
+    """
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(f"quantization_config: config_groups is {groups!r:.80}, expected objects by name")
@@ -218,7 +247,7 @@ def _args_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str] | 
     return None if by_kind is None else _weights_of(by_kind, config)
 
 
-def _weights_of(group: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+def _weights_of(group: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], str, Any] | None:
     args = group.get("weights")
     if args is None:
         return None
@@ -227,7 +256,7 @@ def _weights_of(group: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str
     _bits(args)
     if args.get("group_size") is not None:
         group_of(args, "group_size")
-    return args, str(group.get("format") or config.get("format"))
+    return args, str(group.get("format") or config.get("format")), group.get("input_activations")
 
 
 def _listed(name: str, patterns: list[str]) -> bool:

@@ -2,11 +2,14 @@
 
 `weight` float8 [out, in]; `weight_scale_inv` (DeepSeek-V3, transformers' finegrained_fp8) or `weight_scale`: one
 number, one for each output, or one for each block of weight_block_size rows and columns, which the weight is multiplied
-by. Scales of type E8M0 are bytes that stand for 2^(byte - 127).
+by. Scales of type E8M0 are bytes that stand for 2^(byte - 127). Inputs are rounded to E4M3 where
+activation_scheme says so: "static" by the number `input_scale`, "dynamic" by a scale for each row, or for each block's
+columns of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -15,8 +18,8 @@ from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, type_name
-from headrace.quant.base import QWeight, Tensors
-from headrace.quant.packing import checked, good_scales, left_alone, names_listed, plain_weight, two_sizes
+from headrace.quant.base import Inputs, QWeight, Tensors
+from headrace.quant.packing import checked, good_scales, left_alone, names_listed, one_scale, plain_weight, two_sizes
 
 SPARE = re.compile(r".*\.(input_scale|input_scale_inv|activation_scale|output_scale|[kqv]_scale)")
 FLOATS = ("float8_e4m3fn", "float8_e5m2")
@@ -32,7 +35,27 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     if type_name(weight) in PLAIN:
         return plain_weight(tensors, name)
     scale = f"{name}.weight_scale" if tensors.has(f"{name}.weight_scale") else f"{name}.weight_scale_inv"
-    return of_floats(weight, tensors(scale), scale, block)
+    inputs = _inputs(tensors, name, config, block)
+    return dataclasses.replace(of_floats(weight, tensors(scale), scale, block), inputs=inputs)
+
+
+def activations(config: dict[str, Any]) -> str:
+    return "fp8" if config.get("activation_scheme") else ""
+
+
+def _inputs(tensors: Tensors, name: str, config: dict[str, Any], block: tuple[int, int] | None) -> Inputs | None:
+    scheme = config.get("activation_scheme")
+    if scheme not in (None, "static", "dynamic"):
+        raise CheckpointError(f"quantization_config: activation_scheme is {scheme!r:.80}, expected static or dynamic")
+    if scheme == "static":
+        return static_inputs(tensors, name)
+    return None if scheme is None else Inputs(group=0 if block is None else block[1])
+
+
+def static_inputs(tensors: Tensors, name: str) -> Inputs | None:
+    """Inputs by the number `input_scale`; None if it is not stored."""
+    scale = f"{name}.input_scale"
+    return Inputs(float(one_scale(tensors, scale)[0, 0])) if tensors.has(scale) else None
 
 
 def of_floats(

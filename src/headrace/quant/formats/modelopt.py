@@ -1,13 +1,14 @@
 """Checkpoints of NVIDIA's ModelOpt: FP8 (E4M3, one scale), MXFP8 (32 share a power of two), and NVFP4 (4-bit floats, 16
 share an 8-bit float).
 
-FP8: `weight` float8 and `weight_scale`. MXFP8: `weight_scale` E8M0 [out, in / 32]. NVFP4: `weight` uint8 [out, in / 2],
-the lower half of a byte first, `weight_scale` float8 [out, in / 16], `weight_scale_2` one float32. Other layers are
-stored as plain floats.
+FP8: `weight` float8, `weight_scale`, and `input_scale`, by which inputs are rounded to E4M3. MXFP8: `weight_scale` E8M0
+[out, in / 32]. NVFP4: `weight` uint8 [out, in / 2], the lower half of a byte first, `weight_scale` float8
+[out, in / 16], `weight_scale_2` one float32. Other layers are stored as plain floats.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from headrace.protocol.errors import CheckpointError
@@ -29,7 +30,8 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         scales = tensors(f"{name}.weight_scale")
         # MXFP8 has powers of two for 32 inputs each.
         group = 32 if type_name(scales) == "uint8" else None
-        return fp8.of_floats(weight, scales, f"{name}.weight_scale", None, group)
+        layer = fp8.of_floats(weight, scales, f"{name}.weight_scale", None, group)
+        return dataclasses.replace(layer, inputs=fp8.static_inputs(tensors, name))
     num_out, num_in = weight.shape[0], 2 * weight.shape[1]
     if num_in % GROUP:
         raise CheckpointError(
