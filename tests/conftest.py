@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -11,6 +13,11 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+# A process that a test starts reads the compiled modules which the first one left, and so does the next run of pytest;
+# to compile them costs more than many tests.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch: processes that share the cores already have nothing to gain from a second thread each.
@@ -51,16 +58,29 @@ def own_logging() -> Iterator[None]:
     logger.setLevel(before[1])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Leave the modules and the items out of what the garbage collector walks: they stay to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all but every n-th case of a test with `sampled(n)` to the slow tests. With an n that shares no factor with
-    the number of values of an inner parameter, each value of each parameter is in the sample."""
+    """Leave all but every n-th case of a test with `sampled(n)` to the slow tests; `sampled(n, first)` counts from that
+    case, so that several tests share the values of a parameter. With an n that shares no factor with the number of
+    values of an inner parameter, each value of each parameter is in the sample."""
     num_cases: Counter[tuple[str, str]] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark is not None:
             name = item.nodeid.partition("[")[0], str(mark.args)
-            if num_cases[name] % mark.args[0]:
+            every, first = (*mark.args, 0)[:2]
+            if num_cases[name] % every != first:
                 item.add_marker("slow")
             num_cases[name] += 1
 

@@ -55,17 +55,18 @@ LIMITS = {"read": ("GB/s", 1e9), "int8": ("TOPS", 1e12), "f32": ("GFLOPS", 1e9)}
 Section = dict[str, Any]
 
 
-def examine(model: str = "builtin", *, probe_bytes: int = PROBE_BYTES) -> dict[str, Section]:
+def examine(model: str = "builtin", *, probe_bytes: int | None = None) -> dict[str, Section]:
     """Return all that `headrace doctor` shows, as JSON-ready sections. Bytes are plain numbers, rates in GB/s (1e9).
 
     Args:
         model: what to look for; a hub id is looked up in the local cache only.
-        probe_bytes: size of the buffer whose read speed is measured; 0 leaves the measurement out.
+        probe_bytes: size of the buffer whose read speed is measured, `PROBE_BYTES` for None; 0 leaves the measurement
+            out.
     """
     return {
         "versions": versions(),
         "cpu": cpu(),
-        "memory": memory(probe_bytes),
+        "memory": memory(PROBE_BYTES if probe_bytes is None else probe_bytes),
         "native": native_state(),
         "torch": torch_state(),
         "triton": triton_state(),

@@ -111,15 +111,32 @@ MOST_ROWS = 2**14
 VOCAB_SIZE = 2**17
 """Of the engine and its tokenizer: a row of all log-probabilities is larger than a frame of the engine's."""
 CLIENT = """
-import http.client, sys
-port, path, name = sys.argv[1:]
-connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=600)
-connection.request("POST", path, open(name, "rb"), {"Content-Type": "application/json"})
-reply = connection.getresponse()
-while reply.read(1 << 20):
-    pass
-print(reply.status)
+import http.client, json, re, sys, time
+port, name = sys.argv[1:]
+names, status = {}, 0
+for method, path, body in json.load(open(name)):
+    form = body.startswith("--form")
+    kind = "multipart/form-data; boundary=form" if form else "application/json"
+    for place, value in names.items():
+        path, body = path.replace("{%s}" % place, value), body.replace("{%s}" % place, value)
+    while status in (0, 200):
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=600)
+        connection.request(method, path, body.encode() or None, {"Content-Type": kind})
+        reply = connection.getresponse()
+        status, head = reply.status, reply.read(1 << 12)
+        while reply.read(1 << 20):
+            pass
+        if b"data:" in head or not re.search(rb'"status":"(in_progress|validating|finalizing)"', head):
+            break
+        if method == "POST":
+            break
+        time.sleep(0.05)
+    for value, place in re.findall(r'"id":"((resp|conv|file|batch)[_-][0-9a-f]{32})"', head.decode("utf-8", "replace")):
+        names[place] = value
+print(status)
 """
+Call = list[tuple[str, str, str]]
+"""Methods, paths and bodies of calls in order. `{resp}`, `{conv}`, `{file}` and `{batch}` stand for the latest ids."""
 
 
 class Watch:
@@ -137,15 +154,11 @@ class Watch:
 
 def call_of(rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Return a path and a body: many prompts, or many answers, with as many log-probabilities as may be."""
-    kind = rng.choice(("prompts", "texts", "rows", "answers", "chat", "vectors", "vocabulary", "stored"))
+    kind = rng.choice(("prompts", "texts", "rows", "answers", "chat", "vectors", "vocabulary"))
     num = rng.choice((1, 4, 16, 64, 256))
     body: dict[str, Any] = {"max_tokens": 1, "stream": rng.random() < 0.4, "ignore_eos": True}
     if kind == "vocabulary":
         return whole_rows(rng)
-    if kind == "stored":
-        body = {"input": "a", "max_output_tokens": min(MOST_ROWS // num, 4096), "ignore_eos": True}
-        body |= {"top_logprobs": NUM_TOP, "include": ["message.output_text.logprobs"], "stream": rng.random() < 0.5}
-        return "/v1/responses", body
     if kind == "chat":
         most = min(MOST_ROWS // num, 256)
         body |= {"messages": [{"role": "user", "content": "a"}], "n": min(num, 128), "max_tokens": most}
@@ -163,6 +176,33 @@ def call_of(rng: random.Random) -> tuple[str, dict[str, Any]]:
     if kind == "rows":
         body |= rng.choice(({"prompt_logprobs": NUM_TOP}, {"echo": True, "logprobs": NUM_TOP}))
     return "/v1/completions", body | {"prompt": prompts}
+
+
+def kept_of(rng: random.Random) -> tuple[str, Call]:
+    """Return a name, and calls about answers that are stored: read again, continued, in the background, in a batch."""
+    kind = rng.choice(("stored", "conversation", "background", "batch"))
+    num = rng.choice((1, 4, 16))
+    body: dict[str, Any] = {"input": "a", "max_output_tokens": MOST_ROWS // num, "ignore_eos": True}
+    body |= {"top_logprobs": NUM_TOP, "include": ["message.output_text.logprobs"]}
+    if rng.random() < 0.25:
+        body |= {"max_output_tokens": 4 // min(num, 4), "top_logprobs": VOCAB_SIZE}
+    one = "/v1/responses/{resp}"
+    if kind == "batch":
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+        part = '--form\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+        form = part % ("purpose", "", "batch") + part % ("file", '; filename="a"', json.dumps(line)) + "--form--\r\n"
+        wanted = {"input_file_id": "{file}", "endpoint": "/v1/responses", "completion_window": "1h"}
+        calls = [("POST", "/v1/files", form), ("POST", "/v1/batches", json.dumps(wanted))]
+        return f"{kind} {body}", [*calls, ("GET", "/v1/batches/{batch}", "")]
+    if kind == "conversation":
+        again = {"input": "b", "max_output_tokens": 1, "conversation": "{conv}"}
+        calls = [("POST", "/v1/conversations", "{}")]
+        calls += [("POST", "/v1/responses", json.dumps(each)) for each in (body | {"conversation": "{conv}"}, again)]
+        return f"{kind} {body}", [*calls, ("GET", "/v1/conversations/{conv}/items", "")]
+    body |= {"background": True} if kind == "background" else {"stream": rng.random() < 0.5}
+    again = {"input": "b", "max_output_tokens": 1, "previous_response_id": "{resp}"}
+    calls = [("POST", "/v1/responses", json.dumps(body)), ("GET", one + "?stream=true", ""), ("GET", one, "")]
+    return f"{kind} {body}", [*calls, ("POST", "/v1/responses", json.dumps(again))]
 
 
 def whole_rows(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -185,15 +225,15 @@ def whole_rows(rng: random.Random) -> tuple[str, dict[str, Any]]:
     )  # fmt: skip
 
 
-def call_stall(live: Live, path: str, body: dict[str, Any]) -> tuple[float, str]:
-    """Return the longest stall of the server's loop, in seconds, while a client in another process makes one call, and
-    the status of the reply."""
+def call_stall(live: Live, calls: Call) -> tuple[float, str]:
+    """Return the longest stall of the server's loop, in seconds, while a client in another process makes some calls,
+    and the status of the last reply, or of the first that is not 200."""
     loop, watch = live.server.servers[0].get_loop(), Watch()
     with tempfile.NamedTemporaryFile("w") as file:
-        json.dump(body, file)
+        json.dump(calls, file)
         file.flush()
         ticks = asyncio.run_coroutine_threadsafe(watch.ticks(), loop)
-        command = [sys.executable, "-c", CLIENT, str(live.port), path, file.name]
+        command = [sys.executable, "-c", CLIENT, str(live.port), file.name]
         status = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         # What the reply was made of is freed after it.
         time.sleep(0.3)
@@ -201,8 +241,18 @@ def call_stall(live: Live, path: str, body: dict[str, Any]) -> tuple[float, str]
     return watch.longest, status
 
 
+def any_call(rng: random.Random) -> tuple[str, Call]:
+    """Return calls, and what they are in words."""
+    if rng.random() < 0.25:
+        return kept_of(rng)
+    path, body = call_of(rng)
+    prompts = body.get("prompt") or body.get("input") or [""]
+    options = {key: value for key, value in body.items() if key not in ("prompt", "input", "bad_words")}
+    return f"{path} {len(prompts)} prompts of {len(prompts[0])} {options}", [("POST", path, json.dumps(body))]
+
+
 def calls(num: int, rng: random.Random) -> Iterator[tuple[float, str]]:
-    """Yield the stall of each of `num` bodies, the least of two tries where the first is too long, and the body in
+    """Yield the stall of each of `num` calls, the least of two tries where the first is too long, and the call in
     words."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.load(write_tokenizer(Path(folder), VOCAB_SIZE))
@@ -215,13 +265,11 @@ def calls(num: int, rng: random.Random) -> Iterator[tuple[float, str]]:
             gc.freeze()
             try:
                 for _ in range(num):
-                    path, body = call_of(rng)
-                    seconds, status = call_stall(live, path, body)
+                    words, call = any_call(rng)
+                    seconds, status = call_stall(live, call)
                     if seconds > MOST_S:
-                        seconds = min(seconds, call_stall(live, path, body)[0])
-                    prompts = body.get("prompt") or body.get("input") or [""]
-                    options = {key: value for key, value in body.items() if key not in ("prompt", "input", "bad_words")}
-                    yield seconds, f"{path} {len(prompts)} prompts of {len(prompts[0])} {options}: {status}"
+                        seconds = min(seconds, call_stall(live, call)[0])
+                    yield seconds, f"{words}: {status}"
             finally:
                 gc.unfreeze()
 

@@ -209,6 +209,7 @@ def test_doctor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.doctor.PROBE_BYTES", 2**20)
     report = json.loads(run("doctor", "--json").out)
     assert report["versions"]["headrace"] == headrace.__version__
+    assert report["memory"]["read_probe_bytes"] == 2**20
     assert "problem" not in report["model"]
     assert "torch_ref" in run("doctor").out
 

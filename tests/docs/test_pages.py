@@ -162,6 +162,8 @@ def run(words: list[str], folder: Path, url: Callable[[], str], monkeypatch: pyt
         words += ["--base-url", url()]
     if words[1] in ("list", "ps", "show", "rm"):
         words += ["--url", url()]
+    if words[1] == "doctor":
+        monkeypatch.setattr("headrace.doctor.PROBE_BYTES", 2**20)
     if words[1] == "chat":
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     run_headrace(words, folder, monkeypatch)

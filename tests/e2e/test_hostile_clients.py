@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from tests.support.serving import Served, gauge, serve, wait_for
+from tests.support.shallow import shallow
 
 PROMPT = {"prompt": "Once upon a time", "temperature": 0.8, "seed": 5, "ignore_eos": True}
 USAGE = "headrace:kv_cache_usage_perc"
@@ -24,7 +25,8 @@ USAGE = "headrace:kv_cache_usage_perc"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve("--max-num-seqs", "32", "--num-gpu-blocks-override", "512", "--max-num-queued-reqs", "100") as server:
+    bounds = ("--max-num-seqs", "32", "--num-gpu-blocks-override", "512", "--max-num-queued-reqs", "100")
+    with serve(shallow(), "--served-model-name", "builtin", *bounds) as server:
         yield server
 
 

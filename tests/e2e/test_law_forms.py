@@ -71,12 +71,14 @@ def test_I_13_in_company(requests: list[Request], reference: dict[str, Bits], fo
     core.close()
 
 
+@pytest.mark.sampled(3, 1)
 def test_I_13_in_chunks(requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]) -> None:
     core = make_core(max_num_batched_tokens=7, max_num_seqs=6, enable_prefix_caching=False, **form)
     assert_same(run(core, requests[::2]), reference)
     core.close()
 
 
+@pytest.mark.sampled(3, 2)
 def test_I_13_preempted_in_a_small_pool(
     requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]
 ) -> None:
@@ -126,6 +128,7 @@ def test_I_13_every_isa_gives_the_same_bits(first: int) -> None:
     assert all(lines == first for lines in told.values()), told
 
 
+@pytest.mark.sampled(2)
 def test_I_13_with_two_threads(requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]) -> None:
     core = make_core(**(form | {"num_threads": 2}))
     assert_same(run(core, requests[::3]), reference)

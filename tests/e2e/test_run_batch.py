@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.shallow import shallow
 
 from headrace import LLM
 from headrace.protocol.params import SamplingParams
@@ -31,7 +32,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def command(source: Path, target: Path) -> list[str]:
-    options = ["--num-threads", "1", "--num-gpu-blocks-override", "512", "--max-concurrency", "2"]
+    options = ["--model", shallow(), "--num-threads", "1", "--num-gpu-blocks-override", "512", "--max-concurrency", "2"]
     return [HEADRACE, "run-batch", "-i", str(source), "-o", str(target), *options]
 
 
@@ -84,7 +85,7 @@ def test_the_answers_are_those_of_the_library(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     outputs = [json.loads(line) for line in target.read_text().splitlines()]
     found = {output["custom_id"]: output["response"]["body"] for output in outputs}
-    llm = LLM(num_gpu_blocks_override=256, num_threads=1)
+    llm = LLM(shallow(), num_gpu_blocks_override=256, num_threads=1)
     [made] = llm.generate("Once upon a time", SamplingParams(max_tokens=12, seed=5, temperature=0.8), use_tqdm=False)
     assert found["a"]["choices"][0]["text"] == made.outputs[0].text
     assert found["b"]["data"][0]["embedding"] == llm.embed("Once upon a time", use_tqdm=False)[0].outputs.embedding
