@@ -28,8 +28,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_vl": "qwen3vl",
 }  # fmt: skip
 NAMES = (
+    ("model.language_model.", "model."),
     ("model.embed_tokens", "token_embd"), ("lm_head", "output"), ("model.norm", "output_norm"),
-    ("model.language_model.", "model."), ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"),
     ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"), ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
     ("mlp.shared_expert.up_proj", "ffn_up_shexp"), ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
     ("mlp.gate.", "ffn_gate_inp."), ("model.layers.", "blk."),
