@@ -182,6 +182,8 @@ def _qwen_moe(keys: _Keys) -> Reading:
     experts = keys.integer("expert_count", 4096)
     values |= {"num_experts": experts, "num_experts_per_tok": keys.integer("expert_used_count", experts)}
     values |= {"moe_intermediate_size": keys.integer("expert_feed_forward_length"), "norm_topk_prob": not has_shared}
+    layers = range(values["num_hidden_layers"])
+    values["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in keys.file.tensors]
     if has_shared:
         values["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
     parts = _parts(keys.file, QWEN_MOE, DECODER_ENDS, "model.layers", experts, "mlp.experts", QWEN_EXPERTS)

@@ -180,16 +180,16 @@ class MappedCheckpoint:
         """The tensor `name`, which may be a part of one of the file."""
         place = self._places[name]
         entry = self.file(name).entries[place.name]
-        if place.index is None:
+        if place.part is None:
             return entry
         size = (entry.end - entry.begin) // entry.shape[0]
-        begin = entry.begin + place.index * size
+        begin = entry.begin + place.part * size
         return Entry(entry.dtype, entry.shape[1:], begin, begin + size)
 
     def array(self, name: str) -> NDArray[Any]:
         place = self._places[name]
         values = self.file(name).array(place.name)
-        return values if place.index is None else values[place.index]
+        return values if place.part is None else values[place.part]
 
     def file(self, name: str) -> MappedFile:
         """The file that holds tensor `name`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ FROM_CONFIG = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dty
 
 
 class Place(NamedTuple):
-    """The tensor `name` of a file; `index`: its part along the first dimension, or None for all of it."""
+    """The tensor `name` of a file; `part`: its place along the first dimension, or None for all of it."""
 
     name: str
-    index: int | None = None
+    part: int | None = None
 
 
 def text_name(name: str) -> str | None:
@@ -59,7 +59,7 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
     return found
 
 
-def text_config(values: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
     """Return the config of the text model, of a config.json that may nest it. Its type is the outer one if that is
     known, else the inner one."""
     inner = values.get("text_config")
@@ -67,5 +67,6 @@ def text_config(values: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
         return values
     outer = {name: values[name] for name in FROM_CONFIG if name in values}
     model_type = values.get("model_type")
-    kept = model_type if model_type in known or inner.get("model_type") not in known else inner["model_type"]
-    return outer | inner | {"model_type": kept}
+    if model_type not in known and inner.get("model_type") in known:
+        model_type = inner["model_type"]
+    return outer | inner | {"model_type": model_type}

@@ -8,6 +8,7 @@ from headrace.backends.base import Array, Routing
 from headrace.models import qwen3
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts, GatedMLP
+from headrace.protocol.errors import CheckpointError
 
 TINY = {
     "model_type": "qwen3_moe",
@@ -42,6 +43,8 @@ def make_experts(decoder: Decoder, name: str) -> Experts:
 def has_experts(config: ModelConfig, layer_id: int) -> bool:
     """Whether a layer is a mixture: each `decoder_sparse_step`-th, but for `mlp_only_layers`."""
     dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"config.json: mlp_only_layers is {dense!r:.80}, expected a list of layers")
     return layer_id not in dense and (layer_id + 1) % config.integer("decoder_sparse_step", 1) == 0
 
 

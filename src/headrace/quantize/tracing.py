@@ -82,7 +82,7 @@ class TracingOps(RefOps):
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return self._with_origin(out, Origin("matrix", matrix=matrix))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
         out = super().rms_norm(x, weight, eps, offset)
         name = self.norm_names.get(id(weight), "")
         self.offsets[name] = offset
@@ -172,7 +172,7 @@ class LazyWeights(SafetensorsWeights):
         self._ops.norm_names[id(norm)] = name.removesuffix(".weight")
         return norm
 
-    def linear(self, names: Sequence[str], num_in: int, num_outs: Sequence[int], **flags: bool) -> Matrix:
+    def linear(self, names: Sequence[str], num_in: int, num_outs: Sequence[int], **flags: Any) -> Matrix:
         matrix = super().linear(names, num_in, num_outs, **flags)
         if not isinstance(matrix, LazyMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")

@@ -25,10 +25,15 @@ Form = Callable[[str, F32], "tuple[NDArray[Any], Any]"]
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_vl": "qwen3vl",
 }  # fmt: skip
 NAMES = (
+    ("model.language_model.", "model."),
     ("model.embed_tokens", "token_embd"), ("lm_head", "output"), ("model.norm", "output_norm"),
-    ("model.layers.", "blk."), ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"),
+    ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"), ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_expert.up_proj", "ffn_up_shexp"), ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ("mlp.gate.", "ffn_gate_inp."), ("model.layers.", "blk."),
+    ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"), ("self_attn.o_proj", "attn_output"), ("self_attn.q_norm", "attn_q_norm"),
     ("self_attn.k_norm", "attn_k_norm"), ("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"), ("input_layernorm", "attn_norm"), ("block_sparse_moe.gate", "ffn_gate_inp"),
@@ -40,6 +45,12 @@ GEMMA = (
     ("post_attention_layernorm", "post_attention_norm"), ("pre_feedforward_layernorm", "ffn_norm"),
     ("post_feedforward_layernorm", "post_ffw_norm"),
 )  # fmt: skip
+
+
+EXPERTS = {
+    "w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps",
+    "gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps",
+}  # fmt: skip
 
 
 def gguf_name(name: str, model_type: str) -> str:
@@ -57,6 +68,7 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
     """Write the checkpoint in `directory` as the GGUF file `path`. `fields` adds to the metadata."""
     config = json.loads((directory / "config.json").read_text())
     model_type = config["model_type"]
+    config = config | config.get("text_config", {}) | {"model_type": model_type}
     writer = gguf.GGUFWriter(path, ARCHITECTURES[model_type])
     add_metadata(writer, config)
     if fields is not None:
@@ -64,10 +76,13 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
     experts: dict[str, dict[int, F32]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         weight = np.ascontiguousarray(converted(name, tensor.float(), config).numpy())
+        if ".visual." in name:
+            continue  # a file of its own, mmproj
         if ".experts." in name:
-            head, _, tail = name.partition(".block_sparse_moe.experts.")
+            head, _, tail = name.partition(".experts.")
+            head = head.rpartition(".")[0]
             number, part, _ = tail.split(".")
-            stem = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}[part]
+            stem = EXPERTS[part]
             experts.setdefault(f"{gguf_name(head, model_type)}.{stem}.weight", {})[int(number)] = weight
         elif name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
@@ -96,6 +111,8 @@ def converted(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.
         return tensor.t()
     if model_type.startswith("gemma") and name.endswith("norm.weight"):
         return tensor + 1
+    if name.endswith("shared_expert_gate.weight"):
+        return tensor[0]  # the converter leaves out a dimension of one
     if ARCHITECTURES[model_type] == "llama" and ("q_proj" in name or "k_proj" in name):
         heads = config["num_attention_heads"]
         heads = heads if "q_proj" in name else config.get("num_key_value_heads") or heads
@@ -138,8 +155,13 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if config.get("num_local_experts"):
-        writer.add_expert_count(config["num_local_experts"])
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    num_experts = config.get("num_local_experts") or config.get("num_experts")
+    if num_experts:
+        writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
 
 

@@ -33,6 +33,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": False}),
     ("qwen3", {}),
     ("qwen3", {"rope_parameters": YARN}),
+    ("qwen3_moe", {}),
+    ("qwen2_moe", {"use_sliding_window": False}),
+    ("qwen3_vl", {}),
     ("gemma2", {"query_pre_attn_scalar": 16}),
     ("gemma3_text", {"num_hidden_layers": 7}),
     ("gpt2", {}),
@@ -59,7 +62,7 @@ def test_floats_have_the_bits_of_safetensors(
     config = tiny(model_type, changes)
     save_random(config, tmp_path)
     path = convert(tmp_path, tmp_path / "model.gguf")
-    token_ids = random_ids(60, config["vocab_size"], 1)
+    token_ids = random_ids(60, config.get("text_config", config)["vocab_size"], 1)
     expected, found = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
     assert torch.equal(found, expected)
 

@@ -1,0 +1,139 @@
+"""The types of each family: quantised weights are packed and mapped with the same bits, names may be nested or stacked,
+and what is refused says what runs instead."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.harness import follow, load, random_ids, save_random
+
+from headrace import models
+from headrace.protocol.errors import CheckpointError
+
+TYPES = "qwen3_moe qwen2_moe qwen3_vl qwen2_5_vl gpt_oss phi3 smollm3 seed_oss granite".split()
+LENGTH = 40
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_random(models.find(request.param).TINY, directory)
+    return directory
+
+
+def logits_of(directory: Path, **options: Any) -> torch.Tensor:
+    return follow(load(directory, backend="cpu", **options), random_ids(LENGTH, 199, 1), [LENGTH])
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_quantised_weights_are_packed_and_mapped(
+    quantization: str, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = logits_of(directory)
+    first = logits_of(directory, quantization=quantization, save_packed=True)
+    assert list(directory.glob(f"headrace-{quantization}-*.packed"))
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(logits_of(directory, quantization=quantization), first)
+    assert "is not used" not in caplog.text
+    assert 0 < (first - plain).std() < (0.5 if quantization == "int8" else 1.5) * plain.std()
+
+
+def rewritten(source: Path, target: Path, change: Any) -> Path:
+    """A checkpoint with the tensors and the config that `change` returns."""
+    tensors, config = change(load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text()))
+    target.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mixture")
+    save_random(models.find("qwen3_moe").TINY, directory)
+    return directory
+
+
+def test_experts_in_one_tensor_have_the_bits_of_those_apart(mixture: Path, tmp_path: Path) -> None:
+    def stack(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
+        kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+        for layer in (0, 2, 3):
+            stem = f"model.layers.{layer}.mlp.experts"
+            experts = [[tensors[f"{stem}.{e}.{part}_proj.weight"] for part in ("gate", "up")] for e in range(11)]
+            kept[f"{stem}.gate_up_proj"] = torch.stack([torch.cat(parts) for parts in experts])
+            kept[f"{stem}.down_proj"] = torch.stack([tensors[f"{stem}.{e}.down_proj.weight"] for e in range(11)])
+        return kept, config
+
+    stacked = rewritten(mixture, tmp_path / "stacked", stack)
+    assert torch.equal(logits_of(stacked), logits_of(mixture))
+    assert torch.equal(logits_of(stacked, quantization="int8"), logits_of(mixture, quantization="int8"))
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_a_text_below_a_prefix_is_found_and_towers_are_left_out(
+    prefix: str, mixture: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nest(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
+        names = {name: name.replace("model.", prefix, 1) for name in tensors}
+        tower = {"vision_tower.blocks.0.weight": torch.ones(3, 3), "multi_modal_projector.bias": torch.ones(3)}
+        outer = {"model_type": "wrapped_in_images", "text_config": config, "dtype": "float32"}
+        return {names[name]: tensor for name, tensor in tensors.items()} | tower, outer
+
+    nested = rewritten(mixture, tmp_path / "nested", nest)
+    with caplog.at_level(logging.INFO):
+        assert torch.equal(logits_of(nested), logits_of(mixture))
+    assert "2 tensors of towers for images or sound are left out" in caplog.text
+
+
+def test_control_a_tensor_of_neither_text_nor_tower_is_refused(mixture: Path, tmp_path: Path) -> None:
+    more = rewritten(mixture, tmp_path / "more", lambda t, c: (t | {"model.visualiser.weight": torch.ones(3)}, c))
+    with pytest.raises(CheckpointError, match=r"no place in the model: model\.visualiser\.weight"):
+        logits_of(more)
+
+
+def test_a_refusal_names_the_nearest_type_that_runs(mixture: Path, tmp_path: Path) -> None:
+    other = rewritten(mixture, tmp_path / "other", lambda t, c: (t, c | {"model_type": "qwen3_moee"}))
+    with pytest.raises(
+        CheckpointError, match=r"'qwen3_moee' is not supported; .*\. The nearest that runs is qwen3_moe$"
+    ):
+        logits_of(other)
+
+
+def test_experts_of_mxfp4_are_read_from_their_blocks(tmp_path: Path) -> None:
+    """Blocks as releases of gpt-oss have them, beside a checkpoint of the floats that they stand for."""
+    config = models.find("gpt_oss").TINY | {"hidden_size": 64, "intermediate_size": 32}
+    save_random(config, tmp_path / "floats")
+    generator = torch.Generator().manual_seed(5)
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = torch.cat([levels, -levels])
+
+    def as_blocks(tensors: dict[str, torch.Tensor], values: dict[str, Any], blocks: bool) -> Any:
+        generator.manual_seed(5)
+        kept = dict(tensors)
+        for name, tensor in tensors.items():
+            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                continue
+            num, num_in, num_out = tensor.shape
+            codes = torch.randint(0, 16, (num, num_out, num_in // 32, 32), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(122, 125, (num, num_out, num_in // 32), generator=generator, dtype=torch.uint8)
+            del kept[name]
+            if blocks:
+                kept[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+                kept[f"{name}_scales"] = scales
+            else:
+                weight = levels[codes.long()] * torch.exp2(scales.float() - 127)[..., None]
+                kept[name] = weight.flatten(2).transpose(1, 2)
+        method = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+        return kept, values | (method if blocks else {})
+
+    floats = rewritten(tmp_path / "floats", tmp_path / "wide", lambda t, c: as_blocks(t, c, False))
+    blocks = rewritten(tmp_path / "floats", tmp_path / "blocks", lambda t, c: as_blocks(t, c, True))
+    found, expected = (logits_of(path, activations=act) for path, act in ((blocks, "16bit"), (floats, "auto")))
+    assert (found - expected).abs().max() < 1e-4
+    assert expected.std() > 0.3
