@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.laws.rules import ROOT
 from tests.programs import compatibility
 
+from headrace import models
+
 PAGE = ROOT / "docs" / "compatibility.md"
 
 
@@ -15,6 +17,12 @@ def test_every_row_names_tests_that_exist() -> None:
         for row in rows:
             assert row.works in ("yes", "partly", "no")
             assert row.tests or row.works == "no", row.feature
+
+
+def test_every_type_of_a_model_has_a_row() -> None:
+    rows = {row.feature for row in compatibility.TABLES["Models"]}
+    assert set(models.names()) <= rows
+    assert rows - set(models.names()) == {"text of other types"}
 
 
 def test_the_page_is_up_to_date() -> None:

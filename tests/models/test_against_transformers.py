@@ -75,6 +75,15 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("unscaled, relu, narrow", "gpt2", {"scale_attn_weights": False, "activation_function": "relu", "n_inner": 50}),
     ("one expert of three", "mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     ("window", "mixtral", {"sliding_window": 40}),
+    ("weights of all experts", "qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+    ("each second layer", "qwen3_moe", {"decoder_sparse_step": 2, "num_experts_per_tok": 1}),
+    ("weights of the chosen", "qwen2_moe", {"norm_topk_prob": True, "use_sliding_window": False}),
+    ("longrope", "phi3", rope(**LONGROPE)),
+    ("rope by default", "smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 3, "layer_types": None,
+                                    "use_sliding_window": False}),
+    ("no biases", "seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    ("as Llama", "granite", {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}),
+    ("one expert", "gpt_oss", {"num_experts_per_tok": 1, "layer_types": None}),
 ]  # fmt: skip
 CASES = [(name, {}) for name in models.names()] + [(name, changes) for _, name, changes in VARIANTS]
 IDS = models.names() + [f"{name}: {title}" for title, name, _ in VARIANTS]

@@ -46,6 +46,10 @@ FILES = {
     "browsers": "tests/security/test_browsers.py",
     "law": "tests/e2e/test_law.py",
     "golden": "tests/models/test_golden.py",
+    "transformers": "tests/models/test_against_transformers.py",
+    "bits": "tests/models/test_bits.py",
+    "families": "tests/models/test_families.py",
+    "gguf": "tests/formats/gguf/test_models.py",
     "calls": "tests/serve/gates/test_calls.py",
     "replay": "tests/e2e/test_replay.py",
     "cli": "tests/cli/test_cli.py",
@@ -390,4 +394,37 @@ APIS = (
     Row("web page, weight reload, planner", "no", ""),
 )
 
-TABLES = {"Decoding": DECODING, "APIs and operation": APIS}
+EQUAL, LAW = "transformers:test_logits_equal_transformers", "bits:test_I_13_bits_through_the_runner"
+PACKED, GGUF = "families:test_quantised_weights_are_packed_and_mapped", "gguf:test_floats_have_the_bits_of_safetensors"
+SHOWN, SHOWN_GGUF = (EQUAL, LAW), (EQUAL, LAW, GGUF)
+MODELS = (
+    Row("llama", "yes", "Llama 1 to 3.3, SmolLM 1 and 2; GGUF llama", SHOWN_GGUF),
+    Row("mistral", "yes", "Mistral 7B; GGUF llama", SHOWN_GGUF),
+    Row("mixtral", "yes", "Mixtral; GGUF llama", SHOWN_GGUF),
+    Row("qwen2", "yes", "Qwen2, Qwen2.5; GGUF qwen2", SHOWN_GGUF),
+    Row("qwen2_moe", "yes", "Qwen1.5-MoE, Qwen2-57B-A14B; GGUF qwen2moe", (*SHOWN_GGUF, PACKED)),
+    Row("qwen2_5_vl", "partly", "Qwen2.5-VL, its text", (*SHOWN, PACKED)),
+    Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
+    Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
+    Row("qwen3_vl", "partly", "Qwen3-VL, its text; GGUF qwen3vl", (*SHOWN_GGUF, PACKED)),
+    Row(
+        "gpt_oss",
+        "partly",
+        "gpt-oss-20b, gpt-oss-120b; backends cpu and torch_ref; no GGUF",
+        (*SHOWN, PACKED, "families:test_experts_of_mxfp4_are_read_from_their_blocks"),
+    ),
+    Row("gemma2", "yes", "Gemma 2; GGUF gemma2", SHOWN_GGUF),
+    Row("gemma3_text", "yes", "Gemma 3 1B; GGUF gemma3", SHOWN_GGUF),
+    Row("gpt2", "yes", "GPT-2; GGUF gpt2", SHOWN_GGUF),
+    Row("phi3", "yes", "Phi-3, Phi-3.5, Phi-4; no GGUF", (*SHOWN, PACKED)),
+    Row("smollm3", "yes", "SmolLM3; no GGUF", (*SHOWN, PACKED)),
+    Row("seed_oss", "yes", "Seed-OSS; no GGUF", (*SHOWN, PACKED)),
+    Row("granite", "yes", "Granite 3 and 4 without experts; no GGUF", (*SHOWN, PACKED)),
+    Row(
+        "text of other types",
+        "partly",
+        "a `text_config` of a type above runs; towers for images or sound are left out, which a line of the log says",
+        ("families:test_a_text_below_a_prefix_is_found_and_towers_are_left_out",),
+    ),
+)
+TABLES = {"Models": MODELS, "Decoding": DECODING, "APIs and operation": APIS}

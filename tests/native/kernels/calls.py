@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 Values = dict[str, Any]
 ISAS: list[str] = _native.isas()
 FAST = ISAS[1:]  # all but scalar, the oracle
-SILU, GELU, GELU_TANH, RELU = range(4)
+SILU, GELU, GELU_TANH, RELU, SIGMOID, RELU2, IDENTITY, CLAMPED_SWIGLU = range(8)
 F32, F16, BF16 = range(3)
 CANARY = np.float32(-7.25e30)
 

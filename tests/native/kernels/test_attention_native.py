@@ -29,6 +29,7 @@ class Problem:
     block_size: int = 16
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
     rubbish: float = np.nan
     seed: int = 1
     scale: float = 0.3
@@ -45,6 +46,10 @@ class Problem:
             keys, values = (normals(self.seed + part + i, n, self.kv_heads, self.head_dim) for part in (100, 200))
             self.cache.put(self.slots(i), keys, values)
 
+    @property
+    def sink(self) -> Floats | None:
+        return normals(self.seed + 900, self.heads) if self.sinks else None
+
     def slots(self, i: int) -> Array:
         p = np.arange(self.lengths[i])
         return self.tables[i][p // self.block_size] * self.block_size + p % self.block_size
@@ -60,6 +65,7 @@ class Problem:
         out = padded(len(x), width)
         values: dict[str, Any] = {"x": x, "ld_x": x.shape[1], "heads": self.heads, "head_dim": self.head_dim}
         values |= {"scale": self.scale, "window": self.window, "softcap": self.softcap, "block_size": self.block_size}
+        values["sinks"] = self.sink
         values |= {"row_begin": row_begin, "start": np.array([p for _, p, _ in chunks], np.int32)}
         values |= {"table_begin": table_begin, "blocks": blocks, "out": out, "ld_out": out.shape[1]}
         call("attention", isa, len(chunks), num_threads=num_threads, **values, **self.cache.fields())
@@ -94,6 +100,8 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
     k, v, k_scale, v_scale = (np.repeat(a, group, 1) for a in problem.cache.get(problem.slots(i)))
     low = max(0, p - problem.window + 1) if problem.window else 0
     m, total = np.full(problem.heads, -np.inf, np.float32), np.zeros(problem.heads, np.float32)
+    if problem.sink is not None:
+        m, total = problem.sink, np.ones(problem.heads, np.float32)
     acc, extra = np.zeros(q.shape, np.float32), np.zeros(problem.heads, np.float32)
     k_least = v_least = None
     if problem.kind == "int4":
@@ -131,6 +139,7 @@ DEFINED = [
     Problem(heads=3, kv_heads=1, head_dim=20, lengths=(40, 131), block_size=24),
     Problem(heads=7, kv_heads=1, head_dim=24, lengths=(290,), window=140, softcap=5.0, block_size=4),
     Problem(heads=2, kv_heads=2, head_dim=64, lengths=(260,), window=5, block_size=32),
+    Problem(heads=6, kv_heads=2, head_dim=20, lengths=(150, 3), window=37, sinks=True),
 ]
 
 

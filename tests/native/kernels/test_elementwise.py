@@ -9,13 +9,17 @@ import pytest
 import torch
 from tests.native.kernels.calls import (
     BF16,
+    CLAMPED_SWIGLU,
     F16,
     F32,
     FAST,
     GELU,
     GELU_TANH,
+    IDENTITY,
     ISAS,
     RELU,
+    RELU2,
+    SIGMOID,
     SILU,
     Array,
     Floats,
@@ -30,12 +34,15 @@ from tests.native.kernels.calls import (
 )
 
 SHAPES = [(1, 1), (3, 15), (2, 16), (5, 17), (4, 63), (7, 100), (1, 5000), (9, 640)]
-KINDS = [SILU, GELU, GELU_TANH, RELU]
+KINDS = [SILU, GELU, GELU_TANH, RELU, SIGMOID, RELU2, IDENTITY]
 TORCH: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
     SILU: torch.nn.functional.silu,
     GELU: torch.nn.functional.gelu,
     GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     RELU: torch.nn.functional.relu,
+    SIGMOID: torch.sigmoid,
+    RELU2: lambda x: torch.relu(x).square(),
+    IDENTITY: lambda x: x,
 }
 
 
@@ -79,7 +86,8 @@ def test_activations_against_torch(kind: int) -> None:
     for isa in ISAS:
         ours = unary("activation", isa, x, kind=kind)
         assert np.abs(ours - near).max() <= 2e-7 * 12
-        assert (np.abs(ours - exact) <= 2e-7 * np.maximum(np.abs(x), 0.5)).all()
+        # The square of relu is greater than its input.
+        assert (np.abs(ours - exact) <= 2e-7 * np.maximum(np.maximum(np.abs(x), np.abs(exact)), 0.5)).all()
         assert (np.abs(ours - exact) <= 4e-7 * np.abs(exact))[x > -0.5].all()
 
 
@@ -112,6 +120,37 @@ def test_gated_is_activation_times_the_other_half(isa: str, kind: int) -> None:
         x = normals(width, rows, 2 * width)
         left = unary("activation", isa, x[:, :width].copy(), kind=kind)
         assert same(unary("gated", isa, x, kind=kind), left * x[:, width:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_clamped_gate_holds_both_halves_and_hides_nothing(isa: str) -> None:
+    x = normals(3, 40, 60, spread=6)
+    gate, up = torch.from_numpy(x[:, :30]).clamp(max=7), torch.from_numpy(x[:, 30:]).clamp(-7, 7)
+    found = unary("gated", isa, x, kind=CLAMPED_SWIGLU)
+    expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
+    assert same(found, unary("gated", "scalar", x, kind=CLAMPED_SWIGLU, num_threads=2))
+    for column, bad in ((0, np.inf), (1, np.nan), (32, -np.inf)):
+        x[5, column] = bad
+    assert np.isnan(unary("gated", isa, x, kind=CLAMPED_SWIGLU)[5, :3]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_multiply_and_scale(isa: str, kind: int, with_residual: bool) -> None:
+    for rows, width in SHAPES:
+        x, gate, before = (normals(seed, rows, width) for seed in (1, 2, 3))
+        more: Values = {"residual": before, "ld_res": width} if with_residual else {}
+        wide = x * unary("activation", isa, gate, kind=kind)
+        narrow = x * unary("activation", isa, gate[:, :1].copy(), kind=kind)
+        for values, gate_width in ((wide, width), (narrow, 1)):
+            gates: Values = {"gate": gate, "ld_gate": width, "gate_width": gate_width}
+            found = unary("multiply", isa, x, kind=kind, num_threads=2, **gates, **more)
+            assert same(found, values + before if with_residual else values)
+        scaled = unary("scale", isa, x, factor=0.22, **more)
+        expected = x * np.float32(0.22)
+        assert same(scaled, expected + before if with_residual else expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)
