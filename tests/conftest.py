@@ -19,6 +19,11 @@ import pytest
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
 
+# No test calls a server through TLS, and httpx loads the certificates for each client, which takes longer than most
+# calls. A folder is looked into when one is needed.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before torch: processes that share the cores already have nothing to gain from a second thread each.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

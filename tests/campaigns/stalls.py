@@ -5,8 +5,9 @@ are changed at random and kept where they hold longer. The hold is the processor
 of another thread, the least of three tries: other work on the machine adds to one try, and not to all.
 
 While a call is answered: bodies with many prompts, answers and log-probabilities go through a server of this process,
-over a simulated engine in another. The stall is the processor time of the process between two ticks of the server's
-loop. Three pieces of that work are also done in the way that stalls, which must be noticed.
+over a simulated engine in another; so do answers that are stored, read again, continued, or made in the background and
+in batches. The stall is the processor time of the process between two ticks of the server's loop. Some pieces of that
+work are also done in the way that stalls, which must be noticed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 from tests.support.server import Live, child, write_tokenizer
 
 from headrace.engine import generation, links
@@ -35,7 +37,12 @@ from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import StepOutput, TokenLogprob
+from headrace.serve.apis.openai.conversations import Conversations
+from headrace.serve.apis.openai.responses_events import OutputItem, OutputText
+from headrace.serve.call.replies import chat_logprobs
 from headrace.serve.gates import limits
+from headrace.serve.storage.store import Store
+from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import deltas_of
 from headrace.text.tokenizer import Tokenizer
 
@@ -381,7 +388,24 @@ def freeing_stall(in_one_go: bool) -> float:
     return min(watch.longest for watch in watched)
 
 
-PIECES = {"decoding": frames_stall, "decoding_a_row": row_stall, "opening": opening_stall, "freeing": freeing_stall}
+def keeping_stall(in_one_go: bool) -> float:
+    """Add an answer with the log-probabilities of 8,192 tokens to a conversation, as it is written or as values."""
+    logprobs = chat_logprobs(None, rows_of(CONTEXT // 4))
+    part = OutputText(type="output_text", text="a", logprobs=logprobs)
+    item = OutputItem(id="msg_1", type="message", status="completed", role="assistant", content=[part])
+
+    async def work() -> None:
+        conversations = Conversations(Store("conv_", None, max_items=1, max_bytes=2**30), Writers())
+        made = await conversations.create({})
+        await conversations.append(made.id, [msgspec.to_builtins(item) if in_one_go else item])
+
+    return stall(work)
+
+
+PIECES = {
+    "decoding": frames_stall, "decoding_a_row": row_stall, "opening": opening_stall, "freeing": freeing_stall,
+    "keeping": keeping_stall,
+}  # fmt: skip
 
 
 def run_campaign(num: int, seed: int) -> dict[str, Any]:
