@@ -145,6 +145,16 @@ def good() -> dict[str, Good]:
                 "l.weight_scales": torch.randint(100, 130, (32, 4), dtype=U8),
             },
         ),
+        "compressed-tensors-bitmask": (
+            packed_config(num_bits=8, strategy="channel", group_size=None)
+            | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            {
+                "l.compressed": torch.randint(-128, 127, (32, 64), dtype=torch.int8),
+                "l.bitmask": torch.full((32, 16), 0b01010110, dtype=U8),
+                "l.shape": torch.tensor([[32], [128]]),
+                "l.weight_scale": scales(32, 1),
+            },
+        ),
         "gptq-dynamic": (
             gptq | {"bits": 8, "dynamic": {"-:head": {}, r"+:l$": {"bits": 4, "group_size": 32}}},
             {"l.qweight": words(16, 32), "l.qzeros": words(4, 4), "l.scales": scales(4, 32, dtype=F16)},
@@ -411,7 +421,8 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("compressed-tensors", {"config_groups": {"g": {"targets": ["Linear"], "weights": 4}}}, "weights are 4"),
     ("compressed-tensors", {"ignore": ["re:(a+)+$"]}, "too complicated"),
     ("compressed-tensors", {"ignore": [3]}, "ignore"),
-    ("compressed-tensors", {"format": "marlin-24"}, "marlin-24"),
+    ("compressed-tensors", {"format": "sparse-bitmask"}, "sparse-bitmask"),
+    ("compressed-tensors", packed_config(num_bits=6) | {"format": "marlin-24"}, "num_bits is 6, expected 4 or 8"),
     ("compressed-tensors", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
     ("compressed-tensors", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
     ("fp8", {"weight_block_size": [0, 128]}, "weight_block_size"),
