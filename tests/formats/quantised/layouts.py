@@ -244,6 +244,31 @@ def bitmask_24() -> Stored:
     return Stored(config, parts, q * mask * spread(s))
 
 
+def hqq(bits: int, group: int, axis: int) -> Stored:
+    """The rows of [-1, group] or [group, -1] in stripes, of which the first lies in the highest bits of an item."""
+    packing, per_item = {8: ("8bit_u8", 1), 4: ("4bit_u8", 2), 3: ("3bit_32", 10), 2: ("2bit_u8", 4)}[bits]
+    q = codes(0, 2**bits - 1).reshape((-1, group) if axis == 1 else (group, -1))
+    generator = torch.Generator().manual_seed(6)
+    s = torch.rand(q.sum(axis, keepdim=True).shape, generator=generator) + 0.1
+    z = torch.rand(s.shape, generator=generator) * 2**bits
+    steps = -(-len(q) // per_item)
+    padded = torch.cat([q, torch.zeros(steps * per_item - len(q), q.shape[1], dtype=q.dtype)])
+    items = sum(padded[i * steps : (i + 1) * steps] << bits * (per_item - 1 - i) for i in range(per_item))
+    parts = {
+        "l.W_q": torch.as_tensor(items).to(torch.int32 if bits == 3 else torch.uint8),
+        "l.scale": s,
+        "l.zero": z,
+        "l.shape": torch.tensor([NUM_OUT, NUM_IN]),
+        "l.packing": torch.tensor([ord(letter) for letter in packing], dtype=torch.uint8),
+        "l.nbits": torch.tensor(bits, dtype=torch.int32),
+        "l.axis": torch.tensor(axis, dtype=torch.int32),
+        "l.group_size": torch.tensor(group, dtype=torch.int32),
+        "l.quant_scale": torch.tensor(0, dtype=torch.uint8),
+    }
+    config = {"quant_method": "hqq", "skip_modules": ["lm_head"]}
+    return Stored(config, parts, ((q - z) * s).reshape(NUM_OUT, NUM_IN))
+
+
 LAYOUTS = {
     "dynamic": lambda: dynamic(r"+:.*l$", {"bits": 8, "group_size": -1}, {"bits": 4, "group_size": 32}, 4, 32),
     "dynamic, a part of the settings": lambda: dynamic("l", {"bits": 3, "group_size": 64}, {"mse": 2.4}, 3, 64),
@@ -272,6 +297,11 @@ LAYOUTS = {
     "marlin-24, rows": lambda: marlin_24(4, 0),
     "marlin-24, 8 bits": lambda: marlin_24(8, 128),
     "sparse-24-bitmask": bitmask_24,
+    "hqq": lambda: hqq(4, 64, 1),
+    "hqq, groups of outputs": lambda: hqq(4, 32, 0),
+    "hqq 3 bits": lambda: hqq(3, 32, 1),
+    "hqq 2 bits": lambda: hqq(2, 32, 1),
+    "hqq 8 bits": lambda: hqq(8, 64, 1),
     "torchao int8": lambda: torchao_int(8, 0),
     "torchao int8, zero points": lambda: torchao_int(8, 3),
     "torchao int8, rows": lambda: torchao_int(8, 0, group=NUM_IN),

@@ -155,6 +155,19 @@ def good() -> dict[str, Good]:
                 "l.weight_scale": scales(32, 1),
             },
         ),
+        "hqq": (
+            {"quant_method": "hqq", "skip_modules": ["head"]},
+            {
+                "l.W_q": torch.randint(0, 255, (32, 64), dtype=U8),
+                "l.scale": scales(64, 1),
+                "l.zero": scales(64, 1),
+                "l.shape": torch.tensor([32, 128]),
+                "l.packing": torch.tensor([ord(letter) for letter in "4bit_u8"], dtype=U8),
+                "l.nbits": torch.tensor(4, dtype=I32),
+                "l.axis": torch.tensor(1, dtype=I32),
+                "l.group_size": torch.tensor(64, dtype=I32),
+            },
+        ),
         "gptq-dynamic": (
             gptq | {"bits": 8, "dynamic": {"-:head": {}, r"+:l$": {"bits": 4, "group_size": 32}}},
             {"l.qweight": words(16, 32), "l.qzeros": words(4, 4), "l.scales": scales(4, 32, dtype=F16)},
@@ -281,7 +294,7 @@ def test_lists_of_layers_left_alone_are_followed(method: str, key: str, value: l
 
 def without_one(method: str) -> list[tuple[str, str]]:
     # Without its format an int8 layer is taken to lie row after row; a GPTQ layer without g_idx has no act-order.
-    optional = {"l.weight_format", "l.g_idx", "l._weight_zero_point", "l._weight_per_tensor_scale"}
+    optional = {"l.group_size", "l.weight_format", "l.g_idx", "l._weight_zero_point", "l._weight_per_tensor_scale"}
     return [(method, name) for name in good()[method][1] if name not in optional]
 
 
