@@ -187,6 +187,88 @@ def swizzle(part: Tensor) -> Tensor:
     return made.reshape(tall * 32, wide * 16)
 
 
+def two_of_four(num_in: int) -> Tensor:
+    """bool [NUM_OUT, num_in], two in each four."""
+    noise = torch.rand(NUM_OUT, num_in // 4, 4, generator=torch.Generator().manual_seed(5))
+    return torch.zeros_like(noise).scatter_(2, noise.topk(2, 2).indices, 1.0).reshape(NUM_OUT, num_in).bool()
+
+
+def marlin_24(bits: int, group: int, num_in: int = 512) -> Stored:
+    """Marlin's words for 2:4 sparsity, code by code, as compressed-tensors 0.9 packs them. group: 0 for rows."""
+    half, mask = 2 ** (bits - 1), two_of_four(num_in)
+    q = codes(-half, half - 1, num_in)
+    s = scales(num_in // group if group else 1)
+    weight = q * mask * spread(s, num_in)
+    kept = (q[mask] + half).reshape(NUM_OUT, num_in // 2).t()  # [in / 2, out]
+    tiles = kept.reshape(num_in // 32, 16, NUM_OUT // 16, 16).transpose(1, 2).reshape(-1, 1024)
+    order = []
+    for lane in range(32):
+        column, rows = lane // 4, [2 * (lane % 4) + r for r in (0, 1, 8, 9)]
+        for shift in range(4):
+            for block in (0, 4):
+                order += [16 * row + column // 2 * 256 + 8 * (column % 2) + block + shift for row in rows]
+    places = (0, 2, 4, 6, 1, 3, 5, 7) if bits == 4 else (0, 2, 1, 3)
+    mixed = tiles[:, order].reshape(-1, len(places))[:, list(places)]
+    where = mask.reshape(NUM_OUT, -1, 4).nonzero()[:, 2].reshape(NUM_OUT, -1, 4, 2)  # four fours a word
+    words = ((where[..., 0] | where[..., 1] << 2) << torch.tensor([0, 4, 8, 12])).sum(-1)
+    meta = torch.zeros(words.numel(), dtype=torch.int64)
+    for row, column in np.ndindex(*words.shape):
+        line = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 4 // 2 * 32 + row % 64 // 8 * 4
+        shift = int(line % 2 == 0 and column % 2 == 1) - int(line % 2 == 1 and column % 2 == 0)
+        meta[(column - shift) // 2 * NUM_OUT * 2 + (line + shift) * 2 + (column - shift) % 2] = words[row, column]
+    parts = {
+        "l.weight_packed": stream(mixed, bits).reshape(num_in // 32, -1),
+        "l.meta": torch.where(meta > 32767, meta - 65536, meta).to(torch.int16).reshape(num_in // 32, -1),
+        "l.scale_packed": s.t().reshape(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7] if group else range(8)].reshape(-1, NUM_OUT),
+    }
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, **strategy}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": groups, "ignore": []}
+    return Stored(config, parts, weight)
+
+
+def bitmask_24() -> Stored:
+    """int8 codes of which a bitmask says the places."""
+    q, mask, s = codes(-128, 127), two_of_four(NUM_IN), scales(1, torch.float32)
+    parts = {
+        "l.compressed": q[mask].reshape(NUM_OUT, -1).to(torch.int8),
+        "l.bitmask": torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little")),
+        "l.shape": torch.tensor([[NUM_OUT], [NUM_IN]]),
+        "l.weight_scale": s,
+    }
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    config: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": []}
+    config["sparsity_config"] = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return Stored(config, parts, q * mask * spread(s))
+
+
+def hqq(bits: int, group: int, axis: int) -> Stored:
+    """The rows of [-1, group] or [group, -1] in stripes, of which the first lies in the highest bits of an item."""
+    packing, per_item = {8: ("8bit_u8", 1), 4: ("4bit_u8", 2), 3: ("3bit_32", 10), 2: ("2bit_u8", 4)}[bits]
+    q = codes(0, 2**bits - 1).reshape((-1, group) if axis == 1 else (group, -1))
+    generator = torch.Generator().manual_seed(6)
+    s = torch.rand(q.sum(axis, keepdim=True).shape, generator=generator) + 0.1
+    z = torch.rand(s.shape, generator=generator) * 2**bits
+    steps = -(-len(q) // per_item)
+    padded = torch.cat([q, torch.zeros(steps * per_item - len(q), q.shape[1], dtype=q.dtype)])
+    items = sum(padded[i * steps : (i + 1) * steps] << bits * (per_item - 1 - i) for i in range(per_item))
+    parts = {
+        "l.W_q": torch.as_tensor(items).to(torch.int32 if bits == 3 else torch.uint8),
+        "l.scale": s,
+        "l.zero": z,
+        "l.shape": torch.tensor([NUM_OUT, NUM_IN]),
+        "l.packing": torch.tensor([ord(letter) for letter in packing], dtype=torch.uint8),
+        "l.nbits": torch.tensor(bits, dtype=torch.int32),
+        "l.axis": torch.tensor(axis, dtype=torch.int32),
+        "l.group_size": torch.tensor(group, dtype=torch.int32),
+        "l.quant_scale": torch.tensor(0, dtype=torch.uint8),
+    }
+    config = {"quant_method": "hqq", "skip_modules": ["lm_head"]}
+    return Stored(config, parts, ((q - z) * s).reshape(NUM_OUT, NUM_IN))
+
+
 LAYOUTS = {
     "dynamic": lambda: dynamic(r"+:.*l$", {"bits": 8, "group_size": -1}, {"bits": 4, "group_size": 32}, 4, 32),
     "dynamic, a part of the settings": lambda: dynamic("l", {"bits": 3, "group_size": 64}, {"mse": 2.4}, 3, 64),
@@ -211,6 +293,15 @@ LAYOUTS = {
             },
         }
     ),
+    "marlin-24, groups": lambda: marlin_24(4, 128),
+    "marlin-24, rows": lambda: marlin_24(4, 0),
+    "marlin-24, 8 bits": lambda: marlin_24(8, 128),
+    "sparse-24-bitmask": bitmask_24,
+    "hqq": lambda: hqq(4, 64, 1),
+    "hqq, groups of outputs": lambda: hqq(4, 32, 0),
+    "hqq 3 bits": lambda: hqq(3, 32, 1),
+    "hqq 2 bits": lambda: hqq(2, 32, 1),
+    "hqq 8 bits": lambda: hqq(8, 64, 1),
     "torchao int8": lambda: torchao_int(8, 0),
     "torchao int8, zero points": lambda: torchao_int(8, 3),
     "torchao int8, rows": lambda: torchao_int(8, 0, group=NUM_IN),

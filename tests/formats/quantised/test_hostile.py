@@ -145,6 +145,29 @@ def good() -> dict[str, Good]:
                 "l.weight_scales": torch.randint(100, 130, (32, 4), dtype=U8),
             },
         ),
+        "compressed-tensors-bitmask": (
+            packed_config(num_bits=8, strategy="channel", group_size=None)
+            | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            {
+                "l.compressed": torch.randint(-128, 127, (32, 64), dtype=torch.int8),
+                "l.bitmask": torch.full((32, 16), 0b01010110, dtype=U8),
+                "l.shape": torch.tensor([[32], [128]]),
+                "l.weight_scale": scales(32, 1),
+            },
+        ),
+        "hqq": (
+            {"quant_method": "hqq", "skip_modules": ["head"]},
+            {
+                "l.W_q": torch.randint(0, 255, (32, 64), dtype=U8),
+                "l.scale": scales(64, 1),
+                "l.zero": scales(64, 1),
+                "l.shape": torch.tensor([32, 128]),
+                "l.packing": torch.tensor([ord(letter) for letter in "4bit_u8"], dtype=U8),
+                "l.nbits": torch.tensor(4, dtype=I32),
+                "l.axis": torch.tensor(1, dtype=I32),
+                "l.group_size": torch.tensor(64, dtype=I32),
+            },
+        ),
         "gptq-dynamic": (
             gptq | {"bits": 8, "dynamic": {"-:head": {}, r"+:l$": {"bits": 4, "group_size": 32}}},
             {"l.qweight": words(16, 32), "l.qzeros": words(4, 4), "l.scales": scales(4, 32, dtype=F16)},
@@ -271,7 +294,7 @@ def test_lists_of_layers_left_alone_are_followed(method: str, key: str, value: l
 
 def without_one(method: str) -> list[tuple[str, str]]:
     # Without its format an int8 layer is taken to lie row after row; a GPTQ layer without g_idx has no act-order.
-    optional = {"l.weight_format", "l.g_idx", "l._weight_zero_point", "l._weight_per_tensor_scale"}
+    optional = {"l.group_size", "l.weight_format", "l.g_idx", "l._weight_zero_point", "l._weight_per_tensor_scale"}
     return [(method, name) for name in good()[method][1] if name not in optional]
 
 
@@ -411,7 +434,8 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("compressed-tensors", {"config_groups": {"g": {"targets": ["Linear"], "weights": 4}}}, "weights are 4"),
     ("compressed-tensors", {"ignore": ["re:(a+)+$"]}, "too complicated"),
     ("compressed-tensors", {"ignore": [3]}, "ignore"),
-    ("compressed-tensors", {"format": "marlin-24"}, "marlin-24"),
+    ("compressed-tensors", {"format": "sparse-bitmask"}, "sparse-bitmask"),
+    ("compressed-tensors", packed_config(num_bits=6) | {"format": "marlin-24"}, "num_bits is 6, expected 4 or 8"),
     ("compressed-tensors", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
     ("compressed-tensors", {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
     ("fp8", {"weight_block_size": [0, 128]}, "weight_block_size"),

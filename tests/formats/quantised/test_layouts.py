@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.formats.quantised.layouts import LAYOUTS, Stored
 from tests.formats.quantised.test_hostile import read
 
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight
+
+FACTS = ("l.shape", "l.bitmask", "l.packing", "l.nbits", "l.axis", "l.group_size", "l.quant_scale")
 
 
 def distance(found: QWeight, stored: Stored) -> float:
@@ -20,7 +25,7 @@ def distance(found: QWeight, stored: Stored) -> float:
 def test_the_codes_stand_for_the_weights(name: str) -> None:
     stored = LAYOUTS[name]()
     found = read((stored.config, stored.tensors))
-    assert found.scales is not None
+    assert (found.scales is None) == (name == "hqq, groups of outputs")
     assert distance(found, stored) < 1e-6
 
 
@@ -29,6 +34,8 @@ def test_control_a_changed_tensor_is_seen(name: str) -> None:
     """Negative control: each of the layer's tensors matters."""
     stored = LAYOUTS[name]()
     for part, tensor in stored.tensors.items():
+        if part in FACTS:  # refused if they change alone
+            continue
         bits = tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.bfloat16) else tensor
         bits = bits.reshape(1) if bits.dim() == 0 else bits
         other = bits.roll(1, 0) if len(bits.unique(dim=0)) > 1 else bits + 1
@@ -57,6 +64,52 @@ def test_the_first_rule_decides_and_a_name_precedes_patterns() -> None:
     stored = LAYOUTS["auto-round"]()
     extra = {".*": {"bits": 2}} | stored.config["extra_config"]
     assert distance(read((stored.config | {"extra_config": extra}, stored.tensors)), stored) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "said"),
+    [
+        ("sparse-24-bitmask", "l.bitmask", "does not mark half of each row"),
+        ("marlin-24, groups", "l.meta", "has one place twice in four"),
+    ],
+)
+def test_places_that_are_not_two_in_four_are_refused(name: str, part: str, said: str) -> None:
+    stored = LAYOUTS[name]()
+    wrong = torch.zeros_like(stored.tensors[part])
+    with pytest.raises(CheckpointError, match=rf"{part}.*{said}"):
+        read((stored.config, stored.tensors | {part: wrong}))
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("packing", [ord(letter) for letter in "5bit_u8"], "packing, .* is '5bit_u8', expected one of 8bit_u8"),
+        ("packing", [ord(letter) for letter in "2bit_u8"], "W_q is uint8 with shape"),
+        ("nbits", 9, "nbits 9"),
+        ("axis", 2, "axis 2"),
+        ("group_size", 0, "group_size is 0"),
+        ("group_size", 7, "group_size is 7"),
+        ("group_size", 32, r"scale has shape \[128, 1\], expected \[256, 1\]"),
+        ("quant_scale", 1, "quantised themselves"),
+        ("shape", [0, 128], r"shape is \[0, 128\]"),
+    ],
+)
+def test_facts_of_hqq_that_do_not_fit_are_refused(part: str, value: Any, said: str) -> None:
+    stored = LAYOUTS["hqq"]()
+    wrong = torch.tensor(value, dtype=stored.tensors[f"l.{part}"].dtype)
+    with pytest.raises(CheckpointError, match=said):
+        read((stored.config, stored.tensors | {f"l.{part}": wrong}))
+
+
+def test_sparse_floats_are_dense_weights() -> None:
+    stored = LAYOUTS["sparse-24-bitmask"]()
+    values = stored.tensors["l.compressed"].bfloat16()
+    parts = {"l.compressed": values, "l.bitmask": stored.tensors["l.bitmask"], "l.shape": stored.tensors["l.shape"]}
+    config = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
+    found = read((config, parts))
+    assert found.scales is None
+    factors = stored.tensors["l.weight_scale"]
+    torch.testing.assert_close(found.dequantize() * factors, stored.weight)
 
 
 def test_factors_of_the_inputs_are_those_of_columns() -> None:

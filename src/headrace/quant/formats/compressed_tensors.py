@@ -3,8 +3,9 @@
 `config_groups` say which layers are quantised and how, `ignore` which are not. The formats: pack-quantized (int32
 `weight_packed`, 2 to 8 bits, codes stored with an offset, `weight_shape`), int-quantized and naive-quantized (int8
 `weight`), float-quantized and mxfp8-quantized (float8 `weight`), mxfp4- and nvfp4-pack-quantized (two 4-bit floats a
-byte, the lower half first). `weight_scale` is one number, or one for each output, group or block; `weight_zero_point`
-likewise.
+byte, the lower half first), marlin-24 (two of four codes in Marlin's words). Where `sparsity_config` says
+sparse-24-bitmask, a layer may have `compressed`, `bitmask` and `shape` in place of its weight. `weight_scale` is one
+number, or one for each output, group or block; `weight_zero_point` likewise.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ from headrace.quant.packing import (
     unpacked,
     whole,
 )
+from headrace.quant.sparsity import expanded, of_marlin
 
 SPARE = re.compile(
     r".*\.(input_scale|input_zero_point|input_global_scale|input_g_idx|output_scale|output_zero_point|weight_shape"
     r"|[qkv]_scale|[qkv]_zero_point)"
 )
 MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+MARLIN_24, BITMASK_24 = "marlin-24", "sparse-24-bitmask"
 FORMATS = (
     "pack-quantized",
     "int-quantized",
@@ -50,6 +53,7 @@ FORMATS = (
     "naive-quantized",
     "mixed-precision",
     "dense",
+    MARLIN_24,
     MXFP4,
     "mxfp8-quantized",
     NVFP4,
@@ -59,10 +63,15 @@ FORMATS = (
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; plain floats if `ignore` names it, if no target does, or if it is stored as floats."""
     _verify_config(config)
+    if tensors.has(f"{name}.bitmask"):
+        tensors = _Expanded(tensors, name)
     group = None if _listed(name, names_listed(config, "ignore")) else _args_of(name, config)
     if group is None:
         return plain_weight(tensors, name)
     args, layout, rounded = group
+    if layout == MARLIN_24:
+        in_groups = args.get("strategy") == "group"
+        return of_marlin(tensors, name, _bits(args), whole(args, "group_size") if in_groups else None)
     if tensors.has(f"{name}.weight_packed"):
         if args.get("type") == "float":
             return four_bit_blocks(tensors, name, layout)
@@ -106,6 +115,21 @@ def _inputs(tensors: Tensors, name: str, args: Any) -> Inputs | None:
         return static_inputs(tensors, name)
     in_groups = args.get("strategy") in ("group", "tensor_group") and args.get("group_size")
     return Inputs(group=whole(args, "group_size") if in_groups else 0)
+
+
+class _Expanded:
+    """`Tensors` in which the layer `name` has a `weight` out of its bitmask."""
+
+    def __init__(self, tensors: Tensors, name: str) -> None:
+        self._tensors, self._name = tensors, f"{name}.weight"
+        self._weight = expanded(tensors, name, *FLOATS, "int8", *PLAIN)
+        self.notes = tensors.notes
+
+    def __call__(self, name: str) -> NDArray[Any]:
+        return self._weight if name == self._name else self._tensors(name)
+
+    def has(self, name: str) -> bool:
+        return name == self._name or self._tensors.has(name)
 
 
 def _packed(tensors: Tensors, name: str, args: dict[str, Any]) -> QWeight:
@@ -225,7 +249,7 @@ def _verify_config(config: dict[str, Any]) -> None:
     if config.get("transform_config"):
         raise CheckpointError("quantization_config: transform_config (rotated weights) is not supported")
     sparsity = config.get("sparsity_config") or {}
-    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") not in ("dense", BITMASK_24):
         raise CheckpointError(f"quantization_config: sparsity_config {sparsity!r:.80} is not supported")
 
 
@@ -234,7 +258,7 @@ def _args_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str, An
 
     A target that names the layer precedes its kind.
     """
-    groups = config.get("config_groups")
+    groups = config.get("config_groups", {} if config.get("sparsity_config") else None)
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(f"quantization_config: config_groups is {groups!r:.80}, expected objects by name")
     by_kind = None
