@@ -34,6 +34,7 @@ class ToyMatrix:
     num_in: int
     num_out: int
     bias: Any = None
+    permutation: Any = None
 
 
 class ToyOps:
