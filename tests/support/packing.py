@@ -73,6 +73,7 @@ class ToyBackend:
     name = "toy"
     device = "cpu"
     schemes = SCHEMES
+    mixes = False
 
     def __init__(self, dtype: str = "float32", version: str = "1") -> None:
         self.dtype = dtype

@@ -13,10 +13,16 @@ from bench.stored import make_plain
 from tests.backends.test_verify import planted, step
 from tests.formats.packed.test_packed import rewritten
 from tests.models.test_quantised import distance, matrices
-from tests.support.harness import follow, load
+from tests.support.harness import follow, load, save_random
 from tests.support.stored import V, mixed
 
+from headrace import models
+from headrace.backends.cpu.matrix import CpuMatrix
 from headrace.backends.cpu.verify import verify
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.schemes import Scheme
+from headrace.quantize.base import Options
+from headrace.quantize.driver import quantise_checkpoint
 
 IDS = [(11 * i * i + 3 * i + 1) % 2048 for i in range(60)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "backend": "cpu"}
@@ -104,12 +110,25 @@ def test_packed_files_hold_them(stored: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_the_order_in_a_packed_file_must_be_one(stored: Path) -> None:
-    from headrace.backends.cpu.matrix import CpuMatrix
-    from headrace.protocol.errors import CheckpointError
-    from headrace.quant.schemes import Scheme
-
     for order in ([0, 1, 1, 3], [0, 1, 2, 4], [0, 1, 2]):
         with pytest.raises(CheckpointError, match="each once"):
             CpuMatrix(
                 V, Scheme("f", dtype="float32"), np.zeros(64, np.uint8), 4, 1, permutation=np.array(order, np.int32)
             )
+
+
+@pytest.mark.parametrize("activations", ["int8", "16bit"])
+def test_experts_have_orders_of_their_own(tmp_path: Path, activations: str) -> None:
+    config = models.find("mixtral").TINY
+    save_random(config, tmp_path / "plain")
+    options = Options(method="gptq", group_size=16, act_order="group")
+    text = [[(7 * i * i + 3 * i + k) % config["vocab_size"] for i in range(40)] for k in range(4)]
+    quantise_checkpoint(tmp_path / "plain", tmp_path / "out", options, "gptq", text)
+    runner: Any = load(tmp_path / "out", activations=activations, **OPTIONS)
+    assert verify(runner.program.tape, step(runner.program)) == []
+    nodes = [node.fields for node in runner.program.tape.nodes if node.op == "permute"]
+    orders = [fields["columns"] for fields in nodes if fields["count"] > 1]
+    assert any(len({tuple(row) for row in order.reshape(config["num_local_experts"], -1)}) > 1 for order in orders)
+    ids = text[0]
+    expected = follow(load(tmp_path / "out", backend="torch_ref", dtype="float32"), ids, [len(ids)])
+    assert distance(follow(runner, ids, [1, 9, 30]), expected) < (1e-5 if activations == "16bit" else 0.1)
