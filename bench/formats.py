@@ -41,7 +41,6 @@ LEVELS = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_0", "Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K")
 SLAB_ROWS = 64
 PROBE_SECONDS = 0.3
 ALSO = {
-    "bfloat16": "act-order groups",
     "int4-g128": "GPTQ and rtn of 2 to 4 bits",
     "int4-g128-asym": "AWQ, HQQ and others with zero points",
     "int8": "W8A8 (rtn, SmoothQuant), LLM.int8()",

@@ -16,6 +16,9 @@ HrLayout layout(int64_t num_in, int64_t weight_group) {
 
 int64_t row_bytes(int64_t num_in, int64_t) { return num_in; }
 
+template <bool floats>
+bool with_min(int64_t weight_group) { return !floats && weight_group & HR_I8_MIN; }
+
 /* Where output `out` has its scale of group g. */
 template <bool floats>
 int64_t at_scale(const HrLayout& l, int64_t weight_group, int64_t out, int64_t g) {
@@ -29,7 +32,7 @@ size_t packed_bytes(int64_t num_out, int64_t num_in, int64_t, int64_t weight_gro
 }
 
 template <bool floats>
-void pack(const void* codes, const float* d, const float*, int64_t num_in, int64_t, int64_t weight_group, int64_t first,
+void pack(const void* codes, const float* d, const float* m, int64_t num_in, int64_t, int64_t weight_group, int64_t first,
           int64_t last, int64_t num_out, void* packed) {
     const HrLayout l = layout<floats>(num_in, weight_group);
     if (last > num_out) last = num_out;
@@ -41,6 +44,10 @@ void pack(const void* codes, const float* d, const float*, int64_t num_in, int64
             const uint16_t h = HR_NS::narrow_f16(scale);
             uint8_t* to = (uint8_t*)packed + at_scale<floats>(l, weight_group, out, g);
             floats || !weight_group ? memcpy(to, &scale, 4) : memcpy(to, &h, 2);
+            if (with_min<floats>(weight_group)) {
+                const uint16_t least = HR_NS::narrow_f16(m[(out - first) * l.groups + g]);
+                memcpy(to + HR_LINE, &least, 2);
+            }
         }
         for (int64_t k = 0; k < num_in; k += 4) {
             uint32_t quad = 0;
@@ -61,8 +68,14 @@ void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t, int64_t we
         float d;
         uint16_t h;
         memcpy(&d, at, 4), memcpy(&h, at, 2);
-        if (floats) out[k] = HR_NS::widen_e4m3(code) * 256.0f * d;
-        else out[k] = (float)((int)code - 128) * (weight_group ? HR_NS::widen_f16(h) : d);
+        if (floats) {
+            out[k] = HR_NS::widen_e4m3(code) * 256.0f * d;
+            continue;
+        }
+        const float product = (float)((int)code - 128) * (weight_group ? HR_NS::widen_f16(h) : d);
+        uint16_t least = 0;
+        if (with_min<floats>(weight_group)) memcpy(&least, at + HR_LINE, 2);
+        out[k] = with_min<floats>(weight_group) ? product + HR_NS::widen_f16(least) : product;
     }
 }
 

@@ -1,7 +1,7 @@
-/* Rows picked by number: of a table of weights, and of a step's own. */
+/* Rows picked by number: of a table of weights, and of a step's own. Columns likewise. */
 #include HR_VEC_H
 #include "generic/ops.h"
-#include "generic/share.h"
+#include "generic/quantize.h"
 #include "isa/k_blocks.h"
 
 namespace HR_NS {
@@ -56,6 +56,21 @@ void select_rows(const HrArgs_select_rows* a, HrTask* task) {
     share(task, task->dims[a->dim], a->width, 16, 1, [&](int64_t row, int64_t begin, int64_t end) {
         memcpy(a->out + row * a->ld_out + begin, a->x + a->rows[row] * a->ld_x + begin,
                sizeof(float) * (size_t)(end - begin));
+    });
+}
+
+void permute(const HrArgs_permute* a, HrTask* task) {
+    const Quant to = quant_of(a);
+    share(task, task->dims[a->dim], a->width, to.q ? a->group : 16, 2, [&](int64_t row, int64_t begin, int64_t end) {
+        const float* x = a->x + row * a->ld_x;
+        float* out = a->out ? a->out + row * a->ld_out : nullptr;
+        const int32_t* columns = a->columns;
+        for (int64_t e = 1; a->begin && e < a->count && a->begin[e] <= row; e++) columns = a->columns + e * a->width;
+        emit(to, row, begin, end, a->width, out, (float*)task->scratch, [&](int64_t i, int64_t n) {
+            alignas(64) float picked[16] = {};
+            for (int64_t j = 0; j < n; j++) picked[j] = x[columns[i + j]];
+            return load(picked);
+        });
     });
 }
 

@@ -185,7 +185,7 @@ constexpr Fns fns = {few_rows_of<codes, has_min, 1>, few_rows_of<codes, has_min,
 const Fns* fns_of(int64_t kind, const Wide& p) {
     const bool has_min = with_min(p.mode);
     if (kind == HR_KIND_F8) return &fns<HR_CODES_F8, false>;
-    if (kind == HR_KIND_I8) return &fns<HR_CODES_8, false>;
+    if (kind == HR_KIND_I8) return has_min ? &fns<HR_CODES_8, true> : &fns<HR_CODES_8, false>;
     if (p.l.oct_bytes == 2 * HR_LINE) return has_min ? &fns<HR_CODES_4, true> : &fns<HR_CODES_4, false>;
     return has_min ? &fns<HR_CODES_6, true> : &fns<HR_CODES_6, false>;
 }
@@ -195,6 +195,7 @@ int mode_of(const HrArgs_linear_w* a) {
         if (!hr_k_has_min(a->form)) return HR_MODE_K16;
         return hr_k_sub(a->form) == 16 ? HR_MODE_K16_MIN : HR_MODE_K32_MIN;
     }
+    if (a->kind == HR_KIND_I8 && a->form & HR_I8_MIN) return HR_MODE_MIN;
     if (a->kind == HR_KIND_I8 || a->kind == HR_KIND_F8) return a->form ? HR_MODE_GROUP : HR_MODE_CHANNEL;
     return a->form == HR_FORM_MIN ? HR_MODE_MIN : HR_MODE_GROUP;
 }

@@ -39,6 +39,7 @@ enum { HR_SOFTMAX = 0, HR_SIGMOID_SCORE = 1 };                        /* scores 
 enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4, HR_FORM_FP4 = 5 };
 /* Added to a form of i4 for unpack_row: what int8 activations are multiplied with. */
 enum { HR_BESIDE_INT8 = 64 };
+enum { HR_I8_MIN = 1 }; /* added to a weight_group, a multiple of 8: minima beside the scales */
 /* What the weights of linear_w are, by their packers below. */
 enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4 };
 /* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
@@ -102,6 +103,11 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 /* out[r] = x[rows[r]] */
 #define HR_FIELDS_select_rows(P, I, F) \
     I(dim) P(const int32_t*, rows) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out)
+
+/* out[r][j] = x[r][columns[e][j]]; no row of out lies in x. columns: [count][width], an order for each expert e, which has the
+ * rows begin[e] ... begin[e + 1] - 1; without a begin there is one. */
+#define HR_FIELDS_permute(P, I, F)                                                                          \
+    I(dim) P(const int32_t*, columns) P(const int32_t*, begin) I(count) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out) HR_Q_FIELDS(P, I, F)
 
 /* For each of `heads` pieces of `width` in a row: ss = lanes of fma(x, x, .); rms = sqrt(ss / width + eps);
  * y = (x / rms) * gain, gain = offset == 0 ? weight : weight + offset; without a weight y = x / rms. q takes the whole row (heads must be 1). */
@@ -180,7 +186,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *     linear_i4, linear_i6:         isum = sum of a * what the code stands for under `form`
  *                                   acc = fma((float)isum * sa, d[n][g], acc); with minima then
  *                                   acc = fma((float)suma * sa, m[n][g], acc)        (weight = code * d + m)
- *     linear_i8, weight_group > 0:  acc = fma((float)isum * sa, d[n][g], acc)         (weight = code * d, code signed)
+ *     linear_i8, weight_group > 0:  acc = fma((float)isum * sa, d[n][g], acc)         (weight = code * d, code signed); with
+ *                                   minima (weight_group is the group plus HR_I8_MIN) then as linear_i4
  *     linear_i8, weight_group = 0:  acc = fma((float)isum, sa, acc); at the end y = acc * d[n]
  *   with sa, suma the scale and sum of the row's group; under NF4 and FP4 the levels are the nearest of 127ths, counted in
  *   them, and sa is the scale * (1 / 127). Groups of activations and weights are the same (`group`, at most
@@ -272,7 +279,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
     X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather)   \
-    X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose)
+    X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose) X(permute)
 
 #define HR_P(type, name) type name;
 #define HR_I(name) int64_t name;
@@ -322,7 +329,7 @@ typedef struct {
     void (*unpack_row)(const void* packed, int64_t num_out, int64_t num_in, int64_t group, int64_t flag, int64_t row,
                        float* out);
 } HrFormat;
-/* flag: form for i4, i6 and k, weight_group for i8 and f8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
+/* flag: form for i4, i6 and k, weight_group for i8 (with HR_I8_MIN where there are minima) and f8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
 extern const HrFormat hr_format_i4, hr_format_i6, hr_format_i8, hr_format_f8, hr_format_k, hr_format_f;
 
 #ifdef __cplusplus

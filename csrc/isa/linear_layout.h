@@ -3,7 +3,7 @@
  * A panel is 32 outputs in two blocks of 16, one contiguous run of bytes, read once from front to back:
  *     for each group of inputs:  d   [32] f16               one line of 64 bytes (i8, f8 with weight_group 0: absent)
  *                                d   [32] f32               f8 instead
- *                                m   [32] f16               one line (i4 and i6 with minima only)
+ *                                m   [32] f16               one line (with minima only)
  *                                oct [inputs / 8, rounded up]
  *     at the end:                d   [32] f32               i8, f8 with weight_group 0 only
  * An oct is 8 inputs of 32 outputs. i8: [quad of 4 inputs][block][output][input], code + 128; f8: the code. i4:
@@ -74,9 +74,10 @@ static inline HrLayout hr_layout_i4(int64_t num_in, int64_t group, int64_t form)
 static inline HrLayout hr_layout_i6(int64_t num_in, int64_t group, int64_t form) {
     return hr_layout(num_in, group, form == HR_FORM_MIN ? 2 * HR_LINE : HR_LINE, 3 * HR_LINE, 0);
 }
-/* `group` is that of the activations; it leaves no trace in the bytes if weight_group is 0. */
+/* `group` is that of the activations; it leaves no trace in the bytes if weight_group is 0. weight_group may have HR_I8_MIN. */
 static inline HrLayout hr_layout_i8(int64_t num_in, int64_t group, int64_t weight_group) {
-    return weight_group ? hr_layout(num_in, weight_group, HR_LINE, 4 * HR_LINE, 0)
+    const int64_t header = weight_group & HR_I8_MIN ? 2 * HR_LINE : HR_LINE;
+    return weight_group ? hr_layout(num_in, weight_group & ~(int64_t)HR_I8_MIN, header, 4 * HR_LINE, 0)
                         : hr_layout(num_in, group, 0, 4 * HR_LINE, 2 * HR_LINE);
 }
 /* As of int8, with scales of 32 bits. */

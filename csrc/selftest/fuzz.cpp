@@ -142,9 +142,10 @@ int64_t packing(const std::string& name, uint64_t seed) {
     const int64_t whole_row = (num_in + 7) / 8 * 8;
     const int64_t group = k ? 32 : p.random.coin() ? whole_row : 8 * p.random.whole(1, 20);
     const int64_t groups = (num_in + group - 1) / group;
-    const int64_t flag = i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : i8 || f8 ? (p.random.coin() ? group : 0)
+    const int64_t i8_flag = group | (i8 && p.random.coin() ? HR_I8_MIN : 0);
+    const int64_t flag = i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : i8 || f8 ? (p.random.coin() ? i8_flag : 0)
                          : k ? p.random.whole(HR_K_Q2, HR_K_Q6) : p.random.whole(0, 2);
-    const bool exact = (i8 || f8) && flag == 0, mins = (i4 || i6) && flag == HR_FORM_MIN;
+    const bool exact = (i8 || f8) && flag == 0, mins = (i4 || i6) ? flag == HR_FORM_MIN : i8 && flag & HR_I8_MIN;
     const int64_t per_row = exact ? 1 : groups, row_bytes = format.row_bytes(num_in, flag);
     const int64_t count = num_out * num_in;
     void* codes = k ? k_blocks(p, flag, count) : f ? stored(p, flag, count) : p.make<int8_t>(count);

@@ -27,8 +27,8 @@ void integer_linear(Problem& p, Args& a, const HrFormat& format, int64_t form, i
     if (p.random.coin() && (!grouped || p.random.edges)) a.group = std::min((a.num_in + 63) / 64 * 64, (int64_t)HR_MAX_GROUP);
     const bool extreme = p.random.rarely(8, 1, 0); /* sums as large as they can be */
     const int64_t groups = (a.num_in + a.group - 1) / a.group;
-    const int64_t flag = &format == &hr_format_i8 ? (grouped ? a.group : 0) : form;
     const bool mins = form == HR_FORM_MIN;
+    const int64_t flag = &format == &hr_format_i8 ? (grouped ? a.group | (mins ? HR_I8_MIN : 0) : 0) : form;
     a.ld_q = (a.num_in + 63) / 64 * 64, a.ld_s = groups + (p.random.coin() ? 1 : 0);
     int8_t* q = p.make<int8_t>(rows * a.ld_q);
     int32_t* sums = p.make<int32_t>(rows * a.ld_s);
@@ -88,9 +88,9 @@ void linear_i6(Problem& p) {
 
 void linear_i8(Problem& p) {
     HrArgs_linear_i8 a = {};
-    const bool grouped = p.random.coin();
-    integer_linear(p, a, hr_format_i8, HR_FORM_MIDDLE, -128, 127, grouped);
-    if (grouped) a.weight_group = a.group;
+    const bool grouped = p.random.coin(), mins = grouped && p.random.coin();
+    integer_linear(p, a, hr_format_i8, mins ? HR_FORM_MIN : HR_FORM_MIDDLE, -128, 127, grouped);
+    if (grouped) a.weight_group = a.group | (mins ? HR_I8_MIN : 0);
     ends(p, a);
     p.take(HR_OP_linear_i8, a);
 }
@@ -130,6 +130,7 @@ void linear_w(Problem& p) {
     if (k) a.num_in = (a.num_in + HR_K_BLOCK - 1) / HR_K_BLOCK * HR_K_BLOCK, a.group = 32;
     a.form = i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : k ? p.random.whole(HR_K_Q2, HR_K_Q6)
                                                                       : p.random.coin() ? a.group : 0;
+    if (a.kind == HR_KIND_I8 && a.form && p.random.coin()) a.form |= HR_I8_MIN;
     const HrFormat& format = *formats[a.kind];
     const int64_t count = a.num_out * a.num_in, groups = (a.num_in + a.group - 1) / a.group;
     std::vector<int8_t> codes((size_t)count);
@@ -142,7 +143,7 @@ void linear_w(Problem& p) {
     for (float& x : m) x = p.random.number();
     const void* from = k ? (const void*)k_blocks(p, a.form, count) : codes.data();
     char* packed = p.make<char>((int64_t)format.packed_bytes(a.num_out, a.num_in, a.group, a.form));
-    const bool has_min = (i4 || i6) && a.form == HR_FORM_MIN;
+    const bool has_min = i4 || i6 ? a.form == HR_FORM_MIN : a.kind == HR_KIND_I8 && a.form & HR_I8_MIN;
     format.pack(from, d.data(), has_min ? m.data() : nullptr, a.num_in, a.group, a.form, 0, a.num_out, a.num_out, packed);
     a.weights = packed;
     a.ld_x = a.num_in + (p.random.coin() ? 7 : 0), a.x = p.floats((rows - 1) * a.ld_x + a.num_in);

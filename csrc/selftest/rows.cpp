@@ -77,6 +77,27 @@ void select_rows(Problem& p) {
     p.take(HR_OP_select_rows, a);
 }
 
+void permute(Problem& p) {
+    HrArgs_permute a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p);
+    a.count = p.random.coin() ? 1 : p.random.whole(2, 5);
+    int32_t *columns = p.make<int32_t>(a.count * a.width), *begin = p.make<int32_t>(a.count + 1);
+    for (int64_t e = 0; e < a.count; e++) {
+        int32_t* order = columns + e * a.width;
+        for (int64_t i = 0; i < a.width; i++) order[i] = (int32_t)i;
+        for (int64_t i = a.width - 1; i > 0; i--) std::swap(order[i], order[p.random.whole(0, i)]);
+        begin[e] = (int32_t)(e * rows / a.count);
+    }
+    begin[a.count] = (int32_t)rows;
+    a.columns = columns, a.begin = a.count > 1 ? begin : nullptr;
+    IN(a.width);
+    const bool q = p.random.coin();
+    if (q) quantised(p, a, a.width);
+    if (!q || p.random.coin()) { OUT(a.width); }
+    p.take(HR_OP_permute, a);
+}
+
 void rms_norm(Problem& p) {
     HrArgs_rms_norm a = {};
     int64_t rows = rows_of(p);
@@ -299,7 +320,7 @@ void moe_combine(Problem& p) {
 
 const std::vector<Named> row_problems = {
 #define ROW(op) {#op, op},
-    ROW(embedding) ROW(select_rows) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(softcap) ROW(quantize)
+    ROW(embedding) ROW(select_rows) ROW(permute) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(softcap) ROW(quantize)
     ROW(activation) ROW(gated) ROW(multiply) ROW(scale) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
     ROW(moe_group) ROW(moe_gather) ROW(moe_combine)
 };

@@ -42,7 +42,7 @@ def test_what_would_overrun_the_kernels_is_refused(num_in: int, group: int) -> N
 
 
 @pytest.mark.parametrize(
-    "scheme", [Scheme("i6", 32, book="nf4"), Scheme("i4", 32, True, book="nf4"), Scheme("i8", 32, True)]
+    "scheme", [Scheme("i6", 32, book="nf4"), Scheme("i4", 32, True, book="nf4"), Scheme("i8", 0, True)]
 )
 def test_a_form_without_a_kernel_is_refused(scheme: Scheme) -> None:
     with pytest.raises(CheckpointError, match="have no form"):

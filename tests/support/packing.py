@@ -34,6 +34,7 @@ class ToyMatrix:
     num_in: int
     num_out: int
     bias: Any = None
+    permutation: Any = None
 
 
 class ToyOps:
@@ -72,6 +73,7 @@ class ToyBackend:
     name = "toy"
     device = "cpu"
     schemes = SCHEMES
+    mixes = False
 
     def __init__(self, dtype: str = "float32", version: str = "1") -> None:
         self.dtype = dtype

@@ -40,8 +40,8 @@ def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
     return weight_of(rtn.quantise(array(weight), scheme, name))
 
 
-def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES) -> Fit:
-    found = fit.fit_of([arrays_of(weight) for weight in weights], schemes)
+def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES, *, permutes: bool = True) -> Fit:
+    found = fit.fit_of([arrays_of(weight) for weight in weights], schemes, permutes=permutes)
     return found if found.columns is None else found._replace(columns=tensor(found.columns))
 
 

@@ -395,6 +395,9 @@ class Backend(Protocol):
     """GGUF block types in which an embedding table is used as stored (`quant.arrays.blocks_of`)."""
     schemes: frozenset[Scheme]
     """Schemes with kernels, beside plain floats. Weights of any other form reach the backend dequantised."""
+    mixes: bool
+    """Whether one matrix may have parts of different forms (`checkpoint.packing.MixingOps`), and inputs in an order of
+    its own (act-order). Where it may not, such weights reach the backend dequantised."""
     ops: Ops
 
     def constant(self, values: Array, is_weight: bool = False) -> Array:

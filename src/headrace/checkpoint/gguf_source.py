@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from headrace.checkpoint.gguf_config import FLOATS, Part, Reading, float_rows, raw_rows
 from headrace.checkpoint.mapped import stacked_name
-from headrace.checkpoint.packing import has_layouts
 from headrace.checkpoint.quantising import QuantisingReader
 from headrace.checkpoint.reader import Progress, ResidentBytes
 from headrace.gguf import GGUF
@@ -26,6 +25,7 @@ from headrace.quant import rtn
 from headrace.quant.arrays import blocks_of, cast, floats, type_name
 from headrace.quant.base import Inputs, QWeight, concatenated, spans_of
 from headrace.quant.formats import gguf_blocks
+from headrace.quant.placements import MIB, cost_of
 from headrace.quant.schemes import K_TYPES, Quantization, Scheme
 
 if TYPE_CHECKING:
@@ -42,11 +42,13 @@ class GGUFMatrix:
     """A `MatrixSource` over rows of blocks or floats, in the one of `schemes` that fits all its parts best.
 
     exact: blocks are dequantised into `dtype` instead. quantization: for parts that are floats. mixed: the parts have
-    different schemes, for which activations are quantised in the same groups; together they are floats.
+    different schemes, for which activations are quantised in the same groups, on a backend that can not hold several
+    (`backends.base.Backend.mixes`); together they are floats.
     """
 
     columns: NDArray[np.int64] | None = None
     inputs: Sequence[tuple[int, Inputs | None]] = ()
+    permutation: NDArray[np.int64] | None = None
 
     def __init__(
         self,
@@ -200,8 +202,8 @@ class GGUFWeights(QuantisingReader["Rows"]):
         self._file.release()
         for (kind, form), (num, before, after) in sorted(self._forms.items()):
             logger.info(
-                "%s: %d of %s run as %s, %.1f MiB for %.1f in the file",
-                self._owner, num, kind, form, after / 2**20, before / 2**20,
+                "%s: %d of %s run as %s, %.1f MiB for %.1f in the file%s",
+                self._owner, num, kind, form, after / MIB, before / MIB, cost_of(before, after),
             )  # fmt: skip
 
     def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> Rows:
@@ -215,18 +217,12 @@ class GGUFWeights(QuantisingReader["Rows"]):
         self, names: Sequence[str], layers: list[Rows], scheme: Scheme | None, bias: NDArray[Any] | None, plain: bool
     ) -> Matrix:
         exact, backend = plain or self._exact, self._backend
+        if not exact:
+            forms = ["float" if layer.kind in FLOATS else layer.kind for layer in layers]
+            num_outs = [layer.num_out for layer in layers]
+            if (matrix := self._runs(names, layers, num_outs, forms, scheme, bias)) is not None:
+                return matrix
         source = GGUFMatrix(stacked_name(names), layers, backend.dtype, backend.schemes, scheme, exact)
-        if source.mixed and has_layouts(backend):
-            matrices, first, row = [], 0, 0
-            for last in range(1, len(layers) + 1):
-                if last < len(layers) and layers[last].kind == layers[first].kind:
-                    continue
-                end = row + sum(layer.num_out for layer in layers[first:last])
-                part = None if bias is None else bias[row:end]
-                matrices.append(self._matrix(names[first:last], layers[first:last], scheme, part, plain))
-                first, row = last, end
-            stack: Matrix = backend.ops.stacked(source.name, matrices)
-            return stack
         before = sum(layer.raw.nbytes for layer in layers)
         after = round(source.scheme.bits_per_weight(source.num_in) * source.num_in * source.num_out / 8)
         self._count_form("+".join(sorted(source.kinds)), form_of(source.scheme), before, after)

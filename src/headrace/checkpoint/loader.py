@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ class CheckpointMatrix(Stacked):
         super().__init__(name, parts, scheme)
         self.fit = fit
         self.columns = None if fit is None else fit.columns
+        self.permutation = None if fit is None else fit.permutation
         self._checkpoint = checkpoint
 
     def slab(self, first: int, last: int) -> QWeight:
@@ -99,9 +101,8 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
         self._checkpoint = checkpoint
         self._format = find_format(quantization_config)
         self._quantization_config = quantization_config or {}
-        self._layer_tensors = _LayerTensors(self)
         self._placements = Placements(str(self._quantization_config.get("quant_method")), backend.dtype)
-        self._num_layer_bytes = 0
+        self._layer_bytes: Counter[str] = Counter()
         self._spare = spare
         if quantization is not None and quantization_config is not None:
             raise CheckpointError(
@@ -161,7 +162,7 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
         return is_bias and not floats(self._checkpoint.array(name)).any()
 
     def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> QWeight:
-        layer = self._format.read(self._layer_tensors, name, self._quantization_config)
+        layer = self._format.read(_LayerTensors(self, name), name, self._quantization_config)
         if transposed and layer.scales is None:  # codes are [out, in] in every format
             verify_shape(f"{name}.weight", layer.shape, (num_in, num_out))
             layer = QWeight(layer.codes.T)
@@ -176,17 +177,24 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
     ) -> Matrix:
         fit = None
         if any(layer.scales is not None for layer in layers):
-            fit = Fit(None, "this layer is kept plain") if plain else fit_of(layers, self._backend.schemes)
+            if not plain and len(layers) > 1:
+                forms = [self._fit([layer]).form for layer in layers]
+                num_outs = [layer.shape[0] for layer in layers]
+                if (matrix := self._runs(names, layers, num_outs, forms, scheme, bias)) is not None:
+                    return matrix
+            fit = Fit(None, "this layer is kept plain") if plain else self._fit(layers)
             scheme = fit.scheme
         scheme = scheme or Scheme("f", dtype=self._backend.dtype)
         source = CheckpointMatrix(stacked_name(names), layers, self._checkpoint, scheme, fit)
         if fit is not None:
-            self._placements.add(source, fit, self._num_layer_bytes)
-        self._num_layer_bytes = 0
+            self._placements.add(source, fit, sum(self._layer_bytes[name] for name in names))
         return self._make(source, bias)
 
+    def _fit(self, layers: list[QWeight]) -> Fit:
+        return fit_of(layers, self._backend.schemes, permutes=self._backend.mixes)
+
     def _bias(self, name: str, size: int) -> NDArray[Any]:
-        return self._floats(f"{name}.bias", (size,), self._layer_tensors(f"{name}.bias"))
+        return self._small(f"{name}.bias", (size,))
 
     def _small(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         return self._floats(name, shape, self._mapped(name))
@@ -197,24 +205,24 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
             raise CheckpointError(f"{name} is stored as {type_name(tensor)}, expected plain floats")
         return tensor
 
-    def _mapped(self, name: str, of_layer: bool = False) -> NDArray[Any]:
-        """Take the tensor `name`. of_layer: count its bytes for the next matrix."""
+    def _mapped(self, name: str, layer: str = "") -> NDArray[Any]:
+        """Take the tensor `name`. layer: of which its bytes count."""
         if name not in self._names:
             raise CheckpointError(f"{name} is missing from the checkpoint")
-        if self._take(name) and of_layer:
+        if self._take(name) and layer:
             entry = self._checkpoint.entry(name)
-            self._num_layer_bytes += entry.end - entry.begin
+            self._layer_bytes[layer] += entry.end - entry.begin
         return self._checkpoint.array(name)
 
 
 class _LayerTensors:
-    """`quant.base.Tensors` of a `SafetensorsWeights`."""
+    """`quant.base.Tensors` of one layer of a `SafetensorsWeights`."""
 
-    def __init__(self, weights: SafetensorsWeights) -> None:
-        self._weights = weights
+    def __init__(self, weights: SafetensorsWeights, layer: str) -> None:
+        self._weights, self._layer = weights, layer
 
     def __call__(self, name: str) -> NDArray[Any]:
-        return self._weights._mapped(name, of_layer=True)
+        return self._weights._mapped(name, self._layer)
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)

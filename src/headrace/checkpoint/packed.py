@@ -1,9 +1,9 @@
 """Packed files: weights in the backend's layouts, written once beside the model and mapped at every later start.
 
 The file is a safetensors container whose tensors begin at pages (large ones) or cache lines: matrices in the layout of
-the native formats, biases, norms. Embedding tables are not copied: they stay mapped in the checkpoint, of which the
-file holds a fingerprint. A file that does not fit is logged and not used, and the checkpoint is read instead. Imports
-no torch. Called by `checkpoint.source`; the readers of checkpoints fill it.
+the native formats, biases, orders of inputs, norms. Embedding tables are not copied: they stay mapped in the
+checkpoint, of which the file holds a fingerprint. A file that does not fit is logged and not used, and the checkpoint
+is read instead. Imports no torch. Called by `checkpoint.source`; the readers of checkpoints fill it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headrace.quant.schemes import METHOD, Scheme, native_flag, scheme_of_flag
 
 logger = logging.getLogger(__name__)
 
-CONTAINER = 1
+CONTAINER = 2
 """Version of this file format. The layouts of the matrices have names beside it."""
 
 PAGE, LINE = 4096, 64
@@ -65,6 +65,7 @@ class PackedMatrix:
     num_in: int
     num_out: int
     bias: NDArray[np.float32] | None
+    permutation: NDArray[np.int32] | None = None
 
 
 def fingerprint(checkpoint: Origin) -> dict[str, Any]:
@@ -190,7 +191,19 @@ class PackedFile:
         bias = self._floats(f"bias/{name}") if f"bias/{name}" in self._file.entries else None
         if bias is not None and bias.shape != (num_out,):
             raise CheckpointError(f"bias {name} has shape {list(bias.shape)}, expected [{num_out}]")
-        return PackedMatrix(name, scheme, self._file.array(f"matrix/{name}"), num_in, num_out, bias)
+        order = self._permutation(f"permutation/{name}", num_in)
+        return PackedMatrix(name, scheme, self._file.array(f"matrix/{name}"), num_in, num_out, bias, order)
+
+    def _permutation(self, name: str, num_in: int) -> NDArray[np.int32] | None:
+        entry = self._file.entries.get(name)
+        if entry is None:
+            return None
+        if (entry.dtype, entry.shape) != ("I32", (num_in,)):
+            raise CheckpointError(f"{name} is {entry.dtype} {list(entry.shape)}, expected I32 [{num_in}]")
+        order = self._file.array(name)
+        if not np.array_equal(np.sort(order), np.arange(num_in)):
+            raise CheckpointError(f"{name} does not have each of the {num_in} inputs once")
+        return order
 
     def _floats(self, name: str) -> NDArray[np.float32]:
         if self._file.entries[name].dtype != "F32":
@@ -324,6 +337,8 @@ class PackedWriter:
         self._put(f"matrix/{name}", "U8", matrix.packed.reshape(-1), PAGE)
         if bias is not None:
             self._put(f"bias/{name}", "F32", np.asarray(bias, np.float32), LINE)
+        if matrix.permutation is not None:
+            self._put(f"permutation/{name}", "I32", matrix.permutation, LINE)
 
     def give_up(self, why: str) -> None:
         """Leave no file, because the model has something that a packed file can not hold."""

@@ -28,14 +28,30 @@ class Packable(Protocol):
     def num_in(self) -> int: ...
     @property
     def num_out(self) -> int: ...
+    @property
+    def permutation(self) -> NDArray[np.int32] | None: ...
 
 
-class PackedOps(Ops, Protocol):
-    """The operators of a `PackedBackend`."""
+class MixingOps(Ops, Protocol):
+    """The operators of a `MixingBackend`."""
 
     def stacked(self, name: str, matrices: Sequence[Any]) -> Any:
         """Return matrices of several forms over the same inputs as one, their outputs one after the other."""
         ...
+
+
+class MixingBackend(Backend, Protocol):
+    """A backend one matrix of which may have parts of several forms."""
+
+    ops: MixingOps
+
+
+def mixes(backend: Backend) -> TypeGuard[MixingBackend]:
+    return backend.mixes
+
+
+class PackedOps(MixingOps, Protocol):
+    """The operators of a `PackedBackend`."""
 
     def packed(self, matrix: Any) -> Any:
         """Return a mapped matrix (`checkpoint.packed.PackedMatrix`) as one of the backend's own."""

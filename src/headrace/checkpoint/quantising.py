@@ -7,12 +7,14 @@ them. Knows no file formats. Called by `checkpoint.loader` and `checkpoint.gguf_
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.checkpoint.mapped import stacked_name
+from headrace.checkpoint.packing import mixes
 from headrace.checkpoint.reader import Progress, Reader
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.arrays import floats
@@ -121,6 +123,30 @@ class QuantisingReader(Reader, Generic[P]):
     ) -> Matrix:
         """One matrix of stacked layers. scheme: what floats become; None for the backend's dtype."""
         ...
+
+    def _runs(
+        self,
+        names: Sequence[str],
+        layers: list[P],
+        num_outs: Sequence[int],
+        forms: Sequence[Hashable],
+        scheme: Scheme | None,
+        bias: NDArray[Any] | None,
+    ) -> Matrix | None:
+        """One matrix of several, each of neighbours of one of `forms`; None if all have one form, or if the backend can
+        not hold several."""
+        ends = [i for i in range(1, len(forms) + 1) if i == len(forms) or forms[i] != forms[i - 1]]
+        backend = self._backend
+        if len(ends) == 1 or not mixes(backend):
+            return None
+        matrices, row = [], 0
+        for first, last in zip([0, *ends], ends, strict=False):
+            end = row + sum(num_outs[first:last])
+            part = None if bias is None else bias[row:end]
+            matrices.append(self._matrix(names[first:last], layers[first:last], scheme, part, plain=False))
+            row = end
+        stack: Matrix = backend.ops.stacked(stacked_name(names), matrices)
+        return stack
 
     def _is_spare(self, name: str) -> bool:
         """Whether the model may leave the tensor `name`."""

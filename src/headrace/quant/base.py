@@ -163,6 +163,11 @@ class MatrixSource(Protocol):
         """(outputs, what their inputs are rounded to) of the stacked layers; empty where no checkpoint says it."""
         ...
 
+    @property
+    def permutation(self) -> NDArray[np.int64] | None:
+        """int64 [num_in]: that of every `slab`, as `QWeight` has it (act-order); None for the model's order."""
+        ...
+
     def slab(self, first: int, last: int) -> QWeight:
         """Rows first ... last - 1. Raises `CheckpointError` for weights that `scheme` can not hold."""
         ...
@@ -179,6 +184,7 @@ class Stacked:
     """The rows of several weights [out, in], one after the other. All must have one scheme if `scheme` is None."""
 
     columns: Array | None = None
+    permutation: Array | None = None
 
     def __init__(self, name: str, parts: Sequence[QWeight], scheme: Scheme | None = None) -> None:
         self.name = name
@@ -238,7 +244,9 @@ def scheme_of(weight: QWeight) -> Scheme:
         scheme = Scheme(kind, weight.group)
         if weight.mins is None and weight.zeros is not None and bool((weight.zeros == scheme.middle).all()):
             return scheme
-    if weight.bits == 8 and weight.zeros is None and weight.mins is None:
+    if weight.bits == 8 and weight.zeros is None and type_name(weight.codes) == "int8":
+        if weight.mins is not None:
+            return Scheme("i8", weight.group, True)
         return Scheme("i8", 0 if weight.scales.shape[1] == 1 else weight.group)
     return Scheme("f", dtype="float32")
 

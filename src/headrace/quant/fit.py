@@ -1,16 +1,17 @@
 """Chooses the kernel that can take a checkpoint's codes without quantising again, and converts them to its form.
 
 int4 and int6 kernels compute (code - 8 or 32) * scale, code * scale + minimum, or book[code] * scale with codes of 4
-bits; int8 kernels code * scale with codes -128 ... 127. Scales are float16 for each group of inputs, or (int8) one
-float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for backends that declare them. Codes of fewer
-bits, other zero points and larger groups are converted to these forms where that loses nothing; scales, minimums and
-tables that the kernels can not hold are rounded, by `Fit.rounding` at most. All other weights have no kernel and are
-dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
+bits; int8 kernels code * scale, or code * scale + minimum, with codes -128 ... 127. Scales are float16 for each group
+of inputs, or (int8 without minimums) one float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for
+backends that declare them. Codes of fewer bits, other zero points and larger groups are converted to these forms where
+that loses nothing; scales, minimums and tables that the kernels can not hold are rounded, by `Fit.rounding` at most.
+All other weights have no kernel and are dequantised. Knows no checkpoints and no backends. Called by
+`checkpoint.loader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,22 +34,39 @@ SMALL = 2.0**-12
 
 class Fit(NamedTuple):
     """scheme: of the kernel, or None for none. why: the reason for none. rounding: the largest change of a weight, in
-    steps of its code. columns: inputs whose weights have 16 bits beside the kernel's codes."""
+    steps of its code. columns: inputs whose weights have 16 bits beside the kernel's codes. permutation: as `QWeight`
+    has it."""
 
     scheme: Scheme | None
     why: str = ""
     rounding: float = 0.0
     columns: NDArray[np.int64] | None = None
+    permutation: NDArray[np.int64] | None = None
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for weights that can be parts of one matrix without a change of either."""
+        columns, order = self.columns, self.permutation
+        return self.scheme, None if columns is None else columns.tobytes(), None if order is None else order.tobytes()
 
 
-def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES) -> Fit:
-    """How weights that are stacked to one matrix run: on one kernel out of `schemes`, or on none."""
+def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES, *, permutes: bool = True) -> Fit:
+    """How weights that are stacked to one matrix run: on one kernel out of `schemes`, or on none. permutes: the inputs
+    of a matrix may have an order of their own (act-order)."""
     is_split = any(isinstance(weight, SplitWeight) for weight in weights)
     takes_f8 = any(scheme.kind == "f8" for scheme in schemes)
+    orders = [weight.permutation for weight in weights]
+    if any(order is not None for order in orders):
+        if not permutes:
+            return Fit(None, "its groups are of inputs that do not lie side by side (act-order)")
+        if len({None if order is None else order.tobytes() for order in orders}) > 1:
+            return Fit(None, "its parts have their inputs in different orders (act-order)")
     fit = _fit_split(weights) if is_split else _fit_stacked(weights, takes_f8)
-    if fit.scheme is None or fit.scheme in schemes:
+    if fit.scheme is None:
         return fit
-    return Fit(None, f"the backend has no {kernel_name(fit.scheme)} kernel")
+    if fit.scheme not in schemes:
+        return Fit(None, f"the backend has no {kernel_name(fit.scheme)} kernel")
+    return fit._replace(permutation=orders[0])
 
 
 def _fit_stacked(weights: Sequence[QWeight], takes_f8: bool) -> Fit:
@@ -82,19 +100,20 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
         raise ValueError("plain weights have no codes to be fitted")
     if isinstance(weight, SplitWeight):
         return weight
-    num_in, codes = weight.shape[1], weight.codes
+    num_in, codes, order = weight.shape[1], weight.codes, weight.permutation
     if scheme.book:
         scales = half(_regrouped(_book_scales(weight, scheme.book), weight, scheme.group))
         book = np.array(LEVELS[scheme.book], np.float32)
-        return QWeight(codes, scales, group=scheme.group, bits=4, codebook=book)
+        return QWeight(codes, scales, group=scheme.group, bits=4, permutation=order, codebook=book)
     scales = weight.scales if scheme.group == 0 else _regrouped(weight.scales, weight, scheme.group)
     group = scheme.group or num_in
     if scheme.kind == "f8":
-        return QWeight(codes, scales, group=group, bits=8)
+        return QWeight(codes, scales, group=group, bits=8, permutation=order)
     scales = scales if scheme.group == 0 else half(scales)
     if scheme.has_min:
         mins = half(_regrouped(_minimums(weight, weight.scales), weight, group))
-        return QWeight(codes, scales, mins=mins, group=group, bits=scheme.bits)
+        codes = (codes ^ 128).view(np.int8) if _middle_of_bytes(weight) else codes
+        return QWeight(codes, scales, mins=mins, group=group, bits=scheme.bits, permutation=order)
     middle = scheme.middle
     if weight.zeros is not None and not (weight.zeros == middle).all():
         shifts = middle - widened(weight.zeros, weight.group, num_in).astype(np.int16)
@@ -102,7 +121,7 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
     elif weight.zeros is None and middle:
         codes = codes + middle
     zeros = np.broadcast_to(np.float32(middle), scales.shape) if middle else None
-    return QWeight(codes, scales, zeros, group=group, bits=scheme.bits)
+    return QWeight(codes, scales, zeros, group=group, bits=scheme.bits, permutation=order)
 
 
 def _fit(weight: QWeight, takes_f8: bool) -> Fit:
@@ -116,18 +135,19 @@ def _fit(weight: QWeight, takes_f8: bool) -> Fit:
     if weight.codebook is not None:
         return _fit_book(weight, group)
     kind: Kind = "i4" if weight.bits <= 4 else "i6" if weight.bits <= 6 else "i8"
-    if kind == "i8" and channel:
+    moved = kind == "i8" and _is_moved(weight)
+    if kind == "i8" and channel and not moved:
         return Fit(Scheme("i8"))
     rounding = _rounding(weight.scales)
     if rounding > MOST_ROUNDING:
         return Fit(None, "float16 does not hold its scales")
     change = rounding * 2.0**weight.bits  # of the outermost code
     scheme = Scheme(kind, group)
-    if kind == "i8":
+    if kind == "i8" and not moved:
         return Fit(scheme, "", change)
     is_whole = weight.mins is None and (weight.zeros is None or _is_whole(weight.zeros))
     is_centred = weight.zeros is not None and (weight.zeros == scheme.middle).all()
-    if is_whole and (weight.bits < scheme.bits or is_centred):
+    if not moved and is_whole and (weight.bits < scheme.bits or is_centred):
         return Fit(scheme, "", change)
     least = _min_rounding(weight)
     if least > 1.0:
@@ -164,8 +184,6 @@ def _why_not(weight: QWeight, takes_f8: bool) -> str:
         return "it is not quantised"
     if _is_float(weight):
         return "" if takes_f8 and _is_f8(weight) else "8-bit floats have no kernel"
-    if weight.permutation is not None:
-        return "its groups are of inputs that do not lie side by side (act-order)"
     if weight.scales.shape[1] > 1 and all(weight.group % size for size in GROUPS):
         return f"groups of {weight.group} have no kernel"
     if weight.codebook is not None:
@@ -177,20 +195,31 @@ def _why_not(weight: QWeight, takes_f8: bool) -> str:
 
 def _is_f8(weight: QWeight) -> bool:
     """Whether the codes are E4M3 with nothing but scales, one for each output or in groups that kernels may have."""
-    others = (weight.zeros, weight.mins, weight.codebook, weight.permutation)
+    others = (weight.zeros, weight.mins, weight.codebook)
     if weight.scales is None or type_name(weight.codes) != E4M3 or any(part is not None for part in others):
         return False
     return weight.scales.shape[1] == 1 or any(weight.group % size == 0 for size in GROUPS)
 
 
 def _why_not_i8(weight: QWeight) -> str:
-    if weight.bits > 8 or weight.mins is not None or (weight.zeros is not None and not _is_whole(weight.zeros)):
-        return f"codes of {weight.bits} bits with minimums have no kernel"
-    if weight.zeros is None:
-        return "" if type_name(weight.codes) == "int8" or weight.bits < 8 else "unsigned codes of 8 bits have no kernel"
-    if weight.bits == 8 and not ((weight.zeros == 128).all() and type_name(weight.codes) == "uint8"):
-        return "codes of 8 bits with a zero point have no kernel"
+    if weight.bits > 8 or type_name(weight.codes) not in ("int8", "uint8"):
+        return f"codes of {weight.bits} bits, {type_name(weight.codes)}, have no kernel"
     return ""
+
+
+def _is_moved(weight: QWeight) -> bool:
+    """Whether codes of 7 or 8 bits need minimums to be those of a kernel of int8."""
+    zero = _middle_of_bytes(weight)
+    if weight.mins is not None or weight.zeros is None:
+        return weight.mins is not None or zero > 0
+    if weight.bits < 8:  # there is room for whole zero points
+        return type_name(weight.codes) != "uint8" or not _is_whole(weight.zeros)
+    return not (weight.zeros == zero).all()
+
+
+def _middle_of_bytes(weight: QWeight) -> int:
+    """What is subtracted from codes of 8 bits for a kernel of signed ones."""
+    return 128 if weight.bits == 8 and type_name(weight.codes) == "uint8" else 0
 
 
 def _is_float(weight: QWeight) -> bool:
@@ -202,9 +231,10 @@ def _is_whole(zeros: NDArray[Any]) -> bool:
 
 
 def _minimums(weight: QWeight, scales: NDArray[np.float32]) -> Any:
-    """The weights that code 0 stands for: [out, groups]."""
+    """The weights that the kernel's code 0 stands for: [out, groups]."""
     least = np.zeros_like(scales) if weight.mins is None else weight.mins
-    return least if weight.zeros is None else least - weight.zeros * half(scales)
+    zeros = -_middle_of_bytes(weight) if weight.zeros is None else weight.zeros - _middle_of_bytes(weight)
+    return least - zeros * half(scales)
 
 
 def _min_rounding(weight: QWeight) -> float:

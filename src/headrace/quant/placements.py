@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 MIB = 2**20
 SHOWN = 3
+MOST_HELD = 1.05
+"""Of the bytes in the file. What takes more in memory is said with the cost."""
 
 
 @dataclass(slots=True)
@@ -26,6 +28,11 @@ class _Placed:
     stored: int = 0
     held: int = 0
     rounding: float = 0.0
+
+
+def cost_of(stored: int, held: int) -> str:
+    """How many times the bytes in the file are held in memory, in words, where it is more than `MOST_HELD`."""
+    return f", {held / stored:.2f} times as much" if held > MOST_HELD * stored else ""
 
 
 class Placements:
@@ -41,6 +48,7 @@ class Placements:
         placed.stored += stored
         placed.held += round(source.scheme.bits_per_weight(source.num_in) * source.num_out * source.num_in / 8)
         placed.held += 0 if fit.columns is None else 2 * len(fit.columns) * (source.num_out + 2 * source.num_in)
+        placed.held += 0 if fit.permutation is None else 4 * source.num_in
         placed.rounding = max(placed.rounding, fit.rounding)
 
     def lines(self) -> list[str]:
@@ -49,6 +57,7 @@ class Placements:
         for (scheme, why), placed in self._placed.items():
             count = f"{len(placed.names)} {'matrix' if len(placed.names) == 1 else 'matrices'}"
             sizes = f"{placed.stored / MIB:.1f} MiB stored, {placed.held / MIB:.1f} MiB in memory"
+            sizes += cost_of(placed.stored, placed.held)
             if scheme is None:
                 listing = ", ".join(placed.names[:SHOWN]) + (", ..." if len(placed.names) > SHOWN else "")
                 lines.append(f"{self._method}: {count} dequantised to {self._dtype}, for {why} ({sizes}): {listing}")

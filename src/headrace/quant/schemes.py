@@ -90,8 +90,9 @@ class Scheme(NamedTuple):
 
     kind: i4, i6 and i8 are codes of so many bits, f8 is floats of 8 bits of `dtype`, f is plain floats of `dtype`,
     k is GGUF's blocks of type `dtype` (`K_TYPES`). group: inputs that share a scale, float16 or (f8) float32; 0
-    (i8, f8) is one float32 scale for each output. has_min: (i4, i6) weight = code * scale + minimum, instead of
-    (code - middle) * scale, where the middle is 8 (i4) or 32 (i6). book: (i4) weight = LEVELS[book][code] * scale.
+    (i8, f8) is one float32 scale for each output. has_min: (i4, i6, and i8 in groups) weight = code * scale + minimum,
+    instead of (code - middle) * scale, where the middle is 8 (i4), 32 (i6) or 0 (i8). book: (i4) weight =
+    LEVELS[book][code] * scale.
     """
 
     kind: Kind
@@ -133,6 +134,7 @@ SCHEMES = frozenset(
         *[Scheme(kind, group, has_min) for kind in ("i4", "i6") for group in GROUPS for has_min in (False, True)],
         *[Scheme("i4", group, book=book) for group in GROUPS for book in BOOKS],
         *[Scheme("i8", group) for group in (0, *GROUPS)],
+        *[Scheme("i8", group, True) for group in GROUPS],
         *[Scheme("k", K_GROUP, dtype=name) for name in K_TYPES],
     ]
 )
@@ -147,15 +149,15 @@ F8_SCHEMES = frozenset(Scheme("f8", group, dtype=E4M3) for group in (0, *GROUPS)
 def native_flag(scheme: Scheme) -> int:
     """The number that the native library, and packed files, have for a scheme beside its kind and group.
 
-    It is `flag` of HrFormat in csrc/include/kernels.h: the type of floats and K-quants, the group of i8 and f8 codes,
-    and for i4 and i6 codes 0 without minima, 1 with minima, 2 and more for the books.
+    It is `flag` of HrFormat in csrc/include/kernels.h: the type of floats and K-quants, the group of i8 and f8 codes
+    (one more where i8 has minima), and for i4 and i6 codes 0 without minima, 1 with minima, 2 and more for the books.
     """
     if scheme.kind == "f":
         return TYPE_CODES[scheme.dtype]
     if scheme.kind == "k":
         return K_TYPES[scheme.dtype].code
     if scheme.kind in ("i8", "f8"):
-        return scheme.group
+        return scheme.group + scheme.has_min
     return 2 + list(BOOKS).index(scheme.book) if scheme.book else int(scheme.has_min)
 
 

@@ -278,6 +278,23 @@ def test_select_rows(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_permute(isa: str) -> None:
+    for rows, width in SHAPES:
+        x, columns = normals(1, rows, width), np.random.default_rng(width).permutation(width).astype(np.int32)
+        assert same(unary("permute", isa, x, num_threads=2, columns=columns, begin=None, count=1), x[:, columns])
+        # Each expert's rows in an order of their own; the first of three has none.
+        orders, begin = np.stack([np.roll(columns, i) for i in range(3)]), np.array([0, 0, rows // 2, rows], np.int32)
+        expected = [x[row, orders[1 if row < rows // 2 else 2]] for row in range(rows)]
+        assert same(unary("permute", isa, x, columns=orders, begin=begin, count=3), np.array(expected))
+        codes = quantized(x[:, columns], 32)
+        found = quantized(np.zeros_like(x), 32)
+        call("permute", isa, rows, x=x, ld_x=width, width=width, columns=columns, begin=None, count=1, **found.fields())
+        assert np.array_equal(found.q, codes.q)
+        assert same(found.scales, codes.scales)
+        assert np.array_equal(found.sums, codes.sums)
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_finite(isa: str) -> None:
     for width in (1, 16, 37, 64, 200):
         x, found = normals(1, 6, width, spread=1e37), np.full(6, 9, np.int32)

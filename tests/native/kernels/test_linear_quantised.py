@@ -31,7 +31,7 @@ LARGE = [(num_in, num_out) for num_in in (20, 64, 199, 520, 1032) for num_out in
 
 
 class Kind(NamedTuple):
-    """`flag` is what the format calls form (i4, i6) or weight_group (i8)."""
+    """`flag` is what the format calls form (i4, i6) or weight_group (i8, one more with minima)."""
 
     format: str
     group: int
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
     @property
     def has_min(self) -> bool:
-        return self.format != "i8" and self.flag == 1
+        return bool(self.flag % 2) if self.format == "i8" else self.flag == 1
 
 
 CODES: dict[str, tuple[int, int, Any]] = {
@@ -70,6 +70,7 @@ KINDS = {
     **{f"i4-g{group}": Kind("i4", group, 0) for group in (32, 64, 128)},
     **{f"i4-min-g{group}": Kind("i4", group, 1) for group in (32, 64, 128)},
     **{f"i8-g{group}": Kind("i8", group, group) for group in (32, 64, 128)},
+    **{f"i8-min-g{group}": Kind("i8", group, group + 1) for group in (32, 128)},
     **{f"i8-channel-g{group}": Kind("i8", group, 0) for group in (64, 256)},
     "i4-g8": Kind("i4", 8, 0),
     "i4-min-g16": Kind("i4", 16, 1),
@@ -332,7 +333,15 @@ def test_a_matrix_packed_in_parts_has_the_same_bytes(kind: Kind) -> None:
 
 
 def test_bytes_for_each_weight_are_those_of_codes_and_scales() -> None:
-    known = {"i4-g128": 4.125, "i4-g64": 4.25, "i4-min-g64": 4.5, "i8-g128": 8.125, "i6-g16": 7, "i6-min-g32": 7}
+    known = {
+        "i4-g128": 4.125,
+        "i4-g64": 4.25,
+        "i4-min-g64": 4.5,
+        "i8-g128": 8.125,
+        "i8-min-g128": 8.25,
+        "i6-g16": 7,
+        "i6-min-g32": 7,
+    }
     for kind, bits in known.items():
         assert Weights(KINDS[kind], 64, 2048).packed_bytes() * 8 == 64 * 2048 * bits
     assert Weights(KINDS["i8-channel-g64"], 64, 2048).packed_bytes() == 64 * (2048 + 4)

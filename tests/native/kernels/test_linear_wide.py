@@ -18,7 +18,8 @@ from headrace.quant.schemes import K_TYPES
 # kind, group, flag: every form of every kind.
 FORMS = [
     *[("i4", group, form) for group, form in ((8, 0), (40, 1), (64, 2), (32, 3), (16, 4), (64, 5))],
-    ("i6", 24, 0), ("i6", 64, 1), ("i8", 128, 0), ("i8", 16, 16), ("i8", 128, 128), ("f8", 128, 0), ("f8", 48, 48),
+    ("i6", 24, 0), ("i6", 64, 1), ("i8", 128, 0), ("i8", 16, 16), ("i8", 128, 128), ("i8", 32, 33),
+    ("f8", 128, 0), ("f8", 48, 48),
     *[("k", 32, kind.code) for kind in K_TYPES.values()],
 ]  # fmt: skip
 every_form = pytest.mark.parametrize(("kind", "group", "flag"), FORMS)

@@ -37,6 +37,7 @@ class Cpu:
     kv_dtypes = tuple(cache.TYPE_CODES)
     block_tables = tuple(K_TYPES)
     schemes = SCHEMES | F8_SCHEMES
+    mixes = True
 
     def __init__(self, device: str, dtype: str) -> None:
         if device != "cpu":

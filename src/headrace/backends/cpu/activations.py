@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
-from headrace.backends.cpu.matrix import CpuMatrix, CpuStack
+from headrace.backends.cpu.matrix import CpuMatrix, parts_of
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
@@ -59,7 +59,7 @@ def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int, sta
     elif mode == "auto" and able:
         rounded = {part for part in able if part.scheme.book in ROUNDED_BOOKS}
         losses = measure(ops, model, num_threads) if len(rounded) < len(able) and not model.feature_size else {}
-        spoilt = {part for part, loss in losses.items() if not loss <= TOLERANCE} - rounded
+        spoilt = {part for part, loss in losses.items() if not loss <= TOLERANCE} & set(able) - rounded
         ops.wide = rounded | spoilt
         if rounded:
             logger.info(
@@ -82,10 +82,6 @@ def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int, sta
     if not num_wide:
         return "int8" if quantised else ""
     return "16bit" if num_wide == len(quantised) else "mixed"
-
-
-def parts_of(matrix: CpuMatrix | CpuStack) -> tuple[CpuMatrix, ...]:
-    return matrix.parts if isinstance(matrix, CpuStack) else (matrix,)
 
 
 def measure(ops: CpuOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]:
@@ -113,11 +109,12 @@ def measure(ops: CpuOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]
         # Logits lie outside the arena.
         out = tape.nodes[pair.last].fields.get("out")
         wide = out if isinstance(out, np.ndarray) else tape.floats(pair.wide.buffer, rows)
-        narrow = tape.floats(pair.narrow.buffer, rows)
+        narrow = tape.floats(pair.narrow.buffer, rows)[:, : pair.narrow.width]
+        wide = wide[:, pair.column : pair.column + pair.narrow.width]
         begin = [0, rows] if pair.begin is None else pair.begin.tolist()
         for matrix, first, last in zip(pair.matrices, begin[:-1], begin[1:], strict=True):
             if first < last:
-                loss = _loss(narrow[first:last, : pair.wide.width], wide[first:last, : pair.wide.width])
+                loss = _loss(narrow[first:last], wide[first:last])
                 losses |= {part: max(loss, losses.get(part, 0.0)) for part in parts_of(matrix)}
     program.close()
     worst = max(losses.values(), default=0.0)

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.backends.base import Activation, Routing
 from headrace.backends.cpu.codes import new_codes, quantised
-from headrace.backends.cpu.matrix import CpuMatrix, CpuStack
+from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, parts_of
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.products import NO_Q, NO_RESIDUAL, Pair, product
 from headrace.backends.graph import PAIRS, Graph, Value
@@ -34,6 +35,8 @@ class Recording(Protocol):
     def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool: ...
 
     def gated(self, x: Value, kind: Activation) -> Value: ...
+
+    def permuted(self, x: Value, columns: NDArray[np.int32], begin: NDArray[np.int32], count: int) -> Value: ...
 
 
 class Experts:
@@ -85,8 +88,10 @@ class Experts:
     def _gather(self, x: Value, rows: Any, weights: Any, matrices: Sequence[CpuMatrix | CpuStack]) -> Value:
         """The rows of all pairs: as codes where all products take the same, so that a row is quantised but once."""
         graph, ops, scales = self.graph, self.ops, self.routing.scale_input
-        groups = {matrix.act_group for matrix in matrices}
-        as_floats = scales or len(groups) > 1 or ops.pairs is not None or ops.takes_floats(*matrices)
+        parts = [part for matrix in matrices for part in parts_of(matrix)]
+        groups = {part.act_group for part in parts}
+        is_ordered = any(part.permutation is not None for part in parts)
+        as_floats = scales or is_ordered or len(groups) > 1 or ops.pairs is not None or ops.takes_floats(*matrices)
         gathered = graph.value(x.width, PAIRS)
         fields = NO_Q | {"to_q": None, "to_scales": None, "to_sums": None, "x": None, "ld_x": 0, "width": x.width}
         fields |= {"list": rows, "weights": None, "out": None, "ld_out": 0}
@@ -108,7 +113,7 @@ class Experts:
 
     def _each(self, x: Value, matrices: Sequence[CpuMatrix | CpuStack]) -> Value:
         pairs = self.ops.pairs
-        if pairs is None or self.ops.takes_floats(*matrices):
+        if pairs is None or all(self.ops.takes_floats(part) for matrix in matrices for part in parts_of(matrix)):
             return self._products(x, matrices, as_floats=False)
         narrow, wide = (self._products(x, matrices, as_floats) for as_floats in (False, True))
         last = len(self.graph.nodes) - 1
@@ -119,27 +124,28 @@ class Experts:
     def _products(self, x: Value, matrices: Sequence[CpuMatrix | CpuStack], as_floats: bool) -> Value:
         """Each expert's rows of x times its matrix. as_floats: of x itself, whatever the matrices take."""
         graph = self.graph
-        experts = [matrix.parts if isinstance(matrix, CpuStack) else (matrix,) for matrix in matrices]
+        experts = [parts_of(matrix) for matrix in matrices]
         shapes = {tuple((part.num_in, part.num_out) for part in parts) for parts in experts}
         if len(shapes) > 1 or any(part.outliers is not None for parts in experts for part in parts):
             raise CheckpointError(
                 f"{matrices[0].name} and the other experts of the layer: the native kernels take matrices of one "
-                "shape, without outliers; dequantise them, or use backend torch_ref"
+                "shape with the same parts, without outliers; dequantise them, or use backend torch_ref"
             )
         out = graph.value(matrices[0].num_out, PAIRS)
         column = 0
         for place, first in enumerate(experts[0]):
+            ordered = self._ordered(x, [parts[place] for parts in experts])
             tables: dict[tuple[bool, str, int], list[int]] = {}
             for expert_id, parts in enumerate(experts):
                 part = parts[place]
                 key = as_floats or self.ops.takes_floats(part), part.kind, part.act_group
                 tables.setdefault(key, []).append(expert_id)
             for (is_wide, _, group), expert_ids in tables.items():
-                codes = None if is_wide else quantised(x, group)
-                buffers = (graph.read(x),) if codes is None else codes.buffers()
+                codes = None if is_wide else quantised(ordered, group)
+                buffers = (graph.read(ordered),) if codes is None else codes.buffers()
                 for buffer in (out.buffer, *buffers):
                     graph.touch(buffer)
-                calls = [product(experts[expert_id][place], x, codes) for expert_id in expert_ids]
+                calls = [product(experts[expert_id][place], ordered, codes) for expert_id in expert_ids]
                 at = {"out": ("column", out.buffer, column), "ld_out": out.ld}
                 fields = {
                     "op": op_code(calls[0][0]),
@@ -161,3 +167,11 @@ class Experts:
                 )
             column += first.num_out
         return out
+
+    def _ordered(self, x: Value, matrices: Sequence[CpuMatrix]) -> Value:
+        """x, or its rows with their inputs in the orders of their experts' matrices."""
+        if all(matrix.permutation is None for matrix in matrices):
+            return x
+        plain = np.arange(x.width, dtype=np.int32)
+        orders = [plain if matrix.permutation is None else matrix.permutation for matrix in matrices]
+        return self.ops.permuted(x, np.concatenate(orders), self.begin, len(orders))

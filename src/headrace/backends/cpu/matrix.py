@@ -56,7 +56,8 @@ class Outliers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuMatrix:
-    """A linear layer. `data`: uint8 as the native format of `scheme` packs it; `bias`: [num_out].
+    """A linear layer. `data`: uint8 as the native format of `scheme` packs it; `bias`: [num_out]; `permutation`: int32
+    [num_in], the input that each of the packed inputs is.
 
     Raises `CheckpointError` for a form that the kernels do not have.
     """
@@ -68,6 +69,7 @@ class CpuMatrix:
     num_out: int
     bias: NDArray[np.float32] | None = None
     outliers: Outliers | None = None
+    permutation: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         # The kernels trust these, wherever the matrix came from: quantised rows must fit their scratch memory.
@@ -77,13 +79,17 @@ class CpuMatrix:
                 f"{self.name}: {self.num_in} inputs in groups of {self.group}; the native kernels take at most "
                 f"{MAX_IN}, and groups that are multiples of 8 of at most {MAX_GROUP}"
             )
-        num_extras = bool(scheme.book) + scheme.has_min
-        if num_extras > (self.kind in ("i4", "i6")) or (scheme.book and self.kind != "i4"):
+        can_have_min = self.kind in ("i4", "i6") or (self.kind == "i8" and scheme.group)
+        if (scheme.has_min and (scheme.book or not can_have_min)) or (scheme.book and self.kind != "i4"):
             raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {scheme}")
         if self.kind == "k" and (scheme.dtype not in K_TYPES or self.num_in % K_BLOCK or self.group != K_GROUP):
             raise CheckpointError(
                 f"{self.name}: {self.num_in} inputs in groups of {self.group}, type {scheme.dtype}, are no K-quants"
             )
+
+        order = self.permutation
+        if order is not None and not np.array_equal(np.sort(order), np.arange(self.num_in)):
+            raise CheckpointError(f"{self.name}: its {self.num_in} inputs are not each once in their order")
 
     @property
     def kind(self) -> str:
@@ -100,7 +106,8 @@ class CpuMatrix:
     @property
     def num_bytes(self) -> int:
         """Of all that a row is multiplied with."""
-        return self.data.nbytes + (0 if self.outliers is None else self.outliers.num_bytes)
+        order = 0 if self.permutation is None else self.permutation.nbytes
+        return self.data.nbytes + order + (0 if self.outliers is None else self.outliers.num_bytes)
 
     @property
     def packed(self) -> NDArray[np.uint8]:
@@ -113,6 +120,8 @@ class CpuMatrix:
     def dense(self) -> NDArray[np.float32]:
         """The weights as float32 [num_out, num_in], for tests and tools."""
         out = unpacked(self.kind, self.data, self.num_out, self.num_in, self.act_group, self.flag)
+        if self.permutation is not None:
+            out = out[:, self.permutation.argsort()]
         if self.outliers is not None:
             out[:, self.outliers.columns] = self.outliers.kept.dense()
         return out
@@ -120,22 +129,14 @@ class CpuMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuStack:
-    """Matrices of different schemes over the same inputs, whose activations are quantised in the same groups."""
+    """Matrices of different forms over the same inputs, whose outputs lie one after the other."""
 
     name: str
     parts: tuple[CpuMatrix, ...]
 
     def __post_init__(self) -> None:
-        if len({(part.num_in, part.act_group) for part in self.parts}) != 1:
-            raise CheckpointError(f"{self.name}: its parts have different inputs or groups")
-
-    @property
-    def kind(self) -> str:
-        return self.parts[0].kind
-
-    @property
-    def outliers(self) -> None:
-        return None
+        if len({part.num_in for part in self.parts}) != 1:
+            raise CheckpointError(f"{self.name}: its parts have different inputs")
 
     @property
     def num_in(self) -> int:
@@ -144,10 +145,6 @@ class CpuStack:
     @property
     def num_out(self) -> int:
         return sum(part.num_out for part in self.parts)
-
-    @property
-    def act_group(self) -> int:
-        return self.parts[0].act_group
 
     def dense(self) -> NDArray[np.float32]:
         return np.concatenate([part.dense() for part in self.parts])
@@ -173,6 +170,11 @@ class PackedRecord(Protocol):
     num_in: int
     num_out: int
     bias: NDArray[np.float32] | None
+    permutation: NDArray[np.int32] | None
+
+
+def parts_of(matrix: CpuMatrix | CpuStack) -> tuple[CpuMatrix, ...]:
+    return matrix.parts if isinstance(matrix, CpuStack) else (matrix,)
 
 
 def unpacked(
@@ -202,7 +204,8 @@ def make_matrix(source: MatrixSource, bias: NDArray[np.float32] | None, pool: Po
             kind, codes.ctypes.data, _address(scales), _address(mins), num_in, act_group, flag, first, last, num_out,
             data.ctypes.data,
         )  # fmt: skip
-    return CpuMatrix(source.name, scheme, data, num_in, num_out, bias, _outliers(source, pool))
+    order = None if source.permutation is None else source.permutation.astype(np.int32)
+    return CpuMatrix(source.name, scheme, data, num_in, num_out, bias, _outliers(source, pool), order)
 
 
 def _outliers(source: MatrixSource, pool: Pool) -> Outliers | None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
 from headrace.backends.cpu.codes import Quantised, quantised
 from headrace.backends.cpu.experts import Experts
-from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix
+from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix, parts_of
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.cpu.products import KINDS, NO_Q, NO_RESIDUAL, Pair, product
 from headrace.backends.graph import LOGITS, Graph, Value
@@ -66,9 +66,12 @@ class CpuOps:
 
     def packed(self, record: PackedRecord) -> CpuMatrix:
         """Return a matrix that was packed before and is mapped now."""
-        matrix = CpuMatrix(record.name, record.scheme, record.data, record.num_in, record.num_out, record.bias)
+        matrix = CpuMatrix(
+            record.name, record.scheme, record.data, record.num_in, record.num_out, record.bias,
+            permutation=record.permutation,
+        )  # fmt: skip
         self.matrices.append(matrix)
-        self.weight_bytes += matrix.data.nbytes
+        self.weight_bytes += matrix.num_bytes
         return matrix
 
     def embedding(self, ids: NDArray[np.int32], table: Table, scale: float = 1.0) -> Value:
@@ -126,30 +129,53 @@ class CpuOps:
 
     def linear(self, x: Value, matrix: Matrix) -> Value:
         weights = cpu_matrix(matrix)
-        if weights.outliers is None:
-            return self._either(x, weights)
-        # Outliers are multiplied in float; in what is quantised they are exactly zero.
-        outliers = self._linear(x, None, weights.outliers.pick)
-        rest = x + self._linear(outliers, None, weights.outliers.back)
-        product = self._either(rest, weights)
-        return product + self._linear(outliers, None, weights.outliers.kept)
+        if isinstance(weights, CpuMatrix):
+            return self._part(x, weights)
+        out, column = self.graph.value(weights.num_out, x.dim), 0
+        for part in weights.parts:
+            self._part(x, part, out, column)
+            column += part.num_out
+        out.node = None  # no node makes all of it, so none can add a residual
+        return out
 
-    def _either(self, x: Value, matrix: CpuMatrix | CpuStack) -> Value:
+    def _part(self, x: Value, matrix: CpuMatrix, out: Value | None = None, column: int = 0) -> Value:
+        """The product, in a value of its own, or in the columns of `out` from `column` on."""
+        if matrix.permutation is not None:
+            x = self.permuted(x, matrix.permutation)
+        if matrix.outliers is None:
+            return self._either(x, matrix, out, column)
+        # Outliers are multiplied in float; in what is quantised they are exactly zero.
+        outliers = self._product(x, None, matrix.outliers.pick)
+        rest = x + self._product(outliers, None, matrix.outliers.back)
+        product = self._either(rest, matrix, out, column)
+        return self._product(outliers, None, matrix.outliers.kept, product, column, adds=True)
+
+    def permuted(
+        self, x: Value, columns: NDArray[np.int32], begin: NDArray[np.int32] | None = None, count: int = 1
+    ) -> Value:
+        """Each row of x in the order `columns` [count, width]; of several, the one of the expert whose row it is."""
+        out = self.graph.value(x.width, x.dim)
+        fields = {"columns": columns, "begin": begin, "count": count}
+        self.graph.put("permute", x.dim, out, self._in_out(x, out) | fields | NO_Q)
+        return out
+
+    def _either(self, x: Value, matrix: CpuMatrix, out: Value | None, column: int) -> Value:
         """The product with int8 activations, or with floats where the matrix has plain numbers or was chosen for it."""
         if self.takes_floats(matrix):
-            return self._linear(x, None, matrix)
+            return self._product(x, None, matrix, out, column)
+        codes = quantised(x, matrix.act_group)
         if self.pairs is None:
-            return self._linear(x, quantised(x, matrix.act_group), matrix)
-        narrow = self._linear(x, quantised(x, matrix.act_group), matrix)
-        wide = self._linear(x, None, matrix)
+            return self._product(x, codes, matrix, out, column)
+        narrow = self._product(x, codes, matrix)
+        wide = self._product(x, None, matrix, out, column)
         wide.node = None  # a residual must not become part of it
         narrow.buffer.last = wide.buffer.last = len(self.graph.nodes) - 1
-        self.pairs.append(Pair([matrix], narrow, wide, len(self.graph.nodes) - 1))
+        self.pairs.append(Pair([matrix], narrow, wide, len(self.graph.nodes) - 1, column=column))
         return wide
 
     def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool:
-        """Whether the products of any of the matrices take floats."""
-        parts = [part for matrix in matrices for part in getattr(matrix, "parts", (matrix,))]
+        """Whether the products of any of the matrices, or of a part of one, take floats."""
+        parts = [part for matrix in matrices for part in parts_of(matrix)]
         return any(part.kind in ("f", "f8") or part in self.wide for part in parts)
 
     def rope_store(
@@ -227,22 +253,35 @@ class CpuOps:
         first, second = [cpu_matrix(matrix) for matrix in gate_up], [cpu_matrix(matrix) for matrix in down]
         return Experts(self, routing, router.num_out).mix(x, self.linear(x, router), first, second, kind)
 
-    def _linear(self, x: Value, codes: Quantised | None, matrix: CpuMatrix | CpuStack) -> Value:
-        out = self.graph.value(matrix.num_out, x.dim)
-        if isinstance(matrix, CpuMatrix):
-            self._product(x, codes, matrix, out, out.buffer)
-            return out
-        column = 0
-        for part in matrix.parts:
-            for buffer in (out.buffer, *(codes.buffers() if codes is not None else ())):
-                self.graph.touch(buffer)
-            self._product(x, codes, part, out, ("column", out.buffer, column))
-            column += part.num_out
-        out.node = None  # no node makes all of it, so none can add a residual
-        return out
-
-    def _product(self, x: Value, codes: Quantised | None, matrix: CpuMatrix, out: Value, at: Any) -> None:
+    def _product(
+        self,
+        x: Value,
+        codes: Quantised | None,
+        matrix: CpuMatrix,
+        out: Value | None = None,
+        column: int = 0,
+        *,
+        adds: bool = False,
+    ) -> Value:
+        """Put the product into `out`, a new value by default, from `column` on; `adds`: to what is there."""
         name, fields = product(matrix, x, codes)
+        if out is None:
+            out = self.graph.value(matrix.num_out, x.dim)
+        for buffer in (out.buffer, *(codes.buffers() if codes is not None else (self.graph.read(x),))):
+            self.graph.touch(buffer)
+        at = ("column", out.buffer, column) if column else out.buffer
+        if adds:
+            fields |= {"residual": at, "ld_res": out.ld}
+        self.graph.put(
+            name,
+            x.dim,
+            out,
+            fields | {"out": at, "ld_out": out.ld},
+            note=matrix.name,
+            read_bytes=matrix.data.nbytes,
+            row_ops=2 * matrix.num_in * matrix.num_out,
+        )
+        return out
         if codes is None:
             self.graph.read(x)
         self.graph.put(
@@ -254,6 +293,7 @@ class CpuOps:
             read_bytes=matrix.data.nbytes,
             row_ops=2 * matrix.num_in * matrix.num_out,
         )
+        return out
 
     def _in_out(self, x: Value, out: Value) -> dict[str, Any]:
         return {

@@ -29,7 +29,8 @@ NO_RESIDUAL: dict[str, Any] = {"residual": None, "ld_res": 0}
 class Pair(NamedTuple):
     """A product computed both ways: with int8 activations (`narrow`) and with floats; `last` is its last node.
 
-    matrices: one, or those of experts, of which expert e has the rows begin[e] ... begin[e + 1] - 1.
+    matrices: one, or those of experts, of which expert e has the rows begin[e] ... begin[e + 1] - 1. column: the first
+    of `wide` that the product has.
     """
 
     matrices: Sequence[CpuMatrix | CpuStack]
@@ -37,6 +38,7 @@ class Pair(NamedTuple):
     wide: Value
     last: int
     begin: NDArray[np.int32] | None = None
+    column: int = 0
 
 
 def product(matrix: CpuMatrix, x: Value, codes: Quantised | None) -> tuple[str, dict[str, Any]]:

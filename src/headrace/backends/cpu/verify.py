@@ -346,6 +346,13 @@ def _select(view: View) -> Expected:
     return {"out": view.ops.select(view.rows(view["width"], num_rows=int(rows.max()) + 1), rows)}
 
 
+def _permute(view: View) -> Expected:
+    columns = view["columns"].reshape(view["count"], view["width"]).astype(np.int64)
+    begin = [0, view.num_rows] if view["begin"] is None else view["begin"].tolist()
+    orders = np.repeat(columns, np.diff(begin), axis=0)
+    return _with_codes(view, view.x().gather(1, torch.from_numpy(orders)))
+
+
 def _gated(view: View) -> Expected:
     return _with_codes(view, view.ops.gated(view.rows(2 * view["width"]), ACTIVATIONS[view["kind"]]))
 
@@ -353,6 +360,7 @@ def _gated(view: View) -> Expected:
 REFERENCE: dict[str, Callable[[View], Expected]] = {
     "embedding": _embedding,
     "select_rows": _select,
+    "permute": _permute,
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     "add": lambda view: {"out": view.x() + view.rows(view["width"], "y", "ld_y")},

@@ -34,6 +34,7 @@ class Cuda:
     name = "cuda"
     kv_dtypes = tuple(cache.STORED)
     block_tables = ()
+    mixes = False
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device, self.dtype = device, dtype

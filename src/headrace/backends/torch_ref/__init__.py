@@ -28,6 +28,7 @@ class TorchRef:
     kv_dtypes = ("float32", "bfloat16", "float16", *rounded.KINDS)
     block_tables = ()
     schemes = SCHEMES | F8_SCHEMES
+    mixes = True
     """All are computed as the floats that they stand for, so that the other backends have an oracle."""
 
     def __init__(self, device: str, dtype: str) -> None:
@@ -46,7 +47,7 @@ class TorchRef:
         return {}
 
     def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
-        kinds = {"f" if matrix.scheme is None else matrix.scheme.kind for matrix in self.ops.matrices}
+        kinds = {"f" if part.scheme is None else part.scheme.kind for part in self.ops.parts()}
         chosen = float_activations(self.name, mode, kinds)
         self.ops.rounds_inputs = mode == "fp8"
         return chosen

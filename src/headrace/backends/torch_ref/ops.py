@@ -7,7 +7,7 @@ sums and transcendental functions go through `rowwise`, which keeps rows apart. 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RefMatrix:
     """A linear layer: `data` [padded in, padded out] float32, so that a product walks along it; `bias` [out]."""
 
@@ -54,6 +54,25 @@ class RefMatrix:
         return self.data[: self.num_in, : self.num_out].t().contiguous()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RefStack:
+    """Linear layers of different forms over the same inputs, whose outputs lie one after the other."""
+
+    name: str
+    parts: tuple[RefMatrix, ...]
+
+    @property
+    def num_in(self) -> int:
+        return self.parts[0].num_in
+
+    @property
+    def num_out(self) -> int:
+        return sum(part.num_out for part in self.parts)
+
+    def dense(self) -> Tensor:
+        return torch.cat([part.dense() for part in self.parts])
+
+
 class RefOps:
     """`Ops` in plain torch. Values between operators have `dtype`; within an operator they are float32."""
 
@@ -62,7 +81,7 @@ class RefOps:
         self.dtype = dtype
         self.weight_bytes = 0
         """Of all matrices, as the checkpoint would hold them in `dtype`."""
-        self.matrices: list[RefMatrix] = []
+        self.matrices: list[RefMatrix | RefStack] = []
         self.rounds_inputs = False
         """Whether inputs of weights of 8-bit floats are rounded to E4M3: as the checkpoint says, else by row."""
 
@@ -81,10 +100,25 @@ class RefOps:
         inputs: tuple[tuple[int, Inputs], ...] = ()
         if source.scheme.kind == "f8":
             inputs = tuple((size, each or Inputs()) for size, each in source.inputs)
-        self.matrices.append(RefMatrix(data, bias, num_in, num_out, source.name, source.scheme, inputs))
-        return self.matrices[-1]
+        matrix = RefMatrix(data, bias, num_in, num_out, source.name, source.scheme, inputs)
+        self.matrices.append(matrix)
+        return matrix
+
+    def parts(self) -> Iterator[RefMatrix]:
+        """Yield each matrix that has a form of its own."""
+        for matrix in self.matrices:
+            yield from matrix.parts if isinstance(matrix, RefStack) else (matrix,)
+
+    def stacked(self, name: str, matrices: Sequence[Matrix]) -> RefStack:
+        parts = tuple(matrix for matrix in matrices if isinstance(matrix, RefMatrix))
+        self.matrices = [matrix for matrix in self.matrices if matrix not in parts]
+        stack = RefStack(name, parts)
+        self.matrices.append(stack)
+        return stack
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+        if isinstance(matrix, RefStack):
+            return torch.cat([self.linear(x, part) for part in matrix.parts], dim=1)
         if not isinstance(matrix, RefMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
         a = x.float()

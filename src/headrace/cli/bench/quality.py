@@ -255,8 +255,8 @@ def held_bits(matrix: Any) -> float:
     parts = getattr(matrix, "parts", None)  # of other forms, one under the other
     if parts is not None:
         return float(sum(held_bits(part) * part.num_out for part in parts) / sum(part.num_out for part in parts))
-    outliers = getattr(matrix, "outliers", None)
-    bits: float = matrix.scheme.bits_per_weight(matrix.num_in)
+    outliers, order = getattr(matrix, "outliers", None), getattr(matrix, "permutation", None)
+    bits: float = matrix.scheme.bits_per_weight(matrix.num_in) + (0 if order is None else 32 / matrix.num_out)
     return bits if outliers is None else bits + 16 * len(outliers.columns) / matrix.num_in
 
 
@@ -271,7 +271,9 @@ def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
     owners: defaultdict[str, int] = defaultdict(int)
     for name, size in tensors.items():
         if not name.endswith(".bias"):
-            owners[short_name(name.rpartition(".")[0])] += size
+            # bitsandbytes names what belongs to a weight after it: q_proj.weight.absmax.
+            layer, found, _ = f"{name}.".partition(".weight.")
+            owners[short_name(layer if found else name.rpartition(".")[0])] += size
     total = 0
     for name in names:
         head, _, tail = short_name(name).rpartition(".")

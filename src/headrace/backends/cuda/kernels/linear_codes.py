@@ -340,6 +340,8 @@ def _bytes(numbers: tuple[int, ...]) -> int:
 
 def packs(scheme: Scheme) -> bool:
     """Whether the kernel has a layout for a scheme; weights of others are widened when they are loaded."""
+    if scheme.kind == "i8" and scheme.has_min:
+        return False
     return scheme.kind in ("i4", "i8") and scheme.book != "fp4" and (scheme.group >= 16 or scheme == Scheme("i8"))
 
 
