@@ -26,6 +26,7 @@ class RandomMatrix:
 
     columns = None
     inputs = ()
+    permutation = None
 
     def __init__(self, name: str, num_out: int, num_in: int, scheme: Scheme, device: torch.device) -> None:
         self.name, self.num_out, self.num_in, self.scheme, self.device = name, num_out, num_in, scheme, device

@@ -196,7 +196,7 @@ class _Measured:
         wrong = max(max(piece) for piece in self.pieces)
         if wrong >= self.model.vocab_size:
             raise RequestError("calibration", wrong, f"token ids below {self.model.vocab_size}, the vocabulary")
-        self.groups = _groups(source, backend.ops.matrices, self.model.embedding)
+        self.groups = _groups(source, list(backend.ops.parts()), self.model.embedding)
         grouped = {plan.name for group in self.groups for plan in group.plans}
         sizes = {plan.name: math.prod(source.shape(plan)) for plan in source.plans}
         self.num_weights = sum(sizes.values())

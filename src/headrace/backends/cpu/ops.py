@@ -282,18 +282,6 @@ class CpuOps:
             row_ops=2 * matrix.num_in * matrix.num_out,
         )
         return out
-        if codes is None:
-            self.graph.read(x)
-        self.graph.put(
-            name,
-            x.dim,
-            out,
-            fields | {"out": at, "ld_out": out.ld},
-            note=matrix.name,
-            read_bytes=matrix.data.nbytes,
-            row_ops=2 * matrix.num_in * matrix.num_out,
-        )
-        return out
 
     def _in_out(self, x: Value, out: Value) -> dict[str, Any]:
         return {
