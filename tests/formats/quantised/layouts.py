@@ -269,6 +269,43 @@ def hqq(bits: int, group: int, axis: int) -> Stored:
     return Stored(config, parts, ((q - z) * s).reshape(NUM_OUT, NUM_IN))
 
 
+def quark(dtype: str, group: int = 0, order: str = "reorder") -> Stored:
+    """AMD Quark's integers: per group [in, out], else [out, in] with a scale for each output."""
+    bits, unsigned = int(dtype[-1]), dtype.startswith("u")
+    low = 0 if unsigned else -(2 ** (bits - 1))
+    q, s = codes(low, low + 2**bits - 1), scales(NUM_IN // group if group else 1, torch.float32)
+    z = torch.randint(low, low + 2**bits, s.shape, generator=torch.Generator().manual_seed(3))
+
+    def stored(part: Tensor) -> Tensor:
+        part = part.t() if group else part if part.shape[1] > 1 else part.t()
+        if bits == 8:
+            return part.to(torch.uint8 if unsigned else torch.int8).contiguous()
+        eights = part.reshape(len(part), -1, 8)[:, :, list(AWQ_ORDER) if order == "reorder" else slice(None)]
+        return stream(eights.flatten(1) & 15, 4)
+
+    zero = stored(z)
+    parts = {
+        "l.weight": stored(q),
+        "l.weight_scale": s.t().contiguous() if group else s.flatten(),
+        "l.weight_zero_point": zero if group else zero.flatten(),
+    }
+    weight = {"dtype": dtype, "qscheme": "per_group" if group else "per_channel", "group_size": group or None}
+    return Stored(quark_config(weight, order), parts, (q - spread(z)) * spread(s))
+
+
+def quark_config(weight: dict[str, Any], order: str = "reorder") -> dict[str, Any]:
+    config: dict[str, Any] = {"quant_method": "quark", "exclude": ["head"], "export": {"pack_method": order}}
+    other = {"weight": {"dtype": "fp6_e3m2"}}
+    return config | {"global_quant_config": other, "layer_quant_config": {"x*": other, "l*": {"weight": weight}}}
+
+
+def quark_mxfp4() -> Stored:
+    q, e = codes(0, 15), exponents()
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    parts = {"l.weight": pairs(q), "l.weight_scale": e.to(torch.uint8)}
+    return Stored(quark_config(weight), parts, E2M1[q] * spread(torch.exp2(e.float() - 127)))
+
+
 LAYOUTS = {
     "dynamic": lambda: dynamic(r"+:.*l$", {"bits": 8, "group_size": -1}, {"bits": 4, "group_size": 32}, 4, 32),
     "dynamic, a part of the settings": lambda: dynamic("l", {"bits": 3, "group_size": 64}, {"mse": 2.4}, 3, 64),
@@ -302,6 +339,12 @@ LAYOUTS = {
     "hqq 3 bits": lambda: hqq(3, 32, 1),
     "hqq 2 bits": lambda: hqq(2, 32, 1),
     "hqq 8 bits": lambda: hqq(8, 64, 1),
+    "quark int4, groups": lambda: quark("int4", 32),
+    "quark uint4, groups, in order": lambda: quark("uint4", 64, "order"),
+    "quark int4, rows": lambda: quark("int4"),
+    "quark int8, rows": lambda: quark("int8"),
+    "quark uint8, groups": lambda: quark("uint8", 32),
+    "quark mxfp4": quark_mxfp4,
     "torchao int8": lambda: torchao_int(8, 0),
     "torchao int8, zero points": lambda: torchao_int(8, 3),
     "torchao int8, rows": lambda: torchao_int(8, 0, group=NUM_IN),

@@ -168,6 +168,24 @@ def good() -> dict[str, Good]:
                 "l.group_size": torch.tensor(64, dtype=I32),
             },
         ),
+        "quark-uint4": (
+            {
+                "quant_method": "quark",
+                "exclude": ["head"],
+                "export": {"pack_method": "reorder"},
+                "global_quant_config": {"weight": {"dtype": "uint4", "qscheme": "per_group", "group_size": 64}},
+                "layer_quant_config": {},
+            },
+            {"l.weight": words(128, 4), "l.weight_scale": scales(2, 32), "l.weight_zero_point": words(2, 4)},
+        ),
+        "quark-fp8": (
+            {
+                "quant_method": "quark",
+                "exclude": ["he*"],
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}},
+            },
+            {"l.weight": torch.randn(32, 128).to(E4M3), "l.weight_scale": scales(32)},
+        ),
         "gptq-dynamic": (
             gptq | {"bits": 8, "dynamic": {"-:head": {}, r"+:l$": {"bits": 4, "group_size": 32}}},
             {"l.qweight": words(16, 32), "l.qzeros": words(4, 4), "l.scales": scales(4, 32, dtype=F16)},
@@ -294,7 +312,14 @@ def test_lists_of_layers_left_alone_are_followed(method: str, key: str, value: l
 
 def without_one(method: str) -> list[tuple[str, str]]:
     # Without its format an int8 layer is taken to lie row after row; a GPTQ layer without g_idx has no act-order.
-    optional = {"l.group_size", "l.weight_format", "l.g_idx", "l._weight_zero_point", "l._weight_per_tensor_scale"}
+    optional = {
+        "l.weight_zero_point",
+        "l.group_size",
+        "l.weight_format",
+        "l.g_idx",
+        "l._weight_zero_point",
+        "l._weight_per_tensor_scale",
+    }
     return [(method, name) for name in good()[method][1] if name not in optional]
 
 
@@ -403,6 +428,18 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("auto-round", {"data_type": "mx_int"}, "data_type is 'mx_int'"),
     ("auto-round", {"rotation_config": {"a": 1}}, "rotation_config"),
     ("auto-round", {"bits": "4"}, "bits is '4'"),
+    ("quark-fp8", {"global_quant_config": 4}, "weight of l is 4"),
+    ("quark-fp8", {"global_quant_config": {"weight": [{}, {}]}}, "two stages are not supported"),
+    ("quark-fp8", {"layer_quant_config": ["l"]}, "layer_quant_config is"),
+    ("quark-fp8", {"layer_quant_config": {"*l*****": {}}}, "layer_quant_config has the pattern"),
+    ("quark-fp8", {"global_quant_config": {"weight": {"dtype": "fp6_e3m2"}}}, "dtype is 'fp6_e3m2'"),
+    ("quark-fp8", {"exclude": "head"}, "exclude is 'head'"),
+    ("quark-uint4", {"export": {"pack_method": "rows"}}, "pack_method is 'rows'"),
+    (
+        "quark-uint4",
+        {"global_quant_config": {"weight": {"dtype": "uint4", "qscheme": "per_group", "group_size": "64"}}},
+        "group_size is '64'",
+    ),
     ("torchao-int8", {"note": note("Int4OpaqueTensor")}, "_type is 'Int4OpaqueTensor', expected one of"),
     (
         "torchao-int8",
@@ -491,6 +528,7 @@ def test_any_config_is_refused_or_read(data: st.DataObject) -> None:
     weights = config.get("config_groups", {}).get("group_0", {}).get("weights", {})
     said = config.get("note", {})
     places = (config, weights, said, said.get("_data"), config.get("dynamic"), config.get("extra_config"))
+    places += (config.get("global_quant_config", {}).get("weight"),)
     place = data.draw(st.sampled_from([place for place in places if place]))
     names = [*place, "modules_to_not_convert", "ignore", "checkpoint_format", "sparsity_config", "block_structure"]
     names += ["dynamic", "extra_config", "packing_format", "data_type"] if place is config else []
