@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack
-from headrace.backends.cpu.ops import CpuOps
+from headrace.backends.cpu.ops import FLOAT_KINDS, CpuOps
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.protocol.errors import RequestError
@@ -36,12 +36,14 @@ logger = logging.getLogger(__name__)
 def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int) -> str:
     """Set `ops.wide` to the matrices that take floats; return "int8", "16bit", "mixed", or "" if none is quantised.
 
-    Raises `RequestError` for a mode that changes nothing: int8 without weights of integer codes.
+    Raises `RequestError` for a mode that changes nothing: int8 without weights of integer codes of 4 bits and more.
     """
     quantised = [part for matrix in ops.matrices for part in parts_of(matrix) if part.kind != "f"]
-    able = [part for part in quantised if part.kind != "f8"]
+    able = [part for part in quantised if part.kind not in FLOAT_KINDS]
     if mode == "int8" and not able:
-        raise RequestError("activations", mode, "auto or 16bit: the model has no weights of integer codes")
+        raise RequestError(
+            "activations", mode, "auto or 16bit: the model has no weights of integer codes of 4 bits and more"
+        )
     if mode == "16bit" and not quantised:
         raise RequestError("activations", mode, "auto: the model's weights are not quantised")
     if mode == "16bit":

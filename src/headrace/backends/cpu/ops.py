@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-KIND_CODES = {"i4": 0, "i6": 1, "i8": 2, "k": 3, "f8": 4}
+KIND_CODES = {"i4": 0, "i6": 1, "i8": 2, "k": 3, "f8": 4, "i3": 5, "i2": 6}
 """HR_KIND of csrc/include/kernels.h."""
+FLOAT_KINDS = ("f", "f8", "i3", "i2")
+"""Kinds that are multiplied with floats alone."""
 NO_Q: dict[str, Any] = {"q": None, "ld_q": 0, "scales": None, "sums": None, "ld_s": 0, "group": 0}
 
 F32 = NDArray[np.float32]
@@ -150,7 +152,7 @@ class CpuOps:
     def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool:
         """Whether the products of any of the matrices take floats."""
         parts = [part for matrix in matrices for part in getattr(matrix, "parts", (matrix,))]
-        return any(part.kind in ("f", "f8") or part in self.wide for part in parts)
+        return any(part.kind in FLOAT_KINDS or part in self.wide for part in parts)
 
     def rope_store(
         self,
