@@ -150,7 +150,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
 def test_the_kernel_writes_what_its_twin_writes(case: dict[str, Any]) -> None:
     problem = Problem(**case)
