@@ -59,9 +59,9 @@ def of_marlin(tensors: Tensors, name: str, bits: int, group: int | None) -> QWei
     turned = np.empty_like(stored)
     turned[:, order] = stored
     tiles = turned.reshape(half_in // TILE, num_out // TILE, TILE, TILE).transpose(1, 3, 0, 2)
-    kept = tiles.reshape(num_out, half_in)
+    halves = tiles.reshape(num_out, half_in)
     meta = checked(tensors, f"{name}.meta", (half_in // 16, 2 * num_out), "int16")
-    codes = _placed(kept, np.ascontiguousarray(meta).view(np.uint16).reshape(-1), bits, f"{name}.meta")
+    codes = _placed(halves, np.ascontiguousarray(meta).view(np.uint16).reshape(-1), bits, f"{name}.meta")
     num_in = 2 * half_in
     size = group or num_in
     packed = checked(tensors, f"{name}.scale_packed", (-(-num_in // size), num_out))
@@ -85,12 +85,12 @@ def _order(bits: int) -> NDArray[np.int64]:
     return np.ascontiguousarray(places.reshape(-1, len(interleave))[:, interleave].reshape(-1))
 
 
-def _placed(kept: NDArray[np.uint8], meta: NDArray[np.uint16], bits: int, name: str) -> NDArray[np.uint8]:
+def _placed(halves: NDArray[np.uint8], meta: NDArray[np.uint16], bits: int, name: str) -> NDArray[np.uint8]:
     """Codes [out, in / 2] at the places that `meta` says, with the code of 0 elsewhere: [out, in].
 
     meta: a word for 16 inputs of an output, four bits for each four, in CUTLASS's order (`reorder_meta`).
     """
-    num_out, num_words = kept.shape[0], kept.shape[1] // 8
+    num_out, num_words = halves.shape[0], halves.shape[1] // 8
     row, column = np.arange(num_out)[:, None], np.arange(num_words)
     line = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 32 % 4 // 2 * 32 + row % 64 // 8 * 4
     shift = ((line % 2 == 0) & (column % 2 == 1)).astype(np.int64) - ((line % 2 == 1) & (column % 2 == 0))
@@ -101,7 +101,7 @@ def _placed(kept: NDArray[np.uint8], meta: NDArray[np.uint16], bits: int, name: 
     if (first == second).any():
         raise CheckpointError(f"{name}, {meta.size} words, has one place twice in four")
     codes = np.full((num_out, fours.shape[1], 4), 2 ** (bits - 1), np.uint8)
-    pairs = kept.reshape(num_out, -1, 2)
+    pairs = halves.reshape(num_out, -1, 2)
     for places, values in ((first, pairs[:, :, 0]), (second, pairs[:, :, 1])):
         np.put_along_axis(codes, places.astype(np.int64)[:, :, None], values[:, :, None], 2)
     return codes.reshape(num_out, -1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.formats.quantised.layouts import LAYOUTS, Stored
-from tests.formats.quantised.test_hostile import read
+from tests.formats.quantised.right import read
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight

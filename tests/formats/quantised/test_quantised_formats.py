@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.formats.quantised import formats
 from tests.formats.quantised.formats import TOKEN_IDS, Written
-from tests.formats.quantised.test_hostile import Held
+from tests.formats.quantised.right import Held
 from tests.models.test_quantised import MOST, distance, matrices
 from tests.support.harness import follow, load
 from torch import Tensor

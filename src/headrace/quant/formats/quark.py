@@ -130,10 +130,12 @@ def _order(config: dict[str, Any]) -> list[int]:
 
 def _spec_of(name: str, config: dict[str, Any]) -> dict[str, Any] | None:
     """How the layer's weights are stored; None for plain."""
-    own = config.get("layer_quant_config") or {}
-    if not isinstance(own, dict):
-        raise CheckpointError(f"quantization_config: layer_quant_config is {own!r:.80}, expected settings by pattern")
-    layer = next((settings for pattern, settings in own.items() if _matches(pattern, name)), None)
+    by_pattern = config.get("layer_quant_config") or {}
+    if not isinstance(by_pattern, dict):
+        raise CheckpointError(
+            f"quantization_config: layer_quant_config is {by_pattern!r:.80}, expected settings by pattern"
+        )
+    layer = next((settings for pattern, settings in by_pattern.items() if _matches(pattern, name)), None)
     layer = config.get("global_quant_config") if layer is None else layer
     spec = layer.get("weight") if isinstance(layer, dict) else layer
     if layer is not None and (not isinstance(layer, dict) or not isinstance(spec, dict | None)):
