@@ -103,18 +103,31 @@ def test_every_way_of_quantising_has_a_row() -> None:
 
 
 def test_the_order_of_the_rows() -> None:
-    """GPTQ and AWQ lose less than rounding at each number of bits; more bits lose less; int8 is within 0.1% of bf16."""
+    """GPTQ and AWQ lose less than rounding, fine-tuned weights at 2 bits the least; more bits lose less; int8 is within
+    0.3% of bf16."""
     rows = kept("builtin")
     kl = {name: one["mean_kl"] for name, one in rows.items()}
     for bits in (4, 3):
         least = kl[f"rtn int{bits}-g64"] - 3 * rows[f"rtn int{bits}-g64"]["mean_kl_stderr"]
         assert kl[f"gptq int{bits}-g64"] < least
         assert kl[f"awq int{bits}-g64-asym"] < least
-    assert kl["fine-tuned int4-g64"] < kl["rtn int4-g64"]
+    for bits, form in ((4, ""), (3, ""), (2, "-asym")):
+        assert kl[f"fine-tuned int{bits}-g64{form}"] < kl[f"rtn int{bits}-g64{form}"] / 2
+    assert kl["fine-tuned int2-g64-asym"] < kl["gptq int2-g64-asym"] / 2
     assert kl["bf16"] < kl["int8"] < kl["int6"] < kl["int4"] < kl["rtn int3-g64"] < kl["rtn int2-g64-asym"]
     assert kl["Q8_0 (GGUF)"] < kl["Q6_K (GGUF)"] < kl["Q5_K_M (GGUF)"] < kl["Q4_K_M (GGUF)"] < kl["Q3_K_M (GGUF)"]
     change = rows["int8"]["perplexity"] / rows["bf16"]["perplexity"] - 1
-    assert abs(change) < 1e-3
+    assert abs(change) < 3e-3
+
+
+def test_outliers_cost_the_weights_alone() -> None:
+    """What int8 weights lose with planted outliers, and that methods made against them lose nothing."""
+    rows = kept("builtin", "--outliers")
+    loss = {name: one["outlier_kl"] for name, one in rows.items() if "outlier_kl" in one}
+    assert len(loss) > 40
+    assert all(loss[name] < 0.015 for name in ("int8", "int8-g128", "rtn W8A8", "Q8_0 (GGUF)", "gptq int8"))
+    for name in ("bf16", "fp8 E4M3", "smoothquant W8A8", "LLM.int8() (bitsandbytes)"):
+        assert loss[name] < 1.05 * rows[name]["mean_kl"], name
 
 
 def test_int8_on_a_long_text() -> None:

@@ -159,6 +159,8 @@ def test_what_a_model_is_compared_with_if_nobody_says() -> None:
     plain = EngineConfig(model="builtin", backend="cpu")
     assert reference_config(plan, EngineConfig(model="builtin", backend="cpu", quantization="int4")) == plain
     assert reference_config(plan, EngineConfig(model="builtin", backend="cpu", kv_cache_dtype="int8")) == plain
+    wide = EngineConfig(model="builtin", backend="cpu", quantization="int4", activations="16bit")
+    assert reference_config(plan, wide) == plain
     assert reference_config(plan, plain) is None
     other = reference_config(QualityPlan(reference="builtin", reference_dtype="float32"), plain)
     assert other == EngineConfig(model="builtin", backend="cpu", dtype="float32")

@@ -87,7 +87,12 @@ def opened(config: EngineConfig) -> LLM:
 
 def reference_config(plan: QualityPlan, config: EngineConfig) -> EngineConfig | None:
     """Return the config of the reference; None if the plan names none and the model has no plainer form."""
-    plain: dict[str, Any] = {"quantization": None, "kv_cache_dtype": "auto", "save_packed": False}
+    plain: dict[str, Any] = {
+        "quantization": None,
+        "activations": "auto",
+        "kv_cache_dtype": "auto",
+        "save_packed": False,
+    }
     if plan.reference is not None:
         plain |= {"model": plan.reference, "revision": None}
     elif is_quantised(hub.resolve(config.model, config.revision)):
