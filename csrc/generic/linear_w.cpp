@@ -3,7 +3,8 @@
  * A weight becomes a float in the registers (code to number, times scale, plus minimum, as unpack_row has it), and an
  * output is one chain of fma, so the bits are those of linear_f over the unpacked weights. Few rows: 64 outputs at a time,
  * two panels side by side, each streamed once. Many rows: a block of inputs of 64 outputs is unpacked into the first
- * cache, and the tiles of linear_f pass over it. */
+ * cache, and the tiles of linear_f pass over it. Scalar has an oracle of its own. */
+#ifndef HR_ISA_SCALAR
 #include HR_VEC_H
 #include "generic/linear_tiles.h"
 #include "generic/ops.h"
@@ -12,12 +13,16 @@
 namespace HR_NS {
 namespace {
 
-enum { HR_CODES_F8 = HR_CODES_BOOK + 1 };
-constexpr int FEW = 4; /* rows */
+enum { HR_CODES_F8 = HR_CODES_BOOK + 1, HR_CODES_3, HR_CODES_2 };
+constexpr int FEW = 4;    /* rows */
+constexpr int STEP = 16;  /* inputs: what is left of a row after whole steps is copied, and filled up with zeros */
 /* Panels side by side: the sums of all rows stay in registers where they fit. */
 #ifdef HR_ISA_AVX512_VNNI
 constexpr int panels_of(int) { return 2; }
+/* Whether the vectors of an input come in turn, since each is one chain; else all inputs of an oct for each vector. */
+constexpr bool in_turn(int codes) { return codes != HR_CODES_F8; }
 #else
+constexpr bool in_turn(int) { return false; }
 constexpr int panels_of(int rows) { return rows == 1 ? 2 : 1; }
 #endif
 
@@ -25,7 +30,7 @@ struct Wide {
     HrLayout l;
     int mode;
     int64_t run; /* inputs with one scale */
-    alignas(64) float book[16]; /* what codes of 4 bits stand for */
+    alignas(64) float book[16]; /* what codes of up to 4 bits stand for, whatever lies above the bits of a shorter one */
     float offset;               /* that of codes of 6 bits is greater */
 };
 
@@ -41,20 +46,22 @@ HR_INLINE void each(F f) {
     }
 }
 
-HR_INLINE I fetched(const uint8_t* at) {
-    __builtin_prefetch(at + AHEAD);
-    return load_lines(at);
+/* Lines of an oct, or of a pair of codes of 3 bits. */
+constexpr int64_t lines_of(int codes) {
+    return codes == HR_CODES_4 ? 2 : codes == HR_CODES_6 || codes == HR_CODES_3 ? 3 : codes == HR_CODES_2 ? 1 : 4;
 }
 
-/* Eight inputs of the sixteen outputs of a block. */
-template <int codes, int block>
+/* Eight inputs of the sixteen outputs of a block; half: which oct of a pair it is (codes of 3 bits). */
+template <int codes, int block, int half = 0>
 struct Oct {
     I low, high;
     bool normal; /* no code of f8 is zero or subnormal */
-    __attribute__((always_inline)) explicit Oct(const uint8_t* at) : low(fetched(at + 64 * block)), high(low), normal(true) {
-        if (codes == HR_CODES_8 || codes == HR_CODES_F8) high = fetched(at + 128 + 64 * block);
+    __attribute__((always_inline)) explicit Oct(const uint8_t* at)
+        : low(load_lines(at + (codes == HR_CODES_3 || codes == HR_CODES_2 ? 0 : 64 * block))), high(low), normal(true) {
+        if (codes == HR_CODES_8 || codes == HR_CODES_F8) high = load_lines(at + 128 + 64 * block);
         if (codes == HR_CODES_8) low = ixor(low, iset1((int32_t)0x80808080)), high = ixor(high, iset1((int32_t)0x80808080));
-        if (codes == HR_CODES_6) high = fetched(at + 128);
+        if (codes == HR_CODES_6) high = load_lines(at + 128);
+        if (codes == HR_CODES_3) high = load_lines(at + 128 - 64 * half);
         if (codes == HR_CODES_F8) {
             /* Seven bits: the sum of an exponent that is not zero reaches the uppermost bit of its byte. */
             const I exponents = iset1(0x78787878), top = iset1((int32_t)0x80808080);
@@ -67,6 +74,13 @@ struct Oct {
     __attribute__((always_inline)) V number(V book, V offset) const {
         constexpr int quad = j / 4, at = 8 * (j % 4);
         if constexpr (codes == HR_CODES_4) return look_up(book, shift_right<at + 4 * quad>(low));
+        if constexpr (codes == HR_CODES_2) return look_up(book, shift_right<at + 2 * (2 * quad + block)>(low));
+        if constexpr (codes == HR_CODES_3) {
+            const I two = iand(shift_right<at + 2 * (2 * quad + block)>(low), iset1(3));
+            constexpr int bit = at + 4 * half + 2 * quad + block;
+            const I one = bit < 2 ? shift_left<2 - bit>(high) : shift_right<bit - 2>(high);
+            return look_up(book, ior(two, iand(one, iset1(4))));
+        }
         if constexpr (codes == HR_CODES_6) {
             const I four = iand(shift_right<at + 4 * quad>(low), iset1(15));
             const I two = iand(shift_right<at + 2 * (2 * quad + block)>(high), iset1(3));
@@ -91,7 +105,13 @@ HR_INLINE void scales_of(const Wide& p, const uint8_t* header, const uint8_t* ch
     if (p.mode == HR_MODE_CHANNEL) d = load((const float*)channel + 16 * block);
     else if (floats) d = load((const float*)header + 16 * block);
     else d = load_f16((const uint16_t*)header + 16 * block);
-    if (with_min(p.mode)) m = load_f16((const uint16_t*)header + HR_PANEL + 16 * block);
+    if (p.mode == HR_MODE_ZERO) {
+        /* Codes and zeros are so short that code * d + m is (code - zero) * d, exactly. */
+        const I pair = load_u8(header + HR_LINE);
+        m = mul(HR_NS::sub(zero(), block ? high_nibble(pair) : low_nibble(pair)), d);
+    } else if (with_min(p.mode)) {
+        m = load_f16((const uint16_t*)header + HR_PANEL + 16 * block);
+    }
     if (!is_k(p.mode)) return;
     if (!with_min(p.mode)) {
         d = mul(d, load_i8((const int8_t*)header + HR_LINE + sub * HR_PANEL + 16 * block));
@@ -111,12 +131,39 @@ HR_INLINE void scales_of(const Wide& p, const uint8_t* header, const uint8_t* ch
     d = mul(d, parts[0]), m = mul(m, parts[1]);
 }
 
-/* f(k, vector, weights) over inputs from ... to - 1 (`from` is a multiple of 8) of `panels` panels, in order for each vector. */
+/* f(input of the oct, vector, weights) of the oct at `at` of each panel. A minimum is added with the product in one fma: the
+ * product of a code and its scale is exact then (22 bits at most). */
+template <int codes, bool has_min, int panels, int half, class F>
+HR_INLINE void walk_oct(const uint8_t* const* at_panel, int64_t at, V book, V offset, const V* d, const V* m, F f) {
+    const auto weight = [&](auto& o, auto j, int v) __attribute__((always_inline)) {
+        const V number = o.template number<decltype(j)::value>(book, offset);
+        return has_min ? fma(number, d[v], m[v]) : mul(number, d[v]);
+    };
+    if constexpr (in_turn(codes)) {
+        const Oct<codes, 0, half> o0(at_panel[0] + at), o2(at_panel[panels - 1] + at);
+        const Oct<codes, 1, half> o1(at_panel[0] + at), o3(at_panel[panels - 1] + at);
+        each<0, 8>([&](auto j) __attribute__((always_inline)) {
+            f(decltype(j)::value, 0, weight(o0, j, 0)), f(decltype(j)::value, 1, weight(o1, j, 1));
+            if (panels == 2) f(decltype(j)::value, 2, weight(o2, j, 2)), f(decltype(j)::value, 3, weight(o3, j, 3));
+        });
+    } else {
+        each<0, 2 * panels>([&](auto n) __attribute__((always_inline)) {
+            constexpr int v = decltype(n)::value;
+            const Oct<codes, v % 2, half> o(at_panel[v / 2] + at);
+            each<0, 8>([&](auto j) __attribute__((always_inline)) { f(decltype(j)::value, v, weight(o, j, v)); });
+        });
+    }
+}
+
+/* f(k, vector, weights) over whole steps of inputs that cover from ... to - 1 (`from` is a multiple of STEP) of `panels`
+ * panels, in order for each vector. */
 template <int codes, bool has_min, int panels, class F>
 HR_INLINE void walk(const Wide& p, const uint8_t* w, const uint8_t* other, int64_t from, int64_t to, F f) {
+    constexpr int64_t step = codes == HR_CODES_3 ? 16 : 8;
     const HrLayout& l = p.l;
     const V book = load(p.book), offset = set1(p.offset);
     const uint8_t* const at_panel[2] = {w, other};
+    const int64_t bytes = l.oct_bytes * (step / 8);
     for (int64_t k = from; k < to;) {
         const int64_t g = k / l.group, first = g * l.group, sub = (k - first) / p.run;
         const int64_t end = at_most(to, first + (sub + 1) * p.run);
@@ -127,19 +174,18 @@ HR_INLINE void walk(const Wide& p, const uint8_t* w, const uint8_t* other, int64
             scales_of<codes == HR_CODES_F8>(p, panel + g * l.group_bytes, panel + l.panel_bytes - 4 * HR_PANEL, sub, v % 2,
                                             d[v], m[v]);
         }
-        int64_t oct = g * l.group_bytes + l.header + (k - first) / 8 * l.oct_bytes;
-        for (; k < end; k += 8, oct += l.oct_bytes) {
-            const int64_t left = end - k;
-            each<0, 2 * panels>([&](auto v) __attribute__((always_inline)) {
-                const Oct<codes, v.value % 2> o(at_panel[v.value / 2] + oct);
-                each<0, 8>([&](auto j) __attribute__((always_inline)) {
-                    if (decltype(j)::value < left) {
-                        V weight = mul(o.template number<decltype(j)::value>(book, offset), d[v.value]);
-                        if (has_min) weight = add(weight, m[v.value]);
-                        f(k + decltype(j)::value, v.value, weight);
-                    }
-                });
+        int64_t at = g * l.group_bytes + l.header + (k - first) / 8 * l.oct_bytes;
+        for (; k < end; k += step, at += bytes) {
+            each<0, panels * lines_of(codes)>([&](auto n) __attribute__((always_inline)) {
+                constexpr int64_t lines = lines_of(codes);
+                __builtin_prefetch(at_panel[decltype(n)::value / lines] + at + AHEAD + decltype(n)::value % lines * HR_LINE);
             });
+            walk_oct<codes, has_min, panels, 0>(at_panel, at, book, offset, d, m, [&](int64_t j, int v, V weight)
+                                                    __attribute__((always_inline)) { f(k + j, v, weight); });
+            if (codes == HR_CODES_3)
+                walk_oct<codes, has_min, panels, codes == HR_CODES_3>(
+                    at_panel, at + 64, book, offset, d, m,
+                    [&](int64_t j, int v, V weight) __attribute__((always_inline)) { f(k + 8 + j, v, weight); });
         }
     }
 }
@@ -148,17 +194,24 @@ HR_INLINE void walk(const Wide& p, const uint8_t* w, const uint8_t* other, int64
 template <int codes, bool has_min, int rows>
 void few_rows_of(const Wide& p, const uint8_t* w, const uint8_t* other, const float* const* x, float* sums) {
     constexpr int panels = panels_of(rows);
+    const int64_t whole = p.l.num_in / STEP * STEP;
+    float rest[rows][STEP] = {};
+    for (int r = 0; r < rows; r++) memcpy(rest[r], x[r] + whole, sizeof(float) * (size_t)(p.l.num_in - whole));
     for (int at = 0; at < 2; at += panels) {
         V c[rows][2 * panels];
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < 2 * panels; v++) c[r][v] = zero();
-        walk<codes, has_min, panels>(p, at ? other : w, other, 0, p.l.num_in, [&](int64_t k, int v, V weight)
-                                         __attribute__((always_inline)) {
+        for (int part = 0; part < 2; part++) {
+            const float* from[rows];
+            for (int r = 0; r < rows; r++) from[r] = part ? rest[r] - whole : x[r];
+            walk<codes, has_min, panels>(p, at ? other : w, other, part ? whole : 0, part ? p.l.num_in : whole,
+                                         [&](int64_t k, int v, V weight) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) c[r][v] = fma(set1(x[r][k]), weight, c[r][v]);
-        });
+                for (int r = 0; r < rows; r++) c[r][v] = fma(set1(from[r][k]), weight, c[r][v]);
+            });
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -166,7 +219,7 @@ void few_rows_of(const Wide& p, const uint8_t* w, const uint8_t* other, const fl
     }
 }
 
-/* Inputs from ... to - 1 of 64 outputs to floats [to - from][64]. */
+/* Inputs from ... to - 1 of 64 outputs to floats [to - from, rounded up to steps][64]. */
 template <int codes, bool has_min>
 void widen_of(const Wide& p, const uint8_t* w, const uint8_t* other, int64_t from, int64_t to, float* out) {
     walk<codes, has_min, 2>(p, w, other, from, to, [&](int64_t k, int v, V weight) __attribute__((always_inline)) {
@@ -186,6 +239,8 @@ const Fns* fns_of(int64_t kind, const Wide& p) {
     const bool has_min = with_min(p.mode);
     if (kind == HR_KIND_F8) return &fns<HR_CODES_F8, false>;
     if (kind == HR_KIND_I8) return has_min ? &fns<HR_CODES_8, true> : &fns<HR_CODES_8, false>;
+    if (kind == HR_KIND_I3) return has_min ? &fns<HR_CODES_3, true> : &fns<HR_CODES_3, false>;
+    if (kind == HR_KIND_I2) return has_min ? &fns<HR_CODES_2, true> : &fns<HR_CODES_2, false>;
     if (p.l.oct_bytes == 2 * HR_LINE) return has_min ? &fns<HR_CODES_4, true> : &fns<HR_CODES_4, false>;
     return has_min ? &fns<HR_CODES_6, true> : &fns<HR_CODES_6, false>;
 }
@@ -197,7 +252,7 @@ int mode_of(const HrArgs_linear_w* a) {
     }
     if (a->kind == HR_KIND_I8 && a->form & HR_I8_MIN) return HR_MODE_MIN;
     if (a->kind == HR_KIND_I8 || a->kind == HR_KIND_F8) return a->form ? HR_MODE_GROUP : HR_MODE_CHANNEL;
-    return a->form == HR_FORM_MIN ? HR_MODE_MIN : HR_MODE_GROUP;
+    return a->form == HR_FORM_MIN ? HR_MODE_MIN : a->form == HR_FORM_ZERO ? HR_MODE_ZERO : HR_MODE_GROUP;
 }
 
 Wide wide_of(const HrArgs_linear_w* a) {
@@ -209,10 +264,15 @@ Wide wide_of(const HrArgs_linear_w* a) {
         case HR_KIND_I4: p.l = hr_layout_i4(a->num_in, a->group, a->form); break;
         case HR_KIND_I6: p.l = hr_layout_i6(a->num_in, a->group, a->form), middle = a->form == HR_FORM_MIN ? 0 : 32; break;
         case HR_KIND_I8: p.l = hr_layout_i8(a->num_in, a->form ? a->group : whole, a->form); break;
+        case HR_KIND_I3: p.l = hr_layout_i3(a->num_in, a->group, a->form), middle = a->form == HR_FORM_ZERO ? 0 : 4; break;
+        case HR_KIND_I2: p.l = hr_layout_i2(a->num_in, a->group, a->form), middle = a->form == HR_FORM_ZERO ? 0 : 2; break;
         case HR_KIND_F8: p.l = hr_layout_f8(a->num_in, a->form); break;
         default: p.l = hr_layout_k(a->num_in, a->form), middle = hr_k_middle(a->form);
     }
-    for (int i = 0; i < 16; i++) p.book[i] = a->kind == HR_KIND_I4 ? hr_level(a->form, i) : (float)(i - middle);
+    for (int i = 0; i < 16; i++) {
+        const int most = a->kind == HR_KIND_I3 ? 7 : a->kind == HR_KIND_I2 ? 3 : 15;
+        p.book[i] = a->kind == HR_KIND_I4 ? hr_level(a->form, i) : (float)((i & most) - middle);
+    }
     p.offset = (float)middle, p.run = a->kind == HR_KIND_K ? hr_k_sub(a->form) : p.l.group;
     return p;
 }
@@ -260,3 +320,4 @@ void linear_w(const HrArgs_linear_w* a, HrTask* task) {
 }
 
 }  // namespace HR_NS
+#endif

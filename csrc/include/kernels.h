@@ -35,13 +35,13 @@ enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3, HR_SIGMOID = 4, 
 enum { HR_SOFTMAX = 0, HR_SIGMOID_SCORE = 1 };                        /* scores of experts */
 /* What a code of i4 or i6 stands for: code - 8 (i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
  * NF4's levels (QLoRA, arXiv 2305.14314), twice E2M1's numbers, IQ4_NL's, bitsandbytes' FP4 (isa/linear_layout.h). Levels of
- * NF4 and FP4 are floats up to 1. */
-enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4, HR_FORM_FP4 = 5 };
+ * NF4 and FP4 are floats up to 1. Of i2 and i3: code - 2 or code - 4; or code - zero, a whole number from 0 to 15 of each group. */
+enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4, HR_FORM_FP4 = 5, HR_FORM_ZERO = 6 };
 /* Added to a form of i4 for unpack_row: what int8 activations are multiplied with. */
 enum { HR_BESIDE_INT8 = 64 };
 enum { HR_I8_MIN = 1 }; /* added to a weight_group, a multiple of 8: minima beside the scales */
 /* What the weights of linear_w are, by their packers below. */
-enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4 };
+enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4, HR_KIND_I3 = 5, HR_KIND_I2 = 6 };
 /* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
 enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
 /* `dims`: those from FREE on are written by operators. */
@@ -314,7 +314,7 @@ typedef struct {
  * Outputs are packed in panels of `panel` (the last one padded), each a contiguous run of bytes, so parts of a matrix
  * can be packed one by one: rows first ... last-1, where first is a multiple of the panel.
  *
- * codes: int8 [num_out][num_in], unsigned 0 ... 15 for i4, 0 ... 63 for i6, signed -128 ... 127 for i8, E4M3 for f8; d and m: float [num_out][groups] (i8 and f8
+ * codes: int8 [num_out][num_in], unsigned 0 ... 3, 7, 15, 63 for i2, i3, i4, i6, signed -128 ... 127 for i8, E4M3 for f8; d and m: float [num_out][groups] (i8 and f8
  * with weight_group 0: d [num_out]), rounded to f16 by the packer unless weight_group is 0 (the caller made them exact) or
  * the kind is f8. f8: no code may be NaN.
  * k: codes are rows of blocks as they lie in a GGUF file. linear_f: codes are the weights themselves, of the stored type. */
@@ -329,8 +329,8 @@ typedef struct {
     void (*unpack_row)(const void* packed, int64_t num_out, int64_t num_in, int64_t group, int64_t flag, int64_t row,
                        float* out);
 } HrFormat;
-/* flag: form for i4, i6 and k, weight_group for i8 (with HR_I8_MIN where there are minima) and f8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
-extern const HrFormat hr_format_i4, hr_format_i6, hr_format_i8, hr_format_f8, hr_format_k, hr_format_f;
+/* flag: form for i2, i3, i4, i6 and k (m of HR_FORM_ZERO: the zeros), weight_group for i8 (with HR_I8_MIN where there are minima) and f8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
+extern const HrFormat hr_format_i2, hr_format_i3, hr_format_i4, hr_format_i6, hr_format_i8, hr_format_f8, hr_format_k, hr_format_f;
 
 #ifdef __cplusplus
 }

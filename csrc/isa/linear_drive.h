@@ -25,8 +25,9 @@
 
 namespace HR_NS {
 
-/* A scale for each group; a minimum too; one scale for each output; two levels, with 16 or 32 inputs in the last. */
-enum { HR_MODE_GROUP, HR_MODE_MIN, HR_MODE_CHANNEL, HR_MODE_K16, HR_MODE_K16_MIN, HR_MODE_K32_MIN };
+/* A scale for each group; a minimum too; one scale for each output; a zero (linear_w alone); two levels, with 16 or 32 inputs
+ * in the last. */
+enum { HR_MODE_GROUP, HR_MODE_MIN, HR_MODE_CHANNEL, HR_MODE_ZERO, HR_MODE_K16, HR_MODE_K16_MIN, HR_MODE_K32_MIN };
 enum { HR_CODES_8, HR_CODES_6, HR_CODES_4, HR_CODES_BOOK }; /* bits of each; or 4 that choose from a book */
 
 /* One tile of rows by one panel of outputs over some groups of inputs. */
@@ -69,7 +70,9 @@ HR_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 HR_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 constexpr bool is_k(int mode) { return mode >= HR_MODE_K16; }
-constexpr bool with_min(int mode) { return mode == HR_MODE_MIN || mode == HR_MODE_K16_MIN || mode == HR_MODE_K32_MIN; }
+constexpr bool with_min(int mode) {
+    return mode == HR_MODE_MIN || mode == HR_MODE_ZERO || mode == HR_MODE_K16_MIN || mode == HR_MODE_K32_MIN;
+}
 /* Scales of a group, and octs that share one with two levels. */
 constexpr int64_t subs_of(int mode) { return mode == HR_MODE_K32_MIN ? 8 : is_k(mode) ? 16 : 1; }
 constexpr int64_t sub_octs(int mode) { return HR_K_BLOCK / 8 / subs_of(mode); }

@@ -1,17 +1,19 @@
-/* How int4, int6, int8 and fp8 weights lie in memory, for the packers and the kernels of every ISA.
+/* How int2, int3, int4, int6, int8 and fp8 weights lie in memory, for the packers and the kernels of every ISA.
  *
  * A panel is 32 outputs in two blocks of 16, one contiguous run of bytes, read once from front to back:
  *     for each group of inputs:  d   [32] f16               one line of 64 bytes (i8, f8 with weight_group 0: absent)
  *                                d   [32] f32               f8 instead
  *                                m   [32] f16               one line (with minima only)
+ *                                zero [16] u8               (i2 and i3 with zeros only) of output % 16, the high nibble of block 1
  *                                oct [inputs / 8, rounded up]
  *     at the end:                d   [32] f32               i8, f8 with weight_group 0 only
  * An oct is 8 inputs of 32 outputs. i8: [quad of 4 inputs][block][output][input], code + 128; f8: the code. i4:
  * [block][output][input of the quad], the low nibble from the first quad and the high one from the second.
  * i6: the low four bits as i4, then a line of the high two: byte [output % 16][input of the quad], bits 2 * (2 * quad +
- * block) and above. Inputs and outputs that do not exist hold anything: they meet zeros, or are not written. So a line of
+ * block) and above. i2: such a line alone. i3: those lines of two octs, then a line of both octs' high bits, in the same byte
+ * bit 4 * (oct % 2) + 2 * quad + block. Inputs and outputs that do not exist hold anything: they meet zeros, or are not written. So a line of
  * 64 bytes is 16 outputs by 4 inputs, or several such lines after a few ands and shifts: what the dot product
- * instructions take. Groups are multiples of 8 inputs.
+ * instructions take. Groups are multiples of 8 inputs (i3: 16).
  *
  * Scales in two levels (k): a group is a block of 256 inputs, with a header of
  *     d     [32] f16                     one line
@@ -74,6 +76,16 @@ static inline HrLayout hr_layout_i4(int64_t num_in, int64_t group, int64_t form)
 static inline HrLayout hr_layout_i6(int64_t num_in, int64_t group, int64_t form) {
     return hr_layout(num_in, group, form == HR_FORM_MIN ? 2 * HR_LINE : HR_LINE, 3 * HR_LINE, 0);
 }
+static inline HrLayout hr_layout_i2(int64_t num_in, int64_t group, int64_t form) {
+    return hr_layout(num_in, group, form == HR_FORM_ZERO ? HR_LINE + 16 : HR_LINE, HR_LINE, 0);
+}
+/* Rows are whole pairs of octs. */
+static inline HrLayout hr_layout_i3(int64_t num_in, int64_t group, int64_t form) {
+    const int64_t header = form == HR_FORM_ZERO ? HR_LINE + 16 : HR_LINE;
+    HrLayout l = hr_layout((num_in + 15) / 16 * 16, group, header, 3 * HR_LINE / 2, 0);
+    l.num_in = num_in;
+    return l;
+}
 /* `group` is that of the activations; it leaves no trace in the bytes if weight_group is 0. weight_group may have HR_I8_MIN. */
 static inline HrLayout hr_layout_i8(int64_t num_in, int64_t group, int64_t weight_group) {
     const int64_t header = weight_group & HR_I8_MIN ? 2 * HR_LINE : HR_LINE;
@@ -103,8 +115,22 @@ static inline int64_t hr_at_code(const HrLayout* l, int64_t out, int64_t k) {
     return out / HR_PANEL * l->panel_bytes + k / l->group * l->group_bytes + l->header + oct * l->oct_bytes + quad +
            lane / 16 * HR_LINE + lane % 16 * 4 + k % 4;
 }
+/* Byte 0 of the two bits of i2 and i3; *high: byte 0 of the bit above them, i3 alone. Bits of both: 2 * (2 * quad + block). */
+static inline int64_t hr_at_twos(const HrLayout* l, int64_t out, int64_t k, int64_t* high) {
+    const int64_t oct = k % l->group / 8, lane = out % 16 * 4 + k % 4;
+    const int64_t group = out / HR_PANEL * l->panel_bytes + k / l->group * l->group_bytes + l->header;
+    *high = group + oct / 2 * 3 * HR_LINE + 2 * HR_LINE + lane;
+    return group + (l->oct_bytes == HR_LINE ? oct * HR_LINE : oct / 2 * 3 * HR_LINE + oct % 2 * HR_LINE) + lane;
+}
+static inline int hr_twos_shift(int64_t out, int64_t k) { return (int)(2 * (2 * (k % 8 / 4) + out % HR_PANEL / 16)); }
+static inline int hr_high_shift(int64_t out, int64_t k) { return (int)(4 * (k / 8 % 2)) + hr_twos_shift(out, k) / 2; }
 /* The code itself, as it is stored. */
 static inline int hr_code(const uint8_t* base, const HrLayout* l, int64_t out, int64_t k) {
+    if (l->oct_bytes < 2 * HR_LINE) {
+        int64_t high;
+        const int two = base[hr_at_twos(l, out, k, &high)] >> hr_twos_shift(out, k) & 3;
+        return l->oct_bytes == HR_LINE ? two : two | (base[high] >> hr_high_shift(out, k) & 1) << 2;
+    }
     const uint8_t* at = base + hr_at_code(l, out, k);
     if (l->oct_bytes == 4 * HR_LINE) return *at;
     const int quad = (int)(k % 8 / 4), low = *at >> 4 * quad & 15, block = (int)(out % HR_PANEL / 16);

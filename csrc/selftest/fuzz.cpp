@@ -70,7 +70,8 @@ void refuse_all(const Problem& p) {
 
 /* linear_w is linear_f over the weights that unpack_row gives, bit for bit. */
 void as_unpacked(const Problem& w, const Outcome& expected) {
-    static const HrFormat* const formats[] = {&hr_format_i4, &hr_format_i6, &hr_format_i8, &hr_format_k, &hr_format_f8};
+    static const HrFormat* const formats[] = {&hr_format_i4, &hr_format_i6, &hr_format_i8, &hr_format_k, &hr_format_f8,
+                                              &hr_format_i3, &hr_format_i2};
     HrArgs_linear_w a;
     memcpy(&a, w.args.data(), sizeof a);
     std::vector<float> dense((size_t)(a.num_out * a.num_in));
@@ -136,24 +137,28 @@ float e4m3(int code) {
 int64_t packing(const std::string& name, uint64_t seed) {
     Problem p(seed, true);
     const bool i4 = name == "i4", i6 = name == "i6", i8 = name == "i8", k = name == "k", f = name == "f", f8 = name == "f8";
+    const bool i2 = name == "i2", i3 = name == "i3", few = i2 || i3;
     const HrFormat& format = i4 ? hr_format_i4 : i6 ? hr_format_i6 : i8 ? hr_format_i8 : k ? hr_format_k
-                             : f8 ? hr_format_f8 : hr_format_f;
+                             : f8 ? hr_format_f8 : i3 ? hr_format_i3 : i2 ? hr_format_i2 : hr_format_f;
     const int64_t num_out = p.random.size(1, 200), num_in = k ? 256 * p.random.whole(1, 3) : p.random.size(1, 300);
-    const int64_t whole_row = (num_in + 7) / 8 * 8;
-    const int64_t group = k ? 32 : p.random.coin() ? whole_row : 8 * p.random.whole(1, 20);
+    const int64_t step = i3 ? 16 : 8, whole_row = (num_in + step - 1) / step * step;
+    const int64_t group = k ? 32 : p.random.coin() ? whole_row : step * p.random.whole(1, 20);
     const int64_t groups = (num_in + group - 1) / group;
     const int64_t i8_flag = group | (i8 && p.random.coin() ? HR_I8_MIN : 0);
     const int64_t flag = i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : i8 || f8 ? (p.random.coin() ? i8_flag : 0)
+                         : few ? p.random.coin() * HR_FORM_ZERO
                          : k ? p.random.whole(HR_K_Q2, HR_K_Q6) : p.random.whole(0, 2);
-    const bool exact = (i8 || f8) && flag == 0, mins = (i4 || i6) ? flag == HR_FORM_MIN : i8 && flag & HR_I8_MIN;
+    const bool exact = (i8 || f8) && flag == 0, zeros = flag == HR_FORM_ZERO && few;
+    const bool mins = (i4 || i6) ? flag == HR_FORM_MIN : i8 && flag & HR_I8_MIN;
     const int64_t per_row = exact ? 1 : groups, row_bytes = format.row_bytes(num_in, flag);
     const int64_t count = num_out * num_in;
     void* codes = k ? k_blocks(p, flag, count) : f ? stored(p, flag, count) : p.make<int8_t>(count);
     for (int64_t i = 0; i < count && !k && !f; i++)
-        ((int8_t*)codes)[i] = (int8_t)(i8 ? p.random.whole(-128, 127) : p.random.whole(0, i4 ? 15 : i6 ? 63 : 126));
+        ((int8_t*)codes)[i] = (int8_t)(i8 ? p.random.whole(-128, 127) : p.random.whole(0, i2 ? 3 : i3 ? 7 : i4 ? 15 : i6 ? 63 : 126));
     float *d = p.floats(num_out * per_row), *m = p.floats(num_out * per_row);
     for (int64_t i = 0; i < num_out * per_row && !exact; i++) /* numbers of f16 */
         d[i] = (float)p.random.whole(-2048, 2048) * 0x1p-8f, m[i] = (float)p.random.whole(-2048, 2048) * 0x1p-6f;
+    for (int64_t i = 0; i < num_out * per_row && zeros; i++) m[i] = (float)p.random.whole(0, 15);
 
     const int64_t bytes = (int64_t)format.packed_bytes(num_out, num_in, group, flag);
     char *at_once = p.make<char>(bytes), *in_parts = p.make<char>(bytes);
@@ -167,7 +172,7 @@ int64_t packing(const std::string& name, uint64_t seed) {
             memcpy(part, (char*)codes + first * row_bytes, (size_t)(rows * row_bytes));
             memcpy(part_d, d + first * per_row, (size_t)(rows * per_row) * 4);
             memcpy(part_m, m + first * per_row, (size_t)(rows * per_row) * 4);
-            format.pack(part, k || f ? nullptr : part_d, mins ? part_m : nullptr, num_in, group, flag, first, last,
+            format.pack(part, k || f ? nullptr : part_d, mins || zeros ? part_m : nullptr, num_in, group, flag, first, last,
                         num_out, parts ? in_parts : at_once);
         }
     if (memcmp(at_once, in_parts, (size_t)bytes)) fail("DIFFERS in parts");
@@ -188,7 +193,7 @@ int64_t packing(const std::string& name, uint64_t seed) {
     for (int64_t i = 0; i < count && !k && !f; i++) {
         const int64_t at = i / num_in * per_row + (exact ? 0 : i % num_in / group);
         const int code = ((int8_t*)codes)[i];
-        const float number = i4 ? hr_level(flag, code) : (float)(i8 || mins ? code : code - 32);
+        const float number = few ? (float)code - (zeros ? m[at] : i2 ? 2.0f : 4.0f) : i4 ? hr_level(flag, code) : (float)(i8 || mins ? code : code - 32);
         const float product = (f8 ? e4m3(code) : number) * d[at];
         expected[i] = mins ? product + m[at] : product;
     }
@@ -249,8 +254,8 @@ int planted(const std::string& name) {
 int fuzz(int64_t count, uint64_t seed, int64_t first) {
     std::vector<Named> all = row_problems;
     all.insert(all.end(), layer_problems.begin(), layer_problems.end());
-    static const char* const formats[] = {"i4", "i6", "i8", "f8", "k", "f"};
-    const int64_t kinds = (int64_t)all.size() + 6;
+    static const char* const formats[] = {"i4", "i6", "i8", "f8", "k", "f", "i3", "i2"};
+    const int64_t kinds = (int64_t)all.size() + 8;
     __sanitizer_set_death_callback(tell_where);
     std::string caught;
     for (const char* name : faults) {

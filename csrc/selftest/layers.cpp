@@ -121,14 +121,17 @@ void linear_k(Problem& p) {
 /* Packed weights of every kind, with x as floats. */
 void linear_w(Problem& p) {
     HrArgs_linear_w a = {};
-    static const HrFormat* const formats[] = {&hr_format_i4, &hr_format_i6, &hr_format_i8, &hr_format_k, &hr_format_f8};
+    static const HrFormat* const formats[] = {&hr_format_i4, &hr_format_i6, &hr_format_i8, &hr_format_k, &hr_format_f8,
+                                              &hr_format_i3, &hr_format_i2};
     const int64_t rows = rows_of(p);
-    a.kind = p.random.whole(HR_KIND_I4, HR_KIND_F8);
+    a.kind = p.random.whole(HR_KIND_I4, HR_KIND_I2);
     sizes(p, a, (4 << 20) / 4 / 13 + p.random.whole(0, 1));
     a.group = 8 * p.random.whole(1, p.random.coin() ? 4 : 40);
     const bool k = a.kind == HR_KIND_K, i4 = a.kind == HR_KIND_I4, i6 = a.kind == HR_KIND_I6;
     if (k) a.num_in = (a.num_in + HR_K_BLOCK - 1) / HR_K_BLOCK * HR_K_BLOCK, a.group = 32;
-    a.form = i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : k ? p.random.whole(HR_K_Q2, HR_K_Q6)
+    const bool few = a.kind == HR_KIND_I2 || a.kind == HR_KIND_I3;
+    if (a.kind == HR_KIND_I3) a.group = 2 * a.group;
+    a.form = few ? p.random.coin() * HR_FORM_ZERO : i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : k ? p.random.whole(HR_K_Q2, HR_K_Q6)
                                                                       : p.random.coin() ? a.group : 0;
     if (a.kind == HR_KIND_I8 && a.form && p.random.coin()) a.form |= HR_I8_MIN;
     const HrFormat& format = *formats[a.kind];
@@ -140,10 +143,10 @@ void linear_w(Problem& p) {
     }
     std::vector<float> d((size_t)(a.num_out * groups)), m(d.size());
     for (float& x : d) x = p.random.number();
-    for (float& x : m) x = p.random.number();
+    for (float& x : m) x = few ? (float)p.random.whole(0, 15) : p.random.number();
     const void* from = k ? (const void*)k_blocks(p, a.form, count) : codes.data();
     char* packed = p.make<char>((int64_t)format.packed_bytes(a.num_out, a.num_in, a.group, a.form));
-    const bool has_min = i4 || i6 ? a.form == HR_FORM_MIN : a.kind == HR_KIND_I8 && a.form & HR_I8_MIN;
+    const bool has_min = i4 || i6 ? a.form == HR_FORM_MIN : few || (a.kind == HR_KIND_I8 && a.form & HR_I8_MIN);
     format.pack(from, d.data(), has_min ? m.data() : nullptr, a.num_in, a.group, a.form, 0, a.num_out, a.num_out, packed);
     a.weights = packed;
     a.ld_x = a.num_in + (p.random.coin() ? 7 : 0), a.x = p.floats((rows - 1) * a.ld_x + a.num_in);

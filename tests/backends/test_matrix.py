@@ -25,7 +25,7 @@ def test_codes_that_no_kernel_knows_are_dequantised(permuted: bool) -> None:
         torch.rand(33, 2, generator=generator),
         zeros=torch.randint(0, 16, (33, 2), generator=generator).float(),
         group=32,
-        bits=3,
+        bits=5,
         permutation=torch.randperm(64, generator=generator) if permuted else None,
     )
     matrix = make_backend("cpu", "cpu", "float32").ops.matrix(source_of([arrays_of(weight)]))
@@ -42,7 +42,13 @@ def test_what_would_overrun_the_kernels_is_refused(num_in: int, group: int) -> N
 
 
 @pytest.mark.parametrize(
-    "scheme", [Scheme("i6", 32, book="nf4"), Scheme("i4", 32, True, book="nf4"), Scheme("i8", 0, True)]
+    "scheme",
+    [
+        Scheme("i6", 32, book="nf4"),
+        Scheme("i4", 32, True, book="nf4"),
+        Scheme("i8", 0, True),
+        Scheme("i4", 32, has_zero=True),
+    ],
 )
 def test_a_form_without_a_kernel_is_refused(scheme: Scheme) -> None:
     with pytest.raises(CheckpointError, match="have no form"):

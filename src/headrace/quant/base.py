@@ -24,6 +24,8 @@ from headrace.quant.schemes import LEVELS, Kind, Scheme, find_method
 
 PANEL = 32
 """Rows that a backend packs together: slabs begin at multiples of it."""
+MOST_ZERO = 15
+"""Of codes of 2 and 3 bits: a zero is 4 bits."""
 SLAB_WEIGHTS = 4 * 2**20
 
 
@@ -237,6 +239,12 @@ def scheme_of(weight: QWeight) -> Scheme:
         )
         book = next((name for name, book in LEVELS.items() if np.array_equal(entries, np.array(book, np.float32))), "")
         return Scheme("i4", weight.group, book=book) if book and weight.bits == 4 else Scheme("f", dtype="float32")
+    if weight.bits in (2, 3) and weight.mins is None and weight.zeros is not None:
+        scheme = Scheme("i2" if weight.bits == 2 else "i3", weight.group)
+        if bool((weight.zeros == scheme.middle).all()):
+            return scheme
+        if bool(((weight.zeros >= 0) & (weight.zeros <= MOST_ZERO) & (weight.zeros % 1 == 0)).all()):
+            return scheme._replace(has_zero=True)
     if weight.bits in (4, 6):
         kind: Kind = "i4" if weight.bits == 4 else "i6"
         if weight.mins is not None and weight.zeros is None:

@@ -1,12 +1,12 @@
 """Chooses the kernel that can take a checkpoint's codes without quantising again, and converts them to its form.
 
-int4 and int6 kernels compute (code - 8 or 32) * scale, code * scale + minimum, or book[code] * scale with codes of 4
-bits; int8 kernels code * scale, or code * scale + minimum, with codes -128 ... 127. Scales are float16 for each group
-of inputs, or (int8 without minimums) one float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for
-backends that declare them. Codes of fewer bits, other zero points and larger groups are converted to these forms where
-that loses nothing; scales, minimums and tables that the kernels can not hold are rounded, by `Fit.rounding` at most.
-All other weights have no kernel and are dequantised. Knows no checkpoints and no backends. Called by
-`checkpoint.loader`.
+int2 and int3 kernels compute (code - 2 or 4) * scale, or (code - zero) * scale with whole zeros; int4 and int6 kernels
+(code - 8 or 32) * scale, code * scale + minimum, or level[code] * scale with codes of 4 bits; int8 kernels code *
+scale, or code * scale + minimum, with codes -128 ... 127. Scales are float16 for each group of inputs, or (int8 without
+minimums) one float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for backends that declare them.
+Codes of other lengths, other zero points and larger groups are converted to these forms where that loses nothing;
+scales, minimums and tables that the kernels can not hold are rounded, by `Fit.rounding` at most. All other weights have
+no kernel and are dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.quant.arrays import half, repeated, type_name
-from headrace.quant.base import QWeight, SplitWeight, widened
-from headrace.quant.schemes import E4M3, GROUPS, LEVELS, SCHEMES, Kind, Scheme, kernel_name
+from headrace.quant.base import MOST_ZERO, QWeight, SplitWeight, widened
+from headrace.quant.schemes import BITS, E4M3, GROUPS, LEVELS, SCHEMES, Kind, Scheme, kernel_name
 
 CHANNEL_GROUP = 128
 """Group of int4 weights that have one scale for each output: activations are quantised in groups of it."""
@@ -54,14 +54,13 @@ def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES, *,
     """How weights that are stacked to one matrix run: on one kernel out of `schemes`, or on none. permutes: the inputs
     of a matrix may have an order of their own (act-order)."""
     is_split = any(isinstance(weight, SplitWeight) for weight in weights)
-    takes_f8 = any(scheme.kind == "f8" for scheme in schemes)
     orders = [weight.permutation for weight in weights]
     if any(order is not None for order in orders):
         if not permutes:
             return Fit(None, "its groups are of inputs that do not lie side by side (act-order)")
         if len({None if order is None else order.tobytes() for order in orders}) > 1:
             return Fit(None, "its parts have their inputs in different orders (act-order)")
-    fit = _fit_split(weights) if is_split else _fit_stacked(weights, takes_f8)
+    fit = _fit_split(weights) if is_split else _fit_stacked(weights, frozenset(scheme.kind for scheme in schemes))
     if fit.scheme is None:
         return fit
     if fit.scheme not in schemes:
@@ -69,8 +68,8 @@ def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES, *,
     return fit._replace(permutation=orders[0])
 
 
-def _fit_stacked(weights: Sequence[QWeight], takes_f8: bool) -> Fit:
-    fits = [_fit(weight, takes_f8) for weight in weights]
+def _fit_stacked(weights: Sequence[QWeight], kinds: frozenset[Kind]) -> Fit:
+    fits = [_fit(weight, kinds) for weight in weights]
     schemes = [fit.scheme for fit in fits if fit.scheme is not None]
     if len(schemes) < len(fits):
         return next(fit for fit in fits if fit.scheme is None)
@@ -80,8 +79,8 @@ def _fit_stacked(weights: Sequence[QWeight], takes_f8: bool) -> Fit:
     rounding = max(fit.rounding for fit in fits)
     if has_min:
         rounding = max(rounding, *(_min_rounding(weight) for weight in weights))
-    group = min(scheme.group for scheme in schemes)
-    return Fit(schemes[0]._replace(group=group, has_min=has_min), "", rounding)
+    group, has_zero = min(scheme.group for scheme in schemes), any(scheme.has_zero for scheme in schemes)
+    return Fit(schemes[0]._replace(group=group, has_min=has_min, has_zero=has_zero), "", rounding)
 
 
 def _fit_split(weights: Sequence[QWeight]) -> Fit:
@@ -114,6 +113,9 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
         mins = half(_regrouped(_minimums(weight, weight.scales), weight, group))
         codes = (codes ^ 128).view(np.int8) if _middle_of_bytes(weight) else codes
         return QWeight(codes, scales, mins=mins, group=group, bits=scheme.bits, permutation=order)
+    if scheme.has_zero and weight.zeros is not None:
+        zeros = _regrouped(weight.zeros, weight, group)
+        return QWeight(codes, scales, zeros, group=group, bits=scheme.bits, permutation=order)
     middle = scheme.middle
     if weight.zeros is not None and not (weight.zeros == middle).all():
         shifts = middle - widened(weight.zeros, weight.group, num_in).astype(np.int16)
@@ -124,8 +126,8 @@ def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
     return QWeight(codes, scales, zeros, group=group, bits=scheme.bits, permutation=order)
 
 
-def _fit(weight: QWeight, takes_f8: bool) -> Fit:
-    why = _why_not(weight, takes_f8)
+def _fit(weight: QWeight, kinds: frozenset[Kind]) -> Fit:
+    why = _why_not(weight, "f8" in kinds)
     if why or weight.scales is None:
         return Fit(None, why)
     channel = weight.scales.shape[1] == 1
@@ -145,6 +147,10 @@ def _fit(weight: QWeight, takes_f8: bool) -> Fit:
     scheme = Scheme(kind, group)
     if kind == "i8" and not moved:
         return Fit(scheme, "", change)
+    small = next((kind for kind, bits in BITS.items() if bits == weight.bits and bits < 4), None)
+    if small in kinds and small is not None and _has_zeros(weight) and (small == "i2" or group > 8):
+        is_centred = bool((weight.zeros == 2 ** (weight.bits - 1)).all())
+        return Fit(Scheme(small, group, has_zero=not is_centred), "", change)
     is_whole = weight.mins is None and (weight.zeros is None or _is_whole(weight.zeros))
     is_centred = weight.zeros is not None and (weight.zeros == scheme.middle).all()
     if not moved and is_whole and (weight.bits < scheme.bits or is_centred):
@@ -228,6 +234,13 @@ def _is_float(weight: QWeight) -> bool:
 
 def _is_whole(zeros: NDArray[Any]) -> bool:
     return bool(((zeros == np.rint(zeros)) & (zeros >= 0) & (zeros < 256)).all())
+
+
+def _has_zeros(weight: QWeight) -> bool:
+    """Whether all that the weight has beside scales are zeros that fit 4 bits."""
+    if weight.zeros is None or weight.mins is not None:
+        return False
+    return _is_whole(weight.zeros) and bool((weight.zeros <= MOST_ZERO).all())
 
 
 def _minimums(weight: QWeight, scales: NDArray[np.float32]) -> Any:

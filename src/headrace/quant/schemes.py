@@ -12,7 +12,7 @@ from headrace.protocol.errors import CheckpointError, RequestError
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
-Kind = Literal["i4", "i6", "i8", "f8", "k", "f"]
+Kind = Literal["i2", "i3", "i4", "i6", "i8", "f8", "k", "f"]
 
 _FP4 = tuple(n / 12 for n in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 
@@ -44,7 +44,7 @@ weight moves by at most 0.4 % of its group's largest."""
 ROUNDED_BOOKS = frozenset(name for name, levels in LEVELS.items() if max(levels) == 1)
 """Books that are exact only beside activations that are floats."""
 
-BITS = {"i4": 4, "i6": 6, "i8": 8, "f8": 8}
+BITS = {"i2": 2, "i3": 3, "i4": 4, "i6": 6, "i8": 8, "f8": 8}
 
 K_BLOCK, K_GROUP = 256, 32
 """Weights of a block of K-quants, which have scales in two levels, and inputs that share a scale of activations."""
@@ -88,11 +88,12 @@ NAMES = (
 class Scheme(NamedTuple):
     """How one matrix is stored.
 
-    kind: i4, i6 and i8 are codes of so many bits, f8 is floats of 8 bits of `dtype`, f is plain floats of `dtype`,
-    k is GGUF's blocks of type `dtype` (`K_TYPES`). group: inputs that share a scale, float16 or (f8) float32; 0
-    (i8, f8) is one float32 scale for each output. has_min: (i4, i6, and i8 in groups) weight = code * scale + minimum,
-    instead of (code - middle) * scale, where the middle is 8 (i4), 32 (i6) or 0 (i8). book: (i4) weight =
-    LEVELS[book][code] * scale.
+    kind: i2, i3, i4, i6 and i8 are codes of so many bits, f8 is floats of 8 bits of `dtype`, f is plain floats of
+    `dtype`, k is GGUF's blocks of type `dtype` (`K_TYPES`). group: inputs that share a scale, float16 or (f8) float32;
+    0 (i8, f8) is one float32 scale for each output. has_min: (i4, i6, and i8 in groups) weight = code * scale +
+    minimum, instead of (code - middle) * scale, where the middle is 2 (i2), 4 (i3), 8 (i4), 32 (i6) or 0 (i8). book:
+    (i4) weight = LEVELS[book][code] * scale. has_zero: (i2, i3) weight = (code - zero) * scale, with a whole number
+    from 0 to 15 for each group.
     """
 
     kind: Kind
@@ -100,6 +101,7 @@ class Scheme(NamedTuple):
     has_min: bool = False
     dtype: str = ""
     book: str = ""
+    has_zero: bool = False
 
     @property
     def bits(self) -> int:
@@ -112,13 +114,13 @@ class Scheme(NamedTuple):
             return 32.0 if self.dtype == "float32" else 16.0
         if self.kind == "k":
             return K_TYPES[self.dtype].bits
-        scale_bits = 32 if self.kind == "f8" or not self.group else 16 * (1 + self.has_min)
+        scale_bits = 32 if self.kind == "f8" or not self.group else 16 * (1 + self.has_min) + 4 * self.has_zero
         return self.bits + scale_bits / (self.group or num_in)
 
     @property
     def middle(self) -> int:
-        """The code of weight 0 if there are neither minima nor a book."""
-        return 0 if self.kind in ("i8", "f8") or self.has_min or self.book else 2 ** (self.bits - 1)
+        """The code of weight 0 if there are neither minima nor zeros nor a book."""
+        return 0 if self.kind in ("i8", "f8") or self.has_min or self.has_zero or self.book else 2 ** (self.bits - 1)
 
 
 def kernel_name(scheme: Scheme) -> str:
@@ -126,7 +128,11 @@ def kernel_name(scheme: Scheme) -> str:
     if scheme.book:
         return f"{scheme.book}-g{scheme.group}"
     bits = f"{'fp' if scheme.kind == 'f8' else 'int'}{scheme.bits}"
-    return f"{bits}-g{scheme.group}{'-asym' if scheme.has_min else ''}" if scheme.group else f"{bits}-channel"
+    return (
+        f"{bits}-g{scheme.group}{'-asym' if scheme.has_min or scheme.has_zero else ''}"
+        if scheme.group
+        else f"{bits}-channel"
+    )
 
 
 SCHEMES = frozenset(
@@ -135,6 +141,8 @@ SCHEMES = frozenset(
         *[Scheme("i4", group, book=book) for group in GROUPS for book in BOOKS],
         *[Scheme("i8", group) for group in (0, *GROUPS)],
         *[Scheme("i8", group, True) for group in GROUPS],
+        *[Scheme("i2", group, has_zero=has_zero) for group in GROUPS for has_zero in (False, True)],
+        *[Scheme("i3", group, has_zero=has_zero) for group in GROUPS if group > 8 for has_zero in (False, True)],
         *[Scheme("k", K_GROUP, dtype=name) for name in K_TYPES],
     ]
 )
@@ -146,11 +154,16 @@ F8_SCHEMES = frozenset(Scheme("f8", group, dtype=E4M3) for group in (0, *GROUPS)
 """Schemes of 8-bit floats. Nothing is quantised to them on the way."""
 
 
+ZEROS = 6
+"""HR_FORM_ZERO of csrc/include/kernels.h."""
+
+
 def native_flag(scheme: Scheme) -> int:
     """The number that the native library, and packed files, have for a scheme beside its kind and group.
 
     It is `flag` of HrFormat in csrc/include/kernels.h: the type of floats and K-quants, the group of i8 and f8 codes
-    (one more where i8 has minima), and for i4 and i6 codes 0 without minima, 1 with minima, 2 and more for the books.
+    (one more where i8 has minima), and for codes of 2 to 6 bits 0 without minima, 1 with minima, 2 and more for the
+    books, ZEROS with zeros.
     """
     if scheme.kind == "f":
         return TYPE_CODES[scheme.dtype]
@@ -158,6 +171,8 @@ def native_flag(scheme: Scheme) -> int:
         return K_TYPES[scheme.dtype].code
     if scheme.kind in ("i8", "f8"):
         return scheme.group + scheme.has_min
+    if scheme.has_zero:
+        return ZEROS
     return 2 + list(BOOKS).index(scheme.book) if scheme.book else int(scheme.has_min)
 
 

@@ -45,15 +45,15 @@ CASES: dict[str, tuple[Callable[[Path], Written], str, float]] = {
     "gptq-4-channel": (lambda at: formats.gptq(at, 4, -1, True, 1), "int4-g128", EXACT),
     "gptq-8-sym": (lambda at: formats.gptq(at, 8, 64, True, 1), "int8-g64", EXACT),
     "gptq-8-asym": (lambda at: formats.gptq(at, 8, 64, False, 1), "int8-g64-asym", ROUNDED),
-    "gptq-3-asym": (lambda at: formats.gptq(at, 3, 64, False, 1), "int4-g64", EXACT),
-    "gptq-2-asym": (lambda at: formats.gptq(at, 2, 32, False, 1), "int4-g32", EXACT),
+    "gptq-3-asym": (lambda at: formats.gptq(at, 3, 64, False, 1), "int3-g64-asym", EXACT),
+    "gptq-2-asym": (lambda at: formats.gptq(at, 2, 32, False, 1), "int2-g32-asym", EXACT),
     "gptq-act-order": (formats.act_order, "int4-g64-asym", ROUNDED),
     "awq": (lambda at: formats.awq(at, 64), "int4-g64-asym", ROUNDED),
     "ct-int4-group": (lambda at: CT(at, "pack-quantized", **GROUP64), "int4-g64", ROUNDED),
     "ct-int4-asym": (lambda at: CT(at, "pack-quantized", symmetric=False, **GROUP64), "int4-g64-asym", ROUNDED),
     "ct-int4-channel": (lambda at: CT(at, "pack-quantized", num_bits=4, strategy="channel"), "int4-g128", ROUNDED),
     "ct-int3-group": (
-        lambda at: CT(at, "pack-quantized", num_bits=3, strategy="group", group_size=32), "int4-g32", ROUNDED,
+        lambda at: CT(at, "pack-quantized", num_bits=3, strategy="group", group_size=32), "int3-g32", ROUNDED,
     ),
     "ct-int6-group": (
         lambda at: CT(at, "pack-quantized", num_bits=6, strategy="group", group_size=64), "int6-g64", ROUNDED,

@@ -19,7 +19,7 @@ from headrace.quant.schemes import K_TYPES
 FORMS = [
     *[("i4", group, form) for group, form in ((8, 0), (40, 1), (64, 2), (32, 3), (16, 4), (64, 5))],
     ("i6", 24, 0), ("i6", 64, 1), ("i8", 128, 0), ("i8", 16, 16), ("i8", 128, 128), ("i8", 32, 33),
-    ("f8", 128, 0), ("f8", 48, 48),
+    ("f8", 128, 0), ("f8", 48, 48), ("i3", 16, 0), ("i3", 64, 6), ("i2", 8, 0), ("i2", 40, 6),
     *[("k", 32, kind.code) for kind in K_TYPES.values()],
 ]  # fmt: skip
 every_form = pytest.mark.parametrize(("kind", "group", "flag"), FORMS)
@@ -45,7 +45,9 @@ class Weights:
         if self.kind == "k":
             name = next(name for name, kind in K_TYPES.items() if kind.code == self.flag)
             return np.ascontiguousarray(random_blocks(name, shape, 7)[0]), d, m
-        most = {"i4": 16, "i6": 64}.get(self.kind, 256)
+        if self.kind in ("i2", "i3"):
+            m = random.integers(0, 16, d.shape).astype(np.float32)
+        most = {"i2": 4, "i3": 8, "i4": 16, "i6": 64}.get(self.kind, 256)
         codes = random.integers(0, most, shape).astype(np.uint8)
         return np.where(codes & 127 == 127, 0, codes) if self.kind == "f8" else codes, d, m
 
@@ -127,3 +129,22 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, bad: float) -> None:
         x[1, 69] = bad
         finite = np.isfinite(linear(isa, x, w)).all(axis=1)
         assert finite.tolist() == [row != 1 for row in range(rows)]
+
+
+@pytest.mark.parametrize(("kind", "group", "flag"), [form for form in FORMS if form[0] in ("i2", "i3")])
+def test_codes_of_two_and_three_bits_are_exact_in_their_own_size(kind: str, group: int, flag: int) -> None:
+    w = Weights(kind, group, flag, 320, 64)
+    codes, d, m = w._numbers()
+    each = np.arange(320) // group
+    zeros = m[:, each] if flag else np.float32(2 if kind == "i2" else 4)
+    scales = d.astype(np.float16).astype(np.float32)[:, each]
+    assert same(w.floats(), (codes.astype(np.float32) - zeros) * scales)
+    bits = int(kind[1]) + (16 + 4 * (flag > 0)) / group
+    assert len(w.packed) * 8 == 64 * 320 * bits
+    codes[5, 7] ^= 1  # Negative control.
+    assert not same(w.floats(), (codes.astype(np.float32) - zeros) * scales)
+
+
+def test_groups_of_three_bits_that_split_a_pair_of_octs_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiples of 16"):
+        Weights("i3", 24, 0, 48, 32)

@@ -19,6 +19,7 @@ from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.matrix import CpuMatrix, parts_of
 from headrace.backends.cpu.ops import CpuOps
+from headrace.backends.cpu.products import FLOAT_KINDS
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.protocol.errors import RequestError
@@ -40,7 +41,7 @@ def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int, sta
     weights of integer codes), and for fp8, which has no kernels.
     """
     quantised = [part for matrix in ops.matrices for part in parts_of(matrix) if part.kind != "f"]
-    able = [part for part in quantised if part.kind != "f8"]
+    able = [part for part in quantised if part.kind not in FLOAT_KINDS]
     if mode == "fp8":
         raise RequestError("activations", mode, "auto, int8 or 16bit: the CPU's kernels round nothing to 8-bit floats")
     if mode == "auto" and stated == "fp8":
@@ -50,7 +51,9 @@ def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int, sta
         logger.info("the checkpoint's method has outliers in 16 bits: all activations stay so")
         mode = stated
     if mode == "int8" and not able:
-        raise RequestError("activations", mode, "auto or 16bit: the model has no weights of integer codes")
+        raise RequestError(
+            "activations", mode, "auto or 16bit: the model has no weights of integer codes of 4 bits and more"
+        )
     if mode == "16bit" and not quantised:
         raise RequestError("activations", mode, "auto: the model's weights are not quantised")
     if mode == "16bit":

@@ -30,6 +30,9 @@ MAX_IN = 2**18
 MAX_GROUP = 2**17
 """Inputs with one scale, whose products of 8 bits add up in 32."""
 
+EXTRAS = (("i4", "i6", "i8"), ("i4",), ("i2", "i3"))
+"""Kinds that may have minima, a book, zeros."""
+
 SLAB_NUMBERS = 2**22
 """Weights that a source gives at once."""
 
@@ -79,9 +82,12 @@ class CpuMatrix:
                 f"{self.name}: {self.num_in} inputs in groups of {self.group}; the native kernels take at most "
                 f"{MAX_IN}, and groups that are multiples of 8 of at most {MAX_GROUP}"
             )
-        can_have_min = self.kind in ("i4", "i6") or (self.kind == "i8" and scheme.group)
-        if (scheme.has_min and (scheme.book or not can_have_min)) or (scheme.book and self.kind != "i4"):
+        extras = [scheme.has_min, bool(scheme.book), scheme.has_zero]
+        alone = self.kind == "i8" and not scheme.group
+        if sum(extras) > (0 if alone else 1) or any(extra and self.kind not in EXTRAS[i] for i, extra in enumerate(extras)):
             raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {scheme}")
+        if self.kind == "i3" and self.group % 16:
+            raise CheckpointError(f"{self.name}: groups of {self.group}; those of 3 bits are multiples of 16")
         if self.kind == "k" and (scheme.dtype not in K_TYPES or self.num_in % K_BLOCK or self.group != K_GROUP):
             raise CheckpointError(
                 f"{self.name}: {self.num_in} inputs in groups of {self.group}, type {scheme.dtype}, are no K-quants"
@@ -230,7 +236,7 @@ def _outliers(source: MatrixSource, pool: Pool) -> Outliers | None:
 
 
 def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] | None, NDArray[np.float32] | None]:
-    """codes, scales and minima as the packer reads them."""
+    """codes, scales, and minima or zeros as the packer reads them."""
     if kind in ("f", "k"):
         return np.ascontiguousarray(slab.codes), None, None
     if slab.scales is None:
@@ -241,7 +247,8 @@ def _parts(slab: QWeight, kind: str) -> tuple[NDArray[Any], NDArray[np.float32] 
             raise CheckpointError("8-bit weights (E4M3) have a code that is not a number")
         return codes, np.ascontiguousarray(slab.scales, np.float32), None
     codes, scales = np.ascontiguousarray(slab.codes.astype(np.int8)), np.ascontiguousarray(slab.scales, np.float32)
-    return codes, scales, None if slab.mins is None else np.ascontiguousarray(slab.mins, np.float32)
+    others = slab.zeros if kind in ("i2", "i3") else slab.mins
+    return codes, scales, None if others is None else np.ascontiguousarray(others, np.float32)
 
 
 def _address(array: NDArray[Any] | None) -> int:

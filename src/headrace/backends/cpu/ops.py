@@ -18,7 +18,7 @@ from headrace.backends.cpu.codes import Quantised, quantised
 from headrace.backends.cpu.experts import Experts
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix, parts_of
 from headrace.backends.cpu.memory import Pool
-from headrace.backends.cpu.products import KINDS, NO_Q, NO_RESIDUAL, Pair, product
+from headrace.backends.cpu.products import FLOAT_KINDS, KINDS, NO_Q, NO_RESIDUAL, Pair, product
 from headrace.backends.graph import LOGITS, Graph, Value
 from headrace.backends.step import StepRows
 
@@ -176,7 +176,7 @@ class CpuOps:
     def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool:
         """Whether the products of any of the matrices, or of a part of one, take floats."""
         parts = [part for matrix in matrices for part in parts_of(matrix)]
-        return any(part.kind in ("f", "f8") or part in self.wide for part in parts)
+        return any(part.kind in FLOAT_KINDS or part in self.wide for part in parts)
 
     def rope_store(
         self,
