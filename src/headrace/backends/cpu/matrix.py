@@ -84,7 +84,9 @@ class CpuMatrix:
             )
         extras = [scheme.has_min, bool(scheme.book), scheme.has_zero]
         alone = self.kind == "i8" and not scheme.group
-        if sum(extras) > (0 if alone else 1) or any(extra and self.kind not in EXTRAS[i] for i, extra in enumerate(extras)):
+        if sum(extras) > (0 if alone else 1) or any(
+            extra and self.kind not in EXTRAS[i] for i, extra in enumerate(extras)
+        ):
             raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {scheme}")
         if self.kind == "i3" and self.group % 16:
             raise CheckpointError(f"{self.name}: groups of {self.group}; those of 3 bits are multiples of 16")
