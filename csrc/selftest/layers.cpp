@@ -146,8 +146,8 @@ void linear_w(Problem& p) {
     for (float& x : m) x = few ? (float)p.random.whole(0, 15) : p.random.number();
     const void* from = k ? (const void*)k_blocks(p, a.form, count) : codes.data();
     char* packed = p.make<char>((int64_t)format.packed_bytes(a.num_out, a.num_in, a.group, a.form));
-    const bool has_min = i4 || i6 ? a.form == HR_FORM_MIN : a.kind == HR_KIND_I8 && a.form & HR_I8_MIN;
-    format.pack(from, d.data(), has_min || few ? m.data() : nullptr, a.num_in, a.group, a.form, 0, a.num_out, a.num_out, packed);
+    const bool has_min = i4 || i6 ? a.form == HR_FORM_MIN : few || (a.kind == HR_KIND_I8 && a.form & HR_I8_MIN);
+    format.pack(from, d.data(), has_min ? m.data() : nullptr, a.num_in, a.group, a.form, 0, a.num_out, a.num_out, packed);
     a.weights = packed;
     a.ld_x = a.num_in + (p.random.coin() ? 7 : 0), a.x = p.floats((rows - 1) * a.ld_x + a.num_in);
     ends(p, a);

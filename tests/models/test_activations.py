@@ -19,6 +19,8 @@ from headrace.backends.cpu import activations
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.quantize.base import Options
+from headrace.quantize.driver import quantise_checkpoint
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 199, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
@@ -172,3 +174,21 @@ def test_llm_int8_of_bitsandbytes_has_no_outlier_in_int8(stored: Path, caplog: p
 def test_a_threshold_that_is_none(stored: Path, threshold: Any) -> None:
     with pytest.raises(CheckpointError, match="llm_int8_threshold"):
         wide_of(with_threshold(stored, threshold))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_I_13_codes_of_two_and_three_bits(bits: int, plain: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    quantise_checkpoint(plain, directory, Options("rtn", bits, 64, symmetric=False), "gptq")
+    whole = logits(directory, num_threads=2)
+    assert torch.equal(logits(directory, [1, 7, 2, 30], num_threads=1), whole)
+    assert distance(whole, logits(directory, backend="torch_ref")) < 2e-5
+    runner, info = build_runner(EngineConfig(model=str(directory), dtype="float32"))
+    ops: Any = runner.program.model.ops  # type: ignore[attr-defined]
+    small = [matrix for matrix in ops.matrices if matrix.kind == f"i{bits}"]
+    assert len(small) >= 4
+    assert info.activations == "16bit"
+    for matrix in small:
+        # Scales of 16 bits and zeros of 4 for the file's zeros of 2 or 3; padding of outputs apart.
+        stored = (bits + (16 + bits) / 64) * matrix.num_in * -(-matrix.num_out // 32) * 32 / 8
+        assert matrix.num_bytes <= 1.05 * stored
