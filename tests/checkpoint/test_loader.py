@@ -313,7 +313,7 @@ def test_S_28_any_damage_is_refused_or_harmless(data: st.DataObject, tmp_path_fa
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 0}},
          ["config.json", "group_size is 0", "-1"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 99, "group_size": 128}},
-         ["config.json", "bits is 99", "(2, 3, 4, 8)"]),
+         ["config.json", "bits is 99", "2 to 8"]),
         ({"quantization_config": {"quant_method": "awq", "bits": 99, "group_size": -5}},
          ["config.json", "group_size is -5", "-1"]),
         ({"quantization_config": {"quant_method": "awq", "bits": 99, "group_size": 128}},

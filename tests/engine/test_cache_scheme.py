@@ -15,6 +15,7 @@ from headrace.engine.load import build_runner, choose_kv_dtype
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError
 
+QUARK = {name: {"output_tensors": {"dtype": "fp8_e4m3"}} for name in ("*k_proj", "*v_proj")}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -28,6 +29,14 @@ CONFIG = {
         (None, "auto", "float32", ""),
         ({"kv_cache_scheme": None}, "auto", "float32", ""),
         ({"kv_cache_scheme": FP8}, "auto", "fp8_e4m3", "each token and head has a scale"),
+        ({"kv_cache_quant_config": QUARK}, "auto", "fp8_e4m3", "each token and head has a scale"),
+        (
+            {"kv_cache_quant_config": QUARK | {"*v_proj": {"output_tensors": {"dtype": "int8"}}}},
+            "auto",
+            "float32",
+            "fp8_e4m3, int8",
+        ),
+        ({"kv_cache_quant_config": {}}, "auto", "float32", ""),
         ({"kv_cache_quant_algo": "FP8"}, "auto", "fp8_e4m3", "k_scale and v_scale are not used"),
         ({"kv_cache_scheme": FP8}, "float32", "float32", ""),
         (

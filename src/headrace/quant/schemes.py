@@ -229,10 +229,16 @@ FP8_CACHE = "fp8_e4m3"
 
 def cache_scheme(config: dict[str, Any] | None) -> str | None:
     """What a `quantization_config` wants keys and values to be stored as (compressed-tensors' `kv_cache_scheme`,
-    ModelOpt's `kv_cache_quant_algo`): FP8_CACHE, a text that describes another form, or None.
+    ModelOpt's `kv_cache_quant_algo`, Quark's `kv_cache_quant_config`): FP8_CACHE, a text that describes another form,
+    or None.
 
     Raises `CheckpointError` for a scheme that is no object or has no whole number of bits."""
     scheme = (config or {}).get("kv_cache_scheme")
+    by_layer = (config or {}).get("kv_cache_quant_config")
+    if scheme is None and isinstance(by_layer, dict) and by_layer:
+        outputs = [settings.get("output_tensors") for settings in by_layer.values() if isinstance(settings, dict)]
+        types = sorted({str(output.get("dtype")) for output in outputs if isinstance(output, dict)})
+        return FP8_CACHE if types == [FP8_CACHE] else ", ".join(types)[:40] or "a form that it does not name"
     if scheme is None:
         algorithm = (config or {}).get("kv_cache_quant_algo")
         return None if algorithm is None else FP8_CACHE if algorithm == "FP8" else f"{algorithm!r:.40}"
