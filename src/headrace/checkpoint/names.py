@@ -41,7 +41,7 @@ def text_name(name: str) -> str | None:
 
 def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[str, Place]:
     """Return where each tensor of the text lies, of `names`. Of tensors below towers a line is logged."""
-    found: dict[str, Place] = {}
+    places_by_name: dict[str, Place] = {}
     left = 0
     for name in names:
         ours, shape = text_name(name), shapes[name]
@@ -50,13 +50,13 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
             continue
         match = EXPERTS.fullmatch(ours)
         if match is None or len(shape) != (2 if match[3] else 3):
-            found[ours] = Place(name)
+            places_by_name[ours] = Place(name)
             continue
         kind = "bias" if match[3] else "weight"
-        found |= {f"{match[1]}.{i}.{match[2]}.{kind}": Place(name, i) for i in range(shape[0])}
+        places_by_name |= {f"{match[1]}.{i}.{match[2]}.{kind}": Place(name, i) for i in range(shape[0])}
     if left:
         logger.info("%d tensors of towers for images or sound are left out: headrace runs the text of this model", left)
-    return found
+    return places_by_name
 
 
 def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:

@@ -30,9 +30,10 @@ class _Placed:
     rounding: float = 0.0
 
 
-def cost_of(stored: int, held: int) -> str:
-    """How many times the bytes in the file are held in memory, in words, where it is more than `MOST_HELD`."""
-    return f", {held / stored:.2f} times as much" if held > MOST_HELD * stored else ""
+def cost_of(stored: int, num_bytes: int) -> str:
+    """How many times the bytes in the file the `num_bytes` in memory are, in words, where it is more than
+    `MOST_HELD`."""
+    return f", {num_bytes / stored:.2f} times as much" if num_bytes > MOST_HELD * stored else ""
 
 
 class Placements:

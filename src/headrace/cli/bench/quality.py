@@ -277,8 +277,8 @@ def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
     for name, size in tensors.items():
         if not name.endswith(".bias"):
             # bitsandbytes names what belongs to a weight after it: q_proj.weight.absmax.
-            layer, found, _ = f"{name}.".partition(".weight.")
-            owners[short_name(layer if found else name.rpartition(".")[0])] += size
+            layer, weight, _ = f"{name}.".partition(".weight.")
+            owners[short_name(layer if weight else name.rpartition(".")[0])] += size
     total = 0
     for name in names:
         head, _, tail = short_name(name).rpartition(".")
