@@ -12,7 +12,7 @@ from tests.native.kernels.calls import FAST, ISAS, Array, Floats, call, fma, nor
 
 from headrace import _native
 from headrace.backends.cpu.matrix import unpacked
-from headrace.backends.cpu.ops import KIND_CODES
+from headrace.backends.cpu.products import KIND_CODES
 from headrace.quant.schemes import K_TYPES
 
 # kind, group, flag: every form of every kind.
