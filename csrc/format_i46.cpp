@@ -77,5 +77,5 @@ void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t group, int6
 
 }  // namespace
 
-extern "C" const HrFormat hr_format_i4 = {"i4/panel32/oct8/f16/levels", HR_PANEL, row_bytes, packed_bytes<4>, pack<4>, unpack_row<4>};
+extern "C" const HrFormat hr_format_i4 = {"i4/panel32/oct8/f16", HR_PANEL, row_bytes, packed_bytes<4>, pack<4>, unpack_row<4>};
 extern "C" const HrFormat hr_format_i6 = {"i6/panel32/oct8/f16", HR_PANEL, row_bytes, packed_bytes<6>, pack<6>, unpack_row<6>};
