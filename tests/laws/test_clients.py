@@ -22,7 +22,7 @@ def test_every_client_has_a_cell_for_every_feature_with_a_reason_where_it_is_not
 def test_every_client_has_a_script_of_its_own() -> None:
     folder = ROOT / "tests" / "clients" / "scripts"
     scripts = [client.script for client in CLIENTS]
-    assert sorted(scripts) == sorted(path.name for path in folder.iterdir() if path.stem != "report")
+    assert sorted(scripts) == sorted(path.name for path in folder.iterdir() if path.is_file() and path.stem != "report")
     assert len({client.name for client in CLIENTS}) == len(CLIENTS)
 
 

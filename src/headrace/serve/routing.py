@@ -158,7 +158,9 @@ def add(
                 result = await (result if operation.streams else until_gone(request.receive, result))
             if isinstance(result, Readable):
                 return await deliver(request, result, api)
-            return result if isinstance(result, Response) else json_response(result)
+            if isinstance(result, Response):
+                return result
+            return await large_response(result, num_entries(result))
         except ENDINGS:
             raise
         except BaseException as error:
@@ -237,6 +239,21 @@ def _written(body: object, keeps_body: bool) -> list[bytes]:
     if not keeps_body:
         free_lists(body)
     return [*parts, b"".join(rest)]
+
+
+def num_entries(value: object, levels: int = LEVELS) -> int:
+    """Return how many values the lists of a reply have, those within lists too; not all, if there are many."""
+    if isinstance(value, list):
+        nested = bool(value) and isinstance(value[0], list | msgspec.Struct)
+        total = len(value)
+        for item in value if nested and levels and total < LARGE_TEXT else ():
+            total += num_entries(item, levels - 1)
+            if total >= LARGE_TEXT:
+                break
+        return total
+    if levels and isinstance(value, msgspec.Struct):
+        return sum(num_entries(getattr(value, name), levels - 1) for name in value.__struct_fields__)
+    return 0
 
 
 def free_lists(body: object) -> None:

@@ -20,9 +20,10 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.engine import generation
 from headrace.protocol.config import ServerConfig
 from headrace.serve import routing
-from headrace.serve.apis.openai import responses, responses_replay
+from headrace.serve.apis.openai import embeddings, responses, responses_replay
 from headrace.serve.apis.openai.responses import ResponseAnswer
 from headrace.serve.apis.openai.responses_replay import Items, Kept, Written
+from headrace.serve.call import embedding
 from headrace.serve.errors import OPENAI
 from headrace.text.tokenizer import Tokenizer
 
@@ -323,3 +324,48 @@ def test_R_03_control_a_reader_that_stays_keeps_the_response(monkeypatch: pytest
         assert len(freed) == 1
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64"}),
+        ("/pooling", {"input": ["a", "b"], "model": "fake"}),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+        ("/api/embed", {"model": "fake", "input": ["a", "b"]}),
+        ("/embedding", {"content": ["a", "b"]}),
+    ],
+)
+def test_R_03_vectors_are_made_and_written_beside_the_loop(
+    server: Live, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    changing = re.compile(r'"(?:id|created|total_duration)":(?:"[^"]*"|\d+)')
+
+    def reply_and_calls(size: int) -> tuple[str, int]:
+        """The reply, and how often the server's loop made a vector, a text of one, a likeness, or a text of a reply."""
+        threads: Counter[int] = Counter()
+
+        def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                threads[threading.get_ident()] += 1
+                return work(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            set_large(patch, size)
+            patch.setattr(embedding, "finished", noted(embedding.finished))
+            for name in ("packed", "likeness"):
+                patch.setattr(embeddings, name, noted(getattr(embeddings, name)))
+            patch.setattr(routing, "json_response", noted(routing.json_response))
+            reply = HTTP.post(server.url + path, json=body)
+        assert reply.status_code == 200, reply.text
+        return changing.sub("", reply.text), threads[server.thread.ident or 0]
+
+    beside, num_beside = reply_and_calls(2)
+    at_once, num_at_once = reply_and_calls(10**9)
+    assert beside == at_once
+    assert num_beside == 0
+    assert num_at_once >= 3

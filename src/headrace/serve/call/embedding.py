@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.engine.generation import TextClient
+from headrace.engine.generation import TextClient, off_loop
 from headrace.protocol import bounds
 from headrace.text.inputs import Prompt
 from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished
@@ -21,6 +21,11 @@ class Vectors(NamedTuple):
     rows: list[list[float]]
     num_tokens: int
     request_ids: list[str]
+
+    @property
+    def size(self) -> int:
+        """The numbers of all vectors."""
+        return sum(map(len, self.rows))
 
 
 async def vectors(
@@ -55,6 +60,10 @@ async def vectors(
     ) as generation:
         async for _ in generation:
             pass
-    pairs = zip(generation.states, prompts, strict=True)
-    rows = [finished(state.pooled, kind, len(ids), dimensions, normalize) for state, ids in pairs]
+
+    def finish() -> list[list[float]]:
+        pairs = zip(generation.states, prompts, strict=True)
+        return [finished(state.pooled, kind, len(ids), dimensions, normalize) for state, ids in pairs]
+
+    rows = await off_loop(sum(len(state.pooled) for state in generation.states), finish)
     return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in generation.states])

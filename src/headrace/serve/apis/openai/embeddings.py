@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 
+from headrace.engine.generation import off_loop
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
@@ -187,8 +188,9 @@ class Embeddings:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
         )
-        written = packed if request.encoding_format == "base64" else list
-        return [written(row) for row in embedded.rows], embedded
+        if request.encoding_format != "base64":
+            return list(embedded.rows), embedded
+        return await off_loop(embedded.size, lambda: [packed(row) for row in embedded.rows]), embedded
 
     async def score(self, body: dict[str, Any]) -> ScoreReply:
         """How alike texts are."""
@@ -201,7 +203,8 @@ class Embeddings:
         second = await self._vectors(request, others, "text_2")
         rows = first.rows * len(others) if len(ones) == 1 else first.rows
         pairs = zip(rows, second.rows, strict=True)
-        data = [Score(index=i, score=likeness(a, b)) for i, (a, b) in enumerate(pairs)]
+        scores = await off_loop(second.size, lambda: [likeness(a, b) for a, b in pairs])
+        data = [Score(index=i, score=score) for i, score in enumerate(scores)]
         tail = self._tail(request, first, second)
         return ScoreReply(id=f"score-{new_request_id()}", data=data, **tail)
 
@@ -214,7 +217,8 @@ class Embeddings:
             raise RequestError("top_n", top_n, "at least 0; 0 is all of them")
         query = await self._vectors(request, [request.query], "query")
         documents = await self._vectors(request, request.documents, "documents")
-        scores = [likeness(query.rows[0], row) for row in documents.rows]
+        [query_row] = query.rows
+        scores = await off_loop(documents.size, lambda: [likeness(query_row, row) for row in documents.rows])
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: top_n or None]
         results = [RankedResult(index=i, relevance_score=scores[i]) for i in order]
         if request.return_documents is not False:

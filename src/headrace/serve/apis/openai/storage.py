@@ -21,7 +21,7 @@ from headrace.serve.apis.openai.files import MAX_FILES, Files
 from headrace.serve.apis.openai.responses import Responses
 from headrace.serve.call.models import ModelSet, Running
 from headrace.serve.call.service import ServedModel
-from headrace.serve.routing import Readable, large_event
+from headrace.serve.routing import Readable, large_event, num_entries
 from headrace.serve.storage.batch_lines import Answerer, Route
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
@@ -97,11 +97,15 @@ def answerer(models: ModelSet, responses: Responses) -> Answerer:
 
         return models.bound(route)
 
+    async def embed(model: ServedModel, body: dict[str, Any]) -> Any:
+        reply = await Embeddings(model).create(body)
+        return msgspec.Raw(await large_event(reply, num_entries(reply), b"", b""))
+
     return Answerer(
         {
             "/v1/chat/completions": whole(completions.chat),
             "/v1/completions": whole(completions.complete),
-            "/v1/embeddings": models.bind(Embeddings).create,
+            "/v1/embeddings": models.bound(embed),
             # Not stored unless the line says so.
             "/v1/responses": whole(lambda model, body: responses.create(model, {"store": False} | body)),
         }
