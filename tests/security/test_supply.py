@@ -53,10 +53,8 @@ def test_S_36_the_lock_has_all_that_is_needed_with_hashes() -> None:
 def test_S_36_the_lock_agrees_with_the_constraints() -> None:
     lock = parsed(LOCK.read_text())
     pins = re.findall(r"(?m)^([\w-]+)==(\S+)$", (rules.ROOT / "constraints.txt").read_text())
-    for name, version in pins:
-        normal = re.sub(r"[-_.]+", "-", name).lower()
-        if normal in lock:
-            assert lock[normal][0] == version, name
+    pinned = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
+    assert {name: pinned.get(name) for name in lock} == {name: version for name, (version, _) in lock.items()}
 
 
 def test_S_36_the_bill_of_materials_names_the_lock() -> None:
