@@ -25,6 +25,7 @@ import psutil
 # To make a client loads the certificates, which takes longer than to ask.
 HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), verify=False)
 ROOT = Path(__file__).resolve().parents[2]
+NUM_KEPT = 256
 
 
 class Oracle(NamedTuple):
@@ -132,11 +133,14 @@ def main() -> int:
     from headrace.engine import logs
     from headrace.engine.client import EngineClient
     from headrace.engine.links import ProcessLink
+    from headrace.insight import lives
     from headrace.protocol.config import EngineConfig, ServerConfig
     from headrace.serve import app, process
     from headrace.text.templates import ChatTemplate
     from headrace.text.tokenizer import Tokenizer
 
+    # What is kept of requests that ended is bounded; a campaign of minutes has to pass the bounds.
+    lives.MAX_LIVES = lives.MAX_CHUNKS = NUM_KEPT
     directory, port, delay, max_queued, leak, drain, max_num_seqs = sys.argv[1:]
     tokenizer = Tokenizer.load(directory)
     server = ServerConfig(

@@ -113,11 +113,11 @@ class Life(msgspec.Struct):
 class Lives:
     """The lives of open requests by sequence and request id, and of the last `MAX_LIVES` that ended by request id."""
 
-    def __init__(self, max_lives: int = MAX_LIVES) -> None:
+    def __init__(self, max_lives: int | None = None) -> None:
         self.ended: OrderedDict[str, Life] = OrderedDict()
         self.chunks: deque[Chunk] = deque(maxlen=MAX_CHUNKS)
         self.reads = Reads()
-        self._max_lives = max_lives
+        self._max_lives = MAX_LIVES if max_lives is None else max_lives
         self._open: dict[int, Life] = {}
         self._open_requests: dict[str, Life] = {}
         self._names: OrderedDict[int, Life] = OrderedDict()
