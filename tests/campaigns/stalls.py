@@ -47,6 +47,9 @@ from headrace.text.outputs import deltas_of
 from headrace.text.tokenizer import Tokenizer
 
 MOST_S = 0.05
+TIMES = 1.5
+"""How much longer the loop stands still at least where a piece of work is done in one go: a fast processor may do that
+within `MOST_S` as well."""
 UNITS = (
     b"1", b"9" * 4300, b"1e9", b"0.1234567890123456789", b"null", b"[]", b"{}", b'{"":1}', b'{"a":1,"b":2}', b'""',
     b'"abcdefgh"', '"é€😀"'.encode(), b'"\\n\\n\\n\\n"', b'"\\u4e61\\ud83d\\ude00"', b'"\\\\\\""', b'"[[[["',
@@ -202,12 +205,12 @@ def kept_of(rng: random.Random) -> tuple[str, Call]:
         calls = [("POST", "/v1/files", form), ("POST", "/v1/batches", json.dumps(wanted))]
         return f"{kind} {body}", [*calls, ("GET", "/v1/batches/{batch}", "")]
     if kind == "conversation":
-        again = {"input": "b", "max_output_tokens": 1, "conversation": "{conv}"}
+        again = {"input": "b", "max_output_tokens": 1, "truncation": "auto", "conversation": "{conv}"}
         calls = [("POST", "/v1/conversations", "{}")]
         calls += [("POST", "/v1/responses", json.dumps(each)) for each in (body | {"conversation": "{conv}"}, again)]
         return f"{kind} {body}", [*calls, ("GET", "/v1/conversations/{conv}/items", "")]
     body |= {"background": True} if kind == "background" else {"stream": rng.random() < 0.5}
-    again = {"input": "b", "max_output_tokens": 1, "previous_response_id": "{resp}"}
+    again = {"input": "b", "max_output_tokens": 1, "truncation": "auto", "previous_response_id": "{resp}"}
     calls = [("POST", "/v1/responses", json.dumps(body)), ("GET", one + "?stream=true", ""), ("GET", one, "")]
     return f"{kind} {body}", [*calls, ("POST", "/v1/responses", json.dumps(again))]
 
@@ -312,8 +315,8 @@ def frames_stall(in_one_go: bool) -> float:
 
 
 def row_stall(in_one_go: bool) -> float:
-    """The same for one row with the log-probabilities of a vocabulary of 2**19 tokens."""
-    return reading_stall([TokenLogprob(0, -1.0, 1, tuple((i, -i / 2**19) for i in range(2**19)))], in_one_go)
+    """The same for one row with the log-probabilities of a vocabulary of 2**20 tokens."""
+    return reading_stall([TokenLogprob(0, -1.0, 1, tuple((i, -i / 2**20) for i in range(2**20)))], in_one_go)
 
 
 def reading_stall(rows: list[TokenLogprob], in_one_go: bool) -> float:
@@ -436,7 +439,7 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
         counts |= {f"{name}_ms": round(used * 1e3, 1), f"{name}_in_one_go_ms": round(controlled * 1e3, 1)}
         if used > MOST_S:
             examples.append(f"{used:.3f} s: {name}")
-        if controlled <= MOST_S:
+        if controlled < TIMES * used:
             examples.append(f"{name} in one go is not noticed")
     return {
         "bodies": num,

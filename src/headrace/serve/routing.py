@@ -274,12 +274,16 @@ def _lists(value: Any, levels: int = LEVELS) -> Iterator[list[Any]]:
 
 def json_pieces(value: Any, levels: int = LEVELS) -> Iterator[bytes]:
     """Yield what msgspec writes for `value`, with long lists in pieces, so that no call holds the interpreter's lock
-    for long. Looks for such lists in as many levels of structs and short lists."""
-    if isinstance(value, list | tuple) and value:
+    for long (`bytes.join` releases it). Looks for such lists in as many levels of structs and short lists."""
+    if isinstance(value, msgspec.Raw):
+        view = memoryview(value)
+        for start in range(0, len(view), SENT_BYTES):
+            yield bytes(view[start : start + SENT_BYTES])
+    elif isinstance(value, list | tuple) and value:
         begin, num = b"[", PIECE if width(value) < PIECE else 1
         for start in range(0, len(value), num):
             part = value[start : start + num]
-            if (num == 1 or (levels and len(value) <= PIECE)) and isinstance(part[0], msgspec.Struct):
+            if (num == 1 or (levels and len(value) <= PIECE)) and isinstance(part[0], msgspec.Struct | msgspec.Raw):
                 for item in part:
                     yield begin
                     yield from json_pieces(item, max(levels - 1, 1))

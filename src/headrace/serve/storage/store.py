@@ -37,6 +37,7 @@ _ID = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
 _NAME = re.compile(rf"({_ID.pattern})\.(json|bin)")
 _TORN = "part-"
 _OWNER = "_owner"
+_PIECE = 2**20
 
 
 class StoreFullError(HeadraceError):
@@ -151,7 +152,7 @@ class Store:
         size = len(text) + len(body)
         self._make_room(owner, entry_id, 1, size)
         self._write({f"{entry_id}.bin": body, f"{entry_id}.json": text}, is_new=True)
-        self._entries[entry_id] = _Entry(text, bytearray(body) if self.folder is None else None, size, owner)
+        self._entries[entry_id] = _Entry(text, _copy(body) if self.folder is None else None, size, owner)
         self._count(owner, 1, size)
 
     def set_metadata(self, entry_id: str, metadata: dict[str, Any]) -> None:
@@ -171,7 +172,7 @@ class Store:
         self._make_room(entry.owner, entry_id, 0, growth)
         self._write({f"{entry_id}.bin": body})
         if entry.body is not None:
-            entry.body = bytearray(body)
+            entry.body = _copy(body)
         self._grow(entry, growth)
 
     def write(self, entry_id: str, data: bytes, begin: int) -> None:
@@ -218,7 +219,7 @@ class Store:
         if entry is None:
             raise KeyError(entry_id)
         if self.folder is None:
-            return bytes(entry.body or b"")
+            return b"".join(_pieces(entry.body or b""))
         with _disk("read"):
             return (self.folder / f"{entry_id}.bin").read_bytes()[: entry.body_size]
 
@@ -352,6 +353,17 @@ def _disk(done: str) -> Iterator[None]:
     except OSError as error:
         logger.warning("the storage can not be %s: %s", done, error)
         raise StorageError(f"storage: it can not be {done} just now; nothing was changed") from error
+
+
+def _copy(body: bytes) -> bytearray:
+    return bytearray().join(_pieces(body))
+
+
+def _pieces(body: bytes | bytearray) -> list[bytes]:
+    """Return the pieces of a large body that is to be copied: joining them releases the interpreter's lock, which a
+    copy in one go holds."""
+    view = memoryview(body)
+    return [bytes(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE)]
 
 
 def _encode(metadata: dict[str, Any], owner: str) -> bytes:

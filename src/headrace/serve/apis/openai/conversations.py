@@ -66,8 +66,8 @@ class ItemPage(Page, kw_only=True):
 
 
 class Conversations:
-    """The routes without HTTP. `store` keeps the object as metadata, and the items as the body. They stay as they were
-    written: the text of one item may be long."""
+    """The routes without HTTP. `store` keeps the object as metadata, and the items as the body, a line each. They stay
+    as they were written: the text of one item may be long."""
 
     def __init__(self, store: Store, writers: Writers) -> None:
         self.store, self._writers = store, writers
@@ -81,7 +81,7 @@ class Conversations:
             id=self.store.new_id(), created_at=int(time.time()), metadata=request.metadata or {}
         )
         metadata = msgspec.to_builtins(conversation)
-        await self._writers.run(self.store.put, conversation.id, metadata, msgspec.json.encode(items))
+        await self._writers.run(self.store.put, conversation.id, metadata, _lines(items))
         conversation.warnings = request.warnings.reply()
         return conversation
 
@@ -146,7 +146,7 @@ class Conversations:
         def change() -> None:
             items = self._items(conversation_id)
             del items[_place(items, item_id)]
-            self.store.set_body(conversation_id, b"".join(routing.json_pieces(items)))
+            self.store.set_body(conversation_id, _lines(items))
 
         conversation = await self.get(conversation_id)
         await self._writers.run(change)
@@ -161,7 +161,7 @@ class Conversations:
             whole = [*self._items(conversation_id), *added]
             if len(whole) > MAX_ITEMS:
                 raise RequestError("items", len(whole), f"at most {MAX_ITEMS} in a conversation")
-            self.store.set_body(conversation_id, b"".join(routing.json_pieces(whole)))
+            self.store.set_body(conversation_id, _lines(whole))
             return added
 
         return await self._writers.run(change)
@@ -169,7 +169,18 @@ class Conversations:
     def _items(self, conversation_id: str) -> list[msgspec.Raw]:
         if conversation_id not in self.store:
             raise NotFoundError("conversation", conversation_id)
-        return msgspec.json.decode(self.store.body(conversation_id), type=list[msgspec.Raw])
+        body = self.store.body(conversation_id)
+        items, begin, view = [], 0, memoryview(body)
+        while begin < len(body):
+            end = body.index(b"\n", begin)
+            items.append(msgspec.Raw(view[begin:end]))
+            begin = end + 1
+        return items
+
+
+def _lines(items: Sequence[Any]) -> bytes:
+    """Return the JSON of items, a line each: lines are found far faster than JSON is read."""
+    return b"".join(piece for item in items for piece in (*routing.json_pieces(item), b"\n"))
 
 
 def _place(items: Sequence[msgspec.Raw], item_id: str) -> int:
