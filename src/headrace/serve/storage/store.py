@@ -193,7 +193,9 @@ class Store:
                         disk.truncate(path, size)
                     raise
         elif entry.body is not None:
-            entry.body[begin:] = data
+            del entry.body[begin:]
+            for piece in _pieces(data):
+                entry.body += piece
         self._grow(entry, growth)
 
     def metadata(self, entry_id: str) -> dict[str, Any] | None:
@@ -360,8 +362,8 @@ def _copy(body: bytes) -> bytearray:
 
 
 def _pieces(body: bytes | bytearray) -> list[bytes]:
-    """Return the pieces of a large body that is to be copied: joining them releases the interpreter's lock, which a
-    copy in one go holds."""
+    """Return the pieces of a large body that is to be copied: a copy in one go would hold the interpreter's lock, and
+    joining pieces releases it."""
     view = memoryview(body)
     return [bytes(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE)]
 
