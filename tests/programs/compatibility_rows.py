@@ -31,6 +31,7 @@ FILES = {
     "ollama": "tests/serve/apis/ollama/test_ollama_client.py",
     "folder": "tests/serve/test_models_folder.py",
     "models": "tests/e2e/test_models.py",
+    "inspector": "tests/serve/test_inspector.py",
     "infill": "tests/serve/apis/llama_server/test_infill.py",
     "slots": "tests/serve/apis/llama_server/test_slots.py",
     "sessions": "tests/engine/test_sessions.py",
@@ -391,7 +392,8 @@ APIS = (
         ("models:test_K16_models_come_and_go_answers_stay_and_memory_comes_back",),
     ),
     Row("sleep", "yes", "`/sleep`, `/wake_up`, `/is_sleeping`", ("folder:test_K16_sleep_and_wake_up",)),
-    Row("web page, weight reload, planner", "no", ""),
+    Row("web page", "yes", "`/`: chat, and the engine at work", ("inspector:test_a_viewer_gets_state_snapshot_and_steps",)),
+    Row("weight reload, planner", "no", ""),
 )
 
 EQUAL, LAW = "transformers:test_logits_equal_transformers", "bits:test_I_13_bits_through_the_runner"
