@@ -184,8 +184,8 @@ def _rms_norm(view: View) -> Expected:
 
 
 def _layer_norm(view: View) -> Expected:
-    weight, bias = torch.from_numpy(view["weight"]), torch.from_numpy(view["bias"])
-    return _with_codes(view, view.ops.layer_norm(view.x(), weight, bias, view["eps"]))
+    y = view.ops.layer_norm(view.x(), torch.from_numpy(view["weight"]), view.constant("bias"), view["eps"])
+    return _with_codes(view, y)
 
 
 def _embedding(view: View) -> Expected:
@@ -213,6 +213,8 @@ def _rope_store(view: View) -> Expected:
     rows = ForwardBatch(slots, view.ints("positions"), slots, [], [], slots[:, None])
     cache = torch.zeros(2, view.num_rows, 1, heads.num_kv_heads, heads.head_dim)
     query = view.ops.rope_store(qkv, heads, rows, cache, rope_table, q_norm, k_norm)
+    if view["k"] is None:
+        return {"x": query}
     key, value = cache[:, :, 0]
     mean = view.constant("k_mean")
     return {"x": query, "k": (key if mean is None else key - mean).flatten(1), "v": value.flatten(1)}
@@ -367,6 +369,7 @@ REFERENCE: dict[str, Callable[[View], Expected]] = {
     "softcap": lambda view: {"out": view.ops.softcap(view.x(), view["cap"])},
     "quantize": lambda view: _with_codes(view, view.x()),
     "activation": lambda view: _with_codes(view, view.ops.activation(view.x(), ACTIVATIONS[view["kind"]])),
+    "xielu": lambda view: _with_codes(view, view.ops.xielu(view.x(), view["positive"], view["negative"], view["beta"])),
     "gated": _gated,
     "rope_store": _rope_store,
     "attention": _attention,
