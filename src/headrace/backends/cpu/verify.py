@@ -211,10 +211,10 @@ def _rope_store(view: View) -> Expected:
     # A cache with a slot for each row, in its order.
     slots = torch.arange(view.num_rows)
     rows = ForwardBatch(slots, view.ints("positions"), slots, [], [], slots[:, None])
+    if view["k"] is None and rope_table is not None:
+        return {"x": view.ops.rope(qkv, heads.num_heads, heads.head_dim, rows, rope_table)}
     cache = torch.zeros(2, view.num_rows, 1, heads.num_kv_heads, heads.head_dim)
     query = view.ops.rope_store(qkv, heads, rows, cache, rope_table, q_norm, k_norm)
-    if view["k"] is None:
-        return {"x": query}
     key, value = cache[:, :, 0]
     mean = view.constant("k_mean")
     return {"x": query, "k": (key if mean is None else key - mean).flatten(1), "v": value.flatten(1)}
