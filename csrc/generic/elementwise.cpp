@@ -44,6 +44,22 @@ static void activate(const HrArgs_activation* a, HrTask* task) {
           });
 }
 
+void xielu(const HrArgs_xielu* a, HrTask* task) {
+    const Quant to = quant_of(a);
+    const V positive = set1((float)a->positive), negative = set1((float)a->negative), beta = set1((float)a->beta);
+    share(task, task->dims[a->dim], a->width, to.q ? to.group : 16, ACT_COST,
+          [&](int64_t row, int64_t begin, int64_t end) {
+              const float* x = a->x + row * a->ld_x;
+              float* out = a->out ? a->out + row * a->ld_out : nullptr;
+              emit(to, row, begin, end, a->width, out, (float*)task->scratch, [&](int64_t i, int64_t n) {
+                  const V v = load_some(x + i, n), line = mul(beta, v);
+                  const V far = sub(sub(exp(v), set1(1.0f)), v), near = mul(mul(v, v), exp_tail(v));
+                  const V bent = select(lt(v, set1(-0.34f)), far, near);
+                  return select(lt(zero(), v), fma(mul(positive, v), v, line), fma(negative, bent, line));
+              });
+          });
+}
+
 template <class Act>
 static void gate(const HrArgs_gated* a, HrTask* task, Act act) {
     const Quant to = quant_of(a);

@@ -6,6 +6,16 @@
 
 namespace HR_NS {
 
+/* (exp(r) - 1 - r) / r^2 for |r| up to 0.35. */
+HR_INLINE V exp_tail(V r) {
+    V p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    return fma(p, r, set1(5.0000001201e-1f));
+}
+
 HR_INLINE V exp(V x) {
     /* The bounds come first in max and min, so that a NaN in x passes. */
     V y = min(set1(89.0f), max(set1(-88.0f), x));
@@ -13,13 +23,7 @@ HR_INLINE V exp(V x) {
     V f = to_f32(n);
     V r = fma(f, set1(-0.693359375f), y);
     r = fma(f, set1(2.12194440e-4f), r);
-    V p = set1(1.9875691500e-4f);
-    p = fma(p, r, set1(1.3981999507e-3f));
-    p = fma(p, r, set1(8.3334519073e-3f));
-    p = fma(p, r, set1(4.1665795894e-2f));
-    p = fma(p, r, set1(1.6666665459e-1f));
-    p = fma(p, r, set1(5.0000001201e-1f));
-    p = fma(p, mul(r, r), add(r, set1(1.0f)));
+    V p = fma(exp_tail(r), mul(r, r), add(r, set1(1.0f)));
     p = mul(p, pow2(n));
     p = select(lt(x, set1(-87.3f)), zero(), p);
     return select(lt(set1(88.3f), x), set1(__builtin_inff()), p);

@@ -134,6 +134,11 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_activation(P, I, F) \
     I(dim) P(const float*, x) I(ld_x) I(width) I(kind) P(float*, out) I(ld_out) HR_Q_FIELDS(P, I, F)
 
+/* y = fma(positive * x, x, beta * x) where x > 0, else fma(negative, e, beta * x) with e = exp(x) - 1 - x: below -0.34 by these
+ * subtractions, else x * x times the polynomial that exp has there */
+#define HR_FIELDS_xielu(P, I, F)                                                                                       \
+    I(dim) P(const float*, x) I(ld_x) I(width) F(positive) F(negative) F(beta) P(float*, out) I(ld_out) HR_Q_FIELDS(P, I, F)
+
 /* y[i] = act(x[i]) * x[width + i]; x has 2 * width numbers a row */
 #define HR_FIELDS_gated(P, I, F) \
     I(dim) P(const float*, x) I(ld_x) I(width) I(kind) P(float*, out) I(ld_out) HR_Q_FIELDS(P, I, F)
@@ -279,7 +284,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
     X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather)   \
-    X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose) X(permute)
+    X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose) X(permute) X(xielu)
 
 #define HR_P(type, name) type name;
 #define HR_I(name) int64_t name;

@@ -164,6 +164,17 @@ void activation(Problem& p) {
     p.take(HR_OP_activation, a);
 }
 
+void xielu(Problem& p) {
+    HrArgs_xielu a = {};
+    int64_t rows = rows_of(p);
+    a.width = width_of(p), a.positive = p.random.coin() ? 0.8 : 1.3, a.negative = p.random.coin() ? 0.8 : 0.6, a.beta = 0.5;
+    IN(a.width);
+    bool q = p.random.coin();
+    if (q) quantised(p, a, a.width);
+    if (!q || p.random.coin()) { OUT(a.width); }
+    p.take(HR_OP_xielu, a);
+}
+
 void gated(Problem& p) {
     HrArgs_gated a = {};
     int64_t rows = rows_of(p);
@@ -321,6 +332,6 @@ void moe_combine(Problem& p) {
 const std::vector<Named> row_problems = {
 #define ROW(op) {#op, op},
     ROW(embedding) ROW(select_rows) ROW(permute) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(softcap) ROW(quantize)
-    ROW(activation) ROW(gated) ROW(multiply) ROW(scale) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
+    ROW(activation) ROW(xielu) ROW(gated) ROW(multiply) ROW(scale) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
     ROW(moe_group) ROW(moe_gather) ROW(moe_combine)
 };

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.backends.base import Heads, Routing
+from headrace.backends.base import HeadNorm, Heads, Routing
 from headrace.backends.torch_ref import rowwise
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.program import EagerProgram
@@ -80,6 +80,13 @@ def test_I_13_norms(seed: int, rows: int, width: int) -> None:
     x, weight, bias = randn(seed, rows, width) * 3, randn(seed + 1, width), randn(seed + 2, width)
     assert_rows_independent(lambda x: OPS.rms_norm(x, weight, 1e-6, 1.0), x)
     assert_rows_independent(lambda x: OPS.layer_norm(x, weight, bias, 1e-5), x)
+    assert_rows_independent(lambda x: OPS.layer_norm(x, weight, None, 1e-5, 1.0), x)
+    norm = HeadNorm(weight[: -(-width // 3)], 1e-6, 0.0)
+    part = slice(width // 3, width // 3 + len(norm.weight))
+    assert_rows_independent(lambda x: OPS.norm_columns(x, part.start, 1, norm), x)
+    inside = x.clone()
+    inside[:, part] = OPS.rms_norm(x[:, part].contiguous(), *norm)
+    assert torch.equal(OPS.norm_columns(x, part.start, 1, norm), inside)
     assert torch.allclose(OPS.rms_norm(x, weight, 1e-6), F.rms_norm(x, (width,), weight, 1e-6), rtol=1e-4, atol=1e-5)
     expected = F.layer_norm(x, (width,), weight, bias, 1e-5)
     assert torch.allclose(OPS.layer_norm(x, weight, bias, 1e-5), expected, rtol=1e-3, atol=1e-4)
@@ -97,6 +104,7 @@ def test_I_13_activations(seed: int, rows: int, width: int, kind: Any) -> None:
     assert_rows_independent(lambda x: OPS.multiply(x, x[:, :1], kind), x)
     assert_rows_independent(lambda x: OPS.scale(x, 0.22), x)
     assert_rows_independent(lambda x: OPS.softcap(x, 30.0), x)
+    assert_rows_independent(lambda x: OPS.xielu(x, 0.8, 1.1, 0.5), x)
     assert_rows_independent(lambda x: rowwise.elementwise(torch.exp, x), x)
 
 
@@ -107,7 +115,7 @@ def test_I_13_rope(seed: int, rows: int, heads: int, half: int, rest: int) -> No
 
     def turn(x: Tensor) -> Tensor:
         numbers, angle = x[:, :-half].reshape(len(x), heads, -1), x[:, -half:]
-        return OPS.rope(numbers, angle.double().cos().float(), angle.double().sin().float())
+        return OPS.turn(numbers, angle.double().cos().float(), angle.double().sin().float())
 
     assert_rows_independent(turn, angles)
 

@@ -85,8 +85,25 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("as Llama", "granite", {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}),
     ("one expert", "gpt_oss", {"num_experts_per_tok": 1, "layer_types": None}),
 ]  # fmt: skip
-CASES = [(name, {}) for name in models.names()] + [(name, changes) for _, name, changes in VARIANTS]
-IDS = models.names() + [f"{name}: {title}" for title, name, _ in VARIANTS]
+RARE_VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("no biases, no window", "starcoder2", {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False}),
+    ("window, no growth", "ministral3", {"sliding_window": 33, "rope_parameters": YARN | {
+        "rope_theta": 10000.0, "llama_4_scaling_beta": 0.0,
+    }}),
+    ("no windows", "exaone4", {"layer_types": ["full_attention"] * 4, "sliding_window": None}),
+    ("biases", "cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
+    ("no groups", "glm4_moe", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "use_qk_norm": False}),
+    ("each second layer", "ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_end_index": -1,
+                                           "moe_num_shared_experts": 0}),
+    ("plain rope", "hunyuan_v1_dense", rope(rope_type="default") | {"attention_bias": True}),
+    ("own layers", "hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}),
+    ("no embedding scale", "afmoe", {"mup_enabled": False, "attention_bias": True, "num_dense_layers": 0}),
+    ("biases", "nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("rope as given", "apertus", rope(**LLAMA3) | {"attention_bias": True}),
+]  # fmt: skip
+CASES: list[Any] = [(name, {}) for name in models.names()] + [(name, changes) for _, name, changes in VARIANTS]
+CASES += [pytest.param(name, changes, marks=pytest.mark.slow) for _, name, changes in RARE_VARIANTS]
+IDS = models.names() + [f"{name}: {title}" for title, name, _ in VARIANTS + RARE_VARIANTS]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -16,7 +16,11 @@ from tests.support.harness import follow, load, random_ids, save_random
 from headrace import models
 from headrace.protocol.errors import CheckpointError
 
-TYPES = "qwen3_moe qwen2_moe qwen3_vl qwen2_5_vl gpt_oss phi3 smollm3 seed_oss granite".split()
+TYPES = (
+    "qwen3_moe qwen2_moe qwen3_vl qwen2_5_vl gpt_oss phi3 smollm3 seed_oss granite ministral3 olmo2 olmo3 starcoder2 "
+    "glm glm4 cohere2 exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 afmoe apertus nemotron "
+    "glm4_moe minimax_m2"
+).split()
 LENGTH = 40
 
 
@@ -31,6 +35,7 @@ def logits_of(directory: Path, **options: Any) -> torch.Tensor:
     return follow(load(directory, backend="cpu", **options), random_ids(LENGTH, 199, 1), [LENGTH])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
 def test_quantised_weights_are_packed_and_mapped(
     quantization: str, directory: Path, caplog: pytest.LogCaptureFixture

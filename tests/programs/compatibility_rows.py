@@ -399,6 +399,7 @@ APIS = (
 EQUAL, LAW = "transformers:test_logits_equal_transformers", "bits:test_I_13_bits_through_the_runner"
 PACKED, GGUF = "families:test_quantised_weights_are_packed_and_mapped", "gguf:test_floats_have_the_bits_of_safetensors"
 SHOWN, SHOWN_GGUF = (EQUAL, LAW), (EQUAL, LAW, GGUF)
+NOT_CUDA = "backends cpu and torch_ref; no GGUF"
 MODELS = (
     Row("llama", "yes", "Llama 1 to 3.3, SmolLM 1 and 2; GGUF llama", SHOWN_GGUF),
     Row("mistral", "yes", "Mistral 7B; GGUF llama", SHOWN_GGUF),
@@ -422,6 +423,24 @@ MODELS = (
     Row("smollm3", "yes", "SmolLM3; no GGUF", (*SHOWN, PACKED)),
     Row("seed_oss", "yes", "Seed-OSS; no GGUF", (*SHOWN, PACKED)),
     Row("granite", "yes", "Granite 3 and 4 without experts; no GGUF", (*SHOWN, PACKED)),
+    Row("ministral3", "yes", "Ministral 3, Mistral Large 3's text; no GGUF", (*SHOWN, PACKED)),
+    Row("olmo2", "partly", f"OLMo 2; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("olmo3", "partly", f"OLMo 3; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("starcoder2", "yes", "StarCoder2; no GGUF", (*SHOWN, PACKED)),
+    Row("glm", "yes", "GLM-4-9B", (*SHOWN, PACKED)),
+    Row("glm4", "yes", "GLM-4-0414; no GGUF", (*SHOWN, PACKED)),
+    Row("glm4_moe", "partly", f"GLM-4.5 to 4.7; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("cohere2", "partly", f"Command R7B, Command A; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("exaone4", "yes", "EXAONE 4.0; no GGUF", (*SHOWN, PACKED)),
+    Row("ernie4_5", "yes", "ERNIE 4.5 0.3B; no GGUF", (*SHOWN, PACKED)),
+    Row("ernie4_5_moe", "partly", f"ERNIE 4.5 21B-A3B, 300B-A47B; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("hunyuan_v1_dense", "partly", f"Hunyuan 0.5B to 7B; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("hunyuan_v1_moe", "partly", f"Hunyuan-A13B; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("hy_v3", "partly", f"Hunyuan 3; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("afmoe", "partly", f"Trinity; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("apertus", "partly", f"Apertus; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("nemotron", "partly", f"Nemotron-4, Minitron; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("minimax_m2", "partly", f"MiniMax-M2; {NOT_CUDA}", (*SHOWN, PACKED)),
     Row(
         "text of other types",
         "partly",

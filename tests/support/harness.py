@@ -37,6 +37,9 @@ def save_random(config: dict[str, Any], directory: Path, seed: int = 0) -> Any:
                 parameter.copy_(noise * 1.4 / math.sqrt(sizes.get("hidden_size", sizes.get("n_embd", 64))))
             else:
                 parameter.copy_(parameter + 0.3 * noise if "norm" in name or "ln_" in name else 0.5 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of the choice of experts
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(directory)
     return model
 

@@ -131,8 +131,18 @@ class Ops(Protocol):
         """x [R, H] / sqrt(mean(x^2) + eps) * (offset + weight [H]) (Zhang, Sennrich 2019); without a weight * 1."""
         ...
 
-    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float) -> Array:
-        """(x [R, H] - mean) / sqrt(variance + eps) * weight + bias (Ba et al. 2016)."""
+    def layer_norm(self, x: Array, weight: Array, bias: Array | None, eps: float, offset: float = 0.0) -> Array:
+        """(x [R, H] - mean) / sqrt(variance + eps) * (offset + weight) + bias (Ba et al. 2016)."""
+        ...
+
+    def norm_columns(self, x: Array, first: int, num: int, norm: HeadNorm) -> Array:
+        """x [R, W] with `num` pieces of its columns from `first` on, as wide as the norm's weight, each normed as by
+        `rms_norm`. What x was before must not be used again."""
+        ...
+
+    def rope(self, x: Array, num_heads: int, head_dim: int, rows: Rows, rope_table: RopeTable) -> Array:
+        """x [R, W] with its first `num_heads` heads rotated as by `rope_store`, which stores nothing. What x was before
+        must not be used again."""
         ...
 
     def rope_store(
@@ -172,6 +182,11 @@ class Ops(Protocol):
 
     def activation(self, x: Array, kind: Activation) -> Array:
         """Elementwise."""
+        ...
+
+    def xielu(self, x: Array, positive: float, negative: float, beta: float) -> Array:
+        """beta * x + positive * x^2 where x > 0, else beta * x + negative * (exp(x) - 1 - x) (Huang et al. 2024,
+        "Deriving activation functions via integration")."""
         ...
 
     def gated(self, x: Array, kind: Activation) -> Array:

@@ -20,6 +20,7 @@ from headrace.checkpoint.mapped import stacked_name
 from headrace.checkpoint.quantising import QuantisingReader
 from headrace.checkpoint.reader import Progress, ResidentBytes
 from headrace.gguf import GGUF
+from headrace.models.rope import pair_order
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.arrays import blocks_of, cast, floats, type_name
@@ -211,7 +212,10 @@ class GGUFWeights(QuantisingReader["Rows"]):
         return Rows(self._file, self._part(f"{name}.weight", (num_out, num_in)), self._order(name, num_out))
 
     def _ordered(self, layer: Rows, order: NDArray[np.int64]) -> Rows:
-        return layer  # the converters of the file put the rows in the model's order
+        return layer  # the file's converter put the rows in the model's order, or `_order` does
+
+    def _ordered_bias(self, bias: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
+        return bias
 
     def _matrix(
         self, names: Sequence[str], layers: list[Rows], scheme: Scheme | None, bias: NDArray[Any] | None, plain: bool
@@ -268,14 +272,6 @@ class GGUFWeights(QuantisingReader["Rows"]):
             )
         self._take(name)
         return part
-
-
-def pair_order(num_rows: int, head_dim: int, turned: int) -> NDArray[np.int64]:
-    """Return the file's row for each row of the model's q or k. turned: rows of a head that the file has in pairs."""
-    within_head = np.arange(head_dim)
-    within_head[:turned] = np.arange(turned).reshape(turned // 2, 2).T.ravel()
-    order: NDArray[np.int64] = (np.arange(0, num_rows, head_dim)[:, None] + within_head).ravel()
-    return order
 
 
 def finite(values: NDArray[Any], name: str) -> NDArray[Any]:

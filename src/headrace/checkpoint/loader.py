@@ -122,7 +122,8 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
             layer = self._layer(name, num_out, width, transposed=False)
             numbers = layer.codes if layer.scales is None else layer.dequantize()
             layers.append(QWeight(numbers[:, first : first + num_in]))
-        return self._matrix(names, layers, self._scheme(), self._biases(names, num_outs, bias), plain=False)
+        biases = self._biases(names, num_outs, [None] * len(names)) if bias else None
+        return self._matrix(names, layers, self._scheme(), biases, plain=False)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
         """As `Weights.ends`. Tied weights are stored once, under either name, or twice."""

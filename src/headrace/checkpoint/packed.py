@@ -233,6 +233,9 @@ class PackedWeights(Reader):
     def constant(self, values: Any) -> Any:
         return self._backend.constant(values)
 
+    def constant_table(self, values: Any) -> Any:
+        return self._backend.table(values)
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
         values = self._packed.tensors.get(name)
         if values is None:
@@ -254,7 +257,7 @@ class PackedWeights(Reader):
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
-        order: NDArray[np.int64] | None = None,
+        orders: Sequence[NDArray[np.int64] | None] = (),
     ) -> Any:
         matrices, begin = [], 0
         while begin < len(names):  # one matrix, or several of different schemes
@@ -366,7 +369,7 @@ class PackedWriter:
                 return
             if gap := -self._end % alignment:
                 self._append(file, f"pad/{len(self._header)}", "U8", np.zeros(gap, np.uint8))
-            self._append(file, name, dtype, np.ascontiguousarray(values))
+            self._append(file, name, dtype, np.ascontiguousarray(values).reshape(values.shape))
 
     def _append(self, file: IO[bytes], name: str, dtype: str, values: NDArray[Any]) -> None:
         file.seek(self._end)

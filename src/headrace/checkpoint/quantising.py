@@ -68,6 +68,9 @@ class QuantisingReader(Reader, Generic[P]):
     def constant(self, values: Array) -> Array:
         return self._backend.constant(values)
 
+    def constant_table(self, values: Array) -> Array:
+        return self._backend.table(values)
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
         values = self._small(name, shape)
         if self._writer is not None:
@@ -83,13 +86,12 @@ class QuantisingReader(Reader, Generic[P]):
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
-        order: NDArray[np.int64] | None = None,
+        orders: Sequence[NDArray[np.int64] | None] = (),
     ) -> Matrix:
+        orders = orders or [None] * len(names)
         layers = [self._layer(name, num_out, num_in, transposed) for name, num_out in zip(names, num_outs, strict=True)]
-        biases = self._biases(names, num_outs, bias)
-        if order is not None:
-            layers = [self._ordered(layer, order) for layer in layers]
-            biases = None if biases is None else biases[order]
+        layers = [layer if o is None else self._ordered(layer, o) for layer, o in zip(layers, orders, strict=True)]
+        biases = self._biases(names, num_outs, orders) if bias else None
         return self._matrix(names, layers, self._scheme(plain), biases, plain)
 
     def finish(self) -> None:
@@ -108,6 +110,9 @@ class QuantisingReader(Reader, Generic[P]):
     def _ordered(self, layer: P, order: NDArray[np.int64]) -> P:
         """The layer with its outputs in another order: `order` has for each its place in `layer`."""
         ...
+
+    def _ordered_bias(self, bias: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
+        return bias[order]
 
     @abstractmethod
     def _bias(self, name: str, size: int) -> NDArray[Any]:
@@ -158,11 +163,13 @@ class QuantisingReader(Reader, Generic[P]):
     def _head_scheme(self) -> Scheme | None:
         return None if self._quantization is None else self._quantization.head
 
-    def _biases(self, names: Sequence[str], num_outs: Sequence[int], bias: bool) -> NDArray[Any] | None:
-        if not bias:
-            return None
-        parts = [self._bias(name, num_out) for name, num_out in zip(names, num_outs, strict=True)]
-        return np.concatenate([floats(part) for part in parts])
+    def _biases(
+        self, names: Sequence[str], num_outs: Sequence[int], orders: Sequence[NDArray[np.int64] | None]
+    ) -> NDArray[Any]:
+        parts = [floats(self._bias(name, num_out)) for name, num_out in zip(names, num_outs, strict=True)]
+        return np.concatenate(
+            [part if o is None else self._ordered_bias(part, o) for part, o in zip(parts, orders, strict=True)]
+        )
 
     def _make(self, source: MatrixSource, bias: NDArray[Any] | None) -> Matrix:
         """The backend's matrix of `source`, which is also written to the packed file."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, RopeTable, Routing, Rows
 from headrace.models import Model
 from headrace.models.config import ModelConfig
-from headrace.models.rope import make_rope_table
+from headrace.models.rope import make_rope_table, pair_order
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,6 +42,20 @@ def stacked(weights: Weights, names: list[str], fused: str, num_in: int, outs: l
     return weights.linear(names, num_in, outs, bias=bias)
 
 
+class LayerNorm:
+    """(x - mean) / deviation * (offset + weight) + bias."""
+
+    def __init__(
+        self, weights: Weights, ops: Ops, name: str, size: int, eps: float, *, bias: bool = True, offset: float = 0.0
+    ) -> None:
+        self.weight = weights.tensor(f"{name}.weight", (size,))
+        self.bias = weights.tensor(f"{name}.bias", (size,)) if bias else None
+        self.ops, self.eps, self.offset = ops, eps, offset
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, self.offset)
+
+
 class RMSNorm:
     """x / rms(x) * (offset + weight)."""
 
@@ -61,7 +75,8 @@ class Attention:
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions, over layer `layer_id` of the cache.
 
     `window` counts visible positions (None: all), `softcap` bounds the scores (0: not at all), `scale` multiplies them.
-    `rotates`: False for no positions at all (NoPE). `sinks`: each head has a learned score of no key.
+    `rotates`: False for no positions at all (NoPE). `paired`: numbers 2i and 2i + 1 of a head turn together in
+    the checkpoint. `sinks`: each head has a learned score of no key. `query_scale`: a table of factors by position.
     """
 
     def __init__(
@@ -78,13 +93,17 @@ class Attention:
         scale: float | None = None,
         rope_table: RopeTable | None = None,
         rotates: bool = True,
+        paired: bool = False,
         sinks: bool = False,
+        query_scale: Array | None = None,
     ) -> None:
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
         self.ops, self.layer_id, self.window, self.softcap = ops, layer_id, window, softcap
         self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
         self.scale = size**-0.5 if scale is None else scale
         self.rope_table = (rope_table or decoder.rope_table) if rotates else None
+        self.turned = 2 * self.rope_table.cos.shape[1] if self.rope_table is not None and paired else 0
+        self.query_scale = query_scale
         self.sinks = weights.tensor(f"{name}.sinks", (decoder.num_heads,)) if sinks else None
         outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
@@ -96,16 +115,24 @@ class Attention:
             self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset).of_head
 
     def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
-        return stacked(weights, names, "qkv_proj", num_in, outs, bias)
+        if not self.turned:
+            return stacked(weights, names, "qkv_proj", num_in, outs, bias)
+        q_order, k_order = (pair_order(num_rows, self.heads.head_dim, self.turned) for num_rows in outs[:2])
+        return weights.linear(names, num_in, outs, bias=bias, orders=[q_order, k_order, None])
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         return self.mix(self.ops.linear(x, self.qkv), rows, kv)
 
     def mix(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        return self.ops.linear(self.attend(qkv, rows, kv), self.out)
+
+    def attend(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        """qkv [R, heads] -> the mixed values [R, num_heads * D]."""
         ops, cache = self.ops, kv[self.layer_id]
         query = ops.rope_store(qkv, self.heads, rows, cache, self.rope_table, self.q_norm, self.k_norm)
-        mixed = ops.attention(query, self.heads, rows, cache, self.scale, self.window, self.softcap, self.sinks)
-        return ops.linear(mixed, self.out)
+        if self.query_scale is not None:
+            query = ops.multiply(query, ops.embedding(rows.positions, self.query_scale), "identity")
+        return ops.attention(query, self.heads, rows, cache, self.scale, self.window, self.softcap, self.sinks)
 
 
 class DecoderLayer(Protocol):
@@ -126,6 +153,24 @@ class GatedMLP:
 
     def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
+
+
+class MLP:
+    """down(act(up(x))). `parts` are the last names of both layers."""
+
+    def __init__(
+        self, decoder: Decoder, name: str, bias: bool = False, parts: tuple[str, str] = ("up_proj", "down_proj")
+    ) -> None:
+        weights, hidden, inner = decoder.weights, decoder.hidden_size, decoder.intermediate_size
+        self.up = weights.linear([f"{name}.{parts[0]}"], hidden, [inner], bias=bias)
+        self.down = weights.linear([f"{name}.{parts[1]}"], inner, [hidden], bias=bias)
+        self.ops, self.kind = decoder.ops, decoder.activation
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.linear(self.bend(self.ops.linear(x, self.up)), self.down)
+
+    def bend(self, x: Array) -> Array:
+        return self.ops.activation(x, self.kind)
 
 
 class Experts:
@@ -159,6 +204,16 @@ class Experts:
         return self.ops.experts(x, self.router, self.routing, self.gate_up, self.down, self.kind)
 
 
+class SharedExperts:
+    """experts(x) + shared(x)."""
+
+    def __init__(self, experts: Callable[[Array], Array], shared: Callable[[Array], Array]) -> None:
+        self.experts, self.shared = experts, shared
+
+    def __call__(self, x: Array) -> Array:
+        return self.shared(x) + self.experts(x)
+
+
 class Decoder(Model):
     """Embedding, layers, final norm, head. A model file defines `Layer` and overrides class attributes as needed.
 
@@ -166,10 +221,12 @@ class Decoder(Model):
     """
 
     activation_key = "hidden_act"
+    activations = ACTIVATIONS
     default_activation = "silu"
     norm_offset = 0.0
     default_tied = False
     default_theta = 10000.0
+    default_rotary_factor = 1.0
     default_eps = 1e-6
     default_window: int | None = 4096
     default_head_dim: int | None = None
@@ -196,7 +253,7 @@ class Decoder(Model):
         self.num_layers = config.integer("num_hidden_layers")
         self.vocab_size = config.integer("vocab_size")
         self.eps = config.number("rms_norm_eps", self.default_eps)
-        self.activation = config.choice(self.activation_key, ACTIVATIONS, self.default_activation)
+        self.activation = config.choice(self.activation_key, self.activations, self.default_activation)
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads {self.num_heads} is no multiple of "
@@ -208,6 +265,7 @@ class Decoder(Model):
 
     def make_rope_table(self, rope: ModelConfig) -> RopeTable:
         longest = self.config.integer("max_position_embeddings")
+        rope = ModelConfig({"partial_rotary_factor": self.default_rotary_factor} | rope.values)
         rope_table = make_rope_table(rope, self.head_dim, longest, self.max_model_len, self.default_theta)
         return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
 

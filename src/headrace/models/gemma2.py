@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace.backends.base import Array, Cache, RopeTable, Rows
 from headrace.models.decoder import Attention, Decoder, GatedMLP
@@ -49,15 +49,21 @@ def make_attention(
 
 
 class Layer:
-    """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
+    """x += norm(attention(norm(x))); x += norm(mlp(norm(x))). `norms`: the names before and after attention,
+    and before and after the MLP."""
+
+    norms = (
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    )  # fmt: skip
 
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
-        self.attention_norm = decoder.make_norm(f"{name}.input_layernorm")
+        norms = [decoder.make_norm(f"{name}.{norm}") for norm in self.norms]
+        self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
         self.attention = self.make_attention(decoder, f"{name}.self_attn", layer_id)
-        self.after_attention_norm = decoder.make_norm(f"{name}.post_attention_layernorm")
-        self.mlp_norm = decoder.make_norm(f"{name}.pre_feedforward_layernorm")
-        self.mlp = GatedMLP(decoder, f"{name}.mlp")
-        self.after_mlp_norm = decoder.make_norm(f"{name}.post_feedforward_layernorm")
+        self.mlp = self.make_mlp(decoder, f"{name}.mlp", layer_id)
+
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        return GatedMLP(decoder, name)
 
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         return make_attention(decoder, name, layer_id)

@@ -44,7 +44,7 @@ class Experts:
         order = np.arange(2 * inner).reshape(inner, 2).T.ravel()
         names = [f"{name}.experts.{e}" for e in range(num)]
         self.gate_up = [
-            weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], bias=True, transposed=True, order=order)
+            weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], bias=True, transposed=True, orders=[order])
             for n in names
         ]
         self.down = [weights.linear([f"{n}.down_proj"], inner, [hidden], bias=True, transposed=True) for n in names]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from headrace.backends.base import Array
 from headrace.models.decoder import Attention, Decoder, GatedMLP, PreNormLayer
 
 TINY = {
@@ -22,7 +25,7 @@ class Layer(PreNormLayer):
         bias = decoder.config.flag("attention_bias", False)
         return Attention(decoder, name, layer_id, qkv_bias=bias, out_bias=bias)
 
-    def make_mlp(self, decoder: Decoder, name: str) -> GatedMLP:
+    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
         return GatedMLP(decoder, f"{name}.mlp", bias=decoder.config.flag("mlp_bias", False))
 
 

@@ -46,6 +46,15 @@ def make_rope_table(
     return RopeTable((np.cos(wide) * magnitude).astype(np.float32), (np.sin(wide) * magnitude).astype(np.float32))
 
 
+def pair_order(num_rows: int, head_dim: int, turned: int) -> NDArray[np.int64]:
+    """Return for each row of q or k its place in a checkpoint where `turned` rows of each head lie in pairs that turn
+    together, (2i, 2i + 1); for the operators they are i and i + turned / 2."""
+    within_head = np.arange(head_dim)
+    within_head[:turned] = np.arange(turned).reshape(turned // 2, 2).T.ravel()
+    order: NDArray[np.int64] = (np.arange(0, num_rows, head_dim)[:, None] + within_head).ravel()
+    return order
+
+
 def frequencies_of(
     rope: ModelConfig, head_dim: int, max_positions: int, max_model_len: int, theta: float = 10000.0
 ) -> tuple[F32, float]:
@@ -89,6 +98,8 @@ def _linear(rope: ModelConfig, base: float, dim: int, max_positions: int, max_mo
 
 
 def _dynamic(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
+    if rope.values.get("alpha") is not None:  # Hunyuan's: one base for all positions
+        return _frequencies(base * rope.number("alpha", low=1.0) ** (dim / (dim - 2)), dim), 1.0
     factor, original = rope.number("factor", low=1.0), rope.integer("original_max_position_embeddings", max_positions)
     lengths = np.maximum(np.arange(1, max_model_len + 1, dtype=np.float64), original)
     bases = base * ((factor * lengths / original) - (factor - 1)) ** (dim / (dim - 2))

@@ -39,6 +39,11 @@ class Weights(Protocol):
         ...
 
     @abstractmethod
+    def constant_table(self, values: Array) -> Array:
+        """As `constant`, for a table [V, H] that `Ops.embedding` looks up."""
+        ...
+
+    @abstractmethod
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
         """A small tensor (norm, bias) as the backend's operators take it."""
         ...
@@ -58,12 +63,12 @@ class Weights(Protocol):
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
-        order: NDArray[np.int64] | None = None,
+        orders: Sequence[NDArray[np.int64] | None] = (),
     ) -> Matrix:
         """One matrix [sum(num_outs), num_in] out of the linear layers `names`, stacked along their outputs.
 
         transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
-        order: for each output of the matrix the checkpoint's output, of one layer that is stored in another order.
+        orders: for each layer None, or if it is stored in another order: for each output its place in the checkpoint.
         """
         ...
 

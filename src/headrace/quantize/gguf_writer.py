@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import models
-from headrace.checkpoint.gguf_source import pair_order
 from headrace.checkpoint.loader import Checkpoint
 from headrace.checkpoint.mapped import read_config
 from headrace.models.config import ModelConfig
+from headrace.models.rope import pair_order
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.arrays import bits_of, floats
 from headrace.quantize import gguf_file, gguf_model, gguf_tokenizer

@@ -240,6 +240,25 @@ def test_softcap() -> None:
         assert same(unary("softcap", isa, x, cap=30.0, num_threads=2), scalar)
 
 
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_xielu(rows: int, width: int) -> None:
+    x = normals(1, rows, width, spread=3)
+    x[0, : width // 3] *= 1e-4  # where exp(x) - 1 - x is much smaller than exp(x)
+    wide = x.astype(np.float64)
+    bent = np.where(wide > 0, 0.8 * wide * wide, 1.1 * (np.expm1(np.minimum(wide, 0)) - wide))
+    values = {"positive": 0.8, "negative": 1.1, "beta": 0.5}
+    scalar = unary("xielu", "scalar", x, **values)
+    assert np.abs(scalar - (bent + 0.5 * wide)).max() <= 4e-7 * np.abs(wide).max() ** 2 + 1e-12
+    small = np.abs(wide) < 1e-3
+    assert np.allclose(scalar[small], (bent + 0.5 * wide)[small], rtol=1e-6, atol=0)
+    for isa in FAST:
+        assert same(unary("xielu", isa, x, **values), scalar)
+        assert same(unary("xielu", isa, x, **values, num_threads=2), scalar)
+    for bad in (np.inf, -np.inf, np.nan):
+        for isa in ISAS:
+            assert not np.isfinite(unary("xielu", isa, np.full((1, 5), bad, np.float32), **values)).any()
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_embedding(isa: str) -> None:
     for width in (1, 16, 37, 256):

@@ -115,6 +115,7 @@ class Cpu:
         tables = [[i] for i in range(NUM_SEQS)]
         probe.forward(Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables), [])
         stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))
+        stores = [store for store in stores if store["k"] is not None]  # without `CpuOps.rope`, which stores nothing
         for layer, store, look in zip(kv.layers, stores, looks, strict=True):
             # Soft caps and sinks depend on the scores themselves, so there no mean may be subtracted.
             if layer.key_mean is not None and not look["softcap"] and look["sinks"] is None:

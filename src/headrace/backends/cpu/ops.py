@@ -92,11 +92,20 @@ class CpuOps:
         self.graph.put("rms_norm", x.dim, out, self._in_out(x, out) | fields | NO_Q)
         return out
 
-    def layer_norm(self, x: Value, weight: F32, bias: F32, eps: float) -> Value:
+    def layer_norm(self, x: Value, weight: F32, bias: F32 | None, eps: float, offset: float = 0.0) -> Value:
         out = self.graph.value(x.width, x.dim)
-        fields = {"weight": weight, "bias": bias, "eps": eps}
+        fields = {"weight": weight + np.float32(offset) if offset else weight, "bias": bias, "eps": eps}
         self.graph.put("layer_norm", x.dim, out, self._in_out(x, out) | fields | NO_Q)
         return out
+
+    def norm_columns(self, x: Value, first: int, num: int, norm: HeadNorm) -> Value:
+        # In place: the columns beside them stay where the next operator reads them.
+        buffer, width = self.graph.read(x), len(norm.weight)
+        at = ("column", buffer, first) if first else buffer
+        fields: dict[str, Any] = {"x": at, "ld_x": x.ld, "heads": num, "width": width, "out": at, "ld_out": x.ld}
+        fields |= {"weight": norm.weight, "eps": norm.eps, "offset": norm.offset}
+        self.graph.put("rms_norm", x.dim, None, fields | NO_Q)
+        return Value(self.graph, x.buffer, x.width, x.item_bytes)
 
     def softcap(self, x: Value, cap: float) -> Value:
         # In place: the logits of a large vocabulary need not lie there twice.
@@ -108,6 +117,12 @@ class CpuOps:
     def activation(self, x: Value, kind: Activation) -> Value:
         out = self.graph.value(x.width, x.dim)
         self.graph.put("activation", x.dim, out, self._in_out(x, out) | {"kind": KINDS[kind]} | NO_Q)
+        return out
+
+    def xielu(self, x: Value, positive: float, negative: float, beta: float) -> Value:
+        out = self.graph.value(x.width, x.dim)
+        fields = {"positive": positive, "negative": negative, "beta": beta}
+        self.graph.put("xielu", x.dim, out, self._in_out(x, out) | fields | NO_Q)
         return out
 
     def gated(self, x: Value, kind: Activation) -> Value:
@@ -177,6 +192,15 @@ class CpuOps:
         """Whether the products of any of the matrices, or of a part of one, take floats."""
         parts = [part for matrix in matrices for part in parts_of(matrix)]
         return any(part.kind in FLOAT_KINDS or part in self.wide for part in parts)
+
+    def rope(self, x: Value, num_heads: int, head_dim: int, rows: StepRows, rope_table: RopeTable) -> Value:
+        """A record of `rope_store` without keys and values, which turns what it takes for queries."""
+        fields = {"x": self.graph.read(x), "ld_x": x.ld, "heads": num_heads, "kv_heads": 0, "head_dim": head_dim}
+        fields |= {"cos": rope_table.cos, "sin": rope_table.sin, "pairs": rope_table.cos.shape[1]}
+        fields |= {"positions": rows.positions, "slots": rows.slots, "eps": 0.0, "offset": 0.0, "kv_type": 0}
+        pointers = ("q_norm", "k_norm", "copy_begin", "copy_slots", "k", "v", "k_scale", "v_scale", "k_mean")
+        self.graph.put("rope_store", x.dim, None, fields | dict.fromkeys(pointers))
+        return Value(self.graph, x.buffer, x.width, x.item_bytes)
 
     def rope_store(
         self,

@@ -184,8 +184,8 @@ def _rms_norm(view: View) -> Expected:
 
 
 def _layer_norm(view: View) -> Expected:
-    weight, bias = torch.from_numpy(view["weight"]), torch.from_numpy(view["bias"])
-    return _with_codes(view, view.ops.layer_norm(view.x(), weight, bias, view["eps"]))
+    y = view.ops.layer_norm(view.x(), torch.from_numpy(view["weight"]), view.constant("bias"), view["eps"])
+    return _with_codes(view, y)
 
 
 def _embedding(view: View) -> Expected:
@@ -211,6 +211,8 @@ def _rope_store(view: View) -> Expected:
     # A cache with a slot for each row, in its order.
     slots = torch.arange(view.num_rows)
     rows = ForwardBatch(slots, view.ints("positions"), slots, [], [], slots[:, None])
+    if view["k"] is None and rope_table is not None:
+        return {"x": view.ops.rope(qkv, heads.num_heads, heads.head_dim, rows, rope_table)}
     cache = torch.zeros(2, view.num_rows, 1, heads.num_kv_heads, heads.head_dim)
     query = view.ops.rope_store(qkv, heads, rows, cache, rope_table, q_norm, k_norm)
     key, value = cache[:, :, 0]
@@ -367,6 +369,7 @@ REFERENCE: dict[str, Callable[[View], Expected]] = {
     "softcap": lambda view: {"out": view.ops.softcap(view.x(), view["cap"])},
     "quantize": lambda view: _with_codes(view, view.x()),
     "activation": lambda view: _with_codes(view, view.ops.activation(view.x(), ACTIVATIONS[view["kind"]])),
+    "xielu": lambda view: _with_codes(view, view.ops.xielu(view.x(), view["positive"], view["negative"], view["beta"])),
     "gated": _gated,
     "rope_store": _rope_store,
     "attention": _attention,

@@ -55,8 +55,15 @@ class CudaOps:
             raise CheckpointError("backend cuda has no kernels for norms without weights; use cpu or torch_ref")
         return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=offset, bias=None, centred=False)
 
-    def layer_norm(self, x: Value, weight: Tensor, bias: Tensor, eps: float) -> Value:
+    def layer_norm(self, x: Value, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Value:
+        if bias is None or offset:
+            raise CheckpointError(
+                "backend cuda has no kernels for layer norms without biases or with offsets; use cpu or torch_ref"
+            )
         return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=0.0, bias=bias, centred=True)
+
+    def norm_columns(self, x: Value, first: int, num: int, norm: HeadNorm) -> Value:
+        raise CheckpointError("backend cuda has no kernels for norms of some columns; use cpu or torch_ref")
 
     def scale(self, x: Value, factor: float) -> Value:
         return self._put("scale", x.width, x.dim, x=x, factor=factor)
@@ -66,6 +73,9 @@ class CudaOps:
 
     def activation(self, x: Value, kind: Activation) -> Value:
         return self._put("activation", x.width, x.dim, x=x, kind=kind)
+
+    def xielu(self, x: Value, positive: float, negative: float, beta: float) -> Value:
+        raise CheckpointError("backend cuda has no kernels for the activation xielu; use cpu or torch_ref")
 
     def gated(self, x: Value, kind: Activation) -> Value:
         node = x.node
@@ -89,6 +99,9 @@ class CudaOps:
             out.node.note, out.node.read_bytes = weights.name, weights.num_bytes
             out.node.row_ops = 2 * weights.num_in * weights.num_out
         return out
+
+    def rope(self, x: Value, num_heads: int, head_dim: int, rows: StepRows, rope_table: RopeTable) -> Value:
+        raise CheckpointError("backend cuda has no kernels for rope beside the cache; use cpu or torch_ref")
 
     def rope_store(
         self,

@@ -158,13 +158,19 @@ class RefOps:
         gain = weight.float() + offset if offset else weight.float()
         return (x / torch.sqrt(mean + eps) * gain).to(self.dtype)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
         x = x.float()
         x = x - row_sums(x) / x.shape[-1]
         variance = row_sums(x * x) / x.shape[-1]
-        return (x / torch.sqrt(variance + eps) * weight.float() + bias.float()).to(self.dtype)
+        y = x / torch.sqrt(variance + eps) * (weight.float() + offset if offset else weight.float())
+        return (y if bias is None else y + bias.float()).to(self.dtype)
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def norm_columns(self, x: Tensor, first: int, num: int, norm: HeadNorm) -> Tensor:
+        last = first + num * len(norm.weight)
+        pieces = x[:, first:last].reshape(len(x), num, -1)
+        return torch.cat([x[:, :first], self.rms_norm(pieces, *norm).flatten(1), x[:, last:]], dim=1)
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Turn the first 2 * P of D numbers in each head: x [R, heads, D], cos and sin [R, P]; pairs are (i, i + P)."""
         half = cos.shape[-1]
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -181,6 +187,19 @@ class RefOps:
         slots = cache.view(2, -1, *cache.shape[3:])
         slots[0].index_copy_(0, slot_mapping, key.to(cache.dtype))
         slots[1].index_copy_(0, slot_mapping, value.to(cache.dtype))
+
+    def rope(self, x: Tensor, num_heads: int, head_dim: int, rows: ForwardBatch, rope_table: RopeTable) -> Tensor:
+        width = num_heads * head_dim
+        heads = x[:, :width].reshape(len(x), num_heads, head_dim)
+        return torch.cat([self.turn(heads, *self.angles(rows, rope_table)).flatten(1), x[:, width:]], dim=1)
+
+    def angles(self, rows: ForwardBatch, rope_table: RopeTable) -> tuple[Tensor, Tensor]:
+        """cos and sin [R, P] of the rows' positions."""
+        angles: tuple[Tensor, Tensor] | None = rows.notes.get(id(rope_table.cos))
+        if angles is None:
+            angles = rope_table.cos.index_select(0, rows.positions), rope_table.sin.index_select(0, rows.positions)
+            rows.notes[id(rope_table.cos)] = angles
+        return angles
 
     def rope_store(
         self,
@@ -199,11 +218,8 @@ class RefOps:
         if k_norm is not None:
             key = self.rms_norm(key, *k_norm)
         if rope_table is not None:
-            angles = rows.notes.get(id(rope_table.cos))
-            if angles is None:
-                angles = rope_table.cos.index_select(0, rows.positions), rope_table.sin.index_select(0, rows.positions)
-                rows.notes[id(rope_table.cos)] = angles
-            query, key = self.rope(query, *angles), self.rope(key, *angles)
+            angles = self.angles(rows, rope_table)
+            query, key = self.turn(query, *angles), self.turn(key, *angles)
         if isinstance(cache, RoundedCache):
             cache.rope_table = rope_table
         self.store(key, value, cache, rows.slot_mapping)
@@ -230,6 +246,11 @@ class RefOps:
 
     def activation(self, x: Tensor, kind: Activation) -> Tensor:
         return elementwise(ACTIVATIONS[kind], x.float()).to(self.dtype)
+
+    def xielu(self, x: Tensor, positive: float, negative: float, beta: float) -> Tensor:
+        x = x.float()
+        bent = torch.where(x > 0, positive * x * x, negative * (elementwise(torch.expm1, x.clamp(max=0)) - x))
+        return (beta * x + bent).to(self.dtype)
 
     def gated(self, x: Tensor, kind: Activation) -> Tensor:
         gate, up = x.float().chunk(2, dim=-1)

@@ -1,0 +1,77 @@
+"""Apertus (Swiss AI Initiative 2025): Llama with a norm on each head of q and k, and xIELU, whose bends are learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headrace.backends.base import Activation, Array, Cache, Rows
+from headrace.models.config import ModelConfig
+from headrace.models.decoder import MLP, Attention, Decoder
+
+TINY = {
+    "model_type": "apertus",
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+"""Rope where config.json has none."""
+BENT: dict[str, Activation] = {"xielu": "identity"}
+"""Its MLP has an operator of its own."""
+
+
+class BentMLP(MLP):
+    """down(xielu(up(x))). The two bends are the softplus of learned numbers, the one of negatives and beta added."""
+
+    def __init__(self, decoder: Decoder, name: str) -> None:
+        super().__init__(decoder, name)
+        act = f"{name}.act_fn"
+        positive, negative = (decoder.weights.tensor(f"{act}.{part}", (1,)).item() for part in ("alpha_p", "alpha_n"))
+        self.beta = decoder.weights.tensor(f"{act}.beta", ()).item()
+        # A bound just below zero for exp's argument, which changes nothing that float32 can tell.
+        decoder.weights.tensor(f"{act}.eps", ())
+        self.positive, self.negative = softplus(positive), self.beta + softplus(negative)
+
+    def bend(self, x: Array) -> Array:
+        return self.ops.xielu(x, self.positive, self.negative, self.beta)
+
+
+def softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+class Layer:
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
+        bias = decoder.config.flag("attention_bias", False)
+        self.attention_norm = decoder.make_norm(f"{name}.attention_layernorm")
+        self.attention = Attention(
+            decoder, f"{name}.self_attn", layer_id, qkv_bias=bias, out_bias=bias, qk_norm_offset=0.0
+        )  # fmt: skip
+        self.mlp_norm = decoder.make_norm(f"{name}.feedforward_layernorm")
+        self.mlp = BentMLP(decoder, f"{name}.mlp")
+
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        x = x + self.attention(self.attention_norm(x), rows, kv)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(Decoder):
+    Layer = Layer
+    activations = BENT
+    default_activation = "xielu"
+    default_theta = 12_000_000.0
+    default_eps = 1e-5
+
+    def global_rope(self, config: ModelConfig) -> ModelConfig:
+        has_rope = config.values.get("rope_parameters") or config.values.get("rope_scaling")
+        return config.rope if has_rope else ModelConfig(LLAMA3)
