@@ -100,8 +100,12 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("backends.cuda", "protocol quant sampling backends backends.torch_ref", SERVING | {"transformers"}),
     ),
     (Room("checkpoint", "protocol gguf hub quant backends models", SERVING | {"transformers"}),),
-    # They may run models of their own, but know neither scheduler nor requests.
-    (Room("drafters", "protocol builtin hub core.blocks quant sampling backends checkpoint models", NO_TORCH),),
+    (
+        # They may run models of their own, but know neither scheduler nor requests.
+        Room("drafters", "protocol builtin hub core.blocks quant sampling backends checkpoint models", NO_TORCH),
+        # It runs model files over operators that count.
+        Room("plan", "protocol gguf hub quant checkpoint models", NO_TORCH),
+    ),
     (
         Room("runner", "protocol sampling grammar backends drafters", NO_TORCH),
         # What the engine writes of its steps, and insight reads.

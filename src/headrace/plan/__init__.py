@@ -1,0 +1,5 @@
+"""What a model will need, from its config.json alone: bytes, operations, seconds and money, before any weight exists.
+
+Knows models, operators and forms of weights; must not know files of weights, requests or HTTP. Called by `headrace
+plan` and `headrace simulate`.
+"""

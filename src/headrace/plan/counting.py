@@ -1,0 +1,312 @@
+"""Operators that only count: the engine's own model files run over them and need no weights, and no formula here.
+
+`count` makes a model of a config.json with `CountingWeights`, which know sizes alone, and runs one row through
+`CountingOps`. Knows operators and matrices; must not know model types. Called by `plan.planner`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from headrace import models
+from headrace.models.config import ModelConfig
+from headrace.plan.forms import FLOAT_BITS, Forms, kv_bytes
+from headrace.protocol.errors import CheckpointError
+
+NUM_POSITIONS = 16
+"""Of the rope table that a model makes, which nothing reads."""
+
+
+class LayerKV(NamedTuple):
+    """What a layer keeps of each position: keys and values [num_heads, dim], of the last `window` positions at least
+    (None: of all). A row multiplies `macs` numbers with each position that it sees."""
+
+    window: int | None
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    macs: int
+
+    def bytes(self, dtype: str) -> float:
+        return kv_bytes(self.num_heads, self.key_dim, self.value_dim, dtype)
+
+
+class Mixture(NamedTuple):
+    """The experts of a layer: how many, how many a row takes, parameters, bytes of all, and multiplications of one."""
+
+    num: int
+    top_k: int
+    parameters: int
+    num_bytes: float
+    macs: int
+
+
+class Counts(NamedTuple):
+    """What a model is made of. Layers that are alike stand once, with their number.
+
+    `tables`: bytes of embeddings, of which a step reads single rows; 0 where the head is the same tensor. `dense`: of
+    all that a step reads whole, `head` of the output matrix, which is read for rows with logits. `forms`: bytes by
+    form. `macs`, `head_macs`: multiplications for a row, experts not chosen left out. `widest`: numbers of the widest
+    row but for the logits, which are `vocab_size`. `source`: where the counts come from, for the reader.
+    """
+
+    parameters: int
+    active_parameters: int
+    tables: float
+    dense: float
+    head: float
+    macs: int
+    head_macs: int
+    layers: tuple[tuple[LayerKV, int], ...]
+    mixtures: tuple[tuple[Mixture, int], ...]
+    forms: dict[str, float]
+    widest: int
+    vocab_size: int
+    source: str
+
+    @property
+    def weight_bytes(self) -> float:
+        experts = sum(each.num_bytes * num for each, num in self.mixtures)
+        return self.tables + self.dense + self.head + experts
+
+    def kv_token_bytes(self, dtype: str) -> float:
+        """Return the bytes that a position takes over all layers."""
+        return sum(layer.bytes(dtype) * num for layer, num in self.layers)
+
+    def kv_bytes(self, context: int, dtype: str, *, windowed: bool) -> float:
+        """Return the bytes of a sequence of `context` tokens. windowed: layers keep what their windows show."""
+        return sum(
+            layer.bytes(dtype) * num * (min(context, layer.window) if windowed and layer.window else context)
+            for layer, num in self.layers
+        )
+
+
+class _Value:
+    """Rows of `width` numbers, none of which exists."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __add__(self, other: _Value) -> _Value:
+        return self
+
+
+class _Table(NamedTuple):
+    width: int
+
+
+class _Matrix(NamedTuple):
+    """A linear layer by its sizes: `num_bytes` with its bias, of `parameters` numbers."""
+
+    name: str
+    num_in: int
+    num_out: int
+    parameters: int
+    num_bytes: float
+    form: str
+
+
+class _Cache:
+    """One layer's cache: how it is filled and looked at."""
+
+    def __init__(self) -> None:
+        self.heads: Any = None
+        self.windows: list[int | None] = []
+        self.macs = 0
+
+
+class _Caches(list[_Cache]):
+    """As many caches as a model asks for."""
+
+    def __getitem__(self, index: Any) -> Any:
+        while len(self) <= index:
+            self.append(_Cache())
+        return super().__getitem__(index)
+
+
+class CountingOps:
+    """`backends.base.Ops` whose arrays are widths. `read` has each matrix that rows went through."""
+
+    def __init__(self) -> None:
+        self.weight_bytes = 0
+        self.matrices: list[Any] = []
+        self.macs = 0
+        self.widest = 0
+        self.read: dict[int, _Matrix] = {}
+        self.mixtures: Counter[Mixture] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        raise CheckpointError(f"the planner does not count the operator {name} that this model uses")
+
+    def _new(self, width: int) -> _Value:
+        self.widest = max(self.widest, width)
+        return _Value(width)
+
+    def linear(self, x: _Value, matrix: _Matrix) -> _Value:
+        if x.width != matrix.num_in:
+            raise CheckpointError(f"{matrix.name} takes rows of {matrix.num_in} numbers and gets {x.width}")
+        self.macs += matrix.num_in * matrix.num_out
+        self.read[id(matrix)] = matrix
+        return self._new(matrix.num_out)
+
+    def embedding(self, ids: Any, table: _Table, scale: float = 1.0) -> _Value:
+        return self._new(table.width)
+
+    def select(self, x: _Value, rows: Any) -> _Value:
+        return x
+
+    def rms_norm(self, x: _Value, weight: Any, eps: float, offset: float = 0.0) -> _Value:
+        return _Value(x.width)
+
+    def layer_norm(self, x: _Value, weight: Any, bias: Any, eps: float) -> _Value:
+        return _Value(x.width)
+
+    def rope_store(self, qkv: _Value, heads: Any, rows: Any, cache: _Cache, *_: Any, **__: Any) -> _Value:
+        cache.heads = heads
+        return self._new(heads.num_heads * heads.head_dim)
+
+    def attention(
+        self, query: _Value, heads: Any, rows: Any, cache: _Cache, scale: float, window: int | None = None,
+        *_: Any, **__: Any,
+    ) -> _Value:  # fmt: skip
+        cache.windows.append(window)
+        cache.macs += 2 * heads.num_heads * heads.head_dim
+        return self._new(heads.num_heads * heads.head_dim)
+
+    def activation(self, x: _Value, kind: str) -> _Value:
+        return _Value(x.width)
+
+    def gated(self, x: _Value, kind: str) -> _Value:
+        return _Value(x.width // 2)
+
+    def multiply(self, x: _Value, gate: _Value, kind: str) -> _Value:
+        return _Value(x.width)
+
+    def scale(self, x: _Value, factor: float) -> _Value:
+        return _Value(x.width)
+
+    def softcap(self, x: _Value, cap: float) -> _Value:
+        return _Value(x.width)
+
+    def experts(
+        self, x: _Value, router: _Matrix, routing: Any, gate_up: Sequence[_Matrix], down: Sequence[_Matrix], kind: str
+    ) -> _Value:
+        self.linear(x, router)
+        one = gate_up[0].num_in * gate_up[0].num_out + down[0].num_in * down[0].num_out
+        self.macs += routing.top_k * one
+        matrices = [*gate_up, *down]
+        parameters, num_bytes = sum(m.parameters for m in matrices), sum(m.num_bytes for m in matrices)
+        self.mixtures[Mixture(len(gate_up), routing.top_k, parameters, num_bytes, one)] += 1
+        self.widest = max(self.widest, routing.top_k * gate_up[0].num_out)
+        return _Value(x.width)
+
+
+class CountingWeights:
+    """`models.weights.Weights` of sizes alone: every tensor is there, each with its bytes in the form that it gets."""
+
+    def __init__(self, forms: Forms) -> None:
+        self._forms = forms
+        self.parameters = 0
+        self.tables = 0.0
+        self.forms: Counter[str] = Counter()
+        self._small = 0.0
+
+    @property
+    def small(self) -> float:
+        """Bytes of norms and other vectors."""
+        return self._small
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def has_prefix(self, prefix: str) -> bool:
+        return True
+
+    def constant(self, values: Any) -> Any:
+        return values
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> None:
+        self._small += self._plain(math.prod(shape))
+
+    def table(self, name: str, shape: tuple[int, int]) -> _Table:
+        self.tables += self._plain(math.prod(shape))
+        return _Table(shape[1])
+
+    def linear(
+        self, names: Sequence[str], num_in: int, num_outs: Sequence[int], *, bias: bool = False, plain: bool = False,
+        **_: Any,
+    ) -> _Matrix:  # fmt: skip
+        num_out = sum(num_outs)
+        form, bits = self._forms.bits(names[0], num_in, plain)
+        return self._matrix(names[0], num_in, num_out, form, bits, bias)
+
+    def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[_Table, _Matrix]:
+        form, bits = self._forms.head_bits(shape[1])
+        if not tied or form != self._forms.dtype:
+            self.tables += self._plain(math.prod(shape))
+        matrix = self._matrix(head, shape[1], shape[0], form, bits, bias=False)
+        if tied and form != self._forms.dtype:
+            # The same numbers in two forms.
+            self.parameters -= math.prod(shape)
+        return _Table(shape[1]), matrix
+
+    def _plain(self, num: int) -> float:
+        num_bytes = num * FLOAT_BITS[self._forms.dtype] / 8
+        self.parameters += num
+        self.forms[self._forms.dtype] += num_bytes  # type: ignore[assignment]
+        return num_bytes
+
+    def _matrix(self, name: str, num_in: int, num_out: int, form: str, bits: float, bias: bool) -> _Matrix:
+        num_bytes = num_in * num_out * bits / 8
+        self.parameters += num_in * num_out
+        self.forms[form] += num_bytes  # type: ignore[assignment]
+        parameters = num_in * num_out
+        if bias:
+            num_bytes += self._plain(num_out)
+            parameters += num_out
+        return _Matrix(name, num_in, num_out, parameters, num_bytes, form)
+
+
+class _Rows:
+    token_ids = positions = features = None
+
+
+def count(values: dict[str, Any], forms: Forms) -> Counts:
+    """Return what the model of a config.json is made of, by headrace's own file of its model_type.
+
+    Raises `CheckpointError` for a config that is not valid, for a type that headrace does not run, and for an operator
+    that is not counted here.
+    """
+    ops, weights = CountingOps(), CountingWeights(forms)
+    model = models.find(values.get("model_type")).Model(ModelConfig(values), weights, ops, NUM_POSITIONS)
+    caches = _Caches()
+    hidden = model.forward(_Rows, caches)
+    macs, num_read, widest = ops.macs, len(ops.read), ops.widest
+    logits = model.logits(hidden, None)
+    matrices = list(ops.read.values())
+    inactive = sum((each.num - each.top_k) * each.parameters // each.num * num for each, num in ops.mixtures.items())
+    layers = Counter(
+        LayerKV(
+            None if None in cache.windows else max(w for w in cache.windows if w is not None),
+            cache.heads.num_kv_heads, cache.heads.head_dim, cache.heads.head_dim, cache.macs,
+        )
+        for cache in caches
+    )  # fmt: skip
+    return Counts(
+        parameters=weights.parameters,
+        active_parameters=weights.parameters - inactive,
+        tables=weights.tables,
+        dense=sum(matrix.num_bytes for matrix in matrices[:num_read]) + weights.small,
+        head=sum(matrix.num_bytes for matrix in matrices[num_read:]),
+        macs=macs,
+        head_macs=ops.macs - macs,
+        layers=tuple(layers.items()),
+        mixtures=tuple(ops.mixtures.items()),
+        forms=dict(weights.forms),
+        widest=widest,
+        vocab_size=logits.width,
+        source=f"headrace's own models/{values['model_type']}.py",
+    )

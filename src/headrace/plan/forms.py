@@ -1,0 +1,119 @@
+"""How many bits a weight, a key or a value takes in each form, scales included. Called by `plan.counting` and
+`plan.known`."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.schemes import Quantization, Scheme, find_method, kernel_name, parse
+
+FLOAT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+KV_ITEM_BYTES = {
+    "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0,
+}  # fmt: skip
+KV_SCALED = ("int8", "int4", "fp8_e4m3")
+"""Forms of the cache whose keys and values have 4 bytes of scales for each token and head."""
+EXPERT_METHODS = ("mxfp4",)
+"""Methods that quantise the experts alone."""
+
+
+class Forms:
+    """The form of each matrix of a model: plain floats of `dtype`, those of a `quantization` on the way, or those that
+    config.json's `quantization_config` states.
+
+    Raises `RequestError` for a quantization that does not exist, `CheckpointError` for a method that is not known here,
+    or for weights that are quantised already and shall be so again.
+    """
+
+    def __init__(self, dtype: str, quantization: str | None = None, stated: dict[str, Any] | None = None) -> None:
+        self.dtype = dtype
+        self._parsed: Quantization | None = None if quantization in (None, "none") else parse(quantization or "")
+        method = find_method(stated)
+        if self._parsed is not None and method != "none":
+            raise CheckpointError(
+                f"config.json has a quantization_config ({method}): these weights are quantised already, plan them "
+                f"without --quantization {quantization}"
+            )
+        self._stated = _bits_of(method, stated or {}) if method != "none" and quantization != "none" else None
+        self._method = method
+        self._left = [str(name) for name in _list(stated, "modules_to_not_convert", "ignore", "ignored_layers")]
+
+    @property
+    def name(self) -> str:
+        """What the linear layers are stored as."""
+        if self._parsed is not None:
+            return self._parsed.name
+        return self.dtype if self._stated is None else f"{self._method}, {self._stated:g} bits"
+
+    def bits(self, name: str, num_in: int, plain: bool = False) -> tuple[str, float]:
+        """Return the form of the linear layer `name` with `num_in` inputs, and the bits of one of its weights."""
+        if plain:
+            return self.dtype, FLOAT_BITS[self.dtype]
+        if self._parsed is not None:
+            return _of_scheme(self._parsed.layer, num_in)
+        if self._stated is None or self._is_left(name):
+            return self.dtype, FLOAT_BITS[self.dtype]
+        return self.name, self._stated
+
+    def head_bits(self, num_in: int) -> tuple[str, float]:
+        """The same for the head, which stored methods leave as it is."""
+        return (self.dtype, FLOAT_BITS[self.dtype]) if self._parsed is None else _of_scheme(self._parsed.head, num_in)
+
+    def _is_left(self, name: str) -> bool:
+        if self._method in EXPERT_METHODS and ".experts" not in name:
+            return True
+        return any(part in name or fnmatch.fnmatch(name, f"{part}*") for part in self._left)
+
+
+def _of_scheme(scheme: Scheme, num_in: int) -> tuple[str, float]:
+    return kernel_name(scheme), scheme.bits_per_weight(num_in)
+
+
+def kv_bytes(num_heads: int, key_dim: int, value_dim: int, dtype: str) -> float:
+    """Return the bytes that one position of one layer takes. A head without values (`value_dim` 0) has keys alone."""
+    num_vectors = 1 + (value_dim > 0)
+    return num_heads * ((key_dim + value_dim) * KV_ITEM_BYTES[dtype] + (4 * num_vectors if dtype in KV_SCALED else 0))
+
+
+def _list(stated: dict[str, Any] | None, *names: str) -> list[Any]:
+    values = [(stated or {}).get(name) for name in names]
+    return [item for value in values if isinstance(value, list) for item in value]
+
+
+def _bits_of(method: str, stated: dict[str, Any]) -> float:
+    """Return the bits of a weight, scales and zeros included, that a `quantization_config` states."""
+
+    def number(values: dict[str, Any], name: str, default: int) -> int:
+        value = values.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not -1 <= value <= 2**20:
+            raise CheckpointError(f"config.json: quantization_config.{name} is {value!r:.80}, expected an integer")
+        return value
+
+    if method in ("gptq", "awq", "auto-round", "hqq"):
+        bits, group = number(stated, "bits", 4), number(stated, "group_size", 128)
+        return bits + ((16 + bits) / group if group > 0 else 0)
+    if method == "bitsandbytes":
+        return 4 + 8 / 64 if stated.get("load_in_4bit") is True else 8.0
+    if method == "mxfp4":
+        return 4 + 8 / 32
+    if method == "fp8":
+        return 8.0
+    if method == "compressed-tensors":
+        groups = stated.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, dict) else []
+        weights = [group.get("weights") for group in groups if isinstance(group, dict)]
+        for each in weights:
+            if isinstance(each, dict):
+                group = number(each, "group_size", -1)
+                return number(each, "num_bits", 8) + (16 / group if group > 0 else 0)
+    if method == "modelopt":
+        algorithm = str(stated.get("quant_algo"))
+        if algorithm in ("FP8", "NVFP4"):
+            return 8.0 if algorithm == "FP8" else 4 + 8 / 16
+    raise CheckpointError(
+        f"config.json: the planner has no size for quantization_config {method!r:.40}; --quantization none plans the "
+        "plain weights"
+    )

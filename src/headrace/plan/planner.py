@@ -1,0 +1,320 @@
+"""A plan: does a model fit a machine, how many sequences of what length, how fast, at what price, and what to change
+when it does not fit. Knows configs and machines; prints nothing. Called by `headrace plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace import gguf, hub, models
+from headrace.checkpoint import gguf_config
+from headrace.checkpoint.names import text_config
+from headrace.models.config import ModelConfig
+from headrace.plan import hardware, known
+from headrace.plan.counting import Counts, count
+from headrace.plan.forms import KV_ITEM_BYTES, Forms
+from headrace.plan.hardware import Hardware
+from headrace.plan.steps import Roofline, dollars_per_million, latency
+from headrace.protocol.errors import CheckpointError, RequestError
+
+FREES_WINDOWS = False
+"""Whether the engine frees the blocks that lie behind the window of all layers that hold them. Until then every layer
+keeps all positions, and a plan counts them."""
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
+OTHERS = ("l4", "rtx4090", "a100", "h100", "h200")
+"""Machines to look at when a model does not fit, the smallest first."""
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What is planned: `concurrency` sequences of `context` tokens, of which `output_len` are the answer, in these
+    forms. `concurrency` 0: as many as fit, up to `max_num_seqs`. `slo`: goals in milliseconds by ttft, tpot, e2el.
+    `price`: dollars an hour."""
+
+    context: int = 0
+    output_len: int = 256
+    concurrency: int = 0
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    slo: dict[str, float] = {}
+    price: float = 0.0
+
+
+class Subject(NamedTuple):
+    """A model as its files describe it: the values of a config.json, and the bytes of a GGUF file's tensors."""
+
+    name: str
+    values: dict[str, Any]
+    stored_bytes: float = 0.0
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of `batch` sequences that are replaced as they end, in seconds; tokens and requests a second.
+
+    `ttft` is that of a prompt alone, `tpot` that of steps of the whole batch, `tpot_mixed` with the prompts of the
+    sequences that come in between. `goodput`: requests a second that keep the goals, with the best batch for that.
+    """
+
+    batch: int
+    ttft: float
+    tpot: float
+    tpot_mixed: float
+    latency: float
+    tokens_per_second: float
+    requests_per_second: float
+    goodput: float | None = None
+    goodput_batch: int | None = None
+    dollars_per_million: float | None = None
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """Something to change so that the plan fits, in the words of the flags, and what it leads to."""
+
+    flags: str
+    outcome: str
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """All figures of a plan: bytes, unless a name says otherwise. `fits`: whether weights and the planned sequences
+    have room; `needed_bytes`: the memory of a machine that just has it. `largest_context` is of one sequence,
+    `largest_batch` of sequences of `context` tokens."""
+
+    model: str
+    model_type: str
+    source: str
+    parameters: int
+    active_parameters: int
+    form: str
+    forms: dict[str, float]
+    weight_bytes: float
+    kv_cache_dtype: str
+    kv_token_bytes: float
+    kv_sequence_bytes: float
+    kv_windowed_bytes: float
+    flops_per_token: float
+    machine: Hardware
+    working_bytes: float
+    free_bytes: float
+    needed_bytes: float
+    context: int
+    output_len: int
+    max_context: int
+    largest_context: int
+    largest_batch: int
+    concurrency: int
+    fits: bool
+    speed: Speed | None = None
+    changes: list[Change] = []
+
+
+def read(model: str) -> Subject:
+    """Return the model of a folder, a config.json, a GGUF file or a hub id. Reads no weights.
+
+    Raises `ModelNotFoundError` or `CheckpointError`."""
+    path = Path(model).expanduser()
+    if not (path.is_file() and path.suffix == ".json"):
+        path = hub.resolve(model, weights=False)
+    if path.suffix == ".gguf" and path.is_file():
+        file = gguf.read(path)
+        return Subject(model, gguf_config.read(file).values, float(sum(info.size for info in file.tensors.values())))
+    name = path.parent.name if path.suffix == ".json" else path.name
+    values = hub.read_json(path if path.suffix == ".json" else path / "config.json")
+    return Subject(model if path.suffix != ".json" else name or model, values)
+
+
+def counts_of(subject: Subject, wish: Wish) -> tuple[Counts, Forms, dict[str, Any]]:
+    """Return what the model is made of in the forms of the plan, and the config of its text.
+
+    Raises `CheckpointError` for a type that neither headrace nor the planner's table has."""
+    values = text_config(subject.values, [*models.names(), *known.TABLE])
+    model_type = values.get("model_type")
+    stated = str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = DTYPES.get(stated, "bfloat16") if wish.dtype == "auto" else wish.dtype
+    forms = Forms(dtype, wish.quantization, values.get("quantization_config"))
+    if model_type in models.names():
+        counts = count(values, forms)
+    elif model_type in known.TABLE:
+        counts = known.TABLE[model_type](ModelConfig(values), forms)
+    else:
+        raise CheckpointError(
+            f"config.json: the planner knows no model_type {model_type!r:.80}; it knows "
+            f"{', '.join(sorted({*models.names(), *known.TABLE}))}"
+        )
+    if subject.stored_bytes and wish.quantization is None:
+        # A GGUF file's blocks keep their sizes.
+        rest = (counts.weight_bytes - counts.tables) or 1.0
+        scale = max(subject.stored_bytes - counts.tables, 1.0) / rest
+        counts = counts._replace(dense=counts.dense * scale, head=counts.head * scale, mixtures=tuple(
+            (each._replace(num_bytes=each.num_bytes * scale), num) for each, num in counts.mixtures
+        ), forms={"gguf": subject.stored_bytes})  # fmt: skip
+    return counts, forms, values
+
+
+class Planner:
+    """Figures of one model, in its forms, on one machine."""
+
+    def __init__(self, subject: Subject, machine: Hardware, wish: Wish) -> None:
+        self.subject, self.machine, self.wish = subject, machine, wish
+        self.counts, forms, values = counts_of(subject, wish)
+        self.model_type = str(values.get("model_type"))
+        self.form = "gguf, as stored" if "gguf" in self.counts.forms else forms.name
+        self.kv_dtype = forms.dtype if wish.kv_cache_dtype == "auto" else wish.kv_cache_dtype
+        if self.kv_dtype not in KV_ITEM_BYTES:
+            raise RequestError("--kv-cache-dtype", wish.kv_cache_dtype, f"one of auto, {', '.join(KV_ITEM_BYTES)}")
+        self.max_context = ModelConfig(values).max_positions()
+        if wish.context > self.max_context:
+            raise RequestError("--context", wish.context, f"at most {self.max_context}, the model's own")
+        self.context = wish.context or min(self.max_context, 4096)
+        if not 0 < wish.output_len < self.context:
+            raise RequestError("--output-len", wish.output_len, f"from 1 to {self.context - 1}, below the context")
+        self.working = 4.0 * self.counts.widest * wish.max_num_batched_tokens
+        self.working += 4.0 * self.counts.vocab_size * wish.max_num_seqs
+        usable = machine.memory * machine.utilization
+        self.free = usable - self.counts.weight_bytes - self.working
+        self.step = Roofline(self.counts, machine, self.kv_dtype)
+
+    def kv_bytes(self, context: int) -> float:
+        return self.counts.kv_bytes(context, self.kv_dtype, windowed=FREES_WINDOWS)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(0, int(self.free // self.kv_bytes(self.context)))
+
+    @property
+    def largest_context(self) -> int:
+        """Of one sequence."""
+        low, high = 0, self.max_context
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.kv_bytes(middle) <= self.free else (low, middle - 1)
+        return low
+
+    def ttft(self, num_prompt: int) -> float:
+        """Return the seconds of the steps of a prompt alone, in chunks of `max_num_batched_tokens`."""
+        size, seconds = self.wish.max_num_batched_tokens, 0.0
+        for start in range(0, num_prompt, size):
+            length = min(size, num_prompt - start)
+            seconds += self.step([start], [length], int(start + length == num_prompt))
+        return seconds
+
+    def speed(self, batch: int) -> Speed:
+        """Return the times of `batch` sequences."""
+        num_new = self.wish.output_len
+        num_prompt = self.context - num_new
+        ttft, middle = self.ttft(num_prompt), num_prompt + num_new // 2
+        tpot = self.step([middle] * batch, [1] * batch, batch)
+        # While a sequence decodes, each of the others ends once, and a prompt takes its place.
+        mixed = tpot + (batch - 1) * ttft / max(num_new - 1, 1)
+        rate = batch * num_new / (batch * ttft + (num_new - 1) * tpot)
+        return Speed(
+            batch=batch, ttft=ttft, tpot=tpot, tpot_mixed=mixed, latency=latency(ttft, mixed, num_new),
+            tokens_per_second=rate, requests_per_second=rate / num_new,
+            dollars_per_million=dollars_per_million(self.wish.price, rate) if self.wish.price else None,
+        )  # fmt: skip
+
+    def keeps(self, speed: Speed) -> bool:
+        """Whether these times are within the goals."""
+        have = {"ttft": speed.ttft, "tpot": speed.tpot_mixed, "e2el": speed.latency}
+        return all(1e3 * have[name] <= goal for name, goal in self.wish.slo.items())
+
+    def with_goodput(self, speed: Speed, most: int) -> Speed:
+        """Add the most requests a second of a batch from 1 to `most` that keep the goals."""
+        best = None
+        low, high = 0, most
+        while low < high:
+            # Larger batches are slower for each of their sequences.
+            middle = (low + high + 1) // 2
+            one = self.speed(middle)
+            low, high, best = (middle, high, one) if self.keeps(one) else (low, middle - 1, best)
+        return msgspec.structs.replace(
+            speed, goodput=best.requests_per_second if best else 0.0, goodput_batch=best.batch if best else 0
+        )
+
+    def plan(self, *, advises: bool = True) -> Plan:
+        wish, counts = self.wish, self.counts
+        largest = self.largest_batch
+        concurrency = wish.concurrency or max(1, min(largest, wish.max_num_seqs))
+        fits = largest >= concurrency
+        speed = None
+        if fits:
+            speed = self.speed(concurrency)
+            if wish.slo:
+                speed = self.with_goodput(speed, min(largest, wish.max_num_seqs))
+        return Plan(
+            model=self.subject.name,
+            model_type=self.model_type,
+            source=counts.source,
+            parameters=counts.parameters,
+            active_parameters=counts.active_parameters,
+            form=self.form,
+            forms=counts.forms,
+            weight_bytes=counts.weight_bytes,
+            kv_cache_dtype=self.kv_dtype,
+            kv_token_bytes=counts.kv_token_bytes(self.kv_dtype),
+            kv_sequence_bytes=counts.kv_bytes(self.context, self.kv_dtype, windowed=False),
+            kv_windowed_bytes=counts.kv_bytes(self.context, self.kv_dtype, windowed=True),
+            flops_per_token=2.0 * (counts.macs + counts.head_macs),
+            machine=self.machine,
+            working_bytes=self.working,
+            free_bytes=self.free,
+            needed_bytes=(counts.weight_bytes + self.working + concurrency * self.kv_bytes(self.context))
+            / self.machine.utilization,
+            context=self.context,
+            output_len=wish.output_len,
+            max_context=self.max_context,
+            largest_context=self.largest_context,
+            largest_batch=largest,
+            concurrency=concurrency,
+            fits=fits,
+            speed=speed,
+            changes=[] if fits or not advises else list(self.changes(concurrency)),
+        )
+
+    def changes(self, concurrency: int) -> list[Change]:
+        """Return what makes room for `concurrency` sequences: one change each, or all that save memory together."""
+        wish, changes = self.wish, list[Change]()
+
+        def tried(flags: str, machine: Hardware | None = None, **fields: Any) -> bool:
+            other = msgspec.structs.replace(wish, **fields)
+            try:
+                planner = Planner(self.subject, machine or self.machine, other)
+            except (RequestError, CheckpointError):
+                return False  # this model can not be had in that form
+            if planner.largest_batch < concurrency:
+                return False
+            outcome = f"{planner.counts.weight_bytes / 1e9:.1f} GB of weights, room for {planner.largest_batch:,}"
+            changes.append(Change(flags=flags, outcome=f"{outcome} sequences of {planner.context:,} tokens"))
+            return True
+
+        if self.largest_batch:
+            outcome = f"as many sequences of {self.context:,} tokens as fit"
+            changes.append(Change(flags=f"--concurrency {self.largest_batch}", outcome=outcome))
+        shorter = _largest(lambda n: concurrency * self.kv_bytes(n) <= self.free, self.context)
+        if shorter > wish.output_len:
+            outcome = f"the longest context of {concurrency:,} sequences"
+            changes.append(Change(flags=f"--context {shorter}", outcome=outcome))
+        if self.kv_dtype not in ("int8", "int4", "fp8_e4m3", "fp8_e5m2"):
+            tried("--kv-cache-dtype int8", kv_cache_dtype="int8")
+        if wish.quantization is None:
+            if not tried("--quantization int8", quantization="int8"):
+                tried("--quantization int4", quantization="int4")
+            if not changes:
+                tried("--quantization int4 --kv-cache-dtype int8", quantization="int4", kv_cache_dtype="int8")
+        for name in OTHERS:
+            if hardware.TABLE[name].memory > self.machine.memory and tried(f"--hardware {name}", hardware.TABLE[name]):
+                break
+        return changes
+
+
+def _largest(fits: Callable[[int], bool], high: int) -> int:
+    """Return the largest number up to `high` that fits, by bisection; 0 if none does."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,201 @@
+"""`headrace plan`: figures that agree with each other, changes that make room, errors in the words of the flags."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.plan import configs
+
+from headrace.cli.main import main
+from headrace.plan import hardware
+from headrace.plan.counting import count
+from headrace.plan.forms import Forms
+from headrace.plan.planner import Planner, Subject, Wish, read
+from headrace.plan.steps import Roofline
+
+
+def planner(config: dict[str, Any], machine: str = "h100", **wish: Any) -> Planner:
+    return Planner(Subject("x", config), hardware.find(machine), Wish(**wish))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["headrace", "plan", *words])
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    printed = capsys.readouterr()
+    return int(code), printed.out, printed.err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(configs.LLAMA_3_8B))
+    return str(tmp_path)
+
+
+def test_the_largest_batch_and_context_just_fit() -> None:
+    one = planner(configs.LLAMA_3_1_8B, context=4096, concurrency=7)
+    plan = one.plan()
+    assert plan.largest_batch * one.kv_bytes(4096) <= plan.free_bytes < (plan.largest_batch + 1) * one.kv_bytes(4096)
+    assert plan.largest_context == 131_072
+    tight = planner(configs.LLAMA_3_1_8B, "l4", context=4096)
+    assert tight.kv_bytes(tight.largest_context) <= tight.free < tight.kv_bytes(tight.largest_context + 1)
+    assert plan.needed_bytes * 0.9 == pytest.approx(plan.weight_bytes + plan.working_bytes + 7 * 131_072 * 4096)
+
+
+def test_times_follow_bytes_and_operations() -> None:
+    plan = planner(configs.LLAMA_3_8B, context=2048, concurrency=1, output_len=1024).plan()
+    assert plan.speed is not None
+    # One sequence reads the weights but for the table of embeddings, and what it has cached.
+    read_bytes = 16_060_522_496 - 2 * 128256 * 4096 + 131_072 * (1024 + 512 + 1)
+    assert plan.speed.tpot == pytest.approx(read_bytes / (0.8 * 3350e9) + 0.0005)
+    macs = 6_979_321_856 * 1024 + 128256 * 4096 + 32 * 8192 * 1024 * 512
+    assert plan.speed.ttft == pytest.approx(2 * macs / (0.6 * 989e12) + 0.0005)
+    assert plan.speed.latency == pytest.approx(plan.speed.ttft + 1023 * plan.speed.tpot_mixed)
+    assert plan.speed.requests_per_second == pytest.approx(1 / plan.speed.latency)
+
+
+def test_a_mixture_reads_the_experts_that_some_row_chooses() -> None:
+    counts = count(configs.MIXTRAL_8X7B, Forms("bfloat16"))
+    step = Roofline(counts, hardware.find("h100"), "bfloat16")
+    experts = sum(each.num_bytes * num for each, num in counts.mixtures)
+    one, many = step.num_bytes([0], [1], 0), step.num_bytes([0] * 64, [1] * 64, 0)
+    assert many - one == pytest.approx(experts * 0.75 + 63 * 131_072, rel=1e-6)
+
+
+def test_a_window_bounds_what_is_read_and_computed() -> None:
+    counts = count(configs.GEMMA_3_27B["text_config"], Forms("bfloat16"))
+    step = Roofline(counts, hardware.find("h100"), "bfloat16")
+    near, far = step.num_bytes([1024], [1], 0), step.num_bytes([2048], [1], 0)
+    assert far - near == 10 * 8192 * 1024
+    assert step.num_macs([2048], [1], 0) - step.num_macs([1024], [1], 0) == pytest.approx(10 * 8192 * 1024, rel=1e-3)
+
+
+def test_goodput_is_of_a_batch_that_keeps_the_goals() -> None:
+    slo = {"ttft": 500.0, "tpot": 30.0}
+    one = planner(configs.LLAMA_3_8B, context=4096, slo=slo)
+    speed = one.plan().speed
+    assert speed is not None
+    assert speed.goodput_batch is not None
+    assert 0 < speed.goodput_batch < one.largest_batch
+    assert one.keeps(one.speed(speed.goodput_batch))
+    assert not one.keeps(one.speed(speed.goodput_batch + 1))
+    never = planner(configs.LLAMA_3_8B, context=4096, slo={"ttft": 0.001}).plan().speed
+    assert never is not None
+    assert (never.goodput, never.goodput_batch) == (0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "machine", "wish", "flags"),
+    [
+        (configs.LLAMA_3_8B, "l4", {"context": 8192, "concurrency": 8},
+         ["--concurrency 4", "--context", "--kv-cache-dtype int8", "--quantization int8", "--hardware a100"]),
+        (configs.LLAMA_3_70B, "h100", {"concurrency": 4}, ["--quantization int4"]),
+        (configs.LLAMA_3_70B, "a100", {"concurrency": 1, "quantization": "int8"}, ["--hardware h200"]),
+    ],
+)  # fmt: skip
+def test_changes_make_room(config: dict[str, Any], machine: str, wish: dict[str, Any], flags: list[str]) -> None:
+    plan = planner(config, machine, **wish).plan()
+    assert not plan.fits
+    assert len(plan.changes) == len(flags)
+    for change, beginning in zip(plan.changes, flags, strict=True):
+        assert change.flags.startswith(beginning)
+        other, name = dict(wish), machine
+        for flag, value in zip(*[iter(change.flags.split())] * 2, strict=True):
+            if flag == "--hardware":
+                name = value
+            else:
+                other[flag[2:].replace("-", "_")] = int(value) if value.isdigit() else value
+        assert planner(config, name, **other).plan().fits, change.flags
+
+
+def test_a_gguf_file_has_the_bytes_of_its_tensors(shared_data: Path) -> None:
+    path = shared_data / "models" / "derived" / "gguf" / "TinyStories-656K.Q5_0.gguf"
+    one = Planner(read(str(path)), hardware.find("l4"), Wish())
+    from headrace import gguf
+
+    assert one.counts.forms == {"gguf": sum(info.size for info in gguf.read(path).tensors.values())}
+    assert one.plan().fits
+
+
+def test_the_command_prints_a_table(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--hardware", "h100", "--slo", "ttft:500,tpot:50", "--price", "2", "--context", "8k")
+    code, out, _ = run(monkeypatch, capsys, folder, *words)
+    assert code == 0
+    for text in ("8,030,261,248", "16.06 GB", "131,072 bytes a token", "TTFT", "TPOT", "goodput", "$0."):
+        assert text in out
+
+
+def test_the_command_prints_json_and_fails_where_the_plan_does(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(
+        monkeypatch, capsys, f"{folder}/config.json", "--hardware", "l4", "--concurrency", "64", "--json"
+    )
+    assert code == 1
+    plan = json.loads(out)
+    assert (plan["parameters"], plan["fits"], plan["speed"]) == (8_030_261_248, False, None)
+    assert plan["changes"]
+    code, out, _ = run(monkeypatch, capsys, folder, "--hardware", "l4", "--concurrency", "64")
+    assert "It does not fit: l4 has no room for 64 sequences of 4,096 tokens." in out
+
+
+def test_a_machine_may_be_a_file(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "big.json"
+    path.write_text(json.dumps({"memory": 1e12, "bandwidth": 8e12, "flops": 2e15}))
+    code, out, _ = run(monkeypatch, capsys, folder, "--hardware", str(path))
+    assert code == 0
+    assert "big " in out
+    path.write_text(json.dumps({"memory": 1e12, "bandwidth": 0, "flops": 2e15}))
+    code, _, err = run(monkeypatch, capsys, folder, "--hardware", str(path))
+    assert (code, "bandwidth must be above 0" in err) == (2, True)
+
+
+def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(monkeypatch, capsys, "builtin", "--json")
+    machine = json.loads(out)["machine"]
+    assert code == 0
+    assert machine["name"] == "this machine"
+    assert min(machine["memory"], machine["bandwidth"], machine["flops"]) > 1e8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--hardware", "h300"), "--hardware: 'h300' is not allowed; it must be one of h100"),
+        (("--context", "9000"), "--context: 9000 is not allowed; it must be at most 8192, the model's own"),
+        (("--context", "0"), "--context: 0"),
+        (("--output-len", "5000"), "--output-len: 5000 is not allowed; it must be from 1 to 4095"),
+        (("--concurrency", "0"), "--concurrency: 0"),
+        (("--quantization", "int5"), "--quantization: 'int5'"),
+        (("--kv-cache-dtype", "int5"), "--kv-cache-dtype: 'int5'"),
+        (("--dtype", "int5"), "--dtype: 'int5'"),
+        (("--slo", "ttft"), "--slo: 'ttft'"),
+    ],
+)
+def test_errors_are_in_the_words_of_the_flags(
+    folder: str, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    code, _, err = run(monkeypatch, capsys, folder, *(() if "--hardware" in words else ("--hardware", "h100")), *words)
+    assert code == 2
+    assert message in err
+
+
+def test_an_unknown_model_type_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba9"}')
+    code, _, err = run(monkeypatch, capsys, str(tmp_path), "--hardware", "h100")
+    assert code == 1
+    assert "the planner knows no model_type 'mamba9'" in err
