@@ -184,6 +184,10 @@ class GGUF:
         values: array[int] | None = self._numbers(key, _INTEGERS, "an array of integers", most)
         return values
 
+    def flags(self, key: str, most: int) -> list[bool] | None:
+        values: array[int] | None = self._numbers(key, (7,), "an array of bools", most)
+        return None if values is None else [bool(value) for value in values]
+
     def reals(self, key: str, most: int) -> array[float] | None:
         values: array[float] | None = self._numbers(key, _FLOATS, "an array of floats", most)
         if values is not None and not all(map(math.isfinite, values)):

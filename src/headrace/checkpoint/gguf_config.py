@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.checkpoint.gguf_families import FAMILIES
 from headrace.checkpoint.mapped import VIEWS
 from headrace.gguf import GGUF, TENSOR_TYPES, TensorInfo
 from headrace.protocol.errors import CheckpointError
@@ -28,7 +29,7 @@ MAX_PARTS = 2**17
 """Matrices and vectors of a model at most, each expert's counted: one tensor of the file holds many experts."""
 BLOCK_BYTES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-IGNORED = frozenset(("rope_freqs.weight",))
+IGNORED = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
 
 DECODER = {
     "attn_norm": "input_layernorm",
@@ -232,6 +233,46 @@ def _gpt2(keys: _Keys) -> Reading:
     return Reading(values, _parts(keys.file, GPT2, GPT2_ENDS, "h"))
 
 
+def _family(keys: _Keys) -> Reading:
+    """A family of the table. Layers for multi-token prediction, which come last, are left out."""
+    family = FAMILIES[keys.prefix.removesuffix(".")]
+    values = _decoder(keys, family.model_type, family.epsilon) | dict(family.constants)
+    values |= {name: keys.integer(key, low=0) for name, key in family.integers.items()}
+    optional: dict[str, float | None] = {name: keys.optional(key, low=0) for name, key in family.optional.items()}
+    optional |= {name: keys.real(key) for name, key in family.reals.items()}
+    values |= {name: value for name, value in optional.items() if value is not None}
+    values["sliding_window"] = values.get("sliding_window") or None  # 0 is none
+    values["num_hidden_layers"] -= keys.optional("nextn_predict_layers", values["num_hidden_layers"] - 1, 0) or 0
+    if values["rope_scaling"] is not None:
+        settings = {name: keys.real(key) for name, key in family.rope.items()}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        values["rope_scaling"] |= settings | dict(family.rope_constants)
+    slides = keys.file.flags(keys.prefix + "attention.sliding_window_pattern", MAX_LAYERS)
+    if slides is not None and values["sliding_window"]:
+        values["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+        values["model_type"] = {"olmo2": "olmo3"}.get(family.model_type, family.model_type)
+    experts = 0
+    if family.num_experts:
+        experts = values[family.num_experts] = keys.integer("expert_count", 4096)
+    parts = _parts(
+        keys.file, family.layer, DECODER_ENDS, "model.layers", experts, family.expert_root, family.expert_parts
+    )  # fmt: skip
+    last = values["num_hidden_layers"]
+    parts = {name: part for name, part in parts.items() if _layer_of(name) < last}
+    for name, part in parts.items():
+        if name.endswith("moe_statics.e_score_correction_bias"):  # the model has a dimension more
+            parts[name] = part._replace(shape=(1, part.shape[-1]))
+    for flag, end in family.flags.items():
+        values[flag] = any(name.endswith("." + end) for name in parts)
+    turned = keys.optional("rope.dimension_count", values["head_dim"]) or values["head_dim"]
+    return Reading(values, parts, turned if family.pairs else 0, family.norm_offset)
+
+
+def _layer_of(name: str) -> int:
+    match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
 ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
     "llama": _llama,
     "qwen2": _qwen,
@@ -242,19 +283,21 @@ ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt2": _gpt2,
+    **dict.fromkeys(FAMILIES, _family),
 }
 
 
-def _decoder(keys: _Keys, model_type: str) -> dict[str, Any]:
+def _decoder(keys: _Keys, model_type: str, epsilon_name: str = "rms_norm_eps") -> dict[str, Any]:
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     head_dim = keys.optional("attention.key_length") or hidden // heads
     if head_dim < 1:
         keys.refuse("attention.head_count", heads, f"at most embedding_length, {hidden}")
     if (keys.optional("attention.value_length") or head_dim) != head_dim:
         keys.refuse("attention.value_length", keys.optional("attention.value_length"), f"{head_dim}, as the keys'")
-    epsilon = keys.real("attention.layer_norm_rms_epsilon")
+    epsilon_key = "attention.layer_norm_" + ("rms_epsilon" if epsilon_name == "rms_norm_eps" else "epsilon")
+    epsilon = keys.real(epsilon_key)
     if epsilon is None:
-        keys.refuse("attention.layer_norm_rms_epsilon", None, "there")
+        keys.refuse(epsilon_key, None, "there")
     turned = keys.optional("rope.dimension_count", head_dim) or head_dim
     return {
         "model_type": model_type,
@@ -265,7 +308,7 @@ def _decoder(keys: _Keys, model_type: str) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": keys.optional("attention.head_count_kv") or heads,
         "head_dim": head_dim,
-        "rms_norm_eps": epsilon,
+        epsilon_name: epsilon,
         # A quarter too much, which is cut off where the product with head_dim becomes an integer.
         "partial_rotary_factor": min((turned + 0.25) / head_dim, 1.0),
         "rope_theta": keys.real("rope.freq_base") or 10000.0,
@@ -284,15 +327,14 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
 
 def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
     """`rope_scaling`: from the metadata, or from a tensor with a divisor for each frequency (Llama 3.1)."""
-    info = keys.file.tensors.get("rope_freqs.weight")
-    if info is not None:
-        if info.type != "F32" or info.shape != (turned // 2,):
-            raise keys.file.fault("rope_freqs.weight", (info.type, info.shape), f"F32 of shape ({turned // 2},)")
-        factors = np.frombuffer(keys.file.data, "<f4", turned // 2, info.start)
-        if not bool(np.all((factors >= 1e-6) & (factors <= 1e6))):
-            raise keys.file.fault("rope_freqs.weight", factors.tolist(), "from 1e-6 to 1e6 throughout")
-        same = [float(factor) for factor in factors]
+    same = _divisors(keys, "rope_freqs.weight", turned)
+    if same is not None:
         return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
+    short, long = (_divisors(keys, f"rope_factors_{part}.weight", turned) for part in ("short", "long"))
+    if short is not None and long is not None:
+        values: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        values["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length", MAX_CONTEXT)
+        return values | {"attention_factor": keys.real("rope.scaling.attn_factor") or 1.0}
     kind = keys.file.text(keys.prefix + "rope.scaling.type")
     factor = keys.real("rope.scaling.factor") or keys.real("rope.scale_linear")
     if kind is None:
@@ -301,7 +343,7 @@ def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "yarn"):
         keys.refuse("rope.scaling.type", kind, "none, linear or yarn")
-    values: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    values = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         values["original_max_position_embeddings"] = keys.optional("rope.scaling.original_context_length", MAX_CONTEXT)
         for name in ("beta_fast", "beta_slow"):
@@ -312,14 +354,27 @@ def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _divisors(keys: _Keys, name: str, turned: int) -> list[float] | None:
+    """A tensor of what each frequency is divided by, or None."""
+    info = keys.file.tensors.get(name)
+    if info is None:
+        return None
+    if info.type != "F32" or info.shape != (turned // 2,):
+        raise keys.file.fault(name, (info.type, info.shape), f"F32 of shape ({turned // 2},)")
+    factors = np.frombuffer(keys.file.data, "<f4", turned // 2, info.start)
+    if not bool(np.all((factors >= 1e-6) & (factors <= 1e6))):
+        raise keys.file.fault(name, factors.tolist(), "from 1e-6 to 1e6 throughout")
+    return [float(factor) for factor in factors]
+
+
 def _parts(
     file: GGUF,
-    layer: dict[str, str],
+    layer: Mapping[str, str],
     ends: dict[str, str],
     root: str,
     num_experts: int = 0,
     expert_root: str = "block_sparse_moe.experts",
-    of_expert: dict[str, str] = EXPERTS,
+    of_expert: Mapping[str, str] = EXPERTS,
 ) -> dict[str, Part]:
     """Every tensor of the file under the model's name for it, or under the file's name if the model has none."""
     parts: dict[str, Part] = {}
@@ -346,10 +401,14 @@ def _parts(
             if match[4] is not None:
                 add(f"{path}.{match[4]}.{of_expert[match[2]]}.{kind}", Part(info, shape))
                 continue
-            if match[3] is None or shape[:-2] != (num_experts,):
-                raise file.fault(f"shape of {name}", info.shape, f"of 3 dimensions, the last {num_experts}")
+            num_dims = 3 if kind == "weight" else 2
+            if match[3] is None or len(shape) != num_dims or shape[0] != num_experts:
+                raise file.fault(f"shape of {name}", info.shape, f"of {num_dims} dimensions, the last {num_experts}")
+            rows = shape[1] if kind == "weight" else 1
             for expert in range(num_experts):
-                add(f"{path}.{expert}.{of_expert[match[2]]}.{kind}", Part(info, shape[1:], expert * shape[1]))
+                add(f"{path}.{expert}.{of_expert[match[2]]}.{kind}", Part(info, shape[1:], expert * rows))
+        elif f"{match[2]}.{kind}" in layer and match[3] is None and match[4] is None:
+            add(f"{root}.{match[1]}.{layer[f'{match[2]}.{kind}']}", Part(info, shape))
         elif match[2] in layer and match[3] is None and match[4] is None:
             add(f"{root}.{match[1]}.{layer[match[2]]}.{kind}", Part(info, shape))
         else:

@@ -255,11 +255,12 @@ class GGUFWeights(QuantisingReader["Rows"]):
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         part = self._part(name, shape)
-        if part.info.type not in FLOATS or len(shape) != 1:
+        if part.info.type not in FLOATS or len(shape) - (shape[0] == 1) > 1:
             raise CheckpointError(
                 f"{self._owner}: {name} is {part.info.type} of {len(shape)} dimensions, expected floats"
             )
-        values: NDArray[Any] = Rows(self._file, part._replace(shape=(1, *shape))).read(0, 1).dequantize()[0].copy()
+        row = part._replace(shape=(1, shape[-1]))
+        values: NDArray[Any] = Rows(self._file, row).read(0, 1).dequantize()[0].copy().reshape(shape)
         return values
 
     def _part(self, name: str, shape: tuple[int, ...]) -> Part:

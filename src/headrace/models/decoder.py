@@ -102,7 +102,8 @@ class Attention:
         self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
         self.scale = size**-0.5 if scale is None else scale
         self.rope_table = (rope_table or decoder.rope_table) if rotates else None
-        self.turned = 2 * self.rope_table.cos.shape[1] if self.rope_table is not None and paired else 0
+        # Where nothing turns too, so that each layer has one order whatever its rope.
+        self.turned = 2 * (rope_table or decoder.rope_table).cos.shape[1] if paired else 0
         self.query_scale = query_scale
         self.sinks = weights.tensor(f"{name}.sinks", (decoder.num_heads,)) if sinks else None
         outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]

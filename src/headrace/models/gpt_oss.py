@@ -43,10 +43,14 @@ class Experts:
         self.router = weights.linear([f"{name}.router"], hidden, [num], bias=True, plain=True)
         order = np.arange(2 * inner).reshape(inner, 2).T.ravel()
         names = [f"{name}.experts.{e}" for e in range(num)]
-        self.gate_up = [
-            weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], bias=True, transposed=True, orders=[order])
-            for n in names
-        ]
+        if weights.has(f"{names[0]}.gate_proj.weight"):  # as GGUF files have them
+            parts = [[f"{n}.gate_proj", f"{n}.up_proj"] for n in names]
+            self.gate_up = [weights.linear(pair, hidden, [inner, inner], bias=True) for pair in parts]
+        else:
+            self.gate_up = [
+                weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], bias=True, transposed=True, orders=[order])
+                for n in names
+            ]
         self.down = [weights.linear([f"{n}.down_proj"], inner, [hidden], bias=True, transposed=True) for n in names]
 
     def __call__(self, x: Array) -> Array:

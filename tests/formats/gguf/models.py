@@ -27,6 +27,19 @@ ARCHITECTURES = {
     "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_vl": "qwen3vl",
 }  # fmt: skip
+FAMILIES = {
+    "gpt_oss": "GPT_OSS", "phi3": "PHI3", "smollm3": "SMOLLM3", "seed_oss": "SEED_OSS", "granite": "GRANITE",
+    "ministral3": "MISTRAL3", "olmo2": "OLMO2", "olmo3": "OLMO2", "starcoder2": "STARCODER2", "glm4": "GLM4",
+    "glm4_moe": "GLM4_MOE", "cohere2": "COHERE2", "exaone4": "EXAONE4", "ernie4_5": "ERNIE4_5",
+    "ernie4_5_moe": "ERNIE4_5_MOE", "hunyuan_v1_dense": "HUNYUAN_DENSE", "hunyuan_v1_moe": "HUNYUAN_MOE",
+    "afmoe": "AFMOE", "nemotron": "NEMOTRON", "minimax_m2": "MINIMAXM2",
+}  # fmt: skip
+"""The names of these types' tensors are those of gguf-py's own table."""
+ARCHITECTURES |= {
+    model_type: gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[name]] for model_type, name in FAMILIES.items()
+}  # fmt: skip
+PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite", "ministral3")
+"""Whose rows of q and k the converter puts in pairs; those of other types lie as they do in the checkpoint."""
 NAMES = (
     ("model.language_model.", "model."),
     ("model.embed_tokens", "token_embd"), ("lm_head", "output"), ("model.norm", "output_norm"),
@@ -54,6 +67,16 @@ EXPERTS = {
 
 
 def gguf_name(name: str, model_type: str) -> str:
+    if model_type in FAMILIES:
+        for theirs, ours in (
+            ("e_score_correction_bias", "e_score_correction.bias"), (".expert_bias", ".expert_bias.bias"),
+            (".self_attn.sinks", ".self_attn.sinks.weight"),
+        ):  # fmt: skip
+            name = name.replace(theirs, ours)
+        table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[model_type]], 9)
+        found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        return str(found)
     others = GEMMA if model_type.startswith("gemma") else (("post_attention_layernorm", "ffn_norm"),)
     for theirs, ours in (*NAMES, *others):
         name = name.replace(theirs, ours)
@@ -78,12 +101,13 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
         weight = np.ascontiguousarray(converted(name, tensor.float(), config).numpy())
         if ".visual." in name:
             continue  # a file of its own, mmproj
-        if ".experts." in name:
-            head, _, tail = name.partition(".experts.")
-            head = head.rpartition(".")[0]
+        if model_type == "gpt_oss" and ".experts." in name:
+            gpt_oss_experts(writer, name, weight)
+        elif ".experts." in name:
+            head, _, tail = name.replace("model.language_model.", "model.").partition(".experts.")
             number, part, _ = tail.split(".")
             stem = EXPERTS[part]
-            experts.setdefault(f"{gguf_name(head, model_type)}.{stem}.weight", {})[int(number)] = weight
+            experts.setdefault(f"blk.{head.split('.')[2]}.{stem}.weight", {})[int(number)] = weight
         elif name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         else:
@@ -100,7 +124,19 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
     return path
 
 
+def gpt_oss_experts(writer: Any, name: str, weight: F32) -> None:
+    """Gate and up, whose columns alternate, apart; matrices as [out, in]."""
+    layer = name.split(".")[2]
+    kind = "bias" if name.endswith("_bias") else "weight"
+    rows = weight if kind == "bias" else np.ascontiguousarray(weight.transpose(0, 2, 1))
+    parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
+    for part, values in parts.items():
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", np.ascontiguousarray(values))
+
+
 def add(writer: Any, name: str, weight: F32, form: Form) -> None:
+    if "exp_probs_b" in name:
+        weight = weight.squeeze()
     values, kind = form(name, weight) if weight.ndim > 1 and "ffn_gate_inp" not in name else (weight, None)
     writer.add_tensor(name, values, raw_dtype=kind)
 
@@ -109,11 +145,11 @@ def converted(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.
     model_type = config["model_type"]
     if model_type == "gpt2" and ".c_" in name and name.endswith(".weight"):
         return tensor.t()
-    if model_type.startswith("gemma") and name.endswith("norm.weight"):
+    if (model_type.startswith("gemma") or model_type == "nemotron") and name.endswith("norm.weight"):
         return tensor + 1
     if name.endswith("shared_expert_gate.weight"):
         return tensor[0]  # the converter leaves out a dimension of one
-    if ARCHITECTURES[model_type] == "llama" and ("q_proj" in name or "k_proj" in name):
+    if model_type in PAIRED and ("q_proj" in name or "k_proj" in name):
         heads = config["num_attention_heads"]
         heads = heads if "q_proj" in name else config.get("num_key_value_heads") or heads
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
@@ -137,7 +173,12 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for key, method in (
+        ("rms_norm_eps", writer.add_layer_norm_rms_eps), ("layer_norm_eps", writer.add_layer_norm_eps),
+        ("norm_eps", writer.add_layer_norm_eps), ("norm_epsilon", writer.add_layer_norm_eps),
+    ):  # fmt: skip
+        if key in config:
+            method(config[key])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -159,10 +200,62 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    num_experts = config.get("num_local_experts") or config.get("num_experts")
+    if config["model_type"] in FAMILIES:
+        add_of_family(writer, config)
+    num_experts = next((config[key] for key in EXPERT_COUNTS if config.get(key)), 0)
     if num_experts:
         writer.add_expert_count(num_experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        used = config.get("num_experts_per_tok") or config.get("moe_k") or config["moe_topk"]
+        writer.add_expert_used_count(used)
+
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def add_of_family(writer: Any, config: dict[str, Any]) -> None:
+    """What the converters of the families add."""
+    model_type = config["model_type"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention") or rope
+    if config.get("sliding_window") and model_type not in ("starcoder2", "smollm3", "minimax_m2"):
+        writer.add_sliding_window(config["sliding_window"])
+    if model_type in ("olmo3", "exaone4") and config.get("sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if rope.get("partial_rotary_factor") or config.get("rotary_dim"):
+        writer.add_rope_dimension_count(config.get("rotary_dim") or int(dim * rope["partial_rotary_factor"]))
+    if model_type == "phi3" and rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
+    if model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if model_type == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if model_type == "cohere2":
+        writer.add_logit_scale(config["logit_scale"])
+    if model_type in ("gpt_oss", "hunyuan_v1_moe", "minimax_m2"):
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if model_type == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    if model_type == "glm4_moe":
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_nextn_predict_layers(0)
+    if model_type == "afmoe":
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_weights_scale(config["route_scale"])
 
 
 def llama3_factors(config: dict[str, Any]) -> F32 | None:

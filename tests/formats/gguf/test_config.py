@@ -86,6 +86,55 @@ def test_one_number_for_each_layer_is_fine_if_all_are_the_same() -> None:
         read({key: None}, more=(listed(key, I32, [-1, -1]),))
 
 
+def of(architecture: str, changes: dict[str, Any], shapes: dict[str, list[int]] | None = None) -> gguf_config.Reading:
+    """As `read`, of another architecture, whose keys are Llama's."""
+    keys = {name: None for name in KEYS if name.startswith("llama.")}
+    own = {name.replace("llama", architecture): value for name, value in KEYS.items() if name.startswith("llama.")}
+    own |= {f"{architecture}.{name}": value for name, value in changes.items()}
+    return read(keys | own | {"general.architecture": (STRING, architecture)}, shapes)
+
+
+MIXTURE = {
+    "expert_count": (U32, 4),
+    "expert_used_count": (U32, 2),
+    "expert_feed_forward_length": (U32, 16),
+    "expert_shared_count": (U32, 1),
+    "leading_dense_block_count": (U32, 0),
+}
+
+
+def test_a_family_takes_its_keys_and_leaves_out_layers_that_predict_more_tokens() -> None:
+    shapes = {f"blk.{i}.attn_q.weight": [32, 32] for i in range(2)} | {"blk.1.nextn.eh_proj.weight": [64, 32]}
+    shapes |= {"blk.0.exp_probs_b.bias": [4], "blk.0.attn_q.bias": [32], "blk.0.ffn_up_exps.weight": [32, 16, 4]}
+    reading = of("glm4moe", MIXTURE | {"nextn_predict_layers": (U32, 1)}, shapes)
+    values = reading.values
+    assert (values["num_hidden_layers"], values["n_routed_experts"], values["num_experts_per_tok"]) == (1, 4, 2)
+    assert (values["attention_bias"], values["use_qk_norm"]) == (True, False)
+    assert "model.layers.0.mlp.gate.e_score_correction_bias" in reading.parts
+    assert reading.parts["model.layers.0.mlp.experts.3.up_proj.weight"].first == 48
+    assert not [name for name in reading.parts if ".1." in name and ".experts." not in name]
+    with pytest.raises(CheckpointError, match="glm4moe.nextn_predict_layers is 2; it must be from 0 to 1"):
+        of("glm4moe", MIXTURE | {"nextn_predict_layers": (U32, 2)})
+
+
+def test_a_family_names_the_key_that_is_missing() -> None:
+    for key in MIXTURE:
+        with pytest.raises(CheckpointError, match=f"glm4moe.{key} is None"):
+            of("glm4moe", {name: value for name, value in MIXTURE.items() if name != key})
+
+
+def test_factors_of_a_long_context_are_read_from_tensors() -> None:
+    original = {"rope.scaling.original_context_length": (U32, 64)}
+    shapes = {f"rope_factors_{part}.weight": [4] for part in ("long", "short")}
+    scaling = of("phi3", original, shapes).values["rope_scaling"]
+    assert (scaling["rope_type"], scaling["original_max_position_embeddings"]) == ("longrope", 64)
+    assert scaling["long_factor"] == scaling["short_factor"] == [2.0] * 4
+    with pytest.raises(CheckpointError, match="phi3.rope.scaling.original_context_length is None"):
+        of("phi3", {}, shapes)
+    with pytest.raises(CheckpointError, match="rope_factors_long.weight is"):
+        of("phi3", original, shapes | {"rope_factors_long.weight": [3]})
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"general.architecture": None}, "general.architecture is None; it must be one of llama, "),
     "another architecture": ({"general.architecture": (STRING, "mamba")}, "general.architecture is 'mamba'"),

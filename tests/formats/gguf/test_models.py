@@ -22,6 +22,10 @@ from headrace.protocol.errors import CheckpointError
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 1.7, 2.9, 5.3], "original_max_position_embeddings": 512, "attention_factor": 1.25,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -39,6 +43,29 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"query_pre_attn_scalar": 16}),
     ("gemma3_text", {"num_hidden_layers": 7}),
     ("gpt2", {}),
+    ("gpt_oss", {}),
+    ("phi3", {"rope_parameters": LONGROPE}),
+    (
+        "smollm3",
+        {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False, "tie_word_embeddings": False},
+    ),
+    ("seed_oss", {}),
+    ("granite", {}),
+    ("ministral3", {}),
+    ("olmo2", {}),
+    ("olmo3", {}),
+    ("starcoder2", {"sliding_window": None}),
+    ("glm4", {"attention_bias": True}),
+    ("glm4_moe", {}),
+    ("cohere2", {}),
+    ("exaone4", {}),
+    ("ernie4_5", {"use_bias": False}),
+    ("ernie4_5_moe", {"moe_layer_end_index": -1}),
+    ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "default", "rope_theta": 70000.0}}),
+    ("hunyuan_v1_moe", {"moe_topk": 2}),
+    ("afmoe", {}),
+    ("nemotron", {}),
+    ("minimax_m2", {}),
 ]
 BIG = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
@@ -54,6 +81,7 @@ def tiny(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("model_type", "changes"), CASES)
 def test_floats_have_the_bits_of_safetensors(
