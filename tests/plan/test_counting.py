@@ -23,7 +23,8 @@ def parameters_of(config: dict[str, Any]) -> int:
     kind = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(transformers.AutoConfig.for_model(**config))
-    return sum(parameter.numel() for parameter in model.parameters())
+    kept = [buffer for name, buffer in model.named_buffers() if name in model.state_dict()]
+    return sum(tensor.numel() for tensor in [*model.parameters(), *kept])
 
 
 @pytest.mark.parametrize("model_type", models.names())

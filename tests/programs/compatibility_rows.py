@@ -392,7 +392,12 @@ APIS = (
         ("models:test_K16_models_come_and_go_answers_stay_and_memory_comes_back",),
     ),
     Row("sleep", "yes", "`/sleep`, `/wake_up`, `/is_sleeping`", ("folder:test_K16_sleep_and_wake_up",)),
-    Row("web page", "yes", "`/`: chat, and the engine at work", ("inspector:test_a_viewer_gets_state_snapshot_and_steps",)),
+    Row(
+        "web page",
+        "yes",
+        "`/`: chat, and the engine at work",
+        ("inspector:test_a_viewer_gets_state_snapshot_and_steps",),
+    ),
     Row("weight reload, planner", "no", ""),
 )
 

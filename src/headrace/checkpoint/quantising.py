@@ -72,10 +72,17 @@ class QuantisingReader(Reader, Generic[P]):
         return self._backend.table(values)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
+        return self._backend.constant(self._kept(name, shape), is_weight=True)
+
+    def number(self, name: str, shape: tuple[int, ...]) -> float:
+        return float(floats(self._kept(name, shape)).reshape(-1)[0])
+
+    def _kept(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """A small tensor, which the packed file keeps too."""
         values = self._small(name, shape)
         if self._writer is not None:
             self._writer.tensor(name, floats(values))
-        return self._backend.constant(values, is_weight=True)
+        return values
 
     def linear(
         self,

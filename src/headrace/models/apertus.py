@@ -33,12 +33,12 @@ class BentMLP(MLP):
 
     def __init__(self, decoder: Decoder, name: str) -> None:
         super().__init__(decoder, name)
-        act = f"{name}.act_fn"
-        positive, negative = (decoder.weights.tensor(f"{act}.{part}", (1,)).item() for part in ("alpha_p", "alpha_n"))
-        self.beta = decoder.weights.tensor(f"{act}.beta", ()).item()
+        number, act = decoder.weights.number, f"{name}.act_fn"
+        self.beta = number(f"{act}.beta", ())
         # A bound just below zero for exp's argument, which changes nothing that float32 can tell.
-        decoder.weights.tensor(f"{act}.eps", ())
-        self.positive, self.negative = softplus(positive), self.beta + softplus(negative)
+        number(f"{act}.eps", ())
+        self.positive = softplus(number(f"{act}.alpha_p", (1,)))
+        self.negative = self.beta + softplus(number(f"{act}.alpha_n", (1,)))
 
     def bend(self, x: Array) -> Array:
         return self.ops.xielu(x, self.positive, self.negative, self.beta)

@@ -49,6 +49,11 @@ class Weights(Protocol):
         ...
 
     @abstractmethod
+    def number(self, name: str, shape: tuple[int, ...]) -> float:
+        """A tensor of one number."""
+        ...
+
+    @abstractmethod
     def table(self, name: str, shape: tuple[int, int]) -> Array:
         """An embedding table [V, H]; the backend may leave it mapped."""
         ...

@@ -161,8 +161,14 @@ class CountingOps:
     def rms_norm(self, x: _Value, weight: Any, eps: float, offset: float = 0.0) -> _Value:
         return _Value(x.width)
 
-    def layer_norm(self, x: _Value, weight: Any, bias: Any, eps: float) -> _Value:
+    def layer_norm(self, x: _Value, weight: Any, bias: Any, eps: float, offset: float = 0.0) -> _Value:
         return _Value(x.width)
+
+    def norm_columns(self, x: _Value, first: int, num: int, norm: Any) -> _Value:
+        return x
+
+    def rope(self, x: _Value, num_heads: int, head_dim: int, rows: Any, rope_table: Any) -> _Value:
+        return x
 
     def rope_store(self, qkv: _Value, heads: Any, rows: Any, cache: _Cache, *_: Any, **__: Any) -> _Value:
         cache.heads = heads
@@ -177,6 +183,9 @@ class CountingOps:
         return self._new(heads.num_heads * heads.head_dim)
 
     def activation(self, x: _Value, kind: str) -> _Value:
+        return _Value(x.width)
+
+    def xielu(self, x: _Value, positive: float, negative: float, beta: float) -> _Value:
         return _Value(x.width)
 
     def gated(self, x: _Value, kind: str) -> _Value:
@@ -227,6 +236,13 @@ class CountingWeights:
 
     def constant(self, values: Any) -> Any:
         return values
+
+    def constant_table(self, values: Any) -> _Table:
+        return _Table(values.shape[1])
+
+    def number(self, name: str, shape: tuple[int, ...]) -> float:
+        self.tensor(name, shape)
+        return 0.0
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> None:
         self._small += self._plain(math.prod(shape))
