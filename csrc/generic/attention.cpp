@@ -17,6 +17,11 @@ struct Cache {
     int64_t kv_heads, head_dim, ld_acc, group, block_size, ld_q, key_rows, value_row;
 };
 
+/* The first position that the row at position p sees, or a number below 0. */
+inline int64_t low_of(const HrArgs_attention* a, int64_t p) {
+    return a->window > 0 ? p - a->window + 1 : a->window < 0 ? p - p % -a->window : 0;
+}
+
 struct Piece {
     int64_t chunk, row, rows, kv_head, head, heads; /* `heads` query heads of the kv head's group, from `head` on */
 };
@@ -28,7 +33,7 @@ struct Share {
 Share share_of(const HrArgs_attention* a, int64_t chunk, int64_t heads) {
     int64_t rows = a->row_begin[chunk + 1] - a->row_begin[chunk], most_rows = most(1, PIECE_COMBOS / heads);
     int64_t tiles = (rows + most_rows - 1) / most_rows, keys = a->start[chunk] + rows;
-    if (a->window > 0) keys = least(keys, a->window + rows);
+    if (a->window) keys = least(keys, (a->window > 0 ? a->window : -a->window) + rows);
     return {tiles, (64 - __builtin_clzll((uint64_t)most(1, rows / most(1, tiles) * keys))) / 2};
 }
 
@@ -78,7 +83,7 @@ struct Keys {
 };
 Keys keys_of(const HrArgs_attention* a, const Piece& piece) {
     int64_t start = a->start[piece.chunk] + piece.row;
-    return {a->blocks + a->table_begin[piece.chunk], piece.kv_head, a->window > 0 ? most(0, start - a->window + 1) : 0,
+    return {a->blocks + a->table_begin[piece.chunk], piece.kv_head, most(0, low_of(a, start)),
             start + piece.rows};
 }
 
@@ -394,8 +399,7 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
         const int first_tile = (int)(most(0, keys.first - begin) / 16);
         const int last_tile = (int)((least(HR_SPAN, keys.last - begin) + 15) / 16);
         for (int64_t r = 0; r < piece.rows; r++) {
-            int64_t low = a->window > 0 ? start + r - a->window + 1 : 0;
-            int32_t lo = (int32_t)most(0, low - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
+            int32_t lo = (int32_t)most(0, low_of(a, start + r) - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
             for (int64_t g = 0; g < piece.heads; g++) st.lo[r * piece.heads + g] = lo, st.hi[r * piece.heads + g] = hi;
         }
         if (!has_next && begin + 2 * HR_SPAN >= keys.last) {

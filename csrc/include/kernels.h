@@ -164,7 +164,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(kv_type) P(void*, k) P(void*, v) P(float*, k_scale) P(float*, v_scale) P(const float*, k_mean)
 
 /* Causal attention of queries x (heads first in a row, as rope_store leaves them) -> out [rows][heads * head_dim].
- * Row at position p sees keys max(0, p - window + 1) ... p (window 0: all). For one row and head, with q the query:
+ * Row at position p sees keys max(0, p - window + 1) ... p (window 0: all; below 0: p - p mod -window ... p). For one row and head, with q the query:
  *   score_j = chain over d = 0, 1, ... of fma(q[d], k_j[d], .) starting from 0 (where there are scales, k_j[d] is the
  *             code), times scale (where there are scales: times (scale * k_scale_j)); HR_I4 then fma((scale * least_j),
  *             lanes sum of q, .); softcap c > 0: c * tanh(score / c).

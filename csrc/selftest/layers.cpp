@@ -268,7 +268,7 @@ void attention(Problem& p) {
     Cache c = cache_of(p, seqs * blocks_each * a.block_size);
     a.kv_heads = c.kv_heads, a.head_dim = c.head_dim, a.kv_type = c.type;
     a.heads = c.kv_heads * p.random.rarely(64, c.head_dim > 16 ? 5 : p.random.whole(190, 195), p.random.whole(1, 4));
-    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.size(1, 200), a.softcap = p.random.coin() ? 0.0 : 5.0;
+    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.size(1, 200) * (p.random.coin() ? 1 : -1), a.softcap = p.random.coin() ? 0.0 : 5.0;
     int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs);
     int32_t *table_begin = p.make<int32_t>(seqs), *blocks = p.make<int32_t>(seqs * blocks_each);
     row_begin[0] = 0;
@@ -280,7 +280,7 @@ void attention(Problem& p) {
         for (int64_t b = 0; b < blocks_each; b++)
             blocks[s * blocks_each + b] = (int32_t)((blocks_each - 1 - b) * seqs + s);
         for (int64_t at = 0; at < start[s] + chunk; at++) {
-            bool seen = a.window == 0 || at > start[s] - a.window; /* by the first row of the chunk, or a later one */
+            bool seen = a.window > 0 ? at > start[s] - a.window : a.window == 0 || at >= start[s] - start[s] % -a.window; /* by the first row of the chunk, or a later one */
             const int64_t slot = blocks[s * blocks_each + at / a.block_size] * a.block_size + at % a.block_size;
             if (seen) fill_slot(p, c, slot);
         }

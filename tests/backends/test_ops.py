@@ -210,7 +210,9 @@ def attend(
         qkv = torch.cat([torch.cat(parts) for parts in taken], dim=1).flatten(1)
         rows = Rows(starts, lens, table, torch.tensor(slots))
         query = OPS.rope_store(qkv, heads, rows, cache)  # type: ignore[arg-type]
-        out = OPS.attention(query, heads, rows, cache, 0.3, window, cap)  # type: ignore[arg-type]
+        # A window below 0 is of chunks.
+        wide, chunked = abs(window or 0) or None, (window or 0) < 0
+        out = OPS.attention(query, heads, rows, cache, 0.3, wide, cap, None, chunked)  # type: ignore[arg-type]
         out = out.unflatten(1, (heads.num_heads, size))
         for (i, n), part in zip(step, torch.split(out, lens), strict=True):
             outs[i].append(part)
@@ -221,7 +223,8 @@ def attend(
 @settings(max_examples=30, deadline=None)
 @given(
     st.data(), seeds, st.sampled_from([(1, 1), (4, 4), (4, 2), (3, 1), (10, 2), (9, 9)]), st.integers(1, 40),
-    st.sampled_from([1, 3, 16, 32]), st.sampled_from([None, 1, 5, 100, 128, 200]), st.sampled_from([0.0, 20.0]),
+    st.sampled_from([1, 3, 16, 32]), st.sampled_from([None, 1, 5, 100, 128, 200, -50, -128]),
+    st.sampled_from([0.0, 20.0]),
 )  # fmt: skip
 def test_I_13_attention(
     data: st.DataObject, seed: int, heads: tuple[int, int], size: int, block_size: int, window: int | None, cap: float
@@ -254,7 +257,7 @@ def test_I_13_attention(
             assert same_bits(out, whole[i]), (i, threads)
 
 
-@pytest.mark.parametrize("window", [None, 3, 130])
+@pytest.mark.parametrize("window", [None, 3, 130, -50])
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 def test_attention_equals_the_plain_formula(window: int | None, cap: float) -> None:
     length, heads, kv_heads, size = 290, 6, 2, 20
@@ -264,7 +267,9 @@ def test_attention_equals_the_plain_formula(window: int | None, cap: float) -> N
     scores = torch.einsum("qhd,khd->hqk", problem.query.double(), key) * 0.3
     scores = cap * torch.tanh(scores / cap) if cap else scores
     reach = torch.arange(length)[:, None] - torch.arange(length)
-    scores = scores.masked_fill((reach < 0) | (reach >= (window or length)), float("-inf"))
+    chunk = torch.arange(length) // -(window or -1)
+    behind = chunk[:, None] != chunk if (window or 0) < 0 else reach >= (window or length)
+    scores = scores.masked_fill((reach < 0) | behind, float("-inf"))
     expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
     assert (found.double() - expected).abs().max() < 1e-5
 

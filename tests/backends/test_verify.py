@@ -163,6 +163,8 @@ PLANTS: list[tuple[str, dict[str, Any], str, str, Callable[[Any], Any]]] = [
     ("hunyuan_v1_dense", {}, "rope_store", "heads", lambda old: old - 1),
     ("apertus", {"quantization": "int4"}, "xielu", "negative", lambda old: old * 1.01),
     ("ministral3", {}, "multiply", "gate_width", lambda old: old + 1),
+    ("llama4_text", {}, "attention", "window", lambda old: old + 1),
+    ("llama4_text", {}, "moe_gather", "weights", lambda old: None),
     ("granite", {}, "scale", "factor", lambda old: old * 1.001),
     ("gpt_oss", {}, "attention", "sinks", lambda old: old + np.float32(0.01)),
     ("gpt_oss", {}, "attention", "sinks", lambda old: None),

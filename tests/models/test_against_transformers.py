@@ -99,6 +99,8 @@ RARE_VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("own layers", "hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}),
     ("no embedding scale", "afmoe", {"mup_enabled": False, "attention_bias": True, "num_dense_layers": 0}),
     ("biases", "nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("as released", "llama4_text", {"no_rope_layers": None, "layer_types": ["full_attention"] * 4, "use_qk_norm": False,
+                                    "attn_temperature_tuning": False, "moe_layers": [0], "attention_bias": True}),
     ("rope as given", "apertus", rope(**LLAMA3) | {"attention_bias": True}),
 ]  # fmt: skip
 CASES: list[Any] = [(name, {}) for name in models.names()] + [(name, changes) for _, name, changes in VARIANTS]

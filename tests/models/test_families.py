@@ -19,7 +19,7 @@ from headrace.protocol.errors import CheckpointError
 TYPES = (
     "qwen3_moe qwen2_moe qwen3_vl qwen2_5_vl gpt_oss phi3 smollm3 seed_oss granite ministral3 olmo2 olmo3 starcoder2 "
     "glm glm4 cohere2 exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 afmoe apertus nemotron "
-    "glm4_moe minimax_m2"
+    "glm4_moe minimax_m2 llama4_text"
 ).split()
 LENGTH = 40
 
@@ -94,6 +94,34 @@ def test_a_text_below_a_prefix_is_found_and_towers_are_left_out(
     with caplog.at_level(logging.INFO):
         assert torch.equal(logits_of(nested), logits_of(mixture))
     assert "2 tensors of towers for images or sound are left out" in caplog.text
+
+
+TOWERS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "vision_config": {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                          "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14},
+    },
+    "llama4": {
+        "vision_config": {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                          "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16,
+                          "image_size": 28, "patch_size": 14},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [("mistral3", "ministral3"), ("mistral3", "mistral"), ("llama4", "llama4_text")]
+)
+def test_the_text_of_a_model_for_images_equals_transformers(outer: str, inner: str, tmp_path: Path) -> None:
+    """The outer type has no file: the inner one runs."""
+    config = {"model_type": outer, "text_config": models.find(inner).TINY, **TOWERS[outer]}
+    theirs = save_random(config, tmp_path)
+    token_ids = random_ids(60, 199, 1)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    found = follow(load(tmp_path, backend="cpu"), token_ids, [7, 53])
+    assert (found - expected).abs().max() <= 1e-4
+    assert expected.std() > 0.3
 
 
 def test_control_a_tensor_of_neither_text_nor_tower_is_refused(mixture: Path, tmp_path: Path) -> None:

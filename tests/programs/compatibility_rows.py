@@ -448,6 +448,7 @@ MODELS = (
     Row("apertus", "partly", f"Apertus; no GGUF; {NOT_CUDA}", (*SHOWN, PACKED)),
     Row("nemotron", "partly", f"Nemotron-4, Minitron; GGUF nemotron; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("minimax_m2", "partly", f"MiniMax-M2; GGUF minimax-m2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("llama4_text", "partly", f"Llama 4, its text; no GGUF; {NOT_CUDA}", (*SHOWN, PACKED)),
     Row(
         "text of other types",
         "partly",

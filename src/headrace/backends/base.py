@@ -171,10 +171,12 @@ class Ops(Protocol):
         window: int | None = None,
         softcap: float = 0.0,
         sinks: Array | None = None,
+        chunked: bool = False,
     ) -> Array:
         """Causal attention of queries over the cached positions of each row's sequence -> [R, num_heads * D].
 
-        `window` counts the visible positions, the row's own included. `softcap` c > 0 replaces scores s by
+        `window` counts the visible positions, the row's own included; with `chunked` they are those of the row's chunk
+        of `window` positions, counted from position 0, up to the row's own. `softcap` c > 0 replaces scores s by
         c * tanh(s / c). `sinks` [num_heads]: for each head the score of one more key, which all rows see and
         whose value is 0.
         """

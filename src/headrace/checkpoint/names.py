@@ -69,4 +69,6 @@ def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
     model_type = values.get("model_type")
     if model_type not in known and inner.get("model_type") in known:
         model_type = inner["model_type"]
-    return outer | inner | {"model_type": model_type}
+    # Whether the head is tied is said by the whole, if by any.
+    tied = {name: outer[name] for name in ("tie_word_embeddings",) if name in outer}
+    return outer | inner | tied | {"model_type": model_type}

@@ -66,4 +66,4 @@ def prediction_layers(values: dict[str, Any]) -> re.Pattern[str] | None:
     if type(first) is not int or type(num) is not int or not 0 < num <= MAX_PREDICTION_LAYERS:
         return None
     layers = "|".join(str(layer) for layer in range(first, first + num))
-    return re.compile(rf"model\.(mtp_layers\.\d+|layers\.({layers}))\..*|mtp\..*")
+    return re.compile(rf"model\.(mtp_\w+\.\d+|layers\.({layers}))\..*|mtp\..*")

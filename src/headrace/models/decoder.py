@@ -74,9 +74,10 @@ class RMSNorm:
 class Attention:
     """Grouped-query attention (Ainslie et al. 2023) with rotary positions, over layer `layer_id` of the cache.
 
-    `window` counts visible positions (None: all), `softcap` bounds the scores (0: not at all), `scale` multiplies them.
-    `rotates`: False for no positions at all (NoPE). `paired`: numbers 2i and 2i + 1 of a head turn together in
-    the checkpoint. `sinks`: each head has a learned score of no key. `query_scale`: a table of factors by position.
+    `window` counts visible positions (None: all); `chunked`: they are those of the row's chunk of that many. `softcap`
+    bounds the scores (0: not at all), `scale` multiplies them. `rotates`: False for no positions at all (NoPE).
+    `paired`: numbers 2i and 2i + 1 of a head turn together in the checkpoint. `sinks`: each head has a learned score of
+    no key. `query_scale`: a table of factors by position.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Attention:
         out_bias: bool = False,
         qk_norm_offset: float | None = None,
         window: int | None = None,
+        chunked: bool = False,
         softcap: float = 0.0,
         scale: float | None = None,
         rope_table: RopeTable | None = None,
@@ -98,7 +100,8 @@ class Attention:
         query_scale: Array | None = None,
     ) -> None:
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
-        self.ops, self.layer_id, self.window, self.softcap = ops, layer_id, window, softcap
+        self.ops, self.layer_id, self.softcap = ops, layer_id, softcap
+        self.window, self.chunked = window, chunked
         self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
         self.scale = size**-0.5 if scale is None else scale
         self.rope_table = (rope_table or decoder.rope_table) if rotates else None
@@ -133,7 +136,9 @@ class Attention:
         query = ops.rope_store(qkv, self.heads, rows, cache, self.rope_table, self.q_norm, self.k_norm)
         if self.query_scale is not None:
             query = ops.multiply(query, ops.embedding(rows.positions, self.query_scale), "identity")
-        return ops.attention(query, self.heads, rows, cache, self.scale, self.window, self.softcap, self.sinks)
+        return ops.attention(
+            query, self.heads, rows, cache, self.scale, self.window, self.softcap, self.sinks, self.chunked
+        )
 
 
 class DecoderLayer(Protocol):

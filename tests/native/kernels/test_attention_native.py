@@ -98,7 +98,8 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
     f32, group = np.float32, problem.heads // problem.kv_heads
     q = problem.queries[i][p]
     k, v, k_scale, v_scale = (np.repeat(a, group, 1) for a in problem.cache.get(problem.slots(i)))
-    low = max(0, p - problem.window + 1) if problem.window else 0
+    low = max(0, p - problem.window + 1) if problem.window > 0 else 0
+    low = p - p % -problem.window if problem.window < 0 else low
     m, total = np.full(problem.heads, -np.inf, np.float32), np.zeros(problem.heads, np.float32)
     if problem.sink is not None:
         m, total = problem.sink, np.ones(problem.heads, np.float32)
@@ -140,6 +141,8 @@ DEFINED = [
     Problem(heads=7, kv_heads=1, head_dim=24, lengths=(290,), window=140, softcap=5.0, block_size=4),
     Problem(heads=2, kv_heads=2, head_dim=64, lengths=(260,), window=5, block_size=32),
     Problem(heads=6, kv_heads=2, head_dim=20, lengths=(150, 3), window=37, sinks=True),
+    Problem(heads=4, kv_heads=2, head_dim=20, lengths=(150, 300, 3), window=-37),
+    Problem(heads=2, kv_heads=1, head_dim=32, lengths=(290,), window=-128, block_size=5),
 ]
 
 
@@ -180,7 +183,7 @@ def grid(kind: str) -> list[tuple[Problem, list[Floats]]]:
             kind=kind,
             lengths=lengths,
             block_size=pick(1, 4, 16, 24, 32, 64),
-            window=pick(0, 0, 0, 1, 5, 100, 128, 200),
+            window=pick(0, 0, 0, 1, 5, 100, 128, 200, -1, -64, -100),
             softcap=pick(0.0, 0.0, 20.0),
             seed=seed,
         )
@@ -221,7 +224,7 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(isa: str, kind:
                     assert same(out, whole[i][p : p + n]), (plan, i, p, n)
 
 
-@pytest.mark.parametrize("window", [0, 3, 130])
+@pytest.mark.parametrize("window", [0, 3, 130, -50])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("isa", ISAS)
 def test_against_torch_ref(isa: str, window: int, softcap: float) -> None:

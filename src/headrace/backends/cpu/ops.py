@@ -245,6 +245,7 @@ class CpuOps:
         window: int | None = None,
         softcap: float = 0.0,
         sinks: F32 | None = None,
+        chunked: bool = False,
     ) -> Value:
         out = self.graph.value(heads.num_heads * heads.head_dim, query.dim)
         fields = self._in_out(query, out) | {
@@ -252,7 +253,7 @@ class CpuOps:
             "kv_heads": heads.num_kv_heads,
             "head_dim": heads.head_dim,
             "scale": scale,
-            "window": window or 0,
+            "window": -(window or 0) if chunked else window or 0,
             "softcap": softcap,
             "sinks": sinks,
             "block_size": rows.block_size,

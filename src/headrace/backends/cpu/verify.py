@@ -26,6 +26,7 @@ from headrace.backends.cpu.matrix import unpacked
 from headrace.backends.cpu.products import KIND_CODES, KINDS
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import Node
+from headrace.backends.torch_ref.attention import first_seen
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.tensors import tensor
@@ -229,7 +230,7 @@ def _attention(view: View) -> Expected:
     num_blocks = 0
     for chunk_id in range(view.sizes[1]):
         first, length = start[chunk_id], begin[chunk_id + 1] - begin[chunk_id]
-        low = max(0, first - view["window"] + 1) if view["window"] else 0
+        low = max(0, first_seen(first, view["window"] or None))
         positions = np.arange(low, first + length)
         slots = view["blocks"][table_begin[chunk_id] + positions // block_size] * block_size + positions % block_size
         count = -(-(first + length) // block_size)
@@ -244,9 +245,10 @@ def _attention(view: View) -> Expected:
     rows = make_forward_batch(chunks, block_size, torch.device("cpu"))
     blocks = torch.cat(caches, dim=1).view(2, num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
     query = view.rows(heads.num_heads * heads.head_dim)
-    window = view["window"] or None
+    window, chunked = abs(view["window"]) or None, view["window"] < 0
     sinks = view.constant("sinks")
-    return {"out": view.ops.attention(query, heads, rows, blocks, view["scale"], window, view["softcap"], sinks)}
+    mixed = view.ops.attention(query, heads, rows, blocks, view["scale"], window, view["softcap"], sinks, chunked)
+    return {"out": mixed}
 
 
 def _linear(view: View) -> Expected:

@@ -127,9 +127,12 @@ class CudaOps:
         window: int | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunked: bool = False,
     ) -> Value:
-        if sinks is not None:
-            raise CheckpointError("backend cuda has no kernels for attention with sinks; use cpu or torch_ref")
+        if sinks is not None or chunked:
+            raise CheckpointError(
+                "backend cuda has no kernels for attention with sinks or chunks; use cpu or torch_ref"
+            )
         width = heads.num_heads * heads.head_dim
         return self._put(
             "attention", width, query.dim, x=query, heads=heads, rows=rows, cache=cache, scale=scale,

@@ -8,6 +8,7 @@ sequences, each with its own keys, or neighbours of one sequence that share the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,13 @@ class RowSpan:
         return self.last // SPAN - self.low + 1
 
 
+def first_seen(position: Any, window: int | None) -> Any:
+    """The first position that rows see, or a number below 0. A `window` below 0: of chunks of that many positions."""
+    if window is None:
+        return position * 0
+    return position - window + 1 if window > 0 else position // -window * -window
+
+
 def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[RowSpan]:
     """Cut every chunk where a span ends. `low` is the first span that some row of the piece sees."""
     pieces = []
@@ -55,7 +63,7 @@ def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Ro
         first = start
         while first < start + length:
             last = min(start + length, (first // SPAN + 1) * SPAN) - 1
-            low = 0 if window is None else max(0, first - window + 1) // SPAN
+            low = max(0, first_seen(first, window)) // SPAN
             pieces.append(RowSpan(chunk_id, row, first, last, low))
             row += last - first + 1
             first = last + 1
@@ -95,7 +103,7 @@ def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window:
         index = torch.tensor([p.row for p in pieces], device=device)
     hidden = keys > positions[:, None]
     if window is not None:
-        hidden |= keys <= positions[:, None] - window
+        hidden |= keys < first_seen(positions[:, None], window)
     hidden = hidden.view(-1, num_spans, SPAN).transpose(0, 1)[:, None, :, None]
     return Group(index, slots, hidden, num_spans, shared=len(pieces) == 1 and len(positions) > 1)
 

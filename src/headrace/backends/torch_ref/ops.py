@@ -238,7 +238,9 @@ class RefOps:
         window: int | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunked: bool = False,
     ) -> Tensor:
+        window = -window if chunked and window else window
         if isinstance(cache, RoundedCache):
             cache.needs_scores, cache = softcap > 0 or sinks is not None, cache.data
         by_head = query.view(query.shape[0], heads.num_heads, heads.head_dim)
