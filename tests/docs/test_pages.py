@@ -112,6 +112,8 @@ def folder(root: Path, block: Block) -> Path:
     [request] = [block.text for block in BLOCKS if block.page == "howto-batch.md" and block.language == "json"]
     for name in ("in.jsonl", "requests.jsonl"):
         (path / name).write_text(request)
+    [trace] = [block.text for block in BLOCKS if block.page == "howto-plan.md" and block.language == "json"]
+    (path / "trace.jsonl").write_text(trace)
     (path / "text.txt").write_text("Once upon a time there was a little dog. He liked to run in the park. " * 8)
     return path
 

@@ -110,6 +110,8 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("runner", "protocol sampling grammar backends drafters", NO_TORCH),
         # What the engine writes of its steps, and insight reads.
         Room("insight.journal", "protocol core core.blocks", PURE),
+        # The scheduler by a modelled clock, and the router of replicas.
+        Room("fleet", "protocol core core.blocks", PURE - {"msgspec"}),
     ),
     (
         # The engine's own process and the client of it: without torch, which takes a second to import.

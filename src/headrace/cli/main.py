@@ -14,7 +14,21 @@ from typing import Annotated
 import typer
 
 import headrace
-from headrace.cli import chat, doctor, explain, generate, models, plan, quantize, replay, run_batch, serve, top, verify
+from headrace.cli import (
+    chat,
+    doctor,
+    explain,
+    generate,
+    models,
+    plan,
+    quantize,
+    replay,
+    run_batch,
+    serve,
+    simulate,
+    top,
+    verify,
+)
 from headrace.cli.bench import commands as bench
 from headrace.protocol.errors import HeadraceError, RequestError
 
@@ -43,6 +57,7 @@ app.command()(replay.replay)
 app.command()(explain.explain)
 app.command()(top.top)
 app.command()(plan.plan)
+app.command()(simulate.simulate)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

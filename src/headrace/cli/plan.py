@@ -55,7 +55,6 @@ def plan(
     import msgspec
 
     from headrace.cli.bench.stats import parse_goodput
-    from headrace.plan import hardware as machines
     from headrace.plan import planner
     from headrace.protocol.errors import RequestError
 
@@ -80,14 +79,20 @@ def plan(
         slo=goals,
         price=price,
     )
-    subject = planner.read(model)
-    result = planner.Planner(subject, this_machine() if hardware == "this" else machines.find(hardware), wish).plan()
+    result = planner.Planner(planner.read(model), machine_of(hardware), wish).plan()
     if as_json:
         print(json.dumps(msgspec.to_builtins(result)))
     else:
         print(text_of(result, wish.slo))
     if not result.fits:
         raise typer.Exit(1)
+
+
+def machine_of(name: str) -> Hardware:
+    """Return the machine that `--hardware` names. Raises `RequestError`."""
+    from headrace.plan import hardware
+
+    return this_machine() if name == "this" else hardware.find(name)
 
 
 def this_machine() -> Hardware:

@@ -1,0 +1,224 @@
+"""A fleet by a modelled clock: each replica is the engine's own scheduler and blocks, and a step takes what a formula
+says. No host time enters, so a run gives the same figures everywhere. Called by `headrace simulate`.
+
+A request meets the router when it comes. A replica computes one step at a time; requests that come in between join the
+next one. Everything outside the engine (network, text, Python) takes no time here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headrace.core.scheduler import Scheduler
+from headrace.fleet.router import Router
+from headrace.fleet.traces import MOONCAKE_TOKENS, Call
+from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request, ScheduledBatch, StepResult
+
+StepTime = Callable[[Sequence[int], Sequence[int], int], float]
+"""Seconds of a step, of where its chunks start, how long they are, and its rows of logits."""
+TOKEN = 7
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a replica's scheduler."""
+
+    num_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 32768
+    enable_prefix_caching: bool = True
+
+
+class Life(msgspec.Struct):
+    """A request's times in seconds of the trace, its tokens, its replica, and prompt tokens that the cache had."""
+
+    arrival: float
+    num_prompt: int
+    num_new: int
+    replica: int
+    first: float = math.inf
+    end: float = math.inf
+    num_cached: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        """0 for a single token, which breaks no goal."""
+        return (self.end - self.first) / (self.num_new - 1) if self.num_new > 1 else 0.0
+
+    @property
+    def e2el(self) -> float:
+        return self.end - self.arrival
+
+    def keeps(self, goals: dict[str, float]) -> bool:
+        """Whether the times are within goals in milliseconds by ttft, tpot, e2el."""
+        return all(1e3 * getattr(self, name) <= goal for name, goal in goals.items())
+
+
+class Run(msgspec.Struct):
+    """What a simulation saw. `num_refused`: requests that no replica can hold. `has_failed`: it ended early, since more
+    requests than allowed broke their goals."""
+
+    lives: list[Life]
+    num_refused: int
+    num_steps: int
+    num_preemptions: int
+    duration: float
+    has_failed: bool = False
+
+
+class _Replica:
+    def __init__(self, sizes: Sizes) -> None:
+        self.scheduler = Scheduler(
+            num_blocks=sizes.num_blocks,
+            block_size=sizes.block_size,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_model_len=sizes.max_model_len,
+            enable_prefix_caching=sizes.enable_prefix_caching,
+            cache_key=b"simulation",
+        )
+        self.batch: ScheduledBatch | None = None
+        self.awaiting = 0
+
+
+class Simulation:
+    """Replicas of some `sizes` behind a router of a `policy`, whose steps take `step_time`."""
+
+    def __init__(self, num_replicas: int, policy: str, sizes: Sizes, step_time: StepTime) -> None:
+        slots = sizes.num_blocks * sizes.block_size
+        self.router = Router(policy, num_replicas, MOONCAKE_TOKENS, max(1, slots // MOONCAKE_TOKENS))
+        self.replicas = [_Replica(sizes) for _ in range(num_replicas)]
+        self._time = step_time
+        self._ends: list[tuple[float, int]] = []
+        self._lives: dict[str, Life] = {}
+        self._done: list[Life] = []
+        self._num_steps = 0
+
+    def run(
+        self, calls: Sequence[Call], goals: dict[str, float] | None = None, most_failures: float = math.inf,
+        on_step: Callable[[int], None] = lambda num_done: None,
+    ) -> Run:  # fmt: skip
+        """Play the calls. It ends early once more than `most_failures` of them broke the `goals`.
+
+        `on_step` is called now and then with the number of requests that ended."""
+        ends, num_refused, num_failures = self._ends, 0, 0
+        at, now, checked = 0, 0.0, 0
+        while at < len(calls) or ends:
+            while at < len(calls) and (not ends or calls[at].time <= ends[0][0]):
+                call, at = calls[at], at + 1
+                if not self._arrive(call, at):
+                    num_refused += 1
+                    num_failures += 1
+            if not ends:
+                continue
+            now, index = heapq.heappop(ends)
+            self._finish(index, now)
+            if len(self._done) >= checked + 64 or not ends:
+                if goals:
+                    num_failures += sum(not life.keeps(goals) for life in self._done[checked:])
+                checked = len(self._done)
+                on_step(checked)
+            if num_failures > most_failures:
+                break
+        num_preemptions = sum(replica.scheduler.counters.num_preemptions for replica in self.replicas)
+        failed = num_failures > most_failures
+        return Run(self._done, num_refused, self._num_steps, num_preemptions, now, failed)
+
+    def _arrive(self, call: Call, number: int) -> bool:
+        """Route a call to its replica; False if it is refused there."""
+        index = self.router.route(call.keys, call.num_prompt)
+        replica = self.replicas[index]
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=call.token_ids(number),
+            params=SamplingParams(seed=1, max_tokens=call.num_new, ignore_eos=True),
+        )
+        try:
+            replica.scheduler.add(request)
+        except RequestError:
+            self.router.computed(index, call.num_prompt)
+            self.router.ended(index)
+            return False
+        self._lives[request.request_id] = Life(call.time, call.num_prompt, call.num_new, index)
+        replica.awaiting += 1
+        if replica.batch is None:
+            self._start(index, call.time)
+        return True
+
+    def _start(self, index: int, now: float) -> None:
+        replica = self.replicas[index]
+        batch = replica.batch = replica.scheduler.schedule()
+        seconds = self._time(batch.starts, batch.lens, sum(batch.samples)) if batch.lens else 0.0
+        heapq.heappush(self._ends, (now + seconds, index))
+        self._num_steps += 1
+
+    def _finish(self, index: int, now: float) -> None:
+        replica, router = self.replicas[index], self.router
+        batch = replica.batch
+        if batch is None:
+            return
+        tokens = [TOKEN if samples else -1 for samples in batch.samples]
+        output = replica.scheduler.commit(batch, StepResult(step_id=batch.step_id, token_ids=tokens))
+        lives = self._lives
+        for request_id, num_cached in output.started.items():
+            lives[request_id].num_cached = num_cached
+        if replica.awaiting:
+            for request_id in output.request_ids:
+                life = lives[request_id]
+                if life.first == math.inf:
+                    life.first = now
+                    replica.awaiting -= 1
+                    router.computed(index, life.num_prompt)
+        for request_id in output.finished:
+            life = lives.pop(request_id)
+            life.end = now
+            self._done.append(life)
+            router.ended(index)
+        replica.batch = None
+        if replica.scheduler.has_work():
+            self._start(index, now)
+
+
+def smallest_fleet(runs: Callable[[int], Run], most: int) -> tuple[int, Run] | None:
+    """Return the least number of replicas, up to `most`, whose run does not fail, and that run; None if all fail.
+
+    `runs` plays the trace on so many replicas. More replicas are taken to be no worse."""
+    good: tuple[int, Run] | None = None
+    low, num = 0, 1
+    while good is None:
+        run = runs(num)
+        if not run.has_failed:
+            good = num, run
+        elif num == most:
+            return None
+        else:
+            low, num = num, min(2 * num, most)
+    while good[0] - low > 1:
+        middle = (low + good[0]) // 2
+        run = runs(middle)
+        if run.has_failed:
+            low = middle
+        else:
+            good = middle, run
+    return good
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that `share` percent of sorted `values` do not exceed, as numpy interpolates it; NaN of none."""
+    if not values:
+        return math.nan
+    place = (len(values) - 1) * share / 100
+    low = math.floor(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
