@@ -27,7 +27,7 @@ from bench import formats, quality
 from bench.compare.shapes import SHAPES, Shape
 from bench.record import RESULTS, commit
 from headrace import doctor
-from headrace.backends.base import Chunks, KVShape
+from headrace.backends.base import Chunks, LayerShape
 from headrace.backends.cpu.cache import TYPE_CODES, block_bytes
 from headrace.backends.cpu.program import TapedProgram
 from headrace.cli.bench.quality import file_text, judge, opened, program_of, written_text
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 
 def capacity(shape: Shape, dtype: str) -> Row:
-    each = block_bytes(KVShape(shape.layers, shape.kv_heads, shape.head_dim), 16, dtype) / 16
+    each = block_bytes([LayerShape(shape.kv_heads, shape.head_dim)] * shape.layers, 0, 16, dtype) / 16
     return {
         "bytes_per_token": each,
         "bits_per_number": 8 * each / (2 * shape.layers * shape.kv_heads * shape.head_dim),
@@ -57,7 +57,8 @@ def filled(program: TapedProgram) -> None:
     """Write the whole cache: memory that was never written is one page of zeros, and is read in no time."""
     for layer in program.cache.layers:
         for codes in (layer.keys, layer.values):
-            codes.view(np.uint8)[:] = CODE_BYTE
+            if codes is not None:
+                codes.view(np.uint8)[:] = CODE_BYTE
         for scales in (layer.key_scales, layer.value_scales):
             if scales is not None:
                 scales[:] = SCALE if scales.dtype == np.float32 else HALF_SCALE

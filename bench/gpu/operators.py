@@ -22,11 +22,12 @@ from bench.gpu.problems import sizes
 from bench.gpu.prove import distance
 from bench.gpu.report import Report, Result
 from bench.gpu.weights import BLOCK
-from headrace.backends.base import Draw, Heads, RopeTable
+from headrace.backends.base import Heads, RopeTable
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import choose, experts, norm, rope_store
 from headrace.backends.cuda.launch import Launch
+from headrace.backends.logits import Draw
 
 Item = tuple[str, Callable[[], Result]]
 

@@ -13,11 +13,12 @@ from torch import Tensor
 from bench.gpu.compiling import Recipe, Recorder
 from bench.gpu.device import Device
 from bench.gpu.problems import normal, scratch, sizes
-from headrace.backends.base import Draw, Heads
+from headrace.backends.base import Heads
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import choose, linear, linear_codes, spans
 from headrace.backends.cuda.launch import Config
+from headrace.backends.logits import Draw
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import Scheme
 

@@ -282,7 +282,7 @@ def attention_steps(toy: bool) -> dict[str, Chunked]:
 
 def attend(device: Device, heads: Heads) -> Iterator[Choice]:
     """Small tiles by the decode, large ones by the prefill."""
-    kinds = (*heads, torch.bfloat16, torch.bfloat16)
+    kinds = (*heads[:3], torch.bfloat16, torch.bfloat16)
     usual = attention.default_configs(*kinds, device.capability)
     steps = attention_steps(device.toy)
     cases = {"few": (attention.FEW, steps["decode"]), "many": (attention.MANY, steps["prefill"])}
@@ -303,7 +303,7 @@ def attend(device: Device, heads: Heads) -> Iterator[Choice]:
             out = torch.full_like(query, torch.nan)
             tiles = attention.tile_rows(heads.num_heads, heads.num_kv_heads, chosen)
             items = torch.from_numpy(spans.work_list(starts, lens, begin, *tiles, 4096)).to(device.name)
-            shared = spans.make_scratch(4096, *heads, device.name)
+            shared = spans.make_scratch(4096, *heads[:3], device.name)
             blocks = torch.arange(shape[1], dtype=torch.int32, device=device.name)
             launches = attention.attention(
                 query, out, LayerCache("bfloat16", keys, values), blocks, items, shared, heads=heads.num_heads,

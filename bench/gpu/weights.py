@@ -106,7 +106,8 @@ def make_program(
     model = models.find(config["model_type"]).Model(ModelConfig(config), weights, backend.ops, max_len)
     num_blocks, per_seq = (-(-size // BLOCK) for size in (positions, max_len))
     with mock.patch.object(Replay, "prepare"):
-        program = backend.program(model, num_blocks, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1)
-    for layer in program.cache.data:
-        layer.normal_()
+        pools = [num_blocks] * len(model.kinds)
+        program = backend.program(model, pools, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1)
+    for layer in program.cache.layers:
+        layer.keys.normal_(), layer.values.normal_()
     return program, backend

@@ -14,7 +14,7 @@ inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Cache {
     const HrArgs_attention* args;
-    int64_t kv_heads, head_dim, ld_acc, group, block_size, ld_q, key_rows, value_row;
+    int64_t kv_heads, head_dim, value_dim, ld_acc, group, block_size, ld_q, key_rows, value_row;
 };
 
 /* The first position that the row at position p sees, or a number below 0. */
@@ -112,10 +112,10 @@ void point_at_tile(const Cache& c, const Keys& keys, int64_t p, int64_t t, Span*
     int64_t slot = keys.blocks[p / c.block_size] * c.block_size + p % c.block_size;
     int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
     span->k[t] = (const E*)c.args->k + tile * c.key_rows * 16;
-    span->v[t] = (const E*)c.args->v + tile * c.value_row * 16;
+    span->v[t] = c.args->v ? (const E*)c.args->v + tile * c.value_row * 16 : span->k[t];
     if (K::scaled) {
         span->k_scale[t] = c.args->k_scale + tile * 16;
-        span->v_scale[t] = c.args->v_scale + tile * 16;
+        span->v_scale[t] = (c.args->v ? c.args->v_scale : c.args->k_scale) + tile * 16;
     }
 }
 
@@ -154,15 +154,17 @@ void gather_tile(const Cache& c, const Keys& keys, int64_t p, int t, void* buffe
         int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
         const E* from = (const E*)c.args->k + tile * size + lane;
         for (int64_t d = 0; d < c.key_rows; d++) k[d * 16 + i] = from[d * 16];
-        const E* value = (const E*)c.args->v + tile * v_size + lane * c.value_row;
-        memcpy(v + i * c.value_row, value, (size_t)c.value_row * sizeof(E));
+        if (c.args->v)
+            memcpy(v + i * c.value_row, (const E*)c.args->v + tile * v_size + lane * c.value_row,
+                   (size_t)c.value_row * sizeof(E));
+        const float* v_scale = c.args->v ? c.args->v_scale : c.args->k_scale;
         if (K::type == HR_I4) {
             for (int half = 0; half < 32; half += 16) {
                 ((uint16_t*)ks)[i + half] = ((const uint16_t*)c.args->k_scale)[tile * 32 + lane + half];
-                ((uint16_t*)vs)[i + half] = ((const uint16_t*)c.args->v_scale)[tile * 32 + lane + half];
+                ((uint16_t*)vs)[i + half] = ((const uint16_t*)v_scale)[tile * 32 + lane + half];
             }
         } else if (K::scaled) {
-            ks[i] = c.args->k_scale[tile * 16 + lane], vs[i] = c.args->v_scale[tile * 16 + lane];
+            ks[i] = c.args->k_scale[tile * 16 + lane], vs[i] = v_scale[tile * 16 + lane];
         }
     }
     span->k[t] = k, span->v[t] = v, span->k_scale[t] = ks, span->v_scale[t] = vs;
@@ -171,7 +173,7 @@ void gather_tile(const Cache& c, const Keys& keys, int64_t p, int t, void* buffe
 template <class K>
 void widen_tile(const Cache& c, int t, float* buffer, Span* span, const Span& next) {
     typedef typename K::E E;
-    float *k = buffer + t * 32 * c.ld_acc, *v = k + 16 * c.ld_acc;
+    float *k = buffer + t * 16 * (c.ld_q + c.ld_acc), *v = k + 16 * c.ld_q;
     const E *from_k = (const E*)span->k[t], *from_v = (const E*)span->v[t];
     for (int64_t d = 0; d < c.key_rows; d++) {
         if constexpr (K::pair == 2) {
@@ -181,17 +183,25 @@ void widen_tile(const Cache& c, int t, float* buffer, Span* span, const Span& ne
         } else {
             store(k + d * 16, K::get(from_k + d * 16));
         }
-        fetch((const E*)next.k[t] + d * 16), fetch((const E*)next.v[t] + d * 16);
+        fetch((const E*)next.k[t] + d * 16);
     }
-    int64_t whole = c.head_dim / 16 * 16;
+    span->k[t] = k, span->v[t] = v;
+    if (!c.args->v) { /* turned: what lies behind value_dim is not read */
+        for (int64_t d = 0; d < c.value_dim; d++)
+            for (int64_t i = 0; i < 16; i++) v[i * c.ld_acc + d] = k[d * 16 + i];
+        for (int64_t d = c.value_dim; d < c.ld_acc; d++)
+            for (int64_t i = 0; i < 16; i++) v[i * c.ld_acc + d] = 0.0f;
+        return;
+    }
+    for (int64_t d = 0; d < c.value_row; d++) fetch((const E*)next.v[t] + d * 16);
+    int64_t whole = c.value_dim / 16 * 16;
     for (int i = 0; i < 16; i++) {
         const E* row = from_v + i * c.value_row;
         auto at = [&](int64_t d) { return K::pair == 2 ? d / 32 * 16 : d; };
         for (int64_t d = 0; d < whole; d += 16) store(v + i * c.ld_acc + d, value_at<K, false>(row + at(d), d, 16));
-        if (whole < c.head_dim)
-            store(v + i * c.ld_acc + whole, value_at<K, true>(row + at(whole), whole, c.head_dim - whole));
+        if (whole < c.value_dim)
+            store(v + i * c.ld_acc + whole, value_at<K, true>(row + at(whole), whole, c.value_dim - whole));
     }
-    span->k[t] = k, span->v[t] = v;
 }
 
 float lanes_sum(const float* x, int64_t width) {
@@ -307,7 +317,7 @@ void weigh(const Cache& c, const Span& span, const void* const* ahead, State& st
     const int32_t *from = st.lo + base, *to = st.hi + base;
     int all_from = 0, all_to = HR_SPAN;
     for (int i = 0; i < combos; i++) all_from = (int)most(all_from, from[i]), all_to = (int)least(all_to, to[i]);
-    const int64_t dim = K::pair == 2 ? c.head_dim : span.ld_v; /* widened values are padded to whole vectors */
+    const int64_t dim = K::pair == 2 ? c.value_dim : span.ld_v; /* widened values are padded to whole vectors */
     auto alone = [&](int i, int begin, int end) {
         if (begin >= end) return;
         int64_t n = base + i;
@@ -349,11 +359,12 @@ void attend_span(const Cache& c, const Span& span, const Span& next, State& st, 
 /* One piece; the next one is taken at the last span but one, so that its first keys can be fetched by then. */
 template <class K>
 bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* next_piece, void* memory) {
-    const int64_t dim = a->head_dim;
-    const Cache c = {a, a->kv_heads, dim, (dim + 15) / 16 * 16, a->heads / a->kv_heads, a->block_size,
-                     (dim + K::pair - 1) / K::pair * K::pair, K::key_rows(dim), K::value_row(dim)};
+    const int64_t dim = a->head_dim, width = a->value_dim;
+    const Cache c = {a, a->kv_heads, dim, width, (width + 15) / 16 * 16, a->heads / a->kv_heads, a->block_size,
+                     (dim + K::pair - 1) / K::pair * K::pair, K::key_rows(dim), K::value_row(width)};
     int64_t combos = piece.rows * piece.heads, num_tiles = (combos + MAX_COMBOS - 1) / MAX_COMBOS;
-    bool widen = K::type != HR_F32 && combos >= WIDEN_FROM, gather = c.block_size % 16 != 0;
+    /* Values that are a part of the keys are widened too, to lie as the second product reads them. */
+    bool widen = !a->v || (K::type != HR_F32 && combos >= WIDEN_FROM), gather = c.block_size % 16 != 0;
     Scratch scratch = {(char*)memory};
     State st;
     st.q = scratch.take<float>(combos * c.ld_q);
@@ -362,7 +373,7 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
     st.m = scratch.take<float>(combos), st.l = scratch.take<float>(combos), st.alpha = scratch.take<float>(combos);
     st.q_sum = scratch.take<float>(combos), st.b = scratch.take<float>(combos);
     st.lo = scratch.take<int32_t>(combos), st.hi = scratch.take<int32_t>(combos);
-    float* widened = scratch.take<float>(widen ? SPAN_TILES * 32 * c.ld_acc : 0);
+    float* widened = scratch.take<float>(widen ? SPAN_TILES * 16 * (c.ld_q + c.ld_acc) : 0);
     const int64_t token_bytes = (c.key_rows + c.value_row) * (int64_t)sizeof(typename K::E) + 8;
     void* gathered = scratch.take<char>(gather ? SPAN_TILES * 16 * token_bytes : 0);
 
@@ -426,11 +437,11 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
 
     for (int64_t n = 0; n < combos; n++) {
         int64_t head = piece.kv_head * c.group + piece.head + n % piece.heads;
-        float* out = a->out + (row + n / piece.heads) * a->ld_out + head * c.head_dim;
-        for (int64_t d = 0; d < c.head_dim; d += 16) {
+        float* out = a->out + (row + n / piece.heads) * a->ld_out + head * c.value_dim;
+        for (int64_t d = 0; d < c.value_dim; d += 16) {
             V sum = load(st.acc + n * c.ld_acc + d);
             if constexpr (K::type == HR_I4) sum = add(sum, set1(st.b[n]));
-            store_n(out + d, div(sum, set1(st.l[n])), least(16, c.head_dim - d));
+            store_n(out + d, div(sum, set1(st.l[n])), least(16, c.value_dim - d));
         }
     }
     return more;

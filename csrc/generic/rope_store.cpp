@@ -135,27 +135,29 @@ void put(const float* x, int64_t width, int64_t type, void* cache, int64_t at, i
     }
 }
 
-/* A token's key and value of one head into a slot. Scratch: 2 * head_dim floats. */
+/* A token's key, and its value unless that is a part of it, of one head into a slot. Scratch: two keys, or a key and a
+ * value, as floats. */
 void put_token(const HrArgs_rope_store* a, const float* key, const float* value, int64_t h, int64_t slot,
                float* scratch) {
-    const int64_t size = a->head_dim, tile = slot / 16 * a->kv_heads + h, i = slot % 16;
+    const int64_t size = a->head_dim, width = a->value_dim, tile = slot / 16 * a->kv_heads + h, i = slot % 16;
     if (a->k_mean) {
         for (int64_t d = 0; d < size; d++) scratch[d] = key[d] - a->k_mean[h * size + d];
         key = scratch;
     }
     if (a->kv_type == HR_I4) {
-        const int64_t key_rows = (size + 1) / 2, value_row = size / 32 * 16 + (size % 32 < 16 ? size % 32 : 16);
+        const int64_t key_rows = (size + 1) / 2, value_row = width / 32 * 16 + (width % 32 < 16 ? width % 32 : 16);
         int8_t* codes = (int8_t*)(scratch + size);
         codes_i4(key, size, codes, (uint16_t*)a->k_scale + tile * 32 + i);
         put_key_i4(codes, size, (uint8_t*)a->k + tile * key_rows * 16 + i);
-        codes_i4(value, size, codes, (uint16_t*)a->v_scale + tile * 32 + i);
-        put_value_i4(codes, size, (uint8_t*)a->v + (tile * 16 + i) * value_row);
+        if (!a->v) return;
+        codes_i4(value, width, codes, (uint16_t*)a->v_scale + tile * 32 + i);
+        put_value_i4(codes, width, (uint8_t*)a->v + (tile * 16 + i) * value_row);
         return;
     }
     float* k_scale = a->k_scale ? a->k_scale + tile * 16 + i : nullptr;
     float* v_scale = a->v_scale ? a->v_scale + tile * 16 + i : nullptr;
     put(key, size, a->kv_type, a->k, tile * size * 16 + i, 16, k_scale);
-    put(value, size, a->kv_type, a->v, (tile * 16 + i) * size, 1, v_scale);
+    if (a->v) put(value, width, a->kv_type, a->v, (tile * 16 + i) * width, 1, v_scale);
 }
 
 }  // namespace
@@ -175,7 +177,7 @@ void rope_store(const HrArgs_rope_store* a, HrTask* task) {
             for (int64_t copy = first - 1; copy < last; copy++) {
                 const int64_t slot = copy < first ? a->slots[r] : a->copy_slots[copy];
                 for (int64_t h = 0; h < a->kv_heads; h++)
-                    put_token(a, keys + h * size, values + h * size, h, slot, (float*)task->scratch);
+                    put_token(a, keys + h * size, values + h * a->value_dim, h, slot, (float*)task->scratch);
             }
         }
 }

@@ -69,8 +69,9 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 /* KV cache of one layer. Slots come in tiles of 16: with t = slot / 16, i = slot % 16,
  *     key   (slot, h, d) at k[((t * kv_heads + h) * head_dim + d) * 16 + i]
- *     value (slot, h, d) at v[((t * kv_heads + h) * 16 + i) * head_dim + d]
- * and for HR_I8, where x = code * scale: k_scale and v_scale (float) at [(t * kv_heads + h) * 16 + i].
+ *     value (slot, h, d) at v[((t * kv_heads + h) * 16 + i) * value_dim + d]
+ * Where v is NULL, a value is the first value_dim numbers of its key, with the key's scale and least.
+ * And for HR_I8, where x = code * scale: k_scale and v_scale (float) at [(t * kv_heads + h) * 16 + i].
  * A token's codes of one head: scale = amax / 127, code = round_to_even(x * (127 / amax)), both 0 if amax is 0.
  * HR_F16, HR_BF16 and HR_E5M2 (the high byte of an f16) are rounded to nearest even, beyond their range to infinity.
  * HR_E4M3 has scales as HR_I8 has them, with 1.75 in place of 127: its code is x * (1.75 / amax) rounded to nearest even
@@ -79,7 +80,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  * HR_I4 packs two channels of one token in a byte, so that no two tokens share one:
  *     key   (slot, h, channels 2b and 2b + 1, the low bits first) at k[((t * kv_heads + h) * ceil(head_dim / 2) + b) * 16 + i]
  *     value (slot, h, channels 32g + j and 32g + 16 + j)          at v[((t * kv_heads + h) * 16 + i) * row + 16g + j]
- * with j < 16 and row = 16 * floor(head_dim / 32) + min(head_dim mod 32, 16); channels that are not there are 0.
+ * with j < 16 and row = 16 * floor(value_dim / 32) + min(value_dim mod 32, 16); channels that are not there are 0.
  * x = code * step + least, bf16 both: with n = (t * kv_heads + h) * 32 + i, step is ((uint16_t*)k_scale)[n] and least [n + 16].
  *     least = bf16(min), step = bf16((max - min) / 15), code = round_to_even((x - least) * (1 / step)) held in 0 ... 15
  * (0 where step is 0). Both are NaN where an x is not finite.
@@ -152,18 +153,18 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_scale(P, I, F) \
     I(dim) P(const float*, x) I(ld_x) I(width) F(factor) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 
-/* x: rows of heads + 2 * kv_heads heads (queries, keys, values). Per head: norm as rms_norm if q_norm / k_norm is given;
- * then the first 2 * pairs numbers turned by cos/sin[position] [pairs] (none if pairs is 0):
+/* x: rows of heads + kv_heads heads of head_dim numbers (queries, keys), then unless v is NULL kv_heads of value_dim (values).
+ * Per head: norm as rms_norm if q_norm / k_norm is given; then of queries and keys the first 2 * pairs numbers turned by cos/sin[position] [pairs] (none if pairs is 0):
  *     left' = fma(left, cos, -(right * sin)), right' = fma(right, cos, left * sin), partners are i and i + pairs.
  * Queries are left in place in x, keys and values go to slot slots[r] of the cache, and, unless copy_begin is null, to
  * slots copy_slots[copy_begin[r]] ... copy_slots[copy_begin[r + 1] - 1] too. */
 #define HR_FIELDS_rope_store(P, I, F)                                                                                  \
-    I(dim) P(float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) P(const float*, q_norm) P(const float*, k_norm) F(eps) \
+    I(dim) P(float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) I(value_dim) P(const float*, q_norm) P(const float*, k_norm) F(eps) \
     F(offset) P(const float*, cos) P(const float*, sin) I(pairs) P(const int32_t*, positions) P(const int32_t*, slots) \
     P(const int32_t*, copy_begin) P(const int32_t*, copy_slots)                                                        \
     I(kv_type) P(void*, k) P(void*, v) P(float*, k_scale) P(float*, v_scale) P(const float*, k_mean)
 
-/* Causal attention of queries x (heads first in a row, as rope_store leaves them) -> out [rows][heads * head_dim].
+/* Causal attention of queries x (heads first in a row, as rope_store leaves them) -> out [rows][heads * value_dim].
  * Row at position p sees keys max(0, p - window + 1) ... p (window 0: all; below 0: p - p mod -window ... p). For one row and head, with q the query:
  *   score_j = chain over d = 0, 1, ... of fma(q[d], k_j[d], .) starting from 0 (where there are scales, k_j[d] is the
  *             code), times scale (where there are scales: times (scale * k_scale_j)); HR_I4 then fma((scale * least_j),
@@ -176,10 +177,11 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *   acc[d] = acc[d] * alpha, then over visible keys in order acc[d] = fma(w_j, v_j[d], acc[d]) (where there are scales:
  *   w_j * v_scale_j is rounded first, v_j[d] the code). HR_I4: b = b * alpha + (lanes by fma, then the tree) of
  *   w_j * least_j, from 0. At last out[d] = acc[d] / l, or (acc[d] + b) / l.
- * Slots that no visible key occupies hold anything at all, NaN included, and must not matter. block_size may be any
+ * Slots that no visible key occupies hold anything at all, NaN included, and must not matter; of blocks, those wholly behind
+ * the window of a chunk's first row may be any numbers. block_size may be any
  * number; only multiples of 16 need be fast (others gather 16 keys into scratch). */
 #define HR_FIELDS_attention(P, I, F)                                                                                  \
-    I(dim) P(const float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) F(scale) I(window) F(softcap) P(const float*, sinks) I(kv_type) \
+    I(dim) P(const float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) I(value_dim) F(scale) I(window) F(softcap) P(const float*, sinks) I(kv_type) \
     P(const void*, k) P(const void*, v) P(const float*, k_scale) P(const float*, v_scale) I(block_size)                 \
     P(const int32_t*, row_begin) P(const int32_t*, start) P(const int32_t*, table_begin) P(const int32_t*, blocks)      \
     P(float*, out) I(ld_out)

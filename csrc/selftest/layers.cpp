@@ -169,8 +169,8 @@ void linear_f(Problem& p) {
 }
 
 struct Cache {
-    int64_t type, kv_heads, head_dim, num_slots, key_rows, value_row;
-    void *k, *v;
+    int64_t type, kv_heads, head_dim, value_dim, num_slots, key_rows, value_row;
+    void *k, *v; /* no v where values are a part of the keys */
     float *k_scale, *v_scale;
 };
 
@@ -179,11 +179,14 @@ Cache cache_of(Problem& p, int64_t num_slots) {
     Cache c = {};
     c.type = p.random.whole(0, 6), c.kv_heads = p.random.whole(1, 3);
     c.head_dim = p.random.rarely(2, p.random.size(1, p.random.rarely(16, 300, 40)), p.random.whole(1, 5) * 8);
+    c.value_dim = p.random.coin() ? c.head_dim : p.random.whole(1, p.random.coin() ? c.head_dim : c.head_dim + 20);
+    const bool shares = c.value_dim <= c.head_dim && p.random.coin();
     c.num_slots = (num_slots + 15) / 16 * 16, p.units = c.num_slots / 16;
     const bool packed = c.type == HR_I4;
     c.key_rows = packed ? (c.head_dim + 1) / 2 : c.head_dim;
-    c.value_row = packed ? c.head_dim / 32 * 16 + (c.head_dim % 32 < 16 ? c.head_dim % 32 : 16) : c.head_dim;
+    c.value_row = packed ? c.value_dim / 32 * 16 + (c.value_dim % 32 < 16 ? c.value_dim % 32 : 16) : c.value_dim;
     for (void** half : {&c.k, &c.v}) {
+        if (half == &c.v && shares) break;
         const int64_t count = c.num_slots * c.kv_heads * (half == &c.k ? c.key_rows : c.value_row);
         if (c.type == HR_F32) {
             float* numbers = p.make<float>(count);
@@ -199,6 +202,7 @@ Cache cache_of(Problem& p, int64_t num_slots) {
         }
     }
     for (float** half : {&c.k_scale, &c.v_scale}) {
+        if (half == &c.v_scale && shares) break;
         *half = p.make<float>(c.num_slots * c.kv_heads);
         for (int64_t i = 0; i < c.num_slots * c.kv_heads; i++) (*half)[i] = std::numeric_limits<float>::quiet_NaN();
     }
@@ -222,8 +226,9 @@ void fill_slot(Problem& p, const Cache& c, int64_t slot) {
     for (int64_t h = 0; h < c.kv_heads; h++) {
         const int64_t head = t * c.kv_heads + h;
         for (int64_t d = 0; d < c.key_rows; d++) store_one(p, c, c.k, (head * c.key_rows + d) * 16 + i);
-        for (int64_t d = 0; d < c.value_row; d++) store_one(p, c, c.v, (head * 16 + i) * c.value_row + d);
+        for (int64_t d = 0; c.v && d < c.value_row; d++) store_one(p, c, c.v, (head * 16 + i) * c.value_row + d);
         for (float* scale : {c.k_scale, c.v_scale}) {
+            if (!scale) break;
             if (c.type == HR_I4)
                 ((uint16_t*)scale)[head * 32 + i] = 0x3d00, ((uint16_t*)scale)[head * 32 + 16 + i] = 0xbe80;
             else
@@ -238,8 +243,10 @@ void rope_store(Problem& p) {
     const int64_t num_copies = p.random.coin() ? p.random.whole(0, 12) : 0;
     Cache c = cache_of(p, p.random.whole(rows + num_copies, rows + 60));
     a.kv_heads = c.kv_heads, a.heads = c.kv_heads * p.random.whole(1, 4), a.head_dim = c.head_dim, a.kv_type = c.type;
-    a.ld_x = (a.heads + 2 * a.kv_heads) * a.head_dim + (p.random.coin() ? 9 : 0);
-    a.x = p.floats((rows - 1) * a.ld_x + (a.heads + 2 * a.kv_heads) * a.head_dim);
+    if (p.random.rarely(8, 1, 0)) a.kv_heads = 0; /* queries alone */
+    a.value_dim = c.value_dim;
+    const int64_t width = (a.heads + a.kv_heads) * a.head_dim + (c.v ? a.kv_heads * a.value_dim : 0);
+    a.ld_x = width + (p.random.coin() ? 9 : 0), a.x = p.floats((rows - 1) * a.ld_x + width);
     if (p.random.coin()) a.q_norm = p.floats(a.head_dim), a.k_norm = p.floats(a.head_dim);
     a.eps = 1e-6, a.offset = p.random.coin() ? 1.0 : 0.0;
     a.pairs = p.random.whole(0, 2) * a.head_dim / 4;
@@ -255,7 +262,7 @@ void rope_store(Problem& p) {
         a.copy_begin = begin, a.copy_slots = copies;
     }
     a.slots = slots, a.k = c.k, a.v = c.v;
-    if (p.random.coin()) a.k_mean = p.floats(a.kv_heads * a.head_dim);
+    if (p.random.coin()) a.k_mean = p.floats(c.kv_heads * a.head_dim);
     if (c.type >= HR_I8 && c.type != HR_E5M2) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
     p.take(HR_OP_rope_store, a);
 }
@@ -266,7 +273,7 @@ void attention(Problem& p) {
     a.block_size = sizes[p.random.next() % (p.random.edges ? 6 : 4)];
     const int64_t longest = p.random.rarely(2, p.random.rarely(32, 1100, 80), 330), blocks_each = (longest + a.block_size - 1) / a.block_size;
     Cache c = cache_of(p, seqs * blocks_each * a.block_size);
-    a.kv_heads = c.kv_heads, a.head_dim = c.head_dim, a.kv_type = c.type;
+    a.kv_heads = c.kv_heads, a.head_dim = c.head_dim, a.value_dim = c.value_dim, a.kv_type = c.type;
     a.heads = c.kv_heads * p.random.rarely(64, c.head_dim > 16 ? 5 : p.random.whole(190, 195), p.random.whole(1, 4));
     a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.size(1, 200) * (p.random.coin() ? 1 : -1), a.softcap = p.random.coin() ? 0.0 : 5.0;
     int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs);
@@ -287,7 +294,7 @@ void attention(Problem& p) {
     }
     const int64_t rows = p.dims[HR_DIM_ROWS] = row_begin[seqs];
     a.ld_x = (a.heads + 2 * a.kv_heads) * a.head_dim, a.x = p.floats(rows * a.ld_x);
-    a.ld_out = a.heads * a.head_dim, a.out = p.make<float>(rows * a.ld_out);
+    a.ld_out = a.heads * a.value_dim, a.out = p.make<float>(rows * a.ld_out);
     a.k = c.k, a.v = c.v, a.row_begin = row_begin, a.start = start, a.table_begin = table_begin, a.blocks = blocks;
     if (c.type >= HR_I8 && c.type != HR_E5M2) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
     if (p.random.coin()) a.sinks = p.floats(a.heads);

@@ -102,15 +102,15 @@ def test_a_buffer_outside_the_arena_is_an_array_in_every_node() -> None:
 
 
 def test_the_ints_of_a_step_lie_where_those_of_the_last_did() -> None:
-    rows = make_step_rows(lambda n: np.zeros(n, np.int32), 4, 16, 4, 32)
+    rows = make_step_rows(lambda n: np.zeros(n, np.int32), 1, 4, 16, 4, 32)
     assert rows.fill(Chunks([3, 0], [[7], [1, 2, 3, 4, 5]], [[9], [2, 5, 8]], [(0, 77), (5, 78), (5, 79)])) == 6
     assert rows.token_ids[:6].tolist() == [7, 1, 2, 3, 4, 5]
     assert rows.positions[:6].tolist() == [3, 0, 1, 2, 3, 4]
-    assert rows.slots[:6].tolist() == [39, 8, 9, 10, 11, 20]
+    assert rows.slots[0][:6].tolist() == [39, 8, 9, 10, 11, 20]
     assert rows.row_begin[:3].tolist() == [0, 1, 6]
     assert rows.start[:2].tolist() == [3, 0]
     assert rows.table_begin[:3].tolist() == [0, 1, 3], "as many blocks as the positions take"
-    assert rows.blocks[:3].tolist() == [9, 2, 5]
+    assert rows.blocks[0][:3].tolist() == [9, 2, 5]
     assert rows.copy_begin.tolist() == [0, 1, 1, 1, 1, 1] + [3] * 11
     assert rows.copy_slots[:3].tolist() == [77, 78, 79]
     rows.fill(Chunks([4, 5], [[7], [6]], [[9, 1], [2, 5]]))

@@ -74,6 +74,6 @@ def test_models_that_cap_their_scores_do_without(tmp_path: Path) -> None:
 def test_both_backends_measure_the_same(model_type: str, tmp_path: Path) -> None:
     save_random(models.find(model_type).TINY, tmp_path)
     program: Any = load(tmp_path, backend="torch_ref", dtype="float32", kv_cache_dtype="int4").program
-    for own, cache in zip(means(tmp_path, dtype="float32"), program._caches, strict=True):
+    for own, cache in zip(means(tmp_path, dtype="float32"), program.caches, strict=True):
         np.testing.assert_allclose(own, cache.mean.numpy(), atol=1e-5)
         assert own.any()

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.backends.base import HeadNorm, Heads, Routing
+from headrace.backends.base import HeadNorm, Heads, LayerShape, Routing
 from headrace.backends.torch_ref import rowwise
+from headrace.backends.torch_ref.cache import LayerCache
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.program import EagerProgram
 from headrace.backends.torch_ref.tensors import zeros
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.kinds import CacheKind
 from headrace.quant.base import QWeight, source_of
 
 OPS = RefOps(torch.device("cpu"), torch.float32)
@@ -155,8 +157,8 @@ class Rows:
 
     starts: list[int]
     lens: list[int]
-    block_tables: Tensor
-    slot_mapping: Tensor
+    block_tables: list[Tensor]
+    slot_mapping: list[Tensor]
     copies: Tensor | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
@@ -192,7 +194,7 @@ def attend(
     tables = [[free.pop() for _ in range(n)] for n in num_blocks]
     kv_heads, size = problems[0].key.shape[1:]
     heads = Heads(problems[0].query.shape[1], kv_heads, size)
-    cache = torch.full((2, sum(num_blocks) + 7, block_size, kv_heads, size), float("nan"))
+    cache = LayerCache(*torch.full((2, sum(num_blocks) + 7, block_size, kv_heads, size), float("nan")))
     done = [0] * len(problems)
     outs: list[list[Tensor]] = [[] for _ in problems]
     for step in chunks:
@@ -208,7 +210,7 @@ def attend(
             [getattr(problems[i], name)[done[i] : done[i] + n] for i, n in step] for name in ("query", "key", "value")
         ]
         qkv = torch.cat([torch.cat(parts) for parts in taken], dim=1).flatten(1)
-        rows = Rows(starts, lens, table, torch.tensor(slots))
+        rows = Rows(starts, lens, [table], [torch.tensor(slots)])
         query = OPS.rope_store(qkv, heads, rows, cache)  # type: ignore[arg-type]
         # A window below 0 is of chunks.
         wide, chunked = abs(window or 0) or None, (window or 0) < 0
@@ -275,11 +277,20 @@ def test_attention_equals_the_plain_formula(window: int | None, cap: float) -> N
 
 
 def test_copy_blocks_goes_in_order() -> None:
-    cache = torch.arange(2 * 2 * 4 * 3, dtype=torch.float32).view(2, 2, 4, 3, 1, 1).clone()
-    first = cache[:, :, 0].clone()
-    program = EagerProgram(SimpleNamespace(vocab_size=1), OPS, cache, 1)
+    kinds, shapes = (
+        (CacheKind(), CacheKind(7)),
+        [LayerShape(1, 2), LayerShape(1, 3, kind=1), LayerShape(1, 2, source=0)],
+    )
+    model = SimpleNamespace(vocab_size=1, kinds=kinds, cache_shapes=shapes)
+    program = EagerProgram(model, OPS, [4, 5], 3, 1)
+    for cache in program.caches:
+        for part in (cache.keys, cache.values):
+            part.copy_(torch.arange(len(part))[:, None, None, None].expand_as(part))
     program.copy_blocks([(0, 2), (2, 3)])
-    assert torch.equal(cache[:, :, 3], first)
+    program.copy_blocks([(4, 1)], kind=1)
+    assert [cache.values[:, 0, 0, 0].tolist() for cache in program.caches] == [
+        [0, 1, 0, 0], [0, 4, 2, 3, 4], [0, 1, 0, 0]
+    ]  # fmt: skip
 
 
 def test_control_a_matmul_over_all_rows_breaks_the_law() -> None:

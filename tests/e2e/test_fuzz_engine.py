@@ -20,7 +20,8 @@ import pytest
 from tests.support.harness import make_batch, save_random
 
 from headrace import models
-from headrace.backends.base import Chunks, HostLogits
+from headrace.backends.base import Chunks
+from headrace.backends.logits import HostLogits
 from headrace.core import prefix
 from headrace.core.scheduler import Scheduler
 from headrace.core.tables import BlockTables

@@ -17,7 +17,7 @@ from tests.support import fake
 from tests.support.law import make_core, run
 from tests.support.shallow import shallow
 
-from headrace.backends.base import KVShape
+from headrace.backends.base import LayerShape
 from headrace.backends.cpu.cache import SCALED, STORED
 from headrace.backends.cpu.cache import KVCache as HostCache
 from headrace.backends.cuda.cache import KVCache as DeviceCache
@@ -218,7 +218,9 @@ def test_what_has_no_cache_to_move_is_refused(core: EngineCore, saved: Path) -> 
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("block_size", [4, 16, 24])
 def test_a_block_of_the_native_cache_is_moved_alone(dtype: str, block_size: int) -> None:
-    source, target = (HostCache(KVShape(2, 3, 20), 6, block_size, dtype) for _ in range(2))
+    source, target = (
+        HostCache([LayerShape(3, 20), LayerShape(2, 20, 9, 1)], [6, 6], block_size, dtype) for _ in range(2)
+    )
     random = np.random.default_rng(3)
     for cache in (source, target):
         for layer in cache.layers:
@@ -234,12 +236,18 @@ def test_a_block_of_the_native_cache_is_moved_alone(dtype: str, block_size: int)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_a_block_of_the_gpus_cache_is_moved_alone(dtype: str) -> None:
-    source, target = (DeviceCache(KVShape(2, 2, 24), 6, 8, dtype, torch.device("cpu")) for _ in range(2))
+    source, target = (
+        DeviceCache([LayerShape(2, 24), LayerShape(1, 16, kind=1)], [6, 6], 8, dtype, torch.device("cpu"))
+        for _ in range(2)
+    )
     generator = torch.Generator().manual_seed(3)
     for cache in (source, target):
-        cache.data.view(torch.uint8).random_(0, 100, generator=generator)
-        if cache.scales is not None:
-            cache.scales.uniform_(generator=generator)
+        for layer in cache.layers:
+            for codes in (layer.keys, layer.values):
+                codes.view(torch.uint8).random_(0, 100, generator=generator)
+            for scales in (layer.key_scales, layer.value_scales):
+                if scales is not None:
+                    scales.uniform_(generator=generator)
     before = [target.read_block(block) for block in range(6)]
     target.write_block(4, source.read_block(2))
     assert [target.read_block(block) for block in range(6)] == [*before[:4], source.read_block(2), before[5]]

@@ -194,7 +194,9 @@ def test_half_precision_stays_near(dtype: str, tolerance: float, tmp_path: Path,
         expected = theirs(torch.tensor([token_ids])).logits[0]
     runner = load(tmp_path, dtype=dtype, backend=backend)
     program: Any = runner.program
-    stored = program.cache.layers[0].dtype if backend == "cpu" else str(program.kv.dtype).removeprefix("torch.")
+    stored = (
+        program.cache.layers[0].dtype if backend == "cpu" else str(program.caches[0].keys.dtype).removeprefix("torch.")
+    )
     assert stored == dtype
     found = follow(runner, token_ids, [50])
     assert 0 < (found - expected).abs().max() <= tolerance

@@ -39,7 +39,7 @@ def program_of(directory: Path, backend: str, layers: tuple[int, ...] = ()) -> A
         return TapedProgram(own.model, ops, own.cache, 96, 8, 64, 1, layers=layers)
     from headrace.backends.torch_ref.program import EagerProgram
 
-    return EagerProgram(own.model, ops, own.kv, 1, layers)
+    return EagerProgram(own.model, ops, own.pool_sizes, own.block_size, 1, layers)
 
 
 def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

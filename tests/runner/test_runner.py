@@ -15,8 +15,9 @@ from tests.support.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, make
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.backends.base import Chunks, HostLogits
+from headrace.backends.base import Chunks
 from headrace.backends.graph import LOGITS
+from headrace.backends.logits import HostLogits
 from headrace.backends.torch_ref.program import EagerProgram
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import StepResult
@@ -44,9 +45,10 @@ def poison_cache(runner: Runner, block_id: int | None = None) -> None:
     program: Any = runner.program
     if isinstance(program, EagerProgram):
         if block_id is None:
-            program.kv[:] = math.nan
+            for cache in program.caches:
+                cache.keys[:] = cache.values[:] = math.nan
         else:
-            program.kv[1, 1, block_id, 2] = math.nan
+            program.caches[1].values[block_id, 2] = math.nan
         return
     if block_id is None:
         for layer in program.cache.layers:
@@ -251,7 +253,7 @@ def test_close_may_be_called_twice(runner: Runner) -> None:
     runner.close()
     runner.close()
     program: Any = runner.program
-    assert (program.kv.numel() if isinstance(program, EagerProgram) else len(program.cache.layers)) == 0
+    assert not (program.caches if isinstance(program, EagerProgram) else program.cache.layers)
 
 
 def test_R_25_how_torch_tells_that_memory_is_out() -> None:

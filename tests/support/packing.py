@@ -144,7 +144,7 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     return {}
 
 
-SHARED = ("decoder", "weights", "config", "ops", "heads", "kv_shape")
+SHARED = ("decoder", "weights", "config", "ops", "heads", "cache_shapes", "kinds", "_windowed")
 
 
 def tiny(directory: Path, model_type: str) -> Path:

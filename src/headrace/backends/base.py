@@ -12,14 +12,16 @@ number, the row's place among them, or the number of threads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from headrace.backends.logits import Draw, Logits
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from headrace.protocol.kinds import CacheKind
     from headrace.quant.base import MatrixSource
     from headrace.quant.schemes import Scheme
 
@@ -36,11 +38,18 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 class Heads(NamedTuple):
-    """How a row of queries, keys and values is cut: num_heads + 2 * num_kv_heads pieces of head_dim numbers."""
+    """How a row of queries, keys and values is cut: num_heads + num_kv_heads pieces of head_dim numbers, then
+    num_kv_heads pieces of value_dim (0: head_dim), which are not there where the cache's values are part of its keys.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int = 0
+
+    @property
+    def value_size(self) -> int:
+        return self.value_dim or self.head_dim
 
 
 class HeadNorm(NamedTuple):
@@ -173,10 +182,11 @@ class Ops(Protocol):
         sinks: Array | None = None,
         chunked: bool = False,
     ) -> Array:
-        """Causal attention of queries over the cached positions of each row's sequence -> [R, num_heads * D].
+        """Causal attention of queries over the cached positions of each row's sequence -> [R, num_heads * value size].
 
         `window` counts the visible positions, the row's own included; with `chunked` they are those of the row's chunk
-        of `window` positions, counted from position 0, up to the row's own. `softcap` c > 0 replaces scores s by
+        of `window` positions, counted from position 0, up to the row's own. Blocks that the first row of `rows`' chunk
+        does not see are not read. `softcap` c > 0 replaces scores s by
         c * tanh(s / c). `sinks` [num_heads]: for each head the score of one more key, which all rows see and
         whose value is 0.
         """
@@ -223,87 +233,39 @@ class Ops(Protocol):
         ...
 
 
-class KVShape(NamedTuple):
-    """What the cache holds of each position."""
+class LayerShape(NamedTuple):
+    """What the cache holds for one layer: of each position `num_kv_heads` keys of `head_dim` numbers, and values.
 
-    num_layers: int
+    kind: index of the layer's kind in `Model.kinds`. value_dim: numbers of a value (0: head_dim). shares_key: the
+    values are the first value_dim numbers of the keys, and are not kept again. source: the layer whose cache is read;
+    nothing is kept for this one.
+    """
+
     num_kv_heads: int
     head_dim: int
+    value_dim: int = 0
+    kind: int = 0
+    shares_key: bool = False
+    source: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        return self.value_dim or self.head_dim
 
 
 class Chunks(NamedTuple):
     """What one call computes: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c].
 
-    `copies` are (row, slot) pairs in the rows' order: further slots to which the row's keys and values are written.
+    `copies` are (row, slot) pairs in the rows' order: further slots to which the row's keys and values are written, in
+    all kinds. tables[c] are the blocks of kind 0, more_tables[k - 1][c] those of block kind k; without `more_tables`
+    all kinds have the same. Entry i covers block i, or is -1: behind the window of the chunk's first row, never read.
     """
 
     starts: list[int]
     token_ids: list[list[int]]
     tables: list[list[int]]
     copies: Sequence[tuple[int, int]] = ()
-
-
-class Draw(NamedTuple):
-    """How a token is drawn from a row: those of a `sampling.filters.Cut`, the key of the noise, and the allowed tokens.
-
-    temperature 0: the likeliest, without noise. mask: bit t % 32 of word t // 32 is set if token t is allowed; None for
-    all.
-    """
-
-    temperature: float
-    floor: float = -math.inf
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    position: int = 0
-    mask: NDArray[np.uint32] | None = None
-
-
-class Logits(Protocol):
-    """Logits of the chosen rows [S], valid until the next call of the program. The numbers of a row may lie on a device
-    until they are fetched."""
-
-    @property
-    def finite(self) -> list[bool]:
-        """finite[i]: no NaN and no +inf in row i, and not -inf alone."""
-        ...
-
-    @property
-    def best(self) -> list[int]:
-        """best[i]: the likeliest token id, the lowest of equals."""
-        ...
-
-    @property
-    def on_host(self) -> bool:
-        """Whether `fetch` of rows that follow each other costs nothing, so that all may be fetched."""
-        ...
-
-    def fetch(self, indices: list[int] | None = None) -> NDArray[np.float32]:
-        """Return rows of logits [n, V] in host memory, for reading; all of them without `indices`."""
-        ...
-
-    def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
-        """Draw a token from each of these rows where they lie: the sampler's token, or -1 if the host must draw it."""
-        ...
-
-
-class HostLogits(NamedTuple):
-    """`Logits` that lie in host memory: rows [S, V] float32."""
-
-    rows: NDArray[np.float32]
-    finite: list[bool]
-    best: list[int]
-    on_host: bool = True
-
-    def fetch(self, indices: list[int] | None = None) -> NDArray[np.float32]:
-        if indices is None:
-            return self.rows
-        first = indices[0] if indices else 0
-        stop = first + len(indices)
-        return self.rows[first:stop] if indices == list(range(first, stop)) else self.rows[indices]
-
-    def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
-        return [-1] * len(indices)
+    more_tables: Sequence[Sequence[list[int]]] = ()
 
 
 class Program(Protocol):
@@ -313,14 +275,18 @@ class Program(Protocol):
     """A `models.Model`."""
     vocab_size: int
     block_size: int
+    kinds: tuple[CacheKind, ...]
+    pool_sizes: tuple[int, ...]
+    """Blocks of each kind."""
     num_blocks: int
+    """Of kind 0."""
     max_rows: int
     """Rows that one `forward` takes at most."""
     max_logits: int
     """Rows of logits that one call gives at most."""
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target), one pair after the other."""
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
+        """Copy whole blocks (source, target) of a kind, one pair after the other."""
         ...
 
     def forward(
@@ -445,14 +411,14 @@ class Backend(Protocol):
         """An operator that picks candidates for sampling from rows of `width` logits; None where numpy has to."""
         ...
 
-    def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
-        """Return the bytes of a block over all layers."""
+    def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
+        """Return the bytes of a block of a kind, over all its layers."""
         ...
 
     def program(
         self,
         model: Any,
-        num_blocks: int,
+        pool_sizes: Sequence[int],
         block_size: int,
         kv_dtype: str,
         max_num_seqs: int,
@@ -461,7 +427,8 @@ class Backend(Protocol):
         num_threads: int,
         feature_layers: Sequence[int] = (),
     ) -> Program:
-        """Return `model` (see `models.Model`) over a zeroed cache. `num_threads` 0: the number that suits the model.
+        """Return `model` (see `models.Model`) over a zeroed cache. `pool_sizes`: blocks of each of its kinds.
+        `num_threads` 0: the number that suits the model.
 
         `features` returns the residual streams before the layers `feature_layers` (their number: after the last), side
         by side; without any, the hidden states after the final norm.

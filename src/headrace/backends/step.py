@@ -6,7 +6,7 @@ block tables; must not know models, operators or devices. Made and filled by the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,20 +21,21 @@ MAX_DEPTH = 64
 class StepRows:
     """int32 arrays of R rows in C chunks, one behind the other; a program has room for max_rows and max_chunks.
 
-    token_ids, positions, slots [R]: slots are where keys and values go, block * block_size + place in the block.
+    token_ids, positions [R]. slots[k] [R]: where keys and values go in block kind k, block * block_size + place in it.
     row_begin [C + 1]: first row of each chunk. start [C]: position of that row.
-    table_begin [C + 1], blocks: the block table of chunk c is blocks[table_begin[c]: table_begin[c + 1]].
+    table_begin [C + 1], blocks: the table of chunk c in kind k is blocks[k][table_begin[c]: table_begin[c + 1]]; the
+    entry of a block that is freed names any block, and is not read.
     copy_begin [R + 1], copy_slots: further slots of row r are copy_slots[copy_begin[r]: copy_begin[r + 1]].
     features: the rows' floats beside their tokens, as the backend's operators take them, or None.
     """
 
     token_ids: Array
     positions: Array
-    slots: Array
+    slots: Sequence[Array]
     row_begin: Array
     start: Array
     table_begin: Array
-    blocks: Array
+    blocks: Sequence[Array]
     copy_begin: Array
     copy_slots: Array
     block_size: int
@@ -44,26 +45,27 @@ class StepRows:
     def fill(self, chunks: Chunks) -> int:
         """Write the ints of `chunks` and return the number of rows. The arrays must be numpy's; what lies behind the
         step's own ints is left from earlier steps."""
-        size = self.block_size
+        size, by_kind = self.block_size, tables_by_kind(chunks, len(self.slots))
         at = blocks_at = 0
-        for i, (start, token_ids, table) in enumerate(zip(chunks.starts, chunks.token_ids, chunks.tables, strict=True)):
+        for i, (start, token_ids) in enumerate(zip(chunks.starts, chunks.token_ids, strict=True)):
             length = len(token_ids)
             stop = at + length
             needed = (start + length + size - 1) // size
             self.row_begin[i] = at
             self.start[i] = start
             self.table_begin[i] = blocks_at
-            self.blocks[blocks_at : blocks_at + needed] = table[:needed]
-            if length == 1:
-                self.token_ids[at] = token_ids[0]
-                self.positions[at] = start
-                self.slots[at] = table[start // size] * size + start % size
-            else:
-                self.token_ids[at:stop] = token_ids
-                positions = np.arange(start, start + length, dtype=np.int32)
-                self.positions[at:stop] = positions
-                block_ids = self.blocks[blocks_at : blocks_at + needed]
-                self.slots[at:stop] = block_ids[positions // size] * size + positions % size
+            self.token_ids[at:stop] = token_ids
+            positions = np.arange(start, start + length, dtype=np.int32) if length > 1 else start
+            self.positions[at:stop] = positions
+            for tables, slots, blocks in zip(by_kind, self.slots, self.blocks, strict=True):
+                table, block_ids = tables[i], blocks[blocks_at : blocks_at + needed]
+                block_ids[:] = table[:needed]
+                if length == 1:
+                    slots[at] = table[start // size] * size + start % size
+                else:
+                    slots[at:stop] = block_ids[positions // size] * size + positions % size
+                if min(table) < 0:
+                    np.maximum(block_ids, 0, out=block_ids)
             at = stop
             blocks_at += needed
         self.row_begin[len(chunks.starts)] = at
@@ -82,24 +84,34 @@ class StepRows:
             begin[:] = 0
 
 
+def tables_by_kind(chunks: Chunks, num_kinds: int) -> list[Sequence[list[int]]]:
+    """Return the tables of each block kind. Raises ValueError if there are some, but not for each kind."""
+    if not chunks.more_tables:
+        return [chunks.tables] * num_kinds
+    if len(chunks.more_tables) != num_kinds - 1:
+        raise ValueError(f"tables of {1 + len(chunks.more_tables)} kinds for {num_kinds} block kinds")
+    return [chunks.tables, *chunks.more_tables]
+
+
 def make_step_rows(
     zeros: Callable[[int], Array],
+    num_kinds: int,
     block_size: int,
     max_rows: int,
     max_chunks: int,
     max_blocks: int,
     features: Array = None,
 ) -> StepRows:
-    """Return the arrays for `max_rows` rows of `max_chunks` chunks, whose tables have `max_blocks` entries together.
-    `zeros(n)` allocates n int32."""
+    """Return the arrays for `max_rows` rows of `max_chunks` chunks, whose tables have `max_blocks` entries together, in
+    each of `num_kinds` block kinds. `zeros(n)` allocates n int32."""
     return StepRows(
         token_ids=zeros(max_rows),
         positions=zeros(max_rows),
-        slots=zeros(max_rows),
+        slots=[zeros(max_rows) for _ in range(num_kinds)],
         row_begin=zeros(max_chunks + 1),
         start=zeros(max_chunks),
         table_begin=zeros(max_chunks + 1),
-        blocks=zeros(max_blocks),
+        blocks=[zeros(max_blocks) for _ in range(num_kinds)],
         copy_begin=zeros(max_rows + 1),
         copy_slots=zeros(max_rows * (MAX_DEPTH + block_size)),
         block_size=block_size,

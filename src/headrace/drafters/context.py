@@ -109,13 +109,14 @@ class PrivateContext:
         kv_dtype = target.kv_dtype if target.kv_dtype in backend.kv_dtypes else backend.dtype
         self.window = window
         per_line = -(-window // size)
-        bytes_each = max(1, backend.block_bytes(model.kv_shape, size, kv_dtype))
+        kinds = range(len(model.kinds))  # of all of them a line keeps the same blocks
+        bytes_each = max(1, sum(backend.block_bytes(model, kind, size, kv_dtype) for kind in kinds))
         room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
         needed = target.max_num_seqs * per_line + 2 * most_lines
         num_blocks = max(min(needed, room), per_line + 2)
         self.program = backend.program(
             model,
-            num_blocks=num_blocks,
+            pool_sizes=[num_blocks for _ in kinds],
             block_size=size,
             kv_dtype=kv_dtype,
             max_num_seqs=min(most_lines, MAX_LINES),
@@ -176,7 +177,8 @@ class PrivateContext:
             blocks = self.pool.allocate(1)
             if blocks is None:
                 return None
-            self.program.copy_blocks([(line.table[num_shared], blocks[0])])
+            for kind in range(len(self.program.kinds)):
+                self.program.copy_blocks([(line.table[num_shared], blocks[0])], kind)
             tail = blocks
         shared = line.table[:num_shared]
         self.pool.take(shared)

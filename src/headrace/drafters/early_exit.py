@@ -26,7 +26,7 @@ def first_layers(model: Model, num_layers: int) -> Model:
     """Return a model of the first `num_layers` layers of another."""
     part = copy.copy(model)
     part.layers = model.layers[:num_layers]
-    part.kv_shape = model.kv_shape._replace(num_layers=num_layers)
+    part.cache_shapes = model.cache_shapes[:num_layers]
     return part
 
 

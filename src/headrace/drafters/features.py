@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Array, Backend, Cache, Chunks, KVShape, Rows
+from headrace.backends.base import Array, Backend, Cache, Chunks, Rows
 from headrace.drafters.base import F32, Context, Target
 from headrace.drafters.context import MAX_LINES, MAX_ROWS, LineRows
 from headrace.drafters.grow import ModelDrafter
@@ -25,13 +25,11 @@ from headrace.protocol.speculation import SpeculativeConfig
 MAX_WAITING = 256
 """Most rows that wait to be computed; those of a long prompt are computed as they come."""
 
-STATELESS = KVShape(0, 1, 1)
-
 
 class RowsOnly(Model):
     """The frame of a `Model` that reads features alone and keeps nothing between calls."""
 
-    kv_shape = STATELESS
+    cache_shapes = ()
     layers = ()
     embedding = None
     head: Any = None
@@ -53,7 +51,7 @@ class RowProgram:
     def __init__(self, model: Model, backend: Backend, num_threads: int, feature_layers: Sequence[int] = ()) -> None:
         self._program = backend.program(
             model,
-            num_blocks=1,
+            pool_sizes=(1,),
             block_size=MAX_ROWS,
             kv_dtype=backend.dtype,
             max_num_seqs=MAX_LINES,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace import models
-from headrace.backends.base import Array, KVShape, Rows
+from headrace.backends.base import Array, Rows
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import Target
 from headrace.drafters.features import FeatureDrafter
@@ -68,7 +68,6 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             self.measure(ModelConfig(values), weights, target.backend.ops, most)
             size, root = self.hidden_size, layout.root
             self.feature_size = size
-            self.kv_shape = KVShape(1, self.num_kv_heads, self.head_dim)
             self.embedding_norm = self.make_norm(root + layout.embedding_norm)
             self.state_norm = self.make_norm(root + layout.state_norm)
             # A matrix over two vectors side by side is two matrices, whose results are added.

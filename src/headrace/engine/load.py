@@ -77,7 +77,7 @@ def build_runner(
     num_blocks = choose_num_blocks(config, model, max_model_len, backend, kv_dtype, max_pieces)
     program = backend.program(
         model,
-        num_blocks=num_blocks,
+        pool_sizes=[num_blocks for _ in model.kinds],
         block_size=config.block_size,
         kv_dtype=kv_dtype,
         max_num_seqs=max_pieces,
@@ -113,7 +113,7 @@ def build_runner(
         device=backend.device,
         version=__version__,
         weight_bytes=backend.ops.weight_bytes,
-        kv_token_bytes=backend.block_bytes(model.kv_shape, config.block_size, kv_dtype) // config.block_size,
+        kv_token_bytes=bytes_of_blocks(backend, model, config.block_size, kv_dtype) // config.block_size,
     )
     return runner, info
 
@@ -152,7 +152,7 @@ def make_target(
         config=model_config.values,
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
-        num_layers=model.kv_shape.num_layers,
+        num_layers=len(model.layers),
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         block_size=config.block_size,
@@ -288,6 +288,11 @@ def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> in
     return requested or most
 
 
+def bytes_of_blocks(backend: Backend, model: models.Model, block_size: int, kv_dtype: str) -> int:
+    """Return the bytes of one block of each kind."""
+    return sum(backend.block_bytes(model, kind, block_size, kv_dtype) for kind in range(len(model.kinds)))
+
+
 def choose_num_blocks(
     config: EngineConfig, model: models.Model, max_model_len: int, backend: Backend, kv_dtype: str, max_pieces: int
 ) -> int:
@@ -297,7 +302,7 @@ def choose_num_blocks(
     and no length was set, the context is narrowed to the cache, down to 1024 tokens. Raises `RequestError`
     otherwise.
     """
-    block_bytes = backend.block_bytes(model.kv_shape, config.block_size, kv_dtype)
+    block_bytes = bytes_of_blocks(backend, model, config.block_size, kv_dtype)
     least = -(-max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:
         field, num_blocks = "num_gpu_blocks_override", config.num_gpu_blocks_override

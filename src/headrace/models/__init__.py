@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.backends.base import Array, Cache, KVShape, Rows
+from headrace.backends.base import Array, Cache, LayerShape, Rows
 from headrace.protocol.errors import CheckpointError
+from headrace.protocol.kinds import CacheKind
 
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
@@ -28,7 +29,10 @@ class Model(Protocol):
     """
 
     ops: Ops
-    kv_shape: KVShape
+    cache_shapes: Sequence[LayerShape]
+    """What the cache holds for each layer."""
+    kinds: tuple[CacheKind, ...] = (CacheKind(),)
+    """The kinds of the layers: "all" first if there is one, then windows, the shortest first."""
     vocab_size: int
     hidden_size: int
     embedding: Array

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.backends.base import Array, Cache, HeadNorm, Heads, KVShape, RopeTable, Routing, Rows
+from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, RopeTable, Routing, Rows
 from headrace.models import Model
 from headrace.models.config import ModelConfig
 from headrace.models.rope import make_rope_table, pair_order
 from headrace.protocol.errors import CheckpointError
+from headrace.protocol.kinds import CacheKind
 
 if TYPE_CHECKING:
     from headrace.backends.base import Activation, Matrix, Ops
@@ -104,6 +105,7 @@ class Attention:
         self.window, self.chunked = window, chunked
         self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
         self.scale = size**-0.5 if scale is None else scale
+        decoder.keep(layer_id, LayerShape(decoder.num_kv_heads, size), window)
         self.rope_table = (rope_table or decoder.rope_table) if rotates else None
         # Where nothing turns too, so that each layer has one order whatever its rope.
         self.turned = 2 * (rope_table or decoder.rope_table).cos.shape[1] if paired else 0
@@ -265,9 +267,20 @@ class Decoder(Model):
                 f"config.json: num_attention_heads {self.num_heads} is no multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
-        self.kv_shape = KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+        self._windowed: dict[int, tuple[LayerShape, int]] = {}
         self.max_model_len = max_model_len
         self.rope_table = self.make_rope_table(self.global_rope(config))
+
+    def keep(self, layer_id: int, shape: LayerShape, window: int | None) -> None:
+        """Have the cache keep `shape` for a layer that sees `window` positions, None for all."""
+        if shape.source is not None:
+            window = self._windowed[shape.source][1]
+        is_short = window is not None and window < self.max_model_len
+        self._windowed[layer_id] = shape, window if is_short and window is not None else 0
+        windows = sorted({window for _, window in self._windowed.values()})
+        self.kinds = tuple(CacheKind(window) for window in windows)
+        layers = [self._windowed[i] for i in sorted(self._windowed)]
+        self.cache_shapes = [shape._replace(kind=windows.index(window)) for shape, window in layers]
 
     def make_rope_table(self, rope: ModelConfig) -> RopeTable:
         longest = self.config.integer("max_position_embeddings")

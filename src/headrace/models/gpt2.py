@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace import models
-from headrace.backends.base import Array, Cache, Heads, KVShape, Rows
+from headrace.backends.base import Array, Cache, Heads, LayerShape, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
 from headrace.protocol.errors import CheckpointError
@@ -44,7 +44,7 @@ class Layer:
     def __init__(self, model: Model, name: str, layer_id: int) -> None:
         hidden, inner, linear = model.hidden_size, model.intermediate_size, model.linear
         self.ops, self.layer_id, self.kind = model.ops, layer_id, model.activation
-        self.heads = Heads(model.num_heads, model.num_heads, model.kv_shape.head_dim)
+        self.heads = Heads(model.num_heads, model.num_heads, model.hidden_size // model.num_heads)
         self.scale = model.scale / (layer_id + 1 if model.scale_by_layer else 1)
         self.attention_norm = LayerNorm(model, f"{name}.ln_1")
         self.qkv = linear(f"{name}.attn.c_attn", hidden, 3 * hidden)
@@ -79,7 +79,7 @@ class Model(models.Model):
         self.scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
         self.scale_by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
         num_layers = config.integer("n_layer", 12)
-        self.kv_shape = KVShape(num_layers, self.num_heads, head_dim)
+        self.cache_shapes = [LayerShape(self.num_heads, head_dim)] * num_layers
         # Checkpoints of the bare transformer have no prefix.
         root = "transformer." if weights.has_prefix("transformer.") else ""
         tied = config.flag("tie_word_embeddings", True)

@@ -30,6 +30,7 @@ from torch import Tensor
 from headrace import hub, models
 from headrace.backends.base import Chunks
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
+from headrace.backends.torch_ref.cache import LayerCache, make_caches
 from headrace.backends.torch_ref.tensors import DTYPES, tensor
 from headrace.checkpoint.loader import Checkpoint
 from headrace.checkpoint.mapped import MappedFile, choose_dtype, read_config
@@ -202,16 +203,23 @@ class Run:
         values = [VERSION, files, self.values, layout, _as_json(self.options), self.calibration]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _embedded(self) -> tuple[Tensor, list[Batch], Tensor]:
+    def _embedded(self) -> tuple[Tensor, list[Batch], list[LayerCache]]:
         """Return the calibration text's rows as inputs of the first decoder layer [rows, hidden]."""
         batches = list(_batches(self.calibration))
         parts = [self.model.enter(batch.rows) for batch in batches]
-        shape, num_blocks = self.model.kv_shape, max((batch.num_blocks for batch in batches), default=0)
-        # One cache for all layers, because one layer runs at a time.
-        kv = torch.zeros(2, num_blocks, BLOCK, shape.num_kv_heads, shape.head_dim)
-        return torch.cat(parts) if parts else torch.empty(0, 0), batches, kv.expand(self.num_layers, *kv.shape)
+        shapes, num_blocks = list(self.model.cache_shapes), max((batch.num_blocks for batch in batches), default=0)
+        if batches and any(shape.source is not None for shape in shapes):
+            raise CheckpointError(
+                "layers of the model read the cache of others: methods with a calibration text can not"
+            )
+        # One cache for all layers of a shape, because one layer runs at a time.
+        shapes = [shape._replace(kind=0) for shape in shapes]
+        caches = {
+            shape: make_caches([shape], [num_blocks], BLOCK, "float32", torch.device("cpu"))[0] for shape in set(shapes)
+        }
+        return torch.cat(parts) if parts else torch.empty(0, 0), batches, [caches[shape] for shape in shapes]
 
-    def _run_layer(self, i: int, hidden: Tensor, batches: list[Batch], kv: Tensor) -> Tensor:
+    def _run_layer(self, i: int, hidden: Tensor, batches: list[Batch], kv: list[LayerCache]) -> Tensor:
         out = torch.empty_like(hidden)
         for batch in batches:
             out[batch.place] = self.model.layers[i](hidden[batch.place], batch.rows, kv)
@@ -225,7 +233,7 @@ class Run:
     def _matrices(self, i: int) -> list[LazyMatrix]:
         return [matrix for matrix in self.weights.matrices if _layer_of(matrix.names[0]) == i]
 
-    def _quantise(self, i: int, hidden: Tensor, batches: list[Batch], kv: Tensor) -> None:
+    def _quantise(self, i: int, hidden: Tensor, batches: list[Batch], kv: list[LayerCache]) -> None:
         layer = self._load(i)
         if batches:
             self._measure(i, layer, hidden, batches, kv)
@@ -277,7 +285,7 @@ class Run:
         self.ops.weights, self.ops.biases = layer.weights | plain, dict(layer.biases)
         return layer
 
-    def _measure(self, i: int, layer: Layer, hidden: Tensor, batches: list[Batch], kv: Tensor) -> None:
+    def _measure(self, i: int, layer: Layer, hidden: Tensor, batches: list[Batch], kv: list[LayerCache]) -> None:
         """Fill in the layer's statistics and folds."""
         ops = self.ops
         ops.statistics, ops.fed, ops.recording = {}, {}, True

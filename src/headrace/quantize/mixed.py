@@ -27,6 +27,7 @@ from headrace import models
 from headrace.backends.base import Backend, Chunks, Matrix
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.batch import make_forward_batch
+from headrace.backends.torch_ref.cache import make_caches
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.tensors import tensor
 from headrace.checkpoint.loader import SafetensorsWeights
@@ -239,9 +240,9 @@ class _Measured:
 
     def _log_probabilities(self, piece: list[int]) -> Tensor:
         """float32 [tokens, V]."""
-        shape = self.model.kv_shape
-        kv = torch.zeros(shape.num_layers, 2, 1, len(piece), shape.num_kv_heads, shape.head_dim)
-        rows = make_forward_batch(Chunks([0], [piece], [[0]]), len(piece), torch.device("cpu"))
+        cpu, num_kinds = torch.device("cpu"), len(self.model.kinds)
+        kv = make_caches(self.model.cache_shapes, [1] * num_kinds, len(piece), "float32", cpu)
+        rows = make_forward_batch(Chunks([0], [piece], [[0]]), len(piece), cpu, num_kinds)
         hidden = self.model.forward(rows, kv)
         return torch.log_softmax(self.model.logits(hidden, torch.arange(len(piece))).float(), -1)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.backends.base import Chunks, Draw, DrawingProgram, DrawnRows, HostLogits
+from headrace.backends.base import Chunks, DrawingProgram, DrawnRows
+from headrace.backends.logits import Draw, HostLogits
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import UNDRAWN, Draft, ScheduledBatch, StepResult
 from headrace.runner.faults import NOT_FINITE
@@ -82,8 +83,8 @@ class Overlap:
         before = self._last.places if self._last is not None else {}
         carried = {begins[i]: before[source] for i, source in step.carried.items()}
         try:
-            if batch.copies:
-                self._program.copy_blocks(batch.copies)
+            for kind in range(len(self._program.kinds)) if batch.copies else ():
+                self._program.copy_blocks(batch.copies, kind)
             step.ticket = self._program.start(chunks, [begins[i + 1] - 1 for i in draws], list(draws.values()), carried)
         except Exception as error:
             logger.error("a step could not be started beside another; it is computed alone", exc_info=error)

@@ -85,7 +85,8 @@ class Runner:
         speculator = self.speculator if batch.asks or batch.drafts or batch.ended else None
         record = speculator.begin_step(batch) if speculator is not None else None
         if batch.copies:
-            self.program.copy_blocks(batch.copies)
+            for kind in range(len(self.program.kinds)):
+                self.program.copy_blocks(batch.copies, kind)
         groups = self._sound_groups(batch, result)
         for pieces in make_portions(groups, self.program.max_rows, self.program.max_logits):
             # A chunk that failed in an earlier portion is not computed further.

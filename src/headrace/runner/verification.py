@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Draw, Logits
+from headrace.backends.logits import Draw, Logits
 from headrace.grammar.matchers import GrammarError, Mask, Matchers
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult
 from headrace.runner.faults import NOT_FINITE

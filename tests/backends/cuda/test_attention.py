@@ -25,6 +25,7 @@ from headrace.backends.cuda.kernels import spans
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.backends.torch_ref.attention import attention as reference
 from headrace.backends.torch_ref.batch import make_forward_batch
+from headrace.backends.torch_ref.cache import LayerCache as TorchCache
 
 BLOCK = 16
 SCALE = 0.3
@@ -170,7 +171,7 @@ def test_the_twin_is_near_the_reference(dtype: torch.dtype) -> None:
     padded[:, :600] = cache
     rows = make_forward_batch(Chunks([500], [list(range(100))], [list(range(blocks))]), BLOCK, torch.device("cpu"))
     query = problem.query[0][500:].view(100, 4, 16)
-    expected = reference(query, padded.view(2, blocks, BLOCK, 2, 16), rows, SCALE, 300, 2.0)
+    expected = reference(query, TorchCache(*padded.view(2, blocks, BLOCK, 2, 16)), rows, SCALE, 300, 2.0)
     assert_close(problem.run("twin", [(0, 500, 600)])[0], expected.flatten(1))
 
 

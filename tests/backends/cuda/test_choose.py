@@ -10,9 +10,9 @@ import torch
 from tests.support.cubin import compiled
 from tests.support.interpreter import run_interpreted
 
-from headrace.backends.base import Draw
 from headrace.backends.cuda.kernels.choose import KERNEL, MARGIN, choose, pack
 from headrace.backends.cuda.launch import Config, Launch
+from headrace.backends.logits import Draw
 from headrace.sampling import filters, noise
 
 WIDTH = 3001

@@ -13,7 +13,7 @@ from tests.support.harness import load, random_ids, save_random, scattered_table
 from tests.support.interpreter import run_interpreted
 
 from headrace import LLM, SamplingParams, models
-from headrace.backends.base import Chunks, Draw
+from headrace.backends.base import Chunks
 from headrace.backends.cuda import program as program_module
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.drawing import Drawing
@@ -22,6 +22,7 @@ from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.matrix import EightBits
 from headrace.backends.cuda.program import CudaProgram, bucket_sizes, planned_bytes
 from headrace.backends.cuda.staging import Staging
+from headrace.backends.logits import Draw
 from headrace.protocol.errors import RequestError
 from headrace.sampling.sampler import F32
 
@@ -147,7 +148,7 @@ def test_what_is_not_finite_is_reported_for_its_chunk_alone(program: CudaProgram
 
 
 def test_blocks_are_copied_one_pair_after_the_other(program: CudaProgram) -> None:
-    layer = program.cache.layer(0)
+    layer = program.cache.layers[0]
     layer.keys.copy_(torch.arange(len(layer.keys))[:, None, None, None].expand_as(layer.keys))
     program.copy_blocks([(1, 2), (2, 3)])
     assert layer.keys[2, 0, 0, 0] == layer.keys[3, 0, 0, 0] == 1

@@ -10,11 +10,12 @@ from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, TOLERANCES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
-from headrace.backends.base import Chunks, HeadNorm, Heads, KVShape, RopeTable
+from headrace.backends.base import Chunks, HeadNorm, Heads, LayerShape, RopeTable
 from headrace.backends.cuda.cache import STORED, KVCache, LayerCache
 from headrace.backends.cuda.kernels.rope_store import coded, rope_store
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.torch_ref.batch import make_forward_batch
+from headrace.backends.torch_ref.cache import LayerCache as TorchCache
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.rounded import as_stored
 
@@ -42,7 +43,9 @@ def launches(device: str = "meta") -> list[Launch]:
         norm = HeadNorm(empty(heads.head_dim, dtype=dtype), 1e-5, 0.0)
         qkv = empty(256, sum(heads[:2]) * heads.head_dim + heads[1] * heads.head_dim, dtype=dtype)
         for kind in STORED:
-            layer = KVCache(KVShape(1, heads.num_kv_heads, heads.head_dim), 4, 16, kind, torch.device(device)).layer(0)
+            layer = KVCache(
+                [LayerShape(heads.num_kv_heads, heads.head_dim)], [4], 16, kind, torch.device(device)
+            ).layers[0]
             given = (qkv, heads, layer, empty(256), empty(256), empty(4), 256)
             made.append(rope_store(*given, rope_table=table, copies=(empty(257), empty(64))))
             if kind == "bfloat16":
@@ -71,11 +74,12 @@ class Problem:
         self.norms = [HeadNorm(weight, 1e-5, 1.0) for weight in weights] if norms else [None, None]
 
     def outputs(self) -> dict[str, Tensor]:
-        cache = KVCache(
-            KVShape(1, self.heads.num_kv_heads, self.heads.head_dim), NUM_BLOCKS, BLOCK_SIZE, self.kind, CPU
-        )
-        data = cache.data.view(torch.uint8)[0].fill_(85)
-        scales = {} if cache.scales is None else {"scales": torch.full_like(cache.scales[0], torch.nan)}
+        shape = LayerShape(self.heads.num_kv_heads, self.heads.head_dim)
+        layer = KVCache([shape], [NUM_BLOCKS], BLOCK_SIZE, self.kind, CPU).layers[0]
+        data = torch.stack((layer.keys, layer.values)).view(torch.uint8).fill_(85)
+        scales = {}
+        if layer.key_scales is not None:
+            scales = {"scales": torch.full((2, *layer.key_scales.shape), torch.nan)}
         return {"qkv": self.qkv.clone(), "data": data} | scales
 
     def make(self, out: Mapping[str, Tensor], num_rows: int = 5, bucket: int = 8, copies: bool = True) -> list[Launch]:
@@ -124,9 +128,9 @@ def test_queries_keys_and_values_are_those_of_the_reference(dtype: torch.dtype, 
     ops = RefOps(CPU, dtype)
     chunks = Chunks([0, 7, 40, 12], [[1, 1], [1], [1], [1]], [[2], [2], [0] * 6, [3, 4]], [(3, 8), (3, 15), (4, 30)])
     batch = make_forward_batch(chunks, BLOCK_SIZE, CPU)
-    assert batch.slot_mapping.tolist() == problem.slots[:5].tolist()
+    assert batch.slot_mapping[0].tolist() == problem.slots[:5].tolist()
     cache = torch.full((2, NUM_BLOCKS, BLOCK_SIZE, 2, 24), torch.nan)
-    query = ops.rope_store(problem.qkv[:5].clone(), SMALL, batch, cache, problem.table, *problem.norms)
+    query = ops.rope_store(problem.qkv[:5].clone(), SMALL, batch, TorchCache(*cache), problem.table, *problem.norms)
     out = written(problem.make, problem.outputs(), mode)
     # The reference rounds to the dtype between norm, rotation and store.
     assert_close(out["qkv"][:5, : query.shape[1]], query, 2 * TOLERANCES[dtype])
@@ -160,7 +164,7 @@ def test_every_kind_of_number_gets_the_code_of_torch(kind: str) -> None:
     if kind != "fp8_e5m2":
         numbers[:, 0] = {"int8": 127.0, "fp8_e4m3": 448.0}[kind]
     heads = Heads(1, len(numbers), 64)
-    layer = KVCache(KVShape(1, heads.num_kv_heads, 64), 1, 1, kind, CPU).layer(0)
+    layer = KVCache([LayerShape(heads.num_kv_heads, 64)], [1], 1, kind, CPU).layers[0]
     qkv = torch.cat([numbers[:1], numbers, numbers]).reshape(1, -1)
     run_interpreted(rope_store(qkv, heads, layer, ints(0), ints(0), ints(1, 0, 0, 0), 1))
     codes, scale = coded(numbers, kind)

@@ -11,10 +11,11 @@ from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, assert_twin_agrees, poisoned, written
 from torch import Tensor
 
-from headrace.backends.base import Activation, KVShape
+from headrace.backends.base import Activation, LayerShape
 from headrace.backends.cuda.cache import KVCache, block_bytes
 from headrace.backends.cuda.kernels import rows
 from headrace.backends.cuda.launch import Config, Launch
+from headrace.protocol.errors import CheckpointError
 
 KINDS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
 NARROW = Config({"COLUMNS": 64}, 1)
@@ -160,20 +161,23 @@ def test_a_number_that_is_not_finite_is_found_anywhere_in_a_row(dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8_e4m3"])
 def test_blocks_are_copied_one_pair_after_the_other(dtype: str) -> None:
-    cache = KVCache(KVShape(2, 2, 24), 6, 8, dtype, torch.device("cpu"))
-    codes = cache.data.view(torch.uint8).random_(0, 100, generator=torch.Generator().manual_seed(3))
-    before = codes.clone()
+    cache = KVCache([LayerShape(2, 24), LayerShape(2, 24, kind=1)], [6, 6], 8, dtype, torch.device("cpu"))
+    codes = [part.view(torch.uint8) for layer in cache.layers for part in (layer.keys, layer.values)]
+    before = [part.random_(0, 100, generator=torch.Generator().manual_seed(3)).clone() for part in codes]
     cache.copy_blocks([(0, 3), (3, 4), (1, 0)])
-    assert torch.equal(codes, before[:, :, [1, 1, 2, 0, 0, 5]])
+    assert all(torch.equal(a, b[[1, 1, 2, 0, 0, 5]]) for a, b in zip(codes[:2], before[:2], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(codes[2:], before[2:], strict=True)), "of that kind alone"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_a_block_takes_the_bytes_that_it_is_said_to_take(dtype: str) -> None:
-    shape = KVShape(3, 2, 24)
-    cache = KVCache(shape, 5, 16, dtype, torch.device("cpu"))
-    parts = [cache.data, *([] if cache.scales is None else [cache.scales])]
-    assert sum(part.nbytes for part in parts) == 5 * block_bytes(shape, 16, dtype)
-    assert cache.layer(2).keys.shape == (5, 2, 16, 24)
+    shapes = [LayerShape(2, 24), LayerShape(1, 20, kind=1), LayerShape(2, 24), LayerShape(2, 24, source=0)]
+    cache = KVCache(shapes, [5, 3], 16, dtype, torch.device("cpu"))
+    assert [len(cache.read_block(2, kind)) for kind in (0, 1)] == [block_bytes(shapes, k, 16, dtype) for k in (0, 1)]
+    assert cache.layers[2].keys.shape == (5, 2, 16, 24)
+    assert cache.layers[3] is cache.layers[0]
+    with pytest.raises(CheckpointError, match="values of 9 numbers beside keys of 20"):
+        KVCache([LayerShape(1, 20, 9)], [1], 16, dtype, torch.device("cpu"))
 
 
 def test_a_grid_from_a_host_number_is_caught_by_the_next_step() -> None:

@@ -83,14 +83,17 @@ def places(head_dim: int, what: str) -> list[tuple[int, int]]:
 
 
 class Cache:
-    """One layer's cache, full of `rubbish` where nothing was stored."""
+    """One layer's cache, full of `rubbish` where nothing was stored. shares: the values are a part of the keys."""
 
-    def __init__(self, num_slots: int, kv_heads: int, head_dim: int, kind: str, rubbish: float = np.nan) -> None:
-        self.kind, self.kv_heads, self.head_dim = kind, kv_heads, head_dim
+    def __init__(
+        self, num_slots: int, kv_heads: int, head_dim: int, kind: str, rubbish: float = np.nan, value_dim: int = 0,
+        shares: bool = False,
+    ) -> None:  # fmt: skip
+        self.kind, self.kv_heads, self.value_dim, self.shares = kind, kv_heads, value_dim or head_dim, shares
         tiles = -(-num_slots // 16)
         fill, scale = encoded(np.full(1, rubbish, np.float32), kind)
-        self.packing = {what: places(head_dim, what) for what in ("key", "value")}
-        rows, row = (max(byte for byte, _ in own) + 1 if kind == "int4" else head_dim for own in self.packing.values())
+        self.packing = {"key": places(head_dim, "key"), "value": places(self.value_dim, "value")}
+        rows, row = (max(byte for byte, _ in own) + 1 if kind == "int4" else len(own) for own in self.packing.values())
         self.k = np.full((tiles, kv_heads, rows, 16), fill[0])
         self.v = np.full((tiles, kv_heads, 16, row), fill[0])
         if kind == "int4":
@@ -101,9 +104,9 @@ class Cache:
         self.v_scale = self.k_scale.copy()
 
     def put(self, slots: Array, keys: Floats, values: Floats) -> None:
-        """keys and values [R, kv_heads, head_dim]"""
+        """keys [R, kv_heads, head_dim] and values [R, kv_heads, value_dim]"""
         tile, lane = slots // 16, slots % 16
-        for what, x in (("key", keys), ("value", values)):
+        for what, x in (("key", keys), ("value", values))[: 1 if self.shares else 2]:
             codes, scales = encoded(x, self.kind)
             own = (self.k_scale if what == "key" else self.v_scale).swapaxes(1, -1)  # [tiles, 16, (2,) kv_heads]
             if self.kind == "int4":
@@ -125,7 +128,7 @@ class Cache:
         return made
 
     def get(self, slots: Array) -> tuple[Floats, Floats, Floats, Floats]:
-        """Keys and values [R, kv_heads, head_dim] without scales, and the two scales [R, kv_heads] (int4: [..., 2])."""
+        """Keys and values [R, kv_heads, D] without scales, and the two scales [R, kv_heads] (int4: [..., 2])."""
         tile, lane = slots // 16, slots % 16
         found = []
         for what, codes in (("key", self.k[tile, :, :, lane]), ("value", self.v[tile, :, lane])):
@@ -135,8 +138,12 @@ class Cache:
         scales = [own.swapaxes(1, -1)[tile, lane] for own in (self.k_scale, self.v_scale)]
         if self.kind == "int4":
             scales = [from_bf16(own).swapaxes(1, 2) for own in scales]
+        if self.shares:
+            return found[0], found[0][..., : self.value_dim], scales[0], scales[0]
         return found[0], found[1], scales[0], scales[1]
 
     def fields(self) -> Values:
-        scales: Values = {"k_scale": self.k_scale, "v_scale": self.v_scale} if self.kind in SCALED else {}
-        return {"kv_type": KINDS.index(self.kind), "k": self.k, "v": self.v, "kv_heads": self.kv_heads} | scales
+        keys: Values = {"k": self.k} | ({"k_scale": self.k_scale} if self.kind in SCALED else {})
+        values: Values = {"v": self.v} | ({"v_scale": self.v_scale} if self.kind in SCALED else {})
+        sizes = {"kv_type": KINDS.index(self.kind), "kv_heads": self.kv_heads, "value_dim": self.value_dim}
+        return sizes | keys | ({} if self.shares else values)

@@ -13,6 +13,7 @@ from tests.native.kernels.cache import KINDS, SCALED, Cache
 from tests.native.kernels.calls import FAST, ISAS, Array, Floats, call, fma, lanes_sum, normals, padded, same, tree
 
 from headrace.backends.torch_ref import attention as reference
+from headrace.backends.torch_ref.cache import LayerCache
 
 SPAN = 128
 
@@ -30,6 +31,8 @@ class Problem:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    value_dim: int = 0
+    shares: bool = False
     rubbish: float = np.nan
     seed: int = 1
     scale: float = 0.3
@@ -40,10 +43,19 @@ class Problem:
         counts = [-(-n // self.block_size) for n in self.lengths]
         ids = rng.permutation(sum(counts) + 5).astype(np.int32)
         self.tables = [ids[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
-        self.cache = Cache(len(ids) * self.block_size, self.kv_heads, self.head_dim, self.kind, self.rubbish)
+        self.cache = Cache(
+            len(ids) * self.block_size,
+            self.kv_heads,
+            self.head_dim,
+            self.kind,
+            self.rubbish,
+            self.value_dim,
+            self.shares,
+        )
         self.queries = [normals(self.seed + i, n, self.heads, self.head_dim) for i, n in enumerate(self.lengths)]
         for i, n in enumerate(self.lengths):
-            keys, values = (normals(self.seed + part + i, n, self.kv_heads, self.head_dim) for part in (100, 200))
+            keys = normals(self.seed + 100 + i, n, self.kv_heads, self.head_dim)
+            values = normals(self.seed + 200 + i, n, self.kv_heads, self.cache.value_dim)
             self.cache.put(self.slots(i), keys, values)
 
     @property
@@ -55,13 +67,14 @@ class Problem:
         return self.tables[i][p // self.block_size] * self.block_size + p % self.block_size
 
     def run(self, isa: str, chunks: list[tuple[int, int, int]], num_threads: int = 1) -> list[Floats]:
-        """One step of chunks (sequence, first position, rows) -> an output [rows, heads * head_dim] of each."""
+        """One step of chunks (sequence, first position, rows) -> an output [rows, heads * value_dim] of each."""
         width = self.heads * self.head_dim
         x = np.concatenate([self.queries[i][p : p + n].reshape(n, width) for i, p, n in chunks])
         x = np.concatenate([x, np.full((len(x), 7), np.nan, np.float32)], 1)  # keys and values lie there
         row_begin = np.cumsum([0] + [n for _, _, n in chunks]).astype(np.int32)
         table_begin = np.cumsum([0] + [len(self.tables[i]) for i, _, _ in chunks]).astype(np.int32)
         blocks = np.concatenate([self.tables[i] for i, _, _ in chunks])
+        width = self.heads * self.cache.value_dim
         out = padded(len(x), width)
         values: dict[str, Any] = {"x": x, "ld_x": x.shape[1], "heads": self.heads, "head_dim": self.head_dim}
         values |= {"scale": self.scale, "window": self.window, "softcap": self.softcap, "block_size": self.block_size}
@@ -94,7 +107,7 @@ def exp(x: Floats) -> Floats:
 
 
 def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: bool = False) -> Floats:
-    """The output [heads * head_dim] of position p of sequence i, operation by operation as the contract has it."""
+    """The output [heads * value_dim] of position p of sequence i, operation by operation as the contract has it."""
     f32, group = np.float32, problem.heads // problem.kv_heads
     q = problem.queries[i][p]
     k, v, k_scale, v_scale = (np.repeat(a, group, 1) for a in problem.cache.get(problem.slots(i)))
@@ -103,7 +116,7 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
     m, total = np.full(problem.heads, -np.inf, np.float32), np.zeros(problem.heads, np.float32)
     if problem.sink is not None:
         m, total = problem.sink, np.ones(problem.heads, np.float32)
-    acc, extra = np.zeros(q.shape, np.float32), np.zeros(problem.heads, np.float32)
+    acc, extra = np.zeros((problem.heads, problem.cache.value_dim), np.float32), np.zeros(problem.heads, np.float32)
     k_least = v_least = None
     if problem.kind == "int4":
         (k_scale, k_least), (v_scale, v_least) = (np.moveaxis(own, -1, 0) for own in (k_scale, v_scale))
@@ -143,6 +156,9 @@ DEFINED = [
     Problem(heads=6, kv_heads=2, head_dim=20, lengths=(150, 3), window=37, sinks=True),
     Problem(heads=4, kv_heads=2, head_dim=20, lengths=(150, 300, 3), window=-37),
     Problem(heads=2, kv_heads=1, head_dim=32, lengths=(290,), window=-128, block_size=5),
+    Problem(heads=6, kv_heads=2, head_dim=20, lengths=(150, 3), value_dim=29),
+    Problem(heads=14, kv_heads=1, head_dim=41, lengths=(140,), value_dim=33, shares=True),
+    Problem(heads=2, kv_heads=1, head_dim=40, lengths=(140,), value_dim=32, shares=True, window=20, block_size=24),
 ]
 
 
@@ -228,21 +244,21 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(isa: str, kind:
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("isa", ISAS)
 def test_against_torch_ref(isa: str, window: int, softcap: float) -> None:
-    problem = Problem(heads=6, head_dim=20, lengths=(290, 33), window=window, softcap=softcap)
+    problem = Problem(heads=6, head_dim=20, lengths=(290, 33), window=window, softcap=softcap, value_dim=13)
 
     @dataclass
     class Rows:
         starts: list[int]
         lens: list[int]
-        block_tables: torch.Tensor
+        block_tables: list[torch.Tensor]
         notes: dict[Any, Any] = field(default_factory=dict)
 
     longest = max(len(t) for t in problem.tables)
     tables = torch.tensor(np.array([np.pad(t, (0, longest - len(t))) for t in problem.tables]), dtype=torch.int64)
     num_slots = problem.cache.k.shape[0] * 16
     keys, values, _, _ = problem.cache.get(np.arange(num_slots))
-    cache = torch.from_numpy(np.stack([keys, values])).view(2, -1, 16, problem.kv_heads, problem.head_dim)
-    rows: Any = Rows([0, 0], list(problem.lengths), tables)
+    cache = LayerCache(*(torch.from_numpy(x).view(-1, 16, *x.shape[1:]) for x in (keys, values)))
+    rows: Any = Rows([0, 0], list(problem.lengths), [tables])
     query = torch.from_numpy(np.concatenate(problem.queries))
     expected = reference.attention(query, cache, rows, problem.scale, window or None, softcap).flatten(1).numpy()
     np.testing.assert_allclose(np.concatenate(problem.whole(isa)), expected, atol=3e-6)

@@ -24,10 +24,21 @@ class Shape:
     normed: bool = False
     offset: float = 0.0
     rows: int = 20
+    value_dim: int = 0
+    shares: bool = False
+
+    @property
+    def values(self) -> int:
+        """Where the values of a row begin."""
+        return (self.heads + self.kv_heads) * self.head_dim
 
     @property
     def width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.values + (0 if self.shares else self.kv_heads * (self.value_dim or self.head_dim))
+
+    def cache(self, kind: str) -> Cache:
+        slots = self.rows + 40
+        return Cache(slots, self.kv_heads, self.head_dim, kind, RUBBISH, self.value_dim, self.shares)
 
 
 SHAPES = [
@@ -37,6 +48,8 @@ SHAPES = [
     Shape(heads=6, kv_heads=3, head_dim=80, pairs=16),  # turned in part
     Shape(heads=1, kv_heads=1, head_dim=7, pairs=0, normed=True, rows=1),
     Shape(head_dim=128, pairs=64, rows=17),
+    Shape(head_dim=24, pairs=12, value_dim=41, normed=True),
+    Shape(heads=3, kv_heads=1, head_dim=40, pairs=4, value_dim=32, shares=True),
 ]
 
 
@@ -53,7 +66,7 @@ class Call:
         angles = np.arange(50)[:, None] * (0.7 ** np.arange(shape.pairs))
         self.cos, self.sin = (np.ascontiguousarray(f(angles), dtype=np.float32) for f in (np.cos, np.sin))
         self.q_norm, self.k_norm = normals(seed + 1, shape.head_dim), normals(seed + 2, shape.head_dim)
-        self.cache = Cache(shape.rows + 40, shape.kv_heads, shape.head_dim, kind, RUBBISH)
+        self.cache = shape.cache(kind)
 
     def run(self, isa: str, num_threads: int = 1) -> tuple[Floats, Cache]:
         s, x = self.shape, self.x.copy()
@@ -64,15 +77,15 @@ class Call:
         values |= {"positions": self.positions, "slots": self.slots}
         if self.mean is not None:
             values["k_mean"] = self.mean
-        cache = Cache(s.rows + 40, s.kv_heads, s.head_dim, self.cache.kind, RUBBISH)
+        cache = s.cache(self.cache.kind)
         call("rope_store", isa, s.rows, num_threads=num_threads, **values, **cache.fields())
         return x, cache
 
     def expected(self, *, fused: bool = True) -> tuple[Floats, Cache]:
         """x and cache as the contract has them; with fused unset, rope by separate products and sums."""
         s, x = self.shape, self.x.copy()
-        heads = x[:, : s.width].reshape(s.rows, -1, s.head_dim)
-        turned = heads[:, : s.heads + s.kv_heads]
+        turned = x[:, : s.values].reshape(s.rows, -1, s.head_dim)
+        stored = x[:, s.values : s.width].reshape(s.rows, -1, s.value_dim or s.head_dim)
         if s.normed:
             one = np.float32(s.offset)
             gains = np.stack([self.q_norm] * s.heads + [self.k_norm] * s.kv_heads)
@@ -87,7 +100,7 @@ class Call:
                 parts = [left * cos - right * sin, right * cos + left * sin]
             turned = np.concatenate([*parts, turned[..., 2 * s.pairs :]], -1)
         keys = turned[:, s.heads :] if self.mean is None else turned[:, s.heads :] - self.mean
-        self.cache.put(self.slots, keys, heads[:, s.heads + s.kv_heads :])
+        self.cache.put(self.slots, keys, stored)
         queries = turned[:, : s.heads].reshape(s.rows, -1)
         return queries, self.cache
 
@@ -108,8 +121,7 @@ def test_queries_and_cache_to_the_bit(isa: str, kind: str) -> None:
             cache.k_scale[:], cache.v_scale[:] = expected.k_scale, expected.v_scale
         width = queries.shape[1]
         assert same(x[:, :width].copy(), queries), shape
-        values = shape.width - shape.kv_heads * shape.head_dim
-        assert same(x[:, values:].copy(), problem.x[:, values:].copy())
+        assert same(x[:, shape.values :].copy(), problem.x[:, shape.values :].copy())
         assert agree(cache, expected), shape
 
 

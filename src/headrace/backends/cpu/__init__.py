@@ -15,7 +15,7 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace import env
-from headrace.backends.base import Chunks, KVShape, part_of_memory
+from headrace.backends.base import Chunks, part_of_memory
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.activations import choose_activations
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
@@ -79,13 +79,13 @@ class Cpu:
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
         return Chooser(width, num_threads) if width <= MAX_WIDTH else None
 
-    def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
-        return cache.block_bytes(shape, block_size, kv_dtype)
+    def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
+        return cache.block_bytes(model.cache_shapes, kind, block_size, kv_dtype)
 
     def program(
         self,
         model: Any,
-        num_blocks: int,
+        pool_sizes: Sequence[int],
         block_size: int,
         kv_dtype: str,
         max_num_seqs: int,
@@ -94,7 +94,7 @@ class Cpu:
         num_threads: int,
         feature_layers: Sequence[int] = (),
     ) -> TapedProgram:
-        kv = cache.KVCache(model.kv_shape, num_blocks, block_size, kv_dtype)
+        kv = cache.KVCache(model.cache_shapes, pool_sizes, block_size, kv_dtype)
         if kv_dtype == "int4":
             self._measure_keys(model, kv, (max_blocks_per_seq - 1) * block_size + 1, num_threads)
         max_rows = min(MAX_ROWS, max_num_batched_tokens)
@@ -110,7 +110,7 @@ class Cpu:
     def _measure_keys(self, model: Any, kv: cache.KVCache, max_len: int, num_threads: int) -> None:
         """Run the probe over a float32 cache, and set the mean key of each layer of `kv`."""
         length = min(LENGTH, max_len)
-        probe_kv = cache.KVCache(model.kv_shape, NUM_SEQS, length, "float32")
+        probe_kv = cache.KVCache(model.cache_shapes, [NUM_SEQS] * len(model.kinds), length, "float32")
         probe = TapedProgram(model, self.ops, probe_kv, NUM_SEQS * length, NUM_SEQS, NUM_SEQS, num_threads)
         tables = [[i] for i in range(NUM_SEQS)]
         probe.forward(Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables), [])

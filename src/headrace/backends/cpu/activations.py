@@ -93,8 +93,8 @@ def measure(ops: CpuOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]
     ops.pairs = []
     try:
         program = TapedProgram(
-            model, ops, KVCache(model.kv_shape, NUM_SEQS, LENGTH, "float32"), NUM_SEQS * LENGTH, NUM_SEQS, NUM_SEQS,
-            num_threads,
+            model, ops, KVCache(model.cache_shapes, [NUM_SEQS] * len(model.kinds), LENGTH, "float32"),
+            NUM_SEQS * LENGTH, NUM_SEQS, NUM_SEQS, num_threads,
         )  # fmt: skip
         pairs = ops.pairs
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import KVShape
+from headrace.backends.base import LayerShape
 from headrace.backends.cpu.memory import aligned
 
 TILE = 16
@@ -30,15 +30,17 @@ F64 = NDArray[np.float64]
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
     """keys [tiles, kv_heads, rows, 16] and values [tiles, kv_heads, 16, row] of one layer; bfloat16 as uint16. `rows`
-    and `row` are head_dim, or for int4 the bytes that it takes (`packed_sizes`).
+    and `row` are the numbers of a key and of a value, or for int4 the bytes that they take (`packed_sizes`). Without
+    values they are the first numbers of the keys.
 
     For int8 and fp8_e4m3 scales float32 [tiles, kv_heads, 16] of each; for int4 uint16 [tiles, kv_heads, 2, 16] (step
     and least number as bfloat16), and key_mean float32 [kv_heads, head_dim], which is subtracted from the keys.
     """
 
     dtype: str
+    kind: int
     keys: NDArray[Any]
-    values: NDArray[Any]
+    values: NDArray[Any] | None
     key_scales: NDArray[Any] | None
     value_scales: NDArray[Any] | None
     key_mean: NDArray[np.float32] | None = None
@@ -56,33 +58,42 @@ class LayerCache:
     def by_slot(self) -> list[NDArray[Any]]:
         """Return views [tiles, 16, kv_heads, ...] of everything that belongs to a slot."""
         last = self.dtype == "int4"
-        views = [np.moveaxis(self.keys, 3, 1), np.moveaxis(self.values, 2, 1)]
+        views = [np.moveaxis(self.keys, 3, 1)]
+        if self.values is not None:
+            views.append(np.moveaxis(self.values, 2, 1))
         scales = [scales for scales in (self.key_scales, self.value_scales) if scales is not None]
         return views + [np.moveaxis(array, 3 if last else 2, 1) for array in scales]
 
 
-def packed_sizes(head_dim: int, dtype: str) -> tuple[int, int]:
-    """Return the elements that a token takes for one head: of its key, of its value."""
-    if dtype != "int4":
-        return head_dim, head_dim
-    return (head_dim + 1) // 2, head_dim // 32 * 16 + min(head_dim % 32, 16)
+def packed_sizes(shape: LayerShape, dtype: str) -> tuple[int, int]:
+    """Return the elements that a token takes for one head: of its key, of its value (0 where that is a part of it)."""
+    key, value = shape.head_dim, shape.value_size
+    if dtype == "int4":
+        key, value = (key + 1) // 2, value // 32 * 16 + min(value % 32, 16)
+    return key, 0 if shape.shares_key else value
 
 
-def block_bytes(shape: KVShape, block_size: int, dtype: str) -> int:
-    """Return the bytes of a block over all layers, scales included."""
-    per_head = sum(packed_sizes(shape.head_dim, dtype)) * np.dtype(STORED[dtype]).itemsize
-    per_head += 8 if dtype in SCALED else 0
-    return shape.num_layers * block_size * shape.num_kv_heads * per_head
+def block_bytes(shapes: Sequence[LayerShape], kind: int, block_size: int, dtype: str) -> int:
+    """Return the bytes of a block of a kind over all its layers, scales included."""
+    total = 0
+    for shape in shapes:
+        if shape.kind == kind and shape.source is None:
+            per_head = sum(packed_sizes(shape, dtype)) * np.dtype(STORED[dtype]).itemsize
+            per_head += (4 if shape.shares_key else 8) if dtype in SCALED else 0
+            total += block_size * shape.num_kv_heads * per_head
+    return total
 
 
 def numbers(fields: Mapping[str, Any], name: str, slots: NDArray[Any]) -> F64:
-    """Return the numbers [slots, kv_heads, head_dim] of "k" (less k_mean) or "v" at `slots` of a cache, which has these
-    fields in rope_store and attention."""
+    """Return the numbers [slots, kv_heads, D] of "k" (less k_mean) or "v" at `slots` of a cache, which has these fields
+    in rope_store and attention."""
+    if name == "v" and fields["v"] is None:
+        return numbers(fields, "k", slots)[..., : fields["value_dim"]]
     dtype, (tile, lane) = TYPE_NAMES[fields["kv_type"]], np.divmod(slots, TILE)
     codes = np.moveaxis(fields[name], 3 if name == "k" else 2, 1)[tile, lane]
     scales = fields[f"{name}_scale"]
     if dtype == "int4":
-        at = np.arange(fields["head_dim"])
+        at = np.arange(fields["head_dim" if name == "k" else "value_dim"])
         byte, shift = (at // 2, at % 2 * 4) if name == "k" else (at // 32 * 16 + at % 16, at % 32 // 16 * 4)
         step, least = np.moveaxis(widened(np.moveaxis(scales, 3, 1)[tile, lane], "bfloat16"), -1, 0)
         x: F64 = (codes[..., byte] >> shift & 15) * step[..., None] + least[..., None]
@@ -104,62 +115,69 @@ def widened(raw: NDArray[Any], dtype: str) -> F64:
 
 
 class KVCache:
-    """Zeroed layers [num_layers] over `num_blocks` blocks. Pages come into memory as slots are written."""
+    """A zeroed cache for each of `shapes` over the blocks of its kind; that of its source for one that has one. Pages
+    come into memory as slots are written."""
 
-    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, dtype: str) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
-        tiles = -(-num_blocks * block_size // TILE)
-        heads, size = shape.num_kv_heads, shape.head_dim
+    def __init__(self, shapes: Sequence[LayerShape], pool_sizes: Sequence[int], block_size: int, dtype: str) -> None:
+        self.pool_sizes, self.block_size = tuple(pool_sizes), block_size
+        self.layers: list[LayerCache] = []
+        for shape in shapes:
+            self.layers.append(self._layer(shape, dtype) if shape.source is None else self.layers[shape.source])
+
+    def _layer(self, shape: LayerShape, dtype: str) -> LayerCache:
+        tiles, heads = -(-self.pool_sizes[shape.kind] * self.block_size // TILE), shape.num_kv_heads
 
         def zeros(*dims: int, item: Any) -> NDArray[Any]:
             array: NDArray[Any] = aligned(int(np.prod(dims)) * np.dtype(item).itemsize).view(item).reshape(dims)
             return array
 
-        self.layers = []
-        rows, row = packed_sizes(size, dtype)
-        for _ in range(shape.num_layers):
-            keys = zeros(tiles, heads, rows, TILE, item=STORED[dtype])
-            values = zeros(tiles, heads, TILE, row, item=STORED[dtype])
-            scales: list[Any] = [None, None]
-            if dtype in SCALED:
-                scales = [zeros(tiles, heads, TILE, item=np.float32) for _ in range(2)]
-            mean = None
-            if dtype == "int4":
-                scales = [part.view(np.uint16).reshape(tiles, heads, 2, TILE) for part in scales]
-                mean = np.zeros((heads, size), np.float32)
-            self.layers.append(LayerCache(dtype, keys, values, scales[0], scales[1], mean))
+        rows, row = packed_sizes(shape, dtype)
+        keys = zeros(tiles, heads, rows, TILE, item=STORED[dtype])
+        values = zeros(tiles, heads, TILE, row, item=STORED[dtype]) if row else None
+        scales: list[Any] = [None, None]
+        if dtype in SCALED:
+            scales = [
+                zeros(tiles, heads, TILE, item=np.float32) if part is not None else None for part in (keys, values)
+            ]
+        mean = None
+        if dtype == "int4":
+            scales = [None if part is None else part.view(np.uint16).reshape(tiles, heads, 2, TILE) for part in scales]
+            # A mean that is subtracted from keys must not be missing in values that are part of them.
+            mean = None if values is None else np.zeros((heads, shape.head_dim), np.float32)
+        return LayerCache(dtype, shape.kind, keys, values, scales[0], scales[1], mean)
+
+    def _of_kind(self, kind: int | None) -> list[NDArray[Any]]:
+        """Return all that belongs to slots of a kind, or of every kind."""
+        layers = {id(layer): layer for layer in self.layers if kind in (layer.kind, None)}
+        return [array for layer in layers.values() for array in layer.by_slot()]
 
     def _at(self, block: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return tile and lane of each slot of a block."""
         tile, lane = np.divmod(block * self.block_size + np.arange(self.block_size), TILE)
         return tile, lane
 
-    def read_block(self, block: int) -> bytes:
-        """Return all that a block holds, without what is the model's (`key_mean`)."""
+    def read_block(self, block: int, kind: int | None = None) -> bytes:
+        """Return all that a block holds, in one kind or in every kind, without what is the model's (`key_mean`)."""
         at = self._at(block)
-        return b"".join(array[at].tobytes() for layer in self.layers for array in layer.by_slot())
+        return b"".join(array[at].tobytes() for array in self._of_kind(kind))
 
-    def write_block(self, block: int, data: bytes) -> None:
+    def write_block(self, block: int, data: bytes, kind: int | None = None) -> None:
         """Set a block to what `read_block` returned."""
         at = self._at(block)
-        for layer in self.layers:
-            for array in layer.by_slot():
-                part = array[at]
-                array[at] = np.frombuffer(data[: part.nbytes], part.dtype).reshape(part.shape)
-                data = data[part.nbytes :]
+        for array in self._of_kind(kind):
+            part = array[at]
+            array[at] = np.frombuffer(data[: part.nbytes], part.dtype).reshape(part.shape)
+            data = data[part.nbytes :]
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target), one pair after the other."""
-        size = self.block_size
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
+        """Copy whole blocks (source, target) of a kind, one pair after the other."""
+        size, arrays = self.block_size, self._of_kind(kind)
         for source, target in pairs:
             if size % TILE == 0:
                 tiles = size // TILE
-                for layer in self.layers:
-                    for array in layer.by_slot():
-                        array[target * tiles : (target + 1) * tiles] = array[source * tiles : (source + 1) * tiles]
+                for array in arrays:
+                    array[target * tiles : (target + 1) * tiles] = array[source * tiles : (source + 1) * tiles]
                 continue
-            slots = np.arange(size)
-            from_at, to_at = (np.divmod(block * size + slots, TILE) for block in (source, target))
-            for layer in self.layers:
-                for array in layer.by_slot():
-                    array[to_at] = array[from_at]
+            from_at, to_at = self._at(source), self._at(target)
+            for array in arrays:
+                array[to_at] = array[from_at]

@@ -197,9 +197,9 @@ class CpuOps:
         """A record of `rope_store` without keys and values, which turns what it takes for queries."""
         fields = {"x": self.graph.read(x), "ld_x": x.ld, "heads": num_heads, "kv_heads": 0, "head_dim": head_dim}
         fields |= {"cos": rope_table.cos, "sin": rope_table.sin, "pairs": rope_table.cos.shape[1]}
-        fields |= {"positions": rows.positions, "slots": rows.slots, "eps": 0.0, "offset": 0.0, "kv_type": 0}
+        fields |= {"positions": rows.positions, "slots": rows.slots[0], "eps": 0.0, "offset": 0.0, "kv_type": 0}
         pointers = ("q_norm", "k_norm", "copy_begin", "copy_slots", "k", "v", "k_scale", "v_scale", "k_mean")
-        self.graph.put("rope_store", x.dim, None, fields | dict.fromkeys(pointers))
+        self.graph.put("rope_store", x.dim, None, fields | {"value_dim": 0} | dict.fromkeys(pointers))
         return Value(self.graph, x.buffer, x.width, x.item_bytes)
 
     def rope_store(
@@ -219,6 +219,7 @@ class CpuOps:
             "heads": heads.num_heads,
             "kv_heads": heads.num_kv_heads,
             "head_dim": heads.head_dim,
+            "value_dim": heads.value_size,
             "q_norm": None if q_norm is None else q_norm.weight,
             "k_norm": None if k_norm is None else k_norm.weight,
             "eps": 0.0 if norm is None else norm.eps,
@@ -227,7 +228,7 @@ class CpuOps:
             "sin": None if rope_table is None else rope_table.sin,
             "pairs": 0 if rope_table is None else rope_table.cos.shape[1],
             "positions": rows.positions,
-            "slots": rows.slots,
+            "slots": rows.slots[cache.kind],
             "copy_begin": rows.copy_begin,
             "copy_slots": rows.copy_slots,
             "k_mean": cache.key_mean,
@@ -247,11 +248,12 @@ class CpuOps:
         sinks: F32 | None = None,
         chunked: bool = False,
     ) -> Value:
-        out = self.graph.value(heads.num_heads * heads.head_dim, query.dim)
+        out = self.graph.value(heads.num_heads * heads.value_size, query.dim)
         fields = self._in_out(query, out) | {
             "heads": heads.num_heads,
             "kv_heads": heads.num_kv_heads,
             "head_dim": heads.head_dim,
+            "value_dim": heads.value_size,
             "scale": scale,
             "window": -(window or 0) if chunked else window or 0,
             "softcap": softcap,
@@ -260,7 +262,7 @@ class CpuOps:
             "row_begin": rows.row_begin,
             "start": rows.start,
             "table_begin": rows.table_begin,
-            "blocks": rows.blocks,
+            "blocks": rows.blocks[cache.kind],
         }
         del fields["width"]
         self.graph.put("attention", query.dim, out, fields | cache.fields())

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Chunks, HostLogits
+from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Value
+from headrace.backends.logits import HostLogits
 from headrace.backends.step import make_step_rows
+from headrace.protocol.kinds import CacheKind
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class TapedProgram:
 
     Args:
         max_chunks: pieces of sequences in one call, and rows of logits.
-        max_blocks: entries of all block tables of one call together.
+        max_blocks: entries of all block tables of a kind in one call together.
         check: compute every step a second time beside torch_ref, and log what differs.
         layers: those whose residual streams `features` gives.
     """
@@ -57,7 +59,9 @@ class TapedProgram:
         self.model = model  # it keeps the embedding table alive, whose address is on the tape
         self.cache, self.num_threads = cache, num_threads
         self.vocab_size: int = model.vocab_size
-        self.block_size, self.num_blocks = cache.block_size, cache.num_blocks
+        self.kinds: tuple[CacheKind, ...] = model.kinds
+        self.block_size, self.pool_sizes = cache.block_size, cache.pool_sizes
+        self.num_blocks = self.pool_sizes[0]
         self._check = check
         self.max_rows, self.max_logits = max_rows, max_chunks
         ops.begin()
@@ -68,8 +72,9 @@ class TapedProgram:
         ld = features.ld if features else 0
         self._features = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = make_step_rows(
-            lambda size: aligned(4 * size).view(np.int32), cache.block_size, max_rows, max_chunks, max_blocks, features
-        )
+            lambda size: aligned(4 * size).view(np.int32), len(self.kinds), cache.block_size, max_rows, max_chunks,
+            max_blocks, features,
+        )  # fmt: skip
         self.logit_rows = np.zeros(max_chunks, np.int32)
         self._finite_rows = np.zeros(max_rows, np.int32)
         self._finite_logits = np.zeros(max_chunks, np.int32)
@@ -99,8 +104,8 @@ class TapedProgram:
         self._ops, self._isa = ops, isa
         self._final: tuple[Tape, NDArray[np.float32]] | None = None
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.cache.copy_blocks(pairs)
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
+        self.cache.copy_blocks(pairs, kind)
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], HostLogits]:
         num_rows = self.inputs.fill(chunks)

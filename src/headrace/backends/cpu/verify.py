@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, HeadNorm, Heads, RopeTable, Routing
+from headrace.backends.base import Chunks, HeadNorm, Heads, LayerShape, RopeTable, Routing
 from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
 from headrace.backends.cpu.experts import SCORES
 from headrace.backends.cpu.matrix import unpacked
@@ -28,6 +28,7 @@ from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import Node
 from headrace.backends.torch_ref.attention import first_seen
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
+from headrace.backends.torch_ref.cache import LayerCache, make_caches
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.tensors import tensor
 from headrace.quant.base import QWeight, source_of
@@ -204,50 +205,55 @@ def _embedding(view: View) -> Expected:
 
 
 def _rope_store(view: View) -> Expected:
-    heads = Heads(view["heads"], view["kv_heads"], view["head_dim"])
-    qkv = view.rows((heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
+    heads = Heads(view["heads"], view["kv_heads"], view["head_dim"], view["value_dim"])
+    num_values = 0 if view["v"] is None else heads.num_kv_heads * heads.value_size
+    qkv = view.rows((heads.num_heads + heads.num_kv_heads) * heads.head_dim + num_values)
     rope_table = RopeTable(torch.from_numpy(view["cos"]), torch.from_numpy(view["sin"])) if view["pairs"] else None
     norms = [view.constant(name) for name in ("q_norm", "k_norm")]
     q_norm, k_norm = (None if w is None else HeadNorm(w, view["eps"], view["offset"]) for w in norms)
     # A cache with a slot for each row, in its order.
     slots = torch.arange(view.num_rows)
-    rows = ForwardBatch(slots, view.ints("positions"), slots, [], [], slots[:, None])
+    rows = ForwardBatch(slots, view.ints("positions"), [slots], [], [], [slots[:, None]])
     if view["k"] is None and rope_table is not None:
         return {"x": view.ops.rope(qkv, heads.num_heads, heads.head_dim, rows, rope_table)}
-    cache = torch.zeros(2, view.num_rows, 1, heads.num_kv_heads, heads.head_dim)
+    cache = _reference_cache(view, heads, view.num_rows, 1)
     query = view.ops.rope_store(qkv, heads, rows, cache, rope_table, q_norm, k_norm)
-    key, value = cache[:, :, 0]
-    mean = view.constant("k_mean")
+    key, value, mean = cache.keys[:, 0], cache.values[:, 0], view.constant("k_mean")
     return {"x": query, "k": (key if mean is None else key - mean).flatten(1), "v": value.flatten(1)}
 
 
+def _reference_cache(view: View, heads: Heads, num_blocks: int, block_size: int) -> LayerCache:
+    shape = LayerShape(heads.num_kv_heads, heads.head_dim, heads.value_size, shares_key=view["v"] is None)
+    return make_caches([shape], [num_blocks], block_size, "float32", torch.device("cpu"))[0]
+
+
 def _attention(view: View) -> Expected:
-    heads, block_size = Heads(view["heads"], view["kv_heads"], view["head_dim"]), view["block_size"]
+    heads, block_size = Heads(*(view[f] for f in ("heads", "kv_heads", "head_dim", "value_dim"))), view["block_size"]
     begin, start, table_begin = (view[name].tolist() for name in ("row_begin", "start", "table_begin"))
     # A cache of the step's blocks alone, in the order of the tables; what no row sees stays zero.
+    counts = [-(-(start[c] + begin[c + 1] - begin[c]) // block_size) for c in range(view.sizes[1])]
+    cache = _reference_cache(view, heads, sum(counts), block_size)
+    parts = {"k": cache.keys} if cache.shares_key else {"k": cache.keys, "v": cache.values}
     chunks = Chunks([], [], [])
-    caches = []
     num_blocks = 0
-    for chunk_id in range(view.sizes[1]):
+    for chunk_id, count in enumerate(counts):
         first, length = start[chunk_id], begin[chunk_id + 1] - begin[chunk_id]
         low = max(0, first_seen(first, view["window"] or None))
         positions = np.arange(low, first + length)
         slots = view["blocks"][table_begin[chunk_id] + positions // block_size] * block_size + positions % block_size
-        count = -(-(first + length) // block_size)
-        cache = torch.zeros(2, count * block_size, heads.num_kv_heads, heads.head_dim)
-        for part, name in zip(cache, "kv", strict=True):
-            part[low : first + length] = torch.from_numpy(numbers(view.node.fields, name, slots))
-        caches.append(cache)
+        for name, part in parts.items():
+            at = num_blocks * block_size
+            slots_of_chunk = part.flatten(0, 1)[at + low : at + first + length]
+            slots_of_chunk[:] = torch.from_numpy(numbers(view.node.fields, name, slots))
         chunks.starts.append(first)
         chunks.token_ids.append([0] * length)
         chunks.tables.append(list(range(num_blocks, num_blocks + count)))
         num_blocks += count
     rows = make_forward_batch(chunks, block_size, torch.device("cpu"))
-    blocks = torch.cat(caches, dim=1).view(2, num_blocks, block_size, heads.num_kv_heads, heads.head_dim)
     query = view.rows(heads.num_heads * heads.head_dim)
     window, chunked = abs(view["window"]) or None, view["window"] < 0
     sinks = view.constant("sinks")
-    mixed = view.ops.attention(query, heads, rows, blocks, view["scale"], window, view["softcap"], sinks, chunked)
+    mixed = view.ops.attention(query, heads, rows, cache, view["scale"], window, view["softcap"], sinks, chunked)
     return {"out": mixed}
 
 

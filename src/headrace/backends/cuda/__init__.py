@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headrace.backends.base import KVShape, part_of_memory
+from headrace.backends.base import part_of_memory
 from headrace.backends.cuda import cache
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.matrix import schemes
@@ -58,13 +58,13 @@ class Cuda:
     def chooser(self, width: int, num_threads: int) -> None:
         return None
 
-    def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
-        return cache.block_bytes(shape, block_size, kv_dtype)
+    def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
+        return cache.block_bytes(model.cache_shapes, kind, block_size, kv_dtype)
 
     def program(
         self,
         model: Any,
-        num_blocks: int,
+        pool_sizes: Sequence[int],
         block_size: int,
         kv_dtype: str,
         max_num_seqs: int,
@@ -81,7 +81,7 @@ class Cuda:
         return CudaProgram(
             model,
             self.ops,
-            KVCache(model.kv_shape, num_blocks, block_size, kv_dtype, self.ops.device),
+            KVCache(model.cache_shapes, pool_sizes, block_size, kv_dtype, self.ops.device),
             max_rows=max_rows,
             max_chunks=max_chunks,
             max_blocks=max_chunks * max_blocks_per_seq,

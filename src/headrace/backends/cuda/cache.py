@@ -7,13 +7,14 @@ Owns the memory of all layers. Knows blocks and slots; must not know sequences. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from headrace.backends.base import KVShape
+from headrace.backends.base import LayerShape
 from headrace.backends.torch_ref.tensors import zeros
+from headrace.protocol.errors import CheckpointError
 
 STORED = {
     "float32": torch.float32,
@@ -29,14 +30,16 @@ SCALED = ("int8", "fp8_e4m3")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """keys and values [num_blocks, kv_heads, block_size, head_dim] of one layer, of the dtype in `STORED`; their scales
-    float32 [num_blocks, kv_heads, block_size], None for types that have none. All are contiguous."""
+    """keys and values [num_blocks, kv_heads, block_size, head_dim] of one layer of block kind `kind`, of the dtype in
+    `STORED`; their scales float32 [num_blocks, kv_heads, block_size], None for types that have none. All are
+    contiguous."""
 
     dtype: str
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    kind: int = 0
 
     @property
     def block_size(self) -> int:
@@ -44,49 +47,73 @@ class LayerCache:
 
 
 class KVCache:
-    """All layers' caches, zeroed: `data` [layers, 2, num_blocks, kv_heads, block_size, head_dim], with `scales`
-    [layers, 2, num_blocks, kv_heads, block_size] or None; the 2 are keys and values."""
+    """A zeroed cache for each of `shapes` over the blocks of its kind; that of its source for one that has one.
 
-    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, dtype: str, device: torch.device) -> None:
-        sizes = (shape.num_layers, 2, num_blocks, shape.num_kv_heads, block_size)
-        stored = STORED[dtype]
-        codes = zeros((*sizes, shape.head_dim * stored.itemsize), torch.uint8, device)
-        self.dtype = dtype
-        self.data = codes.view(stored)
-        self.scales = zeros(sizes, torch.float32, device) if dtype in SCALED else None
+    Raises `CheckpointError` for shapes that the kernels do not have.
+    """
 
-    def layer(self, index: int) -> LayerCache:
-        keys, values = self.data[index]
-        if self.scales is None:
-            return LayerCache(self.dtype, keys, values)
-        return LayerCache(self.dtype, keys, values, *self.scales[index])
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        pool_sizes: Sequence[int],
+        block_size: int,
+        dtype: str,
+        device: torch.device,
+    ) -> None:
+        self.pool_sizes, self.block_size = tuple(pool_sizes), block_size
+        self.layers: list[LayerCache] = []
+        for shape in shapes:
+            if shape.source is not None:
+                self.layers.append(self.layers[shape.source])
+                continue
+            if shape.shares_key or shape.value_size != shape.head_dim:
+                raise CheckpointError(
+                    f"backend cuda has no kernels for values of {shape.value_size} numbers beside keys of "
+                    f"{shape.head_dim}; use cpu or torch_ref"
+                )
+            sizes, stored = (2, pool_sizes[shape.kind], shape.num_kv_heads, block_size), STORED[dtype]
+            codes = zeros((*sizes, shape.head_dim * stored.itemsize), torch.uint8, device).view(stored)
+            layer = LayerCache(dtype, codes[0], codes[1], kind=shape.kind)
+            if dtype in SCALED:
+                scales = zeros(sizes, torch.float32, device)
+                layer = replace(layer, key_scales=scales[0], value_scales=scales[1])
+            self.layers.append(layer)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target), one pair after the other."""
+    def _parts(self, kind: int | None) -> list[Tensor]:
+        """Return what is kept of each block of a kind, or of every kind, on the first axis."""
+        layers = {id(layer): layer for layer in self.layers if kind in (layer.kind, None)}
+        parts = [(each.keys, each.values, each.key_scales, each.value_scales) for each in layers.values()]
+        return [part for layer in parts for part in layer if part is not None]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
+        """Copy whole blocks (source, target) of a kind, one pair after the other."""
+        parts = self._parts(kind)
         for source, target in pairs:
-            for part in (self.data, self.scales):
-                if part is not None:
-                    part[:, :, target] = part[:, :, source]
+            for part in parts:
+                part[target] = part[source]
 
-    def _parts(self, block: int) -> list[Tensor]:
-        return [part[:, :, block] for part in (self.data, self.scales) if part is not None]
+    def read_block(self, block: int, kind: int | None = None) -> bytes:
+        """Return all that a block holds, in one kind or in every kind."""
+        blocks = [part[block].contiguous().view(torch.uint8).cpu().numpy() for part in self._parts(kind)]
+        return b"".join(block.tobytes() for block in blocks)
 
-    def read_block(self, block: int) -> bytes:
-        """Return all that a block holds."""
-        return b"".join(part.contiguous().view(torch.uint8).cpu().numpy().tobytes() for part in self._parts(block))
-
-    def write_block(self, block: int, data: bytes) -> None:
+    def write_block(self, block: int, data: bytes, kind: int | None = None) -> None:
         """Set a block to what `read_block` returned."""
-        for part in self._parts(block):
-            raw, data = data[: part.nbytes], data[part.nbytes :]
-            part.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(part.dtype).view(part.shape))
+        for part in self._parts(kind):
+            to = part[block]
+            raw, data = data[: to.nbytes], data[to.nbytes :]
+            to.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(to.dtype).view(to.shape))
 
     def close(self) -> None:
         """Free the memory."""
-        self.data, self.scales = self.data.new_empty(0), None
+        self.layers = []
 
 
-def block_bytes(shape: KVShape, block_size: int, dtype: str) -> int:
-    """Return the bytes of a block over all layers, scales included."""
-    per_head = shape.head_dim * STORED[dtype].itemsize + (4 if dtype in SCALED else 0)
-    return shape.num_layers * 2 * block_size * shape.num_kv_heads * per_head
+def block_bytes(shapes: Sequence[LayerShape], kind: int, block_size: int, dtype: str) -> int:
+    """Return the bytes of a block of a kind over all its layers, scales included."""
+    total = 0
+    for shape in shapes:
+        if shape.kind == kind and shape.source is None:
+            per_head = shape.head_dim * STORED[dtype].itemsize + (4 if dtype in SCALED else 0)
+            total += 2 * block_size * shape.num_kv_heads * per_head
+    return total

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Draw
 from headrace.backends.cuda.kernels.choose import LEFT, MARGIN, choose, pack
 from headrace.backends.graph import LOGITS
+from headrace.backends.logits import Draw
 
 
 class Drawing:

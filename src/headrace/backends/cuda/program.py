@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, Draw, DrawnRows
+from headrace.backends.base import Chunks, DrawnRows
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.drawing import Drawing
@@ -28,7 +28,9 @@ from headrace.backends.cuda.replay import Replay
 from headrace.backends.cuda.staging import Mark, Staging, to_host
 from headrace.backends.cuda.tape import StepTensors, Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Value
+from headrace.backends.logits import Draw
 from headrace.backends.step import StepRows, make_step_rows
+from headrace.protocol.kinds import CacheKind
 
 MAX_ROWS = 8192
 """Rows of one step; a longer one is computed in portions."""
@@ -84,7 +86,7 @@ class CudaProgram:
 
     Args:
         max_chunks: pieces of sequences in one call, and rows of logits.
-        max_blocks: entries of all block tables of one call together.
+        max_blocks: entries of all block tables of a kind in one call together.
         max_len: positions of a sequence at most.
         layers: those whose residual streams `features` gives.
         device: of everything but the weights; "meta" to plan memory (default: that of the weights).
@@ -104,7 +106,9 @@ class CudaProgram:
     ) -> None:
         self.model, self.cache = model, cache
         self.vocab_size: int = model.vocab_size
-        self.num_blocks, self.block_size = cache.data.shape[2], cache.data.shape[4]
+        self.kinds: tuple[CacheKind, ...] = model.kinds
+        self.block_size, self.pool_sizes = cache.block_size, cache.pool_sizes
+        self.num_blocks = self.pool_sizes[0]
         self.max_rows, self.max_logits = max_rows, max_chunks
         self._device = device = device or ops.device
         self._partials = spans.num_partials(max_rows, max_len)
@@ -117,8 +121,7 @@ class CudaProgram:
         # Ids and flags lie together: one copy brings them to the host.
         self._best = torch.zeros(2, max_chunks, dtype=torch.int32, device=device)
         streams: list[Value] = []
-        layer_caches = [cache.layer(i) for i in range(len(cache.data))]
-        self._hidden: Value = model.forward(image, layer_caches, streams if layers else None)
+        self._hidden: Value = model.forward(image, cache.layers, streams if layers else None)
         self._streams = [streams[layer] for layer in layers]
         ops.finite(self._hidden, self._finite_rows)
         self._num_forward = len(graph.nodes)
@@ -143,7 +146,7 @@ class CudaProgram:
     def _stage(self, max_blocks: int, max_len: int, features: Value | None) -> StepRows:
         """Make the step's inputs; return their images on the device."""
         lengths: list[int] = []
-        most = (self.block_size, self.max_rows, self.max_logits, max_blocks)
+        most = (len(self.kinds), self.block_size, self.max_rows, self.max_logits, max_blocks)
         make_step_rows(lengths.append, *most)
         num_items = spans.ITEM * spans.max_items(self.max_rows, max_len)
         self._staging = Staging([3, self.max_logits, num_items, self.max_rows, *lengths], self._device)
@@ -178,8 +181,8 @@ class CudaProgram:
     def _bind_head(self, size: int) -> list[Launch]:
         return self.tape.bind(self._num_forward, len(self.tape.nodes), {ROWS: self.max_rows, LOGITS: size})
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.cache.copy_blocks(pairs)
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
+        self.cache.copy_blocks(pairs, kind)
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], DeviceLogits]:
         num_rows, num_chunks = self._fill(chunks), len(chunks.starts)
@@ -325,7 +328,7 @@ def attention_configs(device: torch.device, shape: tuple[int, int, int, torch.dt
 def planned_bytes(model: Any, ops: CudaOps, max_rows: int, max_chunks: int, max_len: int) -> int:
     """Return the bytes that a program takes beside weights and cache, without allocating them."""
     block, meta = 16, torch.device("meta")
-    cache = KVCache(model.kv_shape, 1, block, "bfloat16", meta)
+    cache = KVCache(model.cache_shapes, [1] * len(model.kinds), block, "bfloat16", meta)
     max_blocks = max_chunks * -(-max_len // block)
     return CudaProgram(model, ops, cache, max_rows, max_chunks, max_blocks, max_len, device=meta).num_bytes
 

@@ -292,7 +292,15 @@ def _rope_store(frame: Frame, node: Node) -> list[Launch]:
     copies = (step.copy_begin, step.copy_slots)
     return [
         rope_store.rope_store(
-            x, f["heads"], f["cache"], step.slots, step.positions, frame.sizes, len(x), copies=copies, **options
+            x,
+            f["heads"],
+            f["cache"],
+            step.slots[f["cache"].kind],
+            step.positions,
+            frame.sizes,
+            len(x),
+            copies=copies,
+            **options,
         )
     ]
 
@@ -304,7 +312,7 @@ def _attention(frame: Frame, node: Node) -> list[Launch]:
         x,
         out,
         f["cache"],
-        f["rows"].blocks,
+        f["rows"].blocks[f["cache"].kind],
         tape.step.items,
         tape.spans(heads),
         heads=heads.num_heads,

@@ -9,12 +9,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from headrace.backends.base import ITEM_BYTES, KVShape, part_of_memory
-from headrace.backends.torch_ref import rounded
+from headrace.backends.base import part_of_memory
+from headrace.backends.torch_ref import cache, rounded
 from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
-from headrace.backends.torch_ref.tensors import DTYPES, tensor, zeros
+from headrace.backends.torch_ref.tensors import DTYPES, tensor
 from headrace.quant.schemes import F8_SCHEMES, SCHEMES
 
 SMALL_MODEL_BYTES = 64 * 2**20
@@ -55,13 +55,13 @@ class TorchRef:
     def chooser(self, width: int, num_threads: int) -> None:
         return None
 
-    def block_bytes(self, shape: KVShape, block_size: int, kv_dtype: str) -> int:
-        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * ITEM_BYTES.get(kv_dtype, 4)
+    def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
+        return cache.block_bytes(model.cache_shapes, kind, block_size, kv_dtype)
 
     def program(
         self,
         model: Any,
-        num_blocks: int,
+        pool_sizes: Sequence[int],
         block_size: int,
         kv_dtype: str,
         max_num_seqs: int,
@@ -70,11 +70,8 @@ class TorchRef:
         num_threads: int,
         feature_layers: Sequence[int] = (),
     ) -> EagerProgram:
-        shape: KVShape = model.kv_shape
-        size = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        kv = zeros(size, DTYPES.get(kv_dtype, torch.float32), self.ops.device)
         num_threads = num_threads or self.num_threads(self.ops.weight_bytes)
-        program = EagerProgram(model, self.ops, kv, num_threads, feature_layers, kv_dtype)
+        program = EagerProgram(model, self.ops, pool_sizes, block_size, num_threads, feature_layers, kv_dtype)
         if kv_dtype == "int4":
             program.measure_keys((max_blocks_per_seq - 1) * block_size + 1)
         return program

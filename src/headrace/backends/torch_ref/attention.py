@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.backends.torch_ref.batch import ForwardBatch
+from headrace.backends.torch_ref.cache import LayerCache
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 
 SPAN = 128
@@ -70,19 +71,20 @@ def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Ro
     return pieces
 
 
-def plan(rows: ForwardBatch, block_size: int, width: int, window: int | None) -> list[Group]:
-    """The groups of a step. `width` is kv_heads * head_dim; it bounds how many rows are gathered at once."""
+def plan(rows: ForwardBatch, kind: int, block_size: int, width: int, window: int | None) -> list[Group]:
+    """The groups of a step, with slots of a block kind. `width` is kv_heads * head_dim; it bounds how many rows are
+    gathered at once."""
     alone: dict[int, list[RowSpan]] = {}
     groups = []
     for piece in pieces_of(rows.starts, rows.lens, window):
         if piece.first == piece.last:
             alone.setdefault(piece.num_spans, []).append(piece)
         else:
-            groups.append(_group([piece], rows.block_tables, block_size, window))
+            groups.append(_group([piece], rows.block_tables[kind], block_size, window))
     for num_spans, pieces in sorted(alone.items()):
         most = max(1, MAX_GATHER // (num_spans * SPAN * width))
         for i in range(0, len(pieces), most):
-            groups.append(_group(pieces[i : i + most], rows.block_tables, block_size, window))
+            groups.append(_group(pieces[i : i + most], rows.block_tables[kind], block_size, window))
     return groups
 
 
@@ -91,8 +93,10 @@ def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window:
     num_spans = pieces[0].num_spans
     table = torch.tensor([[p.chunk_id, p.low * SPAN, p.last] for p in pieces], device=device)
     keys = table[:, 1:2] + torch.arange(num_spans * SPAN, device=device)
-    # Beyond the row's position the last key is repeated: it belongs to the sequence, and `hidden` masks it.
-    inside = torch.minimum(keys, table[:, 2:3])
+    # Outside of what the rows see its first and last keys are repeated: they belong to the sequence, and `hidden` masks
+    # them. What lies behind a window may be another's by now.
+    first = torch.tensor([[max(0, first_seen(p.first, window))] for p in pieces], device=device)
+    inside = torch.minimum(keys, table[:, 2:3]).clamp(min=first)
     blocks = block_tables[table[:, 0:1], inside // block_size]
     slots = (blocks * block_size + inside % block_size).view(-1)
     if len(pieces) == 1:
@@ -110,45 +114,43 @@ def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window:
 
 def attention(
     query: Tensor,
-    cache: Tensor,
+    cache: LayerCache,
     rows: ForwardBatch,
     scale: float,
     window: int | None,
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query [R, heads, D] over cache [2, num_blocks, block_size, kv_heads, D] -> [R, heads, D] float32."""
-    _, _, block_size, num_kv_heads, head_dim = cache.shape
-    key = ("plan", window, block_size, num_kv_heads * head_dim)
+    """query [R, heads, D] over a cache of values of V numbers -> [R, heads, V] float32."""
+    _, block_size, num_kv_heads, head_dim = cache.keys.shape
+    key = ("plan", cache.kind, window, block_size, num_kv_heads * head_dim)
     groups = rows.notes.get(key)
     if groups is None:
-        groups = rows.notes[key] = plan(rows, block_size, num_kv_heads * head_dim, window)
-    flat = cache.view(2, -1, num_kv_heads * head_dim)
-    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+        groups = rows.notes[key] = plan(rows, cache.kind, block_size, num_kv_heads * head_dim, window)
+    out = torch.empty(*query.shape[:2], cache.values.shape[3], dtype=torch.float32, device=query.device)
     for group in groups:
         queries = query.index_select(0, group.rows).float()
-        out[group.rows] = _attend(queries, flat, group, num_kv_heads, head_dim, scale, softcap, sinks)
+        out[group.rows] = _attend(queries, cache, group, scale, softcap, sinks)
     return out
 
 
 def _attend(
     query: Tensor,
-    cache: Tensor,
+    cache: LayerCache,
     group: Group,
-    num_kv_heads: int,
-    head_dim: int,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One group: query [R, heads, D], cache [2, num_slots, kv_heads * D] -> [R, heads, D]."""
-    num_rows, heads, _ = query.shape
+    """One group: query [R, heads, D] -> [R, heads, V]."""
+    (num_rows, heads, _), (_, _, num_kv_heads, head_dim) = query.shape, cache.keys.shape
+    value_dim = cache.values.shape[3]
     queries = heads // num_kv_heads
     extra = padded(head_dim) - head_dim
     # [kv_heads, R, queries, D]: every product below is [queries, D] x [D, 128] or [queries, 128] x [128, D].
     q = query.view(num_rows, num_kv_heads, queries, head_dim).transpose(0, 1)
     q = F.pad(q, (0, extra)) if extra else q
-    keys, values = (_gather(part, group, num_kv_heads, head_dim, extra) for part in cache.unbind(0))
+    keys, values = _gather(cache.keys, group), _gather(cache.values, group)
     scores = _by_span(q.expand(group.num_spans, *q.shape), keys.transpose(-1, -2), group.shared) * scale
     if softcap:
         scores = elementwise(torch.tanh, scores / softcap) * softcap
@@ -165,19 +167,20 @@ def _attend(
         sum_total, sum_out = sum_total + total[span], sum_out + out[span]
     if sinks is not None:
         sum_total = sum_total + elementwise(torch.exp, sinks - top)[0]
-    mixed = (sum_out / sum_total)[..., :head_dim]
-    return mixed.transpose(0, 1).reshape(num_rows, heads, head_dim)
+    mixed = (sum_out / sum_total)[..., :value_dim]
+    return mixed.transpose(0, 1).reshape(num_rows, heads, value_dim)
 
 
-def _gather(part: Tensor, group: Group, num_kv_heads: int, head_dim: int, extra: int) -> Tensor:
-    """Cached keys or values of a group as float32 [num_spans, kv_heads, B, 128, D]."""
-    numbers = part.index_select(0, group.slots).view(-1, group.num_spans, SPAN, num_kv_heads, head_dim)
+def _gather(part: Tensor, group: Group) -> Tensor:
+    """Cached keys or values of a group as float32 [num_spans, kv_heads, B, 128, D], D padded."""
+    num_kv_heads, size = part.shape[2:]
+    numbers = part.flatten(0, 1).index_select(0, group.slots).view(-1, group.num_spans, SPAN, num_kv_heads, size)
     numbers = numbers.permute(1, 3, 0, 2, 4)
     # One pass turns the axes, widens to float32 and pads.
-    out = torch.empty(*numbers.shape[:-1], head_dim + extra, device=part.device)
-    out[..., :head_dim] = numbers
-    if extra:
-        out[..., head_dim:] = 0.0
+    out = torch.empty(*numbers.shape[:-1], padded(size), device=part.device)
+    out[..., :size] = numbers
+    if padded(size) > size:
+        out[..., size:] = 0.0
     return out
 
 

@@ -6,6 +6,7 @@ requests. Called by `program`, read by the operators.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Chunks
+from headrace.backends.step import tables_by_kind
 
 
 @dataclass(slots=True)
 class ForwardBatch:
     """R rows of C chunks.
 
-    token_ids, positions, slot_mapping: int64 [R].
-    starts, lens: of the chunks. block_tables: int64 [C, longest], padded with 0.
+    token_ids, positions: int64 [R]. slot_mapping: int64 [R] of each block kind.
+    starts, lens: of the chunks. block_tables: int64 [C, longest] of each block kind, padded with 0.
     copies: rows and slots, int64 [2, C]: further slots of some rows.
     features: [R, F], for models that look at them.
     notes: what ropes and attention compute once a step, each under a key of its own.
@@ -28,30 +30,34 @@ class ForwardBatch:
 
     token_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
+    slot_mapping: Sequence[Tensor]
     starts: list[int]
     lens: list[int]
-    block_tables: Tensor
+    block_tables: Sequence[Tensor]
     copies: Tensor | None = None
     features: Tensor | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
 
-def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device) -> ForwardBatch:
+def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device, num_kinds: int = 1) -> ForwardBatch:
     """Return the rows of `chunks`, on `device`."""
     lens = [len(ids) for ids in chunks.token_ids]
-    longest = max(map(len, chunks.tables))
-    block_tables = torch.tensor([t + [0] * (longest - len(t)) for t in chunks.tables], dtype=torch.int64)
     chunk_ids = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
     pairs = zip(chunks.starts, lens, strict=True)
     positions = torch.tensor([p for start, n in pairs for p in range(start, start + n)])
-    slots = block_tables[chunk_ids, positions // block_size] * block_size + positions % block_size
+    slots, block_tables = [], []
+    for tables in tables_by_kind(chunks, num_kinds):
+        longest = max(map(len, tables))
+        padded = torch.tensor([t + [0] * (longest - len(t)) for t in tables], dtype=torch.int64)
+        of_rows = padded[chunk_ids, positions // block_size] * block_size + positions % block_size
+        block_tables.append(padded.to(device))
+        slots.append(of_rows.to(device))
     return ForwardBatch(
         token_ids=torch.tensor([t for ids in chunks.token_ids for t in ids]).to(device),
         positions=positions.to(device),
-        slot_mapping=slots.to(device),
+        slot_mapping=slots,
         starts=chunks.starts,
         lens=lens,
-        block_tables=block_tables.to(device),
+        block_tables=block_tables,
         copies=torch.tensor(list(chunks.copies)).T.to(device) if chunks.copies else None,
     )

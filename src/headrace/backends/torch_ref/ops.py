@@ -17,7 +17,8 @@ from torch import Tensor
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
 from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref.batch import ForwardBatch
-from headrace.backends.torch_ref.rounded import RoundedCache, e4m3_rows
+from headrace.backends.torch_ref.cache import LayerCache
+from headrace.backends.torch_ref.rounded import e4m3_rows
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 from headrace.backends.torch_ref.tensors import tensor
 from headrace.quant.base import Inputs, MatrixSource
@@ -180,14 +181,6 @@ class RefOps:
             parts.append(x[..., 2 * half :].float())
         return torch.cat(parts, dim=-1).to(self.dtype)
 
-    def store(self, key: Tensor, value: Tensor, cache: Tensor | RoundedCache, slot_mapping: Tensor) -> None:
-        """Write key and value [R, kv_heads, D] to slots of cache [2, num_blocks, block_size, kv_heads, D]."""
-        if isinstance(cache, RoundedCache):
-            (key, value), cache = cache.rounded(key, value), cache.data
-        slots = cache.view(2, -1, *cache.shape[3:])
-        slots[0].index_copy_(0, slot_mapping, key.to(cache.dtype))
-        slots[1].index_copy_(0, slot_mapping, value.to(cache.dtype))
-
     def rope(self, x: Tensor, num_heads: int, head_dim: int, rows: ForwardBatch, rope_table: RopeTable) -> Tensor:
         width = num_heads * head_dim
         heads = x[:, :width].reshape(len(x), num_heads, head_dim)
@@ -206,13 +199,15 @@ class RefOps:
         qkv: Tensor,
         heads: Heads,
         rows: ForwardBatch,
-        cache: Tensor | RoundedCache,
+        cache: LayerCache,
         rope_table: RopeTable | None = None,
         q_norm: HeadNorm | None = None,
         k_norm: HeadNorm | None = None,
     ) -> Tensor:
-        parts = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-        query, key, value = torch.split(qkv.view(qkv.shape[0], -1, heads.head_dim), parts, dim=1)
+        by_kind = [heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim]
+        query, key, rest = torch.split(qkv, [*by_kind, qkv.shape[1] - sum(by_kind)], dim=1)
+        query, key = (part.reshape(len(qkv), -1, heads.head_dim) for part in (query, key))
+        value = rest.reshape(len(qkv), -1, heads.value_size) if rest.shape[1] else None
         if q_norm is not None:
             query = self.rms_norm(query, *q_norm)
         if k_norm is not None:
@@ -220,12 +215,11 @@ class RefOps:
         if rope_table is not None:
             angles = self.angles(rows, rope_table)
             query, key = self.turn(query, *angles), self.turn(key, *angles)
-        if isinstance(cache, RoundedCache):
-            cache.rope_table = rope_table
-        self.store(key, value, cache, rows.slot_mapping)
+        cache.rope_table = rope_table
+        cache.store(key, value, rows.slot_mapping[cache.kind])
         if rows.copies is not None:
             row_ids, slots = rows.copies
-            self.store(key[row_ids], value[row_ids], cache, slots)
+            cache.store(key[row_ids], None if value is None else value[row_ids], slots)
         return query.flatten(1)
 
     def attention(
@@ -233,7 +227,7 @@ class RefOps:
         query: Tensor,
         heads: Heads,
         rows: ForwardBatch,
-        cache: Tensor | RoundedCache,
+        cache: LayerCache,
         scale: float,
         window: int | None = None,
         softcap: float = 0.0,
@@ -241,8 +235,7 @@ class RefOps:
         chunked: bool = False,
     ) -> Tensor:
         window = -window if chunked and window else window
-        if isinstance(cache, RoundedCache):
-            cache.needs_scores, cache = softcap > 0 or sinks is not None, cache.data
+        cache.needs_scores = cache.needs_scores or softcap > 0 or sinks is not None
         by_head = query.view(query.shape[0], heads.num_heads, heads.head_dim)
         return paged.attention(by_head, cache, rows, scale, window, softcap, sinks).to(self.dtype).flatten(1)
 

@@ -14,17 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, HostLogits
+from headrace.backends.base import Chunks
 from headrace.backends.key_means import LENGTH, NUM_SEQS, probe_tokens
+from headrace.backends.logits import HostLogits
 from headrace.backends.torch_ref.batch import make_forward_batch
+from headrace.backends.torch_ref.cache import make_caches
 from headrace.backends.torch_ref.ops import RefOps
-from headrace.backends.torch_ref.rounded import KINDS, RoundedCache
+from headrace.protocol.kinds import CacheKind
 
 UNBOUNDED = 2**31
 
 
 class EagerProgram:
-    """`Program` of torch_ref. The cache is [layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
+    """`Program` of torch_ref, over a cache for each layer."""
 
     max_rows = UNBOUNDED
     max_logits = UNBOUNDED
@@ -33,46 +35,55 @@ class EagerProgram:
         self,
         model: Any,
         ops: RefOps,
-        kv: Tensor,
+        pool_sizes: Sequence[int],
+        block_size: int,
         num_threads: int,
         layers: Sequence[int] = (),
         kv_dtype: str = "float32",
     ) -> None:
-        self.model, self.ops, self.kv = model, ops, kv
-        self._caches: Any = [RoundedCache(layer, kv_dtype) for layer in kv] if kv_dtype in KINDS else kv
+        self.model, self.ops = model, ops
+        self.kinds: tuple[CacheKind, ...] = model.kinds
+        self.pool_sizes, self.block_size = tuple(pool_sizes), block_size
+        self.num_blocks = self.pool_sizes[0]
+        self.caches = make_caches(model.cache_shapes, self.pool_sizes, block_size, kv_dtype, ops.device)
         self.num_threads = num_threads
         self.vocab_size: int = model.vocab_size
-        self.num_blocks, self.block_size = kv.shape[2], kv.shape[3]
         self._hidden: Tensor | None = None
-        self._layers, self._streams = layers, [kv.new_empty(0)] * len(layers)
+        self._layers, self._streams = layers, [torch.empty(0)] * len(layers)
 
     def measure_keys(self, max_len: int) -> None:
         """Run the probe over a float32 cache, and set each layer's mean key."""
         length = min(LENGTH, max_len)
-        sizes = (len(self.kv), 2, NUM_SEQS, length, *self.kv.shape[4:])
-        probe = EagerProgram(self.model, self.ops, self.kv.new_zeros(sizes), self.num_threads)
-        probe._caches = [RoundedCache(layer, "float32") for layer in probe.kv]
+        probe = EagerProgram(self.model, self.ops, [NUM_SEQS] * len(self.kinds), length, self.num_threads)
         tokens = probe_tokens(self.vocab_size, length)
         # A drafter sees zeros beside its tokens, as on the native backend.
         features = np.zeros((NUM_SEQS * length, self.model.feature_size), np.float32)
         probe.forward(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)]), [], features)
-        for cache, probed in zip(self._caches, probe._caches, strict=True):
+        for cache, probed in zip(self.caches, probe.caches, strict=True):
             cache.learn_mean(probed, NUM_SEQS, length)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def _parts(self, kind: int | None) -> list[Tensor]:
+        caches = {id(cache): cache for cache in self.caches if kind in (cache.kind, None)}
+        return [part for cache in caches.values() for part in cache.parts()]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         with torch.inference_mode():
-            for source, target in pairs:
-                self.kv[:, :, target] = self.kv[:, :, source]
+            for part in self._parts(kind):
+                for source, target in pairs:
+                    part[target] = part[source]
 
-    def read_block(self, block: int) -> bytes:
-        """Return all that a block of the cache holds."""
-        return self.kv[:, :, block].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    def read_block(self, block: int, kind: int | None = None) -> bytes:
+        """Return all that a block holds, in one kind or in every kind."""
+        parts = [part[block].contiguous().view(torch.uint8).cpu().numpy() for part in self._parts(kind)]
+        return b"".join(part.tobytes() for part in parts)
 
-    def write_block(self, block: int, data: bytes) -> None:
+    def write_block(self, block: int, data: bytes, kind: int | None = None) -> None:
         """Set a block to what `read_block` returned."""
-        part = self.kv[:, :, block]
         with torch.inference_mode():
-            part.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(part.dtype).view(part.shape))
+            for part in self._parts(kind):
+                to = part[block]
+                raw, data = data[: to.nbytes], data[to.nbytes :]
+                to.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(to.dtype).view(to.shape))
 
     @torch.inference_mode()
     def forward(
@@ -81,11 +92,11 @@ class EagerProgram:
         before = torch.get_num_threads()
         torch.set_num_threads(self.num_threads)
         try:
-            batch = make_forward_batch(chunks, self.block_size, self.kv.device)
+            batch = make_forward_batch(chunks, self.block_size, self.ops.device, len(self.kinds))
             if features is not None:
-                batch.features = torch.from_numpy(features).to(self.kv.device, self.ops.dtype)
+                batch.features = torch.from_numpy(features).to(self.ops.device, self.ops.dtype)
             streams: list[Tensor] = []
-            self._hidden = hidden = self.model.forward(batch, self._caches, streams if self._layers else None)
+            self._hidden = hidden = self.model.forward(batch, self.caches, streams if self._layers else None)
             self._streams = [streams[layer] for layer in self._layers]
             # A chunk without logits is checked too: what it wrote to the cache must not be published (R-17).
             finite = [bool(part.all()) for part in torch.split(torch.isfinite(hidden).all(dim=-1), batch.lens)]
@@ -109,12 +120,12 @@ class EagerProgram:
     def features(self, rows: list[int]) -> NDArray[np.float32]:
         if not self._layers:
             return self.hidden_states(rows)
-        row_ids = torch.tensor(rows, dtype=torch.int64, device=self.kv.device)
+        row_ids = torch.tensor(rows, dtype=torch.int64, device=self.ops.device)
         features: NDArray[np.float32] = torch.cat([x[row_ids] for x in self._streams], dim=1).float().cpu().numpy()
         return features
 
     def close(self) -> None:
-        self.kv, self._caches, self._hidden, self._streams = self.kv.new_empty(0), [], None, []
+        self.caches, self._hidden, self._streams = [], None, []
 
     def _logits(self, rows: list[int]) -> HostLogits:
         if not rows or self._hidden is None:

@@ -16,8 +16,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Draw
 from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.logits import Draw
 from headrace.sampling import filters, noise
 
 MARGIN = 1e-9

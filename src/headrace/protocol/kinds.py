@@ -1,0 +1,16 @@
+"""`CacheKind`: how far back a layer looks, and so what the cache keeps for it. Knows neither layers nor pools.
+
+Blocks of `block_size` positions are kept for a layer that attends, a slot for one that carries a state from token to
+token. Each kind of a model has a pool of its own; kind 0 has blocks (docs/adr/0026-kinds-of-cache.md).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CacheKind(msgspec.Struct, frozen=True):
+    """A layer sees `window` positions, its own included (0: all), or one state alone."""
+
+    window: int = 0
+    is_state: bool = False
