@@ -88,6 +88,7 @@ void route(const HrArgs_route* a, HrTask* task) {
             if (a->scale != 1) w = mul(w, factor);
             store_n(weights + i, add(w, bad), n);
         });
+        for (int64_t i = 0; a->factors && i < k; i++) weights[i] *= a->factors[ids[i]];
     });
 }
 

@@ -229,11 +229,11 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *     score SOFTMAX: e[i] = exp(x[i] - max x), s[i] = e[i] / lanes sum of e;  SIGMOID: e[i] = s[i] = 1 / (1 + exp(-x[i]))
  * the choice is x[i], or s[i] + bias[i] with a bias. Of num_groups > 1 groups of num_experts / num_groups experts only those
  * top_groups take part whose group_top (1 or 2) greatest choices have the greatest sum, equal ones the lower group.
- * weight = e / sum, times scale unless that is 1; sum is, with renormalise, that of the chosen e (lanes, in the order of ids),
+ * weight = e / sum, times scale unless that is 1, times factors[i] where they are given; sum is, with renormalise, that of the chosen e (lanes, in the order of ids),
  * else that of all e (SOFTMAX), or 1 (SIGMOID). */
 #define HR_FIELDS_route(P, I, F)                                                                                        \
     I(dim) P(const float*, x) I(ld_x) I(num_experts) I(top_k) I(score) P(const float*, bias) I(num_groups) I(top_groups) \
-    I(group_top) I(renormalise) F(scale) P(int32_t*, ids) P(float*, weights)
+    I(group_top) I(renormalise) F(scale) P(const float*, factors) P(int32_t*, ids) P(float*, weights)
 /* begin[e] ... begin[e + 1] - 1 are the pairs of expert e; rows[p], pair_weights[p]: the row of a pair and its weight;
  * places[r * top_k + j]: the pairs of a row, ascending. dims[HR_DIM_PAIRS] = their number. num_experts is at most HR_MAX_EXPERTS. */
 #define HR_FIELDS_moe_group(P, I, F)                                                                                 \

@@ -73,8 +73,8 @@ class Routing(NamedTuple):
     score: softmax over all experts, or sigmoid of each. bias [E] is added to the scores for the choice alone. groups
     (number, chosen, top): the experts lie in `number` groups of equal size; only those `chosen` take part whose `top`
     (1 or 2) best experts have the greatest sum. Of equal ones the lower id is chosen. renormalise: the weights of the
-    chosen are divided by their sum. scale multiplies the weights. scale_input: the weight multiplies what goes into the
-    expert, and not what comes out.
+    chosen are divided by their sum. scale multiplies the weights, factors [E] those of each expert. scale_input: the
+    weight multiplies what goes into the expert, and not what comes out.
     """
 
     top_k: int
@@ -84,6 +84,7 @@ class Routing(NamedTuple):
     renormalise: bool = True
     scale: float = 1.0
     scale_input: bool = False
+    factors: Array | None = None
 
 
 class Matrix(Protocol):
@@ -213,6 +214,10 @@ class Ops(Protocol):
         """x [R, W] * factor."""
         ...
 
+    def columns(self, x: Array, first: int, width: int) -> Array:
+        """Columns first ... first + width - 1 of x [R, W]."""
+        ...
+
     def softcap(self, x: Array, cap: float) -> Array:
         """cap * tanh(x / cap), in float32."""
         ...
@@ -225,8 +230,10 @@ class Ops(Protocol):
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
+        seen: Array | None = None,
     ) -> Array:
         """Sum over a row's best experts e, in ascending id, of weight * down[e](gated(gate_up[e](x))). -> [R, H].
+        `seen` [R, H]: what the router sees, where that is not x.
 
         Raises `CheckpointError` for a routing or a form of the matrices that the backend has no kernels for.
         """

@@ -66,8 +66,8 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """Rows of `width` floats of `item_bytes` bytes in the first columns of `buffer`. Models may add two values, no
-    more. `codes` are its codes in each form in which a node reads them."""
+    """Rows of `width` floats of `item_bytes` bytes in the columns of `buffer` from `column` on. Models may add two
+    values, no more. `codes` are its codes in each form in which a node reads them."""
 
     graph: Graph
     buffer: Buffer
@@ -76,6 +76,12 @@ class Value:
     node: Node | None = None
     num_uses: int = 0
     codes: dict[Hashable, Any] = field(default_factory=dict)
+    column: int = 0
+
+    @property
+    def at(self) -> Any:
+        """Where its first number lies, as a node's field."""
+        return ("column", self.buffer, self.column) if self.column else self.buffer
 
     @property
     def dim(self) -> int:
@@ -129,10 +135,16 @@ class Graph:
         buffer.last = len(self.nodes)
         return buffer
 
-    def read(self, value: Value) -> Buffer:
-        """Return the floats of `value`, which the next node reads."""
+    def read(self, value: Value) -> Any:
+        """Return the field of a node for the floats of `value`, which the next node reads."""
         value.num_uses += 1
-        return self.touch(value.buffer)
+        self.touch(value.buffer)
+        return value.at
+
+    def columns(self, value: Value, first: int, width: int) -> Value:
+        """Return columns first ... first + width - 1 of `value`, where they lie."""
+        value.num_uses += 1
+        return Value(self, value.buffer, width, value.item_bytes, column=value.column + first)
 
     def put(self, op: str, dim: int, out: Value | None, fields: dict[str, Any], **facts: Any) -> Node:
         """Append a node. `out` is the value that it makes."""
@@ -147,7 +159,7 @@ class Graph:
         if self._adds_residual(y) and x.buffer is not y.buffer and x.item_bytes == y.item_bytes:
             x.num_uses += 1
             x.buffer.last = max(x.buffer.last, len(self.nodes) - 1)
-            self.nodes[-1].fields |= {"residual": x.buffer, "ld_res": x.ld}
+            self.nodes[-1].fields |= {"residual": x.at, "ld_res": x.ld}
             return y
         out = self.value(x.width, x.dim, max(x.item_bytes, y.item_bytes))
         fields = {"x": self.read(x), "ld_x": x.ld, "y": self.read(y), "ld_y": y.ld, "width": x.width}

@@ -208,8 +208,9 @@ class Experts:
         ]
         self.down = [weights.linear([f"{n}.{down}"], inner, [hidden]) for n in names]
 
-    def __call__(self, x: Array) -> Array:
-        return self.ops.experts(x, self.router, self.routing, self.gate_up, self.down, self.kind)
+    def __call__(self, x: Array, seen: Array | None = None) -> Array:
+        """`seen`: what the router sees, where that is not x."""
+        return self.ops.experts(x, self.router, self.routing, self.gate_up, self.down, self.kind, seen)
 
 
 class SharedExperts:
@@ -252,7 +253,8 @@ class Decoder(Model):
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         """Set sizes and angles, which the parts read in their constructors."""
-        self.config, self.weights, self.ops = config, weights, ops
+        self.config, self.weights, self.ops, self.max_model_len = config, weights, ops, max_model_len
+        self._windowed: dict[int, tuple[LayerShape, int]] = {}
         self.hidden_size = config.integer("hidden_size")
         self.intermediate_size = config.integer("intermediate_size")
         self.num_heads = config.integer("num_attention_heads")
@@ -267,8 +269,6 @@ class Decoder(Model):
                 f"config.json: num_attention_heads {self.num_heads} is no multiple of "
                 f"num_key_value_heads {self.num_kv_heads}"
             )
-        self._windowed: dict[int, tuple[LayerShape, int]] = {}
-        self.max_model_len = max_model_len
         self.rope_table = self.make_rope_table(self.global_rope(config))
 
     def keep(self, layer_id: int, shape: LayerShape, window: int | None) -> None:

@@ -62,7 +62,10 @@ def frequencies_of(
 
     Raises `CheckpointError` for a rope_type that is not known.
     """
-    dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+    part = rope.number("partial_rotary_factor", 1.0)
+    if rope.values.get("rope_type") == "proportional" and 0 < part <= 1:
+        return _proportional(rope, rope.number("rope_theta", theta, low=1.0), head_dim, part), 1.0
+    dim = int(head_dim * part)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise CheckpointError(f"config.json: rope turns {dim} of {head_dim} numbers of a head, expected an even part")
     base = rope.number("rope_theta", theta, low=1.0)
@@ -78,6 +81,13 @@ def frequencies_of(
         "su": _longrope,
     }
     frequencies: tuple[F32, float] = rope.choice("rope_type", kinds)(rope, base, dim, max_positions, max_model_len)
+    return frequencies
+
+
+def _proportional(rope: ModelConfig, base: float, head_dim: int, part: float) -> F32:
+    """Gemma 4: all pairs of a head, of which only the first `part` turn."""
+    frequencies = _frequencies(base, head_dim) / np.float32(rope.number("factor", 1.0, low=1e-6))
+    frequencies[int(part * head_dim // 2) :] = 0
     return frequencies
 
 

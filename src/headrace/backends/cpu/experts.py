@@ -70,6 +70,7 @@ class Experts:
             "group_top": top,
             "renormalise": int(routing.renormalise),
             "scale": routing.scale,
+            "factors": routing.factors,
         }
         graph.put("route", x.dim, None, fields | {"ids": ids, "weights": weights})
         rows, pair_weights = graph.buffer(4, PAIRS), graph.buffer(4, PAIRS)
@@ -142,8 +143,9 @@ class Experts:
                 tables.setdefault(key, []).append(expert_id)
             for (is_wide, _, group), expert_ids in tables.items():
                 codes = None if is_wide else quantised(ordered, group)
-                buffers = (graph.read(ordered),) if codes is None else codes.buffers()
-                for buffer in (out.buffer, *buffers):
+                if codes is None:
+                    graph.read(ordered)
+                for buffer in (out.buffer, *(() if codes is None else codes.buffers())):
                     graph.touch(buffer)
                 calls = [product(experts[expert_id][place], ordered, codes) for expert_id in expert_ids]
                 at = {"out": ("column", out.buffer, column), "ld_out": out.ld}

@@ -100,19 +100,23 @@ class CpuOps:
 
     def norm_columns(self, x: Value, first: int, num: int, norm: HeadNorm) -> Value:
         # In place: the columns beside them stay where the next operator reads them.
-        buffer, width = self.graph.read(x), len(norm.weight)
-        at = ("column", buffer, first) if first else buffer
+        self.graph.read(x)
+        width, column = len(norm.weight), x.column + first
+        at = ("column", x.buffer, column) if column else x.buffer
         fields: dict[str, Any] = {"x": at, "ld_x": x.ld, "heads": num, "width": width, "out": at, "ld_out": x.ld}
         fields |= {"weight": norm.weight, "eps": norm.eps, "offset": norm.offset}
         self.graph.put("rms_norm", x.dim, None, fields | NO_Q)
-        return Value(self.graph, x.buffer, x.width, x.item_bytes)
+        return Value(self.graph, x.buffer, x.width, x.item_bytes, column=x.column)
+
+    def columns(self, x: Value, first: int, width: int) -> Value:
+        return self.graph.columns(x, first, width)
 
     def softcap(self, x: Value, cap: float) -> Value:
         # In place: the logits of a large vocabulary need not lie there twice.
         buffer = self.graph.read(x)
         fields = {"x": buffer, "ld_x": x.ld, "width": x.width, "cap": cap, "out": buffer, "ld_out": x.ld}
         node = self.graph.put("softcap", x.dim, None, fields)
-        return Value(self.graph, x.buffer, x.width, x.item_bytes, node, num_uses=1)
+        return Value(self.graph, x.buffer, x.width, x.item_bytes, node, num_uses=1, column=x.column)
 
     def activation(self, x: Value, kind: Activation) -> Value:
         out = self.graph.value(x.width, x.dim)
@@ -200,7 +204,7 @@ class CpuOps:
         fields |= {"positions": rows.positions, "slots": rows.slots[0], "eps": 0.0, "offset": 0.0, "kv_type": 0}
         pointers = ("q_norm", "k_norm", "copy_begin", "copy_slots", "k", "v", "k_scale", "v_scale", "k_mean")
         self.graph.put("rope_store", x.dim, None, fields | {"value_dim": 0} | dict.fromkeys(pointers))
-        return Value(self.graph, x.buffer, x.width, x.item_bytes)
+        return Value(self.graph, x.buffer, x.width, x.item_bytes, column=x.column)
 
     def rope_store(
         self,
@@ -234,7 +238,8 @@ class CpuOps:
             "k_mean": cache.key_mean,
         }
         node = self.graph.put("rope_store", qkv.dim, None, fields | cache.fields())
-        return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node)
+        width = heads.num_heads * heads.head_dim
+        return Value(self.graph, qkv.buffer, width, qkv.item_bytes, node, column=qkv.column)
 
     def attention(
         self,
@@ -276,9 +281,10 @@ class CpuOps:
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
+        seen: Value | None = None,
     ) -> Value:
         first, second = [cpu_matrix(matrix) for matrix in gate_up], [cpu_matrix(matrix) for matrix in down]
-        return Experts(self, routing, router.num_out).mix(x, self.linear(x, router), first, second, kind)
+        return Experts(self, routing, router.num_out).mix(x, self.linear(seen or x, router), first, second, kind)
 
     def _product(
         self,
@@ -294,7 +300,9 @@ class CpuOps:
         name, fields = product(matrix, x, codes)
         if out is None:
             out = self.graph.value(matrix.num_out, x.dim)
-        for buffer in (out.buffer, *(codes.buffers() if codes is not None else (self.graph.read(x),))):
+        if codes is None:
+            self.graph.read(x)
+        for buffer in (out.buffer, *(() if codes is None else codes.buffers())):
             self.graph.touch(buffer)
         at = ("column", out.buffer, column) if column else out.buffer
         if adds:

@@ -50,7 +50,7 @@ def product(matrix: CpuMatrix, x: Value, codes: Quantised | None) -> tuple[str, 
     if codes is not None:
         form = "weight_group" if matrix.kind == "i8" else "form"
         return f"linear_{matrix.kind}", fields | codes.fields() | {form: matrix.flag}
-    fields |= {"x": x.buffer, "ld_x": x.ld}
+    fields |= {"x": x.at, "ld_x": x.ld}
     if matrix.kind == "f":
         return "linear_f", fields | {"type": matrix.flag}
     return "linear_w", fields | {"kind": KIND_CODES[matrix.kind], "group": matrix.act_group, "form": matrix.flag}

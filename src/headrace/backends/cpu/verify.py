@@ -295,7 +295,10 @@ def _linear_each(view: View) -> Expected:
 def _route(view: View) -> Expected:
     bias = view.constant("bias")
     groups = (view["num_groups"], view["top_groups"], view["group_top"]) if view["num_groups"] > 1 else None
-    routing = Routing(view["top_k"], SCORE_NAMES[view["score"]], bias, groups, bool(view["renormalise"]), view["scale"])
+    routing = Routing(
+        view["top_k"], SCORE_NAMES[view["score"]], bias, groups, bool(view["renormalise"]), view["scale"],
+        factors=view.constant("factors"),
+    )  # fmt: skip
     weights, ids = view.ops.route(view.rows(view["num_experts"]), routing)
     return {"ids": ids, "weights": weights}
 

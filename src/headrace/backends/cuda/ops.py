@@ -68,6 +68,9 @@ class CudaOps:
     def scale(self, x: Value, factor: float) -> Value:
         return self._put("scale", x.width, x.dim, x=x, factor=factor)
 
+    def columns(self, x: Value, first: int, width: int) -> Value:
+        raise CheckpointError("backend cuda has no kernels for columns of a row; use cpu or torch_ref")
+
     def softcap(self, x: Value, cap: float) -> Value:
         return self._put("softcap", x.width, x.dim, item_bytes=4, x=x, cap=cap)
 
@@ -147,10 +150,11 @@ class CudaOps:
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
+        seen: Value | None = None,
     ) -> Value:
         if routing != Routing(routing.top_k, renormalise=routing.renormalise):
             raise CheckpointError(f"backend cuda has no kernels for experts chosen by {routing}; use cpu or torch_ref")
-        logits = self.linear(x, router)
+        logits = self.linear(seen or x, router)
         return self._put(
             "experts", x.width, x.dim, x=x, logits=logits, top_k=routing.top_k, renormalise=routing.renormalise,
             kind=kind, gate_up=self._stacked(gate_up), down=self._stacked(down),

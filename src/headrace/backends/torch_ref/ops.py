@@ -260,6 +260,9 @@ class RefOps:
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * x.new_tensor(factor)
 
+    def columns(self, x: Tensor, first: int, width: int) -> Tensor:
+        return x[:, first : first + width].contiguous()
+
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return elementwise(torch.tanh, x.float() / cap) * cap
 
@@ -279,7 +282,10 @@ class RefOps:
         ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
         weights = numbers.gather(1, ids)
         weights = weights / (row_sums(weights) if routing.renormalise else total)
-        return weights * routing.scale, ids
+        weights = weights * routing.scale
+        if routing.factors is not None:
+            weights = weights * routing.factors.float()[ids]
+        return weights, ids
 
     def _in_groups(self, choice: Tensor, num_groups: int, chosen: int, top: int) -> Tensor:
         """`choice` [R, E] with -inf for the experts of groups that take no part."""
@@ -297,8 +303,9 @@ class RefOps:
         gate_up: Sequence[Matrix],
         down: Sequence[Matrix],
         kind: Activation,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        weights, ids = self.route(self.linear(x, router), routing)
+        weights, ids = self.route(self.linear(x if seen is None else seen, router), routing)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_id in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert_id).nonzero(as_tuple=True)

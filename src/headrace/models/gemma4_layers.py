@@ -1,0 +1,98 @@
+"""The layers of Gemma 4: those with full attention have heads of their own size, the last read the cache of earlier
+ones, and experts may lie beside the MLP. Called by `gemma4_text`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, Routing, Rows
+from headrace.models.decoder import MAX_EXPERTS, Experts, GatedMLP, RMSNorm
+
+if TYPE_CHECKING:
+    from headrace.models.gemma4_text import Model
+
+
+class Attention:
+    """Queries and keys are normed, values too, by no weight; layer `source`, if any, has the keys and values."""
+
+    def __init__(self, model: Model, name: str, layer_id: int) -> None:
+        weights, ops, hidden, heads = model.weights, model.ops, model.hidden_size, model.num_heads
+        self.ops, self.layer_id, self.window = ops, layer_id, model.window(layer_id)
+        is_full, self.source = self.window is None, model.source(layer_id)
+        size, kv_heads = model.sizes(layer_id, is_full)
+        self.rope_table = model.full_rope_table if is_full else model.rope_table
+        self.heads = Heads(heads, kv_heads, size)
+        model.keep(layer_id, LayerShape(kv_heads, size, source=self.source), self.window)
+        bias = model.config.flag("attention_bias", False)
+        names, outs = ["q"], [heads * size]
+        if self.source is None:
+            values = "k" if is_full and model.config.flag("attention_k_eq_v", False) else "v"
+            names, outs = ["q", "k", values], [heads * size, kv_heads * size, kv_heads * size]
+            self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, model.eps).of_head
+            self.v_norm = HeadNorm(weights.constant(np.ones(size, np.float32)), model.eps, 0.0)
+        self.qkv = weights.linear([f"{name}.{part}_proj" for part in names], hidden, outs, bias=bias)
+        self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, model.eps).of_head
+        self.out = weights.linear([f"{name}.o_proj"], heads * size, [hidden], bias=bias)
+
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        ops, cache, (num, kv_heads, size, _) = self.ops, kv[self.layer_id], self.heads
+        query = ops.linear(x, self.qkv)
+        if self.source is None:
+            qkv = ops.norm_columns(query, (num + kv_heads) * size, kv_heads, self.v_norm)
+            query = ops.rope_store(qkv, self.heads, rows, cache, self.rope_table, self.q_norm, self.k_norm)
+        else:
+            query = ops.rope(ops.norm_columns(query, 0, num, self.q_norm), num, size, rows, self.rope_table)
+        return ops.linear(ops.attention(query, self.heads, rows, cache, 1.0, self.window), self.out)
+
+
+class Mixture:
+    """norm(mlp(norm(x))) + norm(experts(norm(x))), of which the router sees x by a norm of its own."""
+
+    def __init__(self, model: Model, name: str) -> None:
+        config, weights, hidden = model.config, model.weights, model.hidden_size
+        self.ops, self.eps, self.factor = model.ops, model.eps, hidden**-0.5
+        num = config.integer("num_experts", high=MAX_EXPERTS)
+        factors = weights.tensor(f"{name}.router.per_expert_scale", (num,))
+        routing = Routing(config.integer("top_k_experts", high=num), factors=factors)
+        inner = config.integer("moe_intermediate_size")
+        self.experts = Experts(model, name, num, inner, routing, router="router.proj")
+        self.weight = weights.tensor(f"{name}.router.scale", (hidden,))
+        self.norms = [model.make_norm(f"{name}.{part}_feedforward_layernorm_2") for part in ("pre", "post")]
+        self.mlp_norm = model.make_norm(f"{name}.post_feedforward_layernorm_1")
+
+    def __call__(self, x: Array, dense: Array) -> Array:
+        seen = self.ops.scale(self.ops.rms_norm(x, self.weight, self.eps), self.factor)
+        return self.mlp_norm(dense) + self.norms[1](self.experts(self.norms[0](x), seen))
+
+
+class Layer:
+    """x += norm(attention(norm(x))); x += norm(mlp(norm(x))); x += norm(project(extra * act(gate(x)))); x *= scalar."""
+
+    def __init__(self, model: Model, name: str, layer_id: int) -> None:
+        weights, hidden, width, wide = model.weights, model.hidden_size, model.extra_width, model.intermediate_size
+        self.ops, self.kind, norm = model.ops, model.activation, model.make_norm
+        self.attention = Attention(model, f"{name}.self_attn", layer_id)
+        if self.attention.source is not None and model.config.flag("use_double_wide_mlp", False):
+            wide *= 2
+        self.mlp = GatedMLP(model, f"{name}.mlp", inner=wide)
+        self.mixture = Mixture(model, name) if model.config.flag("enable_moe_block", False) else None
+        self.norms = [norm(f"{name}.{part}_layernorm") for part in ("input", "post_attention", "pre_feedforward")]
+        self.last_norm = norm(f"{name}.post_feedforward_layernorm")
+        if width:
+            self.gate = weights.linear([f"{name}.per_layer_input_gate"], hidden, [width])
+            self.project = weights.linear([f"{name}.per_layer_projection"], width, [hidden])
+            self.extra_norm = norm(f"{name}.post_per_layer_input_norm")
+        self.scalar = float(weights.tensor(f"{name}.layer_scalar", (1,)).item())
+
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache], extra: Array | None = None) -> Array:
+        before, after, mlp_norm = self.norms
+        x = x + after(self.attention(before(x), rows, kv))
+        mixed = self.mlp(mlp_norm(x))
+        x = x + self.last_norm(mixed if self.mixture is None else self.mixture(x, mixed))
+        if extra is not None:
+            gated = self.ops.multiply(extra, self.ops.linear(x, self.gate), self.kind)
+            x = x + self.extra_norm(self.ops.linear(gated, self.project))
+        return self.ops.scale(x, self.scalar)
