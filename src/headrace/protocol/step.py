@@ -164,6 +164,13 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     whose hidden states are pooled: the kind, and the numbers in `StepResult.pooled` for the rows before. `drafts[i]`
     are draft tokens to verify after chunk i. `ended` are sequence ids that the drafter can forget. `asks`: the result
     should have drafts for the sequences that sample, and `histories` has the tokens of all that may get one.
+
+    `block_tables` and `copies` are those of kind 0 (`protocol.kinds`). `more_tables[k - 1]` and `more_copies[k - 1]`
+    are those of block kind k, in the same forms. An entry of -1 stands for a block that was freed, since it lies wholly
+    behind the window of its kind; no row of the step sees it. With a state kind, `state_reads[i]` is the slot of the
+    state before chunk i's first row, -1 if its sequence begins there; `state_writes` are (row of the step, slot) pairs,
+    rows ascending: the state after that row goes to the slot. Rows count chunks one after the other, each with its
+    draft tokens behind it.
     """
 
     step_id: int
@@ -183,6 +190,10 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     drafts: dict[int, Draft] = {}
     ended: list[int] = []
     asks: bool = False
+    more_tables: list[list[list[int]]] = []
+    more_copies: list[list[tuple[int, int]]] = []
+    state_reads: list[int] = []
+    state_writes: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         return len(self.seq_ids)
