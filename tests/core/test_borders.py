@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -350,7 +351,7 @@ def test_what_protected_searches_and_sequences_claim_is_added_up() -> None:
     bench = Bench(num_blocks=60)
     alone, _ = bench.add("a", 8, max_tokens=25)
     search, _ = bench.add("b", [7] * 8, max_tokens=8, ignore_eos=True, beam=BeamSearchParams(beam_width=3))
-    claims = bench.scheduler.searches.claims
+    claims = partial(bench.scheduler.searches.claims, kind=bench.scheduler.tables.all_kinds[0])
     # Equal, so that to add them is neither to join their bits nor to take the larger.
     assert (claims([alone]), claims([search]), claims([search, alone])) == (8, 8, 16)
 

@@ -62,7 +62,7 @@ def tails_begin_without_the_copy(s, _):
     place = s.drafts.place
 
     def without(chunks, budget):
-        before = list(s.tables.copies)
+        before = [list(pairs) for pairs in s.tables.copies]
         placed = place(chunks, budget)
         s.tables.copies = before
         return placed

@@ -51,4 +51,4 @@ def test_the_command_replays_a_seed(monkeypatch, capsys):
     assert main() == 0
     log = capsys.readouterr().out
     assert log.startswith("0: world World(")
-    assert f"0 violations, digest {Simulation(5, overlapping=True).run(20).digest}" in log
+    assert f"0 violations, digest {Simulation(5, overlapping=True, kinds=True).run(20).digest}" in log

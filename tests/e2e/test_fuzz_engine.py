@@ -286,7 +286,7 @@ def test_I_13_random_requests_in_random_worlds(name: str, make_plain: Callable[[
 
 def copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks write to blocks that hold nothing of what they share."""
-    monkeypatch.setattr(BlockTables, "take_copies", lambda tables: tables.copies.clear() or [])
+    monkeypatch.setattr(BlockTables, "take_copies", lambda tables: [pairs.clear() or [] for pairs in tables.copies])
 
 
 def match_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:

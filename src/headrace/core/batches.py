@@ -13,14 +13,16 @@ def make_batch(
     step_id: int,
     ready: list[Sequence],
     chunks: list[tuple[Sequence, int]],
-    copies: list[tuple[int, int]],
+    copies: list[list[tuple[int, int]]],
     drafts: dict[int, Draft],
     ended: list[int],
     asks: bool = False,
+    has_state: bool = False,
 ) -> tuple[list[Sequence], ScheduledBatch]:
     """Return the sequences of a step, in its order, and its batch: one token of each of `ready`, then the `chunks`.
 
-    `drafts` are by sequence id. With `asks` the batch has the tokens of every sequence that may get draft tokens.
+    `copies` are those of each kind of blocks, `drafts` are by sequence id. With `asks` the batch has the tokens of
+    every sequence that may get draft tokens.
     """
     flight = ready
     starts = [s.num_computed + s.num_ahead for s in ready]
@@ -57,11 +59,11 @@ def make_batch(
         starts=starts,
         lens=lens,
         token_ids=token_ids,
-        block_tables=[s.block_table for s in flight],
+        block_tables=[s.tables[0] for s in flight],
         samples=samples,
         params=[s.params for s in flight],
         num_prompts=[s.num_prompt for s in flight],
-        copies=copies,
+        copies=copies[0],
         next_token_ids=nexts,
         histories=histories,
         states={i: s.state for i, s in special if s.state is not None and samples[i]},
@@ -70,7 +72,24 @@ def make_batch(
         ended=ended,
         asks=asks,
     )
+    if len(copies) > 1:
+        batch.more_tables = [[seq.tables[kind] for seq in flight] for kind in range(1, len(copies))]
+        batch.more_copies = copies[1:]
+    if has_state:
+        add_states(batch, flight)
     return flight, batch
+
+
+def add_states(batch: ScheduledBatch, flight: list[Sequence]) -> None:
+    """Add the columns of the state kind: one slot to read, and one to write after the last token and each guess."""
+    row = -1
+    for i, seq in enumerate(flight):
+        start, length = batch.starts[i], batch.lens[i]
+        batch.state_reads.append(seq.states.get(start, -1))
+        num_guesses = len(batch.drafts[i].token_ids) if i in batch.drafts else 0
+        row += length
+        batch.state_writes += [(row + k, seq.states[start + length + k]) for k in range(num_guesses + 1)]
+        row += num_guesses
 
 
 def pools_rows(seq: Sequence, length: int) -> bool:

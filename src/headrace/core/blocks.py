@@ -150,6 +150,13 @@ class BlockPool:
         self.cached[block] = True
         self.note(CACHED, (block,))
 
+    def forget(self, block: int) -> None:
+        """Uncache one block, whose prefix is not known any more."""
+        self.cached[block] = False
+        if block in self.evictable:
+            del self.evictable[block]
+            self.free.append(block)
+
     def forget_cached(self) -> None:
         """Uncache all blocks: evictable ones are free now, held ones when they are released."""
         self.free.extend(self.evictable)

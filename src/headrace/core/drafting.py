@@ -56,6 +56,9 @@ class Drafts:
                 continue
             # The last token of a sequence is never computed.
             draft = draft.cut(seq.max_len - 1 - len(seq.tokens), budget)
+            if not self.tables.is_plain:
+                # A tree's paths would need states and windows of their own.
+                draft = draft.subset(draft.paths()[0][: max(0, self.tables.max_chunk - length)])
             draft = self._with_blocks(seq, length, draft)
             if draft.token_ids:
                 placed[seq.seq_id] = draft
@@ -66,7 +69,9 @@ class Drafts:
         pool, tables = self.tables.pool, self.tables
         paths = draft.paths()
         trunk = [draft.token_ids[node] for node in paths[0]]
-        if not tables.grow(seq, length + len(trunk)):
+        if not tables.grow(seq, length + len(trunk), len(trunk)):
+            if tables.state is not None:
+                return Draft([])
             room = len(seq.block_table) * pool.block_size - seq.num_computed - length
             return Draft(trunk[: max(0, room)])
         if len(paths) == 1:
@@ -80,7 +85,7 @@ class Drafts:
         tails = [[blocks.pop() for _ in range(size)] for size in sizes]
         seq.tails = draft.tails = tails
         if num_whole * pool.block_size < seq.num_computed:
-            tables.copies += [(seq.block_table[num_whole], tail[0]) for tail in tails]
+            tables.copies[0] += [(seq.block_table[num_whole], tail[0]) for tail in tails]
         return draft
 
     def settle(self, batch: ScheduledBatch, flight: list[Sequence], result: StepResult) -> None:

@@ -19,14 +19,14 @@ from headrace.protocol.step import ScheduledBatch, StepResult
 class Step:
     """A step in flight, and its sequences in the order of its batch.
 
-    `num_older_pins` pins belong to the step before. `zombies` have ended since; this step is the last that uses their
-    blocks. Rows in `void` began at a token that was not drawn: their result counts for nothing. `has_dropped`: some
-    rows are void, or their sequences have ended.
+    Of each pool, `num_older_pins` pins belong to the step before. `zombies` have ended since; this step is the last
+    that uses their blocks. Rows in `void` began at a token that was not drawn: their result counts for nothing.
+    `has_dropped`: some rows are void, or their sequences have ended.
     """
 
     batch: ScheduledBatch
     seqs: list[Sequence]
-    num_older_pins: int
+    num_older_pins: list[int]
     zombies: list[Sequence] = field(default_factory=list)
     void: set[int] = field(default_factory=set)
     has_dropped: bool = False
@@ -35,8 +35,8 @@ class Step:
 class Flight:
     """The steps in flight, the oldest first. `Sequence.num_ahead` counts the tokens that they compute."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self.pool = pool
+    def __init__(self, pools: list[BlockPool]) -> None:
+        self.pools = pools
         self.steps: list[Step] = []
 
     def __bool__(self) -> bool:
@@ -50,10 +50,11 @@ class Flight:
         seqs = self.steps[0].seqs
         return 2 * sum(seq.runs_ahead for seq in seqs) >= len(seqs)
 
-    def begin(self, batch: ScheduledBatch, seqs: list[Sequence], num_older_pins: int) -> None:
+    def begin(self, batch: ScheduledBatch, seqs: list[Sequence], num_older_pins: list[int]) -> None:
         """Add a step. The pins beyond `num_older_pins` are its own."""
         self.steps.append(Step(batch, seqs, num_older_pins))
-        self.pool.is_busy = True
+        for pool in self.pools:
+            pool.is_busy = True
         for seq, length in zip(seqs, batch.lens, strict=True):
             seq.num_ahead += length
 
@@ -68,8 +69,9 @@ class Flight:
     def retire(self) -> Step:
         """Remove the oldest step, and release its pins. The caller releases its zombies."""
         step = self.steps.pop(0)
-        self.pool.is_busy = bool(self.steps)
-        self.pool.unpin(self.steps[0].num_older_pins if self.steps else len(self.pool.pins))
+        for kind, pool in enumerate(self.pools):
+            pool.is_busy = bool(self.steps)
+            pool.unpin(self.steps[0].num_older_pins[kind] if self.steps else len(pool.pins))
         for index, (seq, length) in enumerate(zip(step.seqs, step.batch.lens, strict=True)):
             if index not in step.void:
                 seq.num_ahead -= length

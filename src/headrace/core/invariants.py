@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from headrace.core.beams.searches import Searches
 from headrace.core.flight import Flight
+from headrace.core.kinds import Kind
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
@@ -19,23 +20,52 @@ from headrace.protocol.errors import InvariantError
 from headrace.protocol.step import Finish, ScheduledBatch
 
 
-def check_cache(cache: PrefixCache, sequences: Iterable[Sequence], running: Iterable[Sequence]) -> None:
-    """I-5: published blocks are full, known by their keys, and follow published blocks."""
-    roots = {entry.parent for entry in cache.entries.values()} - cache.blocks.keys()
-    # A parent that is no known block must be the root of some request. The roots of ended requests are not recorded,
-    # so look for a child of a forgotten block: its parent is a key, but not the root, of some live sequence.
-    for seq in sequences:
-        if roots.intersection(seq.keys[1:]):
-            raise InvariantError("I-5", f"a published block follows a block of {seq.request_id} that is not")
+def check_blocks(
+    tables: BlockTables, cache: PrefixCache, steps: Flight, sequences: Iterable[Sequence], running: list[Sequence]
+) -> None:
+    """I-1 ... I-5, I-7, I-8, I-19, I-21, I-22: the pools, the cache and the tables agree, for each kind."""
+    holders = [*running, *steps.zombies()]
+    for kind in tables.kinds:
+        # With the pins this is I-7 too: all that a step in flight may write is held.
+        blocks = [table[count_holes(table) :] for table in (seq.tables[kind.index] for seq in holders)]
+        if not kind.index:
+            blocks += [tail for seq in holders for tail in seq.tails]
+        kind.pool.check(blocks)
+    if tables.state is not None:
+        tables.state.pool.check(list(seq.states.values()) for seq in holders)
+    check_cache(cache, sequences, running, tables.windows[:1] != tables.kinds[:1])
+    check_tables(tables, holders, steps.stops())
+
+
+def count_holes(table: list[int]) -> int:
+    """Return how many blocks at the beginning of a table are freed."""
+    return next((index for index, block in enumerate(table) if block >= 0), len(table))
+
+
+def check_cache(
+    cache: PrefixCache, sequences: Iterable[Sequence], running: Iterable[Sequence], keeps_parents: bool = True
+) -> None:
+    """I-5: published blocks are full, known by their keys, and follow published blocks (unless kind 0 is a window,
+    which lets go of those first)."""
     cache.check()
     for seq in running:
         if seq.publish_at == NEVER:
             continue
         if seq.num_published != seq.num_computed // cache.pool.block_size:
             raise InvariantError("I-5", f"{seq.request_id} has published {seq.num_published} blocks")
-        for index, block in enumerate(seq.block_table[: seq.num_published]):
-            if cache.blocks.get(seq.keys[index + 1]) != block:
-                raise InvariantError("I-5", f"{seq.request_id}: block {block} is not the one known by its key")
+        for kind, table in enumerate(seq.tables if keeps_parents else seq.tables[:1]):
+            known = cache.others[kind - 1].known if kind else cache.blocks
+            for index, block in enumerate(table[: seq.num_published]):
+                if block >= 0 and known.get(seq.keys[index + 1]) != block:
+                    raise InvariantError("I-5", f"{seq.request_id}: block {block} is not the one known by its key")
+    if not keeps_parents:
+        return
+    roots = {entry.parent for entry in cache.entries.values()} - cache.blocks.keys()
+    # A parent that is no known block must be the root of some request. The roots of ended requests are not recorded,
+    # so look for a child of a forgotten block: its parent is a key, but not the root, of some live sequence.
+    for seq in sequences:
+        if roots.intersection(seq.keys[1:]):
+            raise InvariantError("I-5", f"a published block follows a block of {seq.request_id} that is not")
 
 
 def check_ledger(sequences: Mapping[str, Sequence], finished: Mapping[str, Finish], num_open: int) -> None:
@@ -75,22 +105,32 @@ def check_lists(
 
 
 def check_tables(tables: BlockTables, holders: Iterable[Sequence], stops: Mapping[int, int]) -> None:
-    """I-4, I-5, I-8, I-19: tables are as long as they must be, and what the steps in flight write is not shared.
+    """I-4, I-5, I-8, I-19, I-21, I-22: tables are as long as they must be, and what the steps in flight write is not
+    shared.
 
     `stops` are the positions of the sequences, by id, that are in flight.
     """
     for seq in holders:
-        _check_table(tables, seq, stops.get(seq.seq_id, seq.num_computed))
+        stop = stops.get(seq.seq_id, seq.num_computed)
+        for kind in tables.kinds:
+            _check_table(kind, seq, stop)
+        if tables.state is not None:
+            _check_states(tables.state, seq, stop)
 
 
-def _check_table(tables: BlockTables, seq: Sequence, num_slots: int) -> None:
-    pool, table = tables.pool, seq.block_table
-    num_scheduled, most = num_slots - seq.num_computed, tables.worst_case(seq)
+def _check_table(kind: Kind, seq: Sequence, num_slots: int) -> None:
+    pool, table = kind.pool, seq.tables[kind.index]
+    num_scheduled, most = num_slots - seq.num_computed, kind.worst_case(seq)
+    num_holes = count_holes(table)
+    behind = kind.behind(seq.num_computed) if table else 0
+    is_late = seq.status is Status.RUNNING and num_holes < behind
+    if num_holes > behind or is_late or -1 in table[num_holes:]:
+        raise InvariantError("I-21", f"{seq.request_id}: {table} after {seq.num_computed} tokens, window {kind.window}")
     if seq.status is Status.RUNNING and not 0 <= seq.num_ahead <= num_scheduled:
         raise InvariantError("I-8", f"{seq.request_id} computes {seq.num_ahead} tokens, {num_scheduled} in flight")
-    if len(table) != pool.blocks_for(num_slots) or len(set(table)) != len(table):
+    if len(table) != pool.blocks_for(num_slots) or len(set(table[num_holes:])) != len(table) - num_holes:
         raise InvariantError("I-8", f"{seq.request_id} has {num_slots} slots in blocks {table}")
-    if len(table) > most or most > pool.num_blocks:
+    if (len(table) > most and not kind.window) or most > pool.num_blocks:
         raise InvariantError("I-19", f"{seq.request_id} holds {len(table)} blocks of {most}")
     unfilled = table[seq.num_computed // pool.block_size :]
     # A beam may wait on a block that another has filled: the beam copies it before it writes, which I-4 covers.
@@ -100,6 +140,18 @@ def _check_table(tables: BlockTables, seq: Sequence, num_slots: int) -> None:
         for block in (*unfilled, *(block for tail in seq.tails for block in tail)):
             if pool.refs[block] - pool.pins.count(block) != 1 or pool.cached[block]:
                 raise InvariantError("I-4", f"block {block} is shared or cached and {seq.request_id} writes it")
+
+
+def _check_states(kind: Kind, seq: Sequence, num_slots: int) -> None:
+    """I-22: there is a state after the computed tokens, and after those in flight; none that is shared is written."""
+    done, pool = seq.num_computed, kind.pool
+    if seq.status is Status.RUNNING and done and done not in seq.states:
+        raise InvariantError("I-22", f"{seq.request_id} has states after {list(seq.states)} tokens, not after {done}")
+    if num_slots > done and num_slots not in seq.states:
+        raise InvariantError("I-22", f"{seq.request_id} has no slot for the state after {num_slots} tokens")
+    for num, slot in seq.states.items():
+        if num > done and (pool.refs[slot] - pool.pins.count(slot) != 1 or pool.cached[slot]):
+            raise InvariantError("I-22", f"slot {slot} is shared or cached and {seq.request_id} writes it")
 
 
 def check_sequences(sequences: Iterable[Sequence], searches: Searches, max_overtaking: int) -> None:
@@ -119,7 +171,7 @@ def _check_sequence(seq: Sequence, has_candidates: bool, max_overtaking: int) ->
     is_complete = seq.status is not Status.FINISHED and seq.num_computed >= len(seq.tokens) + has_candidates
     if len(seq.tokens) > seq.max_len or is_complete:
         raise InvariantError("I-12", f"{name}: {seq.num_computed} computed of {len(seq.tokens)}, max {seq.max_len}")
-    if seq.status is Status.WAITING and (seq.block_table or seq.num_computed):
+    if seq.status is Status.WAITING and (any(seq.tables) or seq.states or seq.num_computed):
         raise InvariantError("I-8", f"{name} waits and holds blocks")
     limit = (seq.num_preemptions + seq.num_forced) * seq.max_len
     if seq.num_preemptions > 2 or seq.num_recomputed > limit:
@@ -130,7 +182,7 @@ def _check_sequence(seq: Sequence, has_candidates: bool, max_overtaking: int) ->
 
 def check_searches(searches: Searches, sequences: Mapping[str, Sequence], max_num_seqs: int) -> None:
     """I-10, I-15, I-19: the beams of a search are complete, stay together, and have room to run."""
-    block_size, num_blocks = searches.block_size, searches.tables.pool.num_blocks
+    kind = searches.tables.all_kinds[0]
     for name, search in searches.open.items():
         first = search.live[0]
         if sequences.get(name) is not first or any(searches.get(seq) is not search for seq in search.live):
@@ -140,28 +192,51 @@ def check_searches(searches: Searches, sequences: Mapping[str, Sequence], max_nu
         absent = first.status if not search.pending else Status.WAITING
         if any(seq.status is not absent or seq.arrival != first.arrival for seq in search.live[1:]):
             raise InvariantError("I-10", f"{name}: a beam is not where the others are")
-        num_held, claim = search.blocks()[0], search.claim(block_size)
-        if num_held > claim or claim > num_blocks:
+        num_held, claim = search.blocks()[0], search.claim(kind)
+        if (num_held > claim and not kind.window) or claim > kind.pool.num_blocks:
             raise InvariantError("I-19", f"{name}: the beams hold {num_held} blocks of {claim}")
     if len(searches.running) + searches.num_absent() > max_num_seqs:
         raise InvariantError("I-15", f"{searches.num_absent()} beams to come have no room to run")
 
 
 def check_steps(
-    steps: Flight, running: Iterable[Sequence], num_stalled: int, max_num_seqs: int, max_num_batched_tokens: int
+    steps: Flight,
+    running: Iterable[Sequence],
+    windows: list[Kind],
+    num_stalled: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
 ) -> None:
     """I-7, I-15, I-16: the steps in flight are within their budgets, and all that they use is held; without any there
     are no pins, and no sequence has tokens in one."""
-    num_ahead, pool = sum(seq.num_ahead for seq in running), steps.pool
-    if not steps and (num_ahead or pool.pins):
-        raise InvariantError("I-7", f"{num_ahead} tokens and {len(pool.pins)} pins remain of a retired step")
+    num_ahead, num_pins = sum(seq.num_ahead for seq in running), sum(len(pool.pins) for pool in steps.pools)
+    if not steps and (num_ahead or num_pins):
+        raise InvariantError("I-7", f"{num_ahead} tokens and {num_pins} pins remain of a retired step")
+    has_failed = any(pool.has_failed for pool in steps.pools)
     for step in steps.steps:
-        check_batch(step.batch, 0 if pool.has_failed else num_stalled, max_num_seqs, max_num_batched_tokens)
-        tables = [*step.batch.block_tables, *(tail for draft in step.batch.drafts.values() for tail in draft.tails)]
-        used = {block for table in (*tables, *step.batch.copies) for block in table}
-        freed = [block for block in used if not pool.refs[block]]
-        if freed:
-            raise InvariantError("I-7", f"blocks {freed} are free, and step {step.batch.step_id} uses them")
+        check_batch(step.batch, 0 if has_failed else num_stalled, max_num_seqs, max_num_batched_tokens)
+        for index, (pool, used) in enumerate(zip(steps.pools, used_by(step.batch, windows), strict=False)):
+            freed = [block for block in used if not pool.refs[block]]
+            if freed:
+                raise InvariantError(
+                    "I-7", f"blocks {freed} of kind {index} are free, and step {step.batch.step_id} uses them"
+                )
+
+
+def used_by(batch: ScheduledBatch, windows: list[Kind]) -> list[set[int]]:
+    """Return the blocks of each kind that a step reads or writes, and the slots if there are states."""
+    behind = {kind.index: kind.behind for kind in windows}
+    used: list[set[int]] = []
+    for index, (tables, copies) in enumerate(
+        zip([batch.block_tables, *batch.more_tables], [batch.copies, *batch.more_copies], strict=True)
+    ):
+        firsts = [behind[index](start) for start in batch.starts] if index in behind else [0] * len(batch)
+        seen = [table[first:] for table, first in zip(tables, firsts, strict=True)]
+        used.append({block for table in (*seen, *copies) for block in table})
+    used[0].update(block for draft in batch.drafts.values() for tail in draft.tails for block in tail)
+    if batch.state_reads:
+        used.append({*batch.state_reads, *(slot for _, slot in batch.state_writes)} - {-1})
+    return used
 
 
 def check_batch(batch: ScheduledBatch, num_stalled: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:

@@ -6,11 +6,21 @@ Knows the columns of a step and decides nothing. Called by the scheduler alone.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
-from headrace.core.beams.searches import Searches
+from headrace.core.beams.searches import Row, Searches
 from headrace.core.blocks import BlockPool
 from headrace.core.sequence import Sequence
 from headrace.protocol.step import ScheduledBatch, Stats, StepOutput, StepResult
+
+
+def computed_rows(rows: Iterable[Row], deferred: set[int], has_state: bool) -> list[Row]:
+    """Return the rows of a step with what the chunks `deferred` have computed: all but the last token, and nothing
+    sampled. A state can not go back by one token, so that of a model with states nothing counts."""
+    return [
+        (seq, 0 if has_state else length - 1, False, token) if index in deferred else (seq, length, sampled, token)
+        for index, (seq, length, sampled, token) in enumerate(rows)
+    ]
 
 
 def output_of(
@@ -61,13 +71,15 @@ def add_rare(
                 output.pooled[seq.request_id] = vector
 
 
-def stats_of(counters: Stats, pool: BlockPool, searches: Searches, num_waiting: int) -> Stats:
+def stats_of(counters: Stats, pools: list[BlockPool], searches: Searches, num_waiting: int) -> Stats:
     """Return a copy of `counters` with the present gauges."""
     stats = copy.copy(counters)
     stats.num_running = searches.num_requests()
     stats.num_waiting = num_waiting
-    stats.num_blocks_held = pool.num_held
-    stats.num_blocks_cached = len(pool.evictable)
+    stats.num_blocks_held = pools[0].num_held
+    stats.num_blocks_cached = len(pools[0].evictable)
+    if len(pools) > 1:
+        stats.more_blocks = [(pool.num_blocks, pool.num_held, len(pool.evictable)) for pool in pools[1:]]
     stats.num_beam_blocks, stats.num_beam_blocks_unshared = searches.blocks()
     stats.num_accepted_per_pos = list(counters.num_accepted_per_pos)
     return stats

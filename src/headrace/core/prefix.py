@@ -4,6 +4,9 @@ A full block is known by a keyed BLAKE2b of (key of all before it, its token ids
 salt and the fingerprint of model and cache. Knows ints and bytes: no requests, no model. The secret key is an argument,
 since the core draws no randomness. Whole blocks are found by walking keys, the next block by its first token; that one
 is reused as far as it agrees, so that reuse is by token, as in a radix tree (SGLang, arXiv:2312.07104, section 3).
+
+A model with several kinds of cache needs something of each where a sequence begins. A key is known while its block of
+kind 0 is cached; the other kinds' blocks and states are known by the same key, and are forgotten with it.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
 from headrace.core.blocks import BlockPool
+from headrace.core.kinds import Kind
 from headrace.protocol.errors import InvariantError
 
 MAX_CANDIDATES = 8
@@ -36,9 +41,10 @@ class Entry(NamedTuple):
 class Miss(IntEnum):
     """Why a lookup returned no more tokens: it lacks none; nothing follows the root; the cached tokens differ; the
     block was evicted; the tokens after the last whole block were not published; the request needs every row computed
-    (as for `prompt_logprobs`); caching is off."""
+    (as for `prompt_logprobs`); caching is off; more tokens are cached, but not what another kind of layers needs there
+    (the blocks of a window, or a state)."""
 
-    NONE, EMPTY, DIVERGED, EVICTED, PART_OF_A_BLOCK, EVERY_ROW, OFF = range(7)
+    NONE, EMPTY, DIVERGED, EVICTED, PART_OF_A_BLOCK, EVERY_ROW, OFF, OTHER_KIND = range(8)
 
 
 class Verdict(NamedTuple):
@@ -55,15 +61,20 @@ class Verdict(NamedTuple):
 
 
 class PrefixCache:
-    """Cached blocks of one pool. `key` is secret to the process (at most 64 bytes); `fingerprint` names the model
-    and the form of its cache, so that blocks of another never match. `evicted` has the keys that were evicted last,
-    with `now`, a time that the caller sets, and the sequence that needed the room. `hits` has the blocks at which
-    lookups of admitted sequences ended: how many, and when the last one did. Those of an evicted block go to its
-    parent."""
+    """Cached blocks of one pool, and those of the other `kinds` (all of them; `pool` is the first's).
 
-    def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"") -> None:
+    `key` is secret to the process (at most 64 bytes); `fingerprint` names the model and the form of its cache, so that
+    blocks of another never match. `evicted` has the keys that were evicted last, with `now`, a time that the caller
+    sets, and the sequence that needed the room. `hits` has the blocks at which lookups of admitted sequences ended: how
+    many, and when the last one did. Those of an evicted block go to its parent.
+    """
+
+    def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"", kinds: Sequence[Kind] = ()) -> None:
         self.pool = pool
-        self.blocks: dict[bytes, int] = {}
+        self.others = kinds[1:]
+        # Of kind 0, if it is a window: blocks are evicted before those that follow them.
+        self.window = kinds[0] if kinds and kinds[0].window else None
+        self.blocks: dict[bytes, int] = kinds[0].known if kinds else {}
         self.entries: dict[int, Entry] = {}
         # By parent and first token. The values are used as ordered sets: the newest child is last.
         self.children: dict[bytes, dict[int, dict[int, None]]] = {}
@@ -73,6 +84,8 @@ class PrefixCache:
         self._key = key
         self._fingerprint = fingerprint
         pool.on_evict = self._forget
+        for kind in self.others:
+            kind.pool.on_evict = partial(_forget_in, kind)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -101,7 +114,8 @@ class PrefixCache:
 
         If that is not a multiple of the block size, the last block agrees in part only: it may be read up to
         there, and must be copied before it is written. Extends `keys` (see `Sequence`) as far as it walks, and
-        changes nothing else; the caller takes the blocks.
+        changes nothing else; the caller takes the blocks. With several kinds, the longest prefix after which every kind
+        has what it needs. A block that no later row sees may be missing, and is -1.
         """
         size = self.pool.block_size
         blocks: list[int] = []
@@ -112,15 +126,54 @@ class PrefixCache:
                 keys.append(self.child_key(keys[-1], content))
             block = self.blocks.get(keys[len(blocks) + 1])
             if block is None or self.entries[block] != (keys[len(blocks) + 1], keys[len(blocks)], content):
-                break
+                if self.window is None:
+                    break
+                block = -1
             blocks.append(block)
             num += size
+        while blocks and blocks[-1] < 0:
+            blocks.pop()
+            num -= size
         if num < limit:
             block, common = self._best_child(keys[len(blocks)], tokens[num : min(limit, num + size)])
             if common:
                 blocks.append(block)
                 num += common
-        return blocks, num
+        return self._fit(keys, blocks, num) if self.others or self.window else (blocks, num)
+
+    def _fit(self, keys: list[bytes], blocks: list[int], num: int) -> tuple[list[int], int]:
+        """Shorten a prefix until every kind has what a row after it needs."""
+        size, path = self.pool.block_size, self._path(keys, blocks, num)
+        kinds = self.others if self.window is None else (self.window, *self.others)
+        while num:
+            lack = max(kind.lacks(path, num, size) for kind in kinds)
+            if lack < 0:
+                break
+            # Whatever is longer needs that block too.
+            num, path = lack * size, keys[1 : lack + 1]
+        return blocks[: self.pool.blocks_for(num)], num
+
+    def _path(self, keys: list[bytes], blocks: list[int], num: int) -> list[bytes]:
+        """Return the keys of `blocks`, which hold `num` tokens: the last may agree in part only."""
+        path = keys[1 : len(blocks) + 1]
+        return path if not num % self.pool.block_size else [*keys[1 : len(blocks)], self.entries[blocks[-1]].key]
+
+    def in_other_kinds(self, keys: list[bytes], blocks: list[int], num: int) -> tuple[list[list[int]], int]:
+        """Return what the other kinds have of a prefix that `match` returned: a table of blocks each, and the slot of
+        the state after it (-1: none)."""
+        path, slot = self._path(keys, blocks, num), -1
+        tables = []
+        for kind in self.others:
+            if kind.is_state:
+                slot = kind.known[path[-1]] if path else -1
+            else:
+                behind = kind.behind(num)
+                tables.append([-1] * behind + [kind.known[key] for key in path[behind:]])
+        return tables, slot
+
+    def num_known(self, keys: list[bytes]) -> int:
+        """Return how many of the first whole blocks with these `keys` are cached."""
+        return next((index for index, key in enumerate(keys[1:]) if key not in self.blocks), len(keys) - 1)
 
     def _best_child(self, parent: bytes, tokens: list[int]) -> tuple[int, int]:
         """Return the child of `parent` that agrees longest with `tokens`, and the number of tokens that agree.
@@ -141,6 +194,8 @@ class PrefixCache:
         index, size = num // self.pool.block_size, self.pool.block_size
         if len(keys) > index + 1 and keys[index + 1] in self.evicted:
             return Verdict(Miss.EVICTED, num, *self.evicted[keys[index + 1]])
+        if len(keys) > index + 1 and keys[index + 1] in self.blocks:
+            return Verdict(Miss.OTHER_KIND, num)
         children = self.children.get(keys[index])
         if not children:
             return Verdict(Miss.PART_OF_A_BLOCK if index else Miss.EMPTY, num)
@@ -159,8 +214,11 @@ class PrefixCache:
             before, last = self.hits.get(block, (0, 0))
             self.hits[block] = before + num, max(last, when)
 
-    def publish(self, tokens: list[int], keys: list[bytes], table: list[int], first: int, last: int) -> bool:
-        """Cache blocks first ... last - 1 of `table`, full and computed, under their keys (which are extended).
+    def publish(
+        self, tokens: list[int], keys: list[bytes], table: list[int], first: int, last: int, *more: list[int]
+    ) -> bool:
+        """Cache blocks first ... last - 1 of `table`, full and computed, under their keys (which are extended). `more`
+        are the tables of the other kinds of blocks.
 
         Where another block is cached under the same key, `table` gets that one, with a reference, and the sequence's
         block is released: so the parent of a cached block is cached, and held for as long as its child is. Returns
@@ -190,7 +248,14 @@ class PrefixCache:
                 pool.take((other,))
                 table[index] = other
                 pool.give_up((block,))
+            for kind, blocks in zip(self.others, more, strict=False):
+                _publish_in(kind, key, blocks, index)
         return True
+
+    def publish_state(self, kind: Kind, key: bytes, slot: int) -> None:
+        """Cache the state in `slot` after the tokens of `key`, unless one is cached. It is never written again."""
+        if key in self.blocks and key not in kind.known:
+            _mark(kind, key, slot)
 
     def reset(self) -> None:
         """Forget all keys. Blocks that are held stay held, uncached."""
@@ -200,10 +265,19 @@ class PrefixCache:
         self.hits.clear()
         self.evicted.clear()
         self.pool.forget_cached()
+        for kind in self.others:
+            kind.known.clear()
+            kind.names.clear()
+            kind.pool.forget_cached()
 
     def _forget(self, block: int) -> None:
         key, parent, content = self.entries.pop(block)
         del self.blocks[key]
+        for kind in self.others:
+            other = kind.known.pop(key, None)
+            if other is not None:
+                del kind.names[other]
+                kind.pool.forget(other)
         self.count_hits(self.blocks.get(parent), *self.hits.pop(block, (0, 0)))
         children, first = self.children[parent], _first_token(content)
         del children[first][block]
@@ -221,7 +295,8 @@ class PrefixCache:
 
         With `roots`, the parent of each block must be a root or the key of a cached block.
         """
-        if len(self.blocks) != len(self.entries) or sum(self.pool.cached) != len(self.blocks):
+        blocks = self.blocks
+        if len(blocks) != len(self.entries) or sum(self.pool.cached) != len(self.blocks):
             raise InvariantError("I-5", "keys, blocks and the pool's marks differ in number")
         for key, block in self.blocks.items():
             entry = self.entries.get(block)
@@ -237,6 +312,34 @@ class PrefixCache:
                 raise InvariantError("I-5", f"the parent of block {block} is not known")
         if sum(len(group) for groups in self.children.values() for group in groups.values()) != len(self.blocks):
             raise InvariantError("I-5", "a child is listed that is not known")
+        for kind in self.others:
+            if {
+                block: key for key, block in kind.known.items()
+            } != kind.names or not kind.known.keys() <= blocks.keys():
+                raise InvariantError("I-5", f"keys and blocks of kind {kind.index} do not agree")
+            if [block in kind.names for block in range(kind.pool.num_blocks)] != kind.pool.cached:
+                raise InvariantError("I-5", f"the marks of kind {kind.index}'s pool are not those of its keys")
+
+
+def _publish_in(kind: Kind, key: bytes, table: list[int], index: int) -> None:
+    """Cache a block of another kind, or put the one in its place that is cached already."""
+    block, other = table[index], kind.known.get(key)
+    if other is None:
+        _mark(kind, key, block)
+    elif other != block:
+        kind.pool.take((other,))
+        table[index] = other
+        kind.pool.give_up((block,))
+
+
+def _mark(kind: Kind, key: bytes, block: int) -> None:
+    kind.known[key] = block
+    kind.names[block] = key
+    kind.pool.mark_cached(block)
+
+
+def _forget_in(kind: Kind, block: int) -> None:
+    del kind.known[kind.names.pop(block)]
 
 
 def _first_token(content: bytes) -> int:

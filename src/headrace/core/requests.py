@@ -8,6 +8,7 @@ engine `verify_model`, and `engine.core.verify` both of them, for the front end'
 from __future__ import annotations
 
 from headrace.core.finish import stop_ids
+from headrace.core.kinds import num_beam_blocks
 from headrace.core.prefix import PrefixCache
 from headrace.core.sequence import NEVER, Sequence
 from headrace.protocol.beam import check_combination
@@ -38,8 +39,10 @@ def verify_numbers(
         )
 
 
-def verify_fit(request: Request, max_model_len: int, max_num_seqs: int, num_blocks: int, block_size: int) -> None:
-    """Check that a request can run at all, alone in a scheduler of this size.
+def verify_fit(
+    request: Request, max_model_len: int, max_num_seqs: int, num_blocks: int, block_size: int, most: int = NEVER
+) -> None:
+    """Check that a request can run at all, alone in a scheduler of this size. A beam holds at `most` so many blocks.
 
     Raises `RequestError` for an empty prompt, too many resumed tokens or too wide a beam search, and
     `ContextLengthError` for a prompt that leaves no room for a token.
@@ -60,7 +63,7 @@ def verify_fit(request: Request, max_model_len: int, max_num_seqs: int, num_bloc
     width = request.beam.beam_width
     if width > max_num_seqs:
         raise RequestError("beam_width", width, f"at most {max_num_seqs} (--max-num-seqs)")
-    claim = num_beam_blocks(width, num_prompt, max_len, block_size)
+    claim = min(num_beam_blocks(width, num_prompt, max_len, block_size), width * most)
     if claim > num_blocks:
         bound = f"such that the beams' {claim} blocks fit the cache's {num_blocks}: narrower, or with less max_tokens"
         raise RequestError("beam_width", width, bound)
@@ -112,13 +115,6 @@ def verify_model(request: Request, info: EngineInfo) -> None:
 def max_len_of(request: Request, max_model_len: int) -> int:
     """Return the number of tokens, prompt included, at which the sequence ends at the latest."""
     return min(len(request.prompt_token_ids) + (request.params.max_tokens or NEVER), max_model_len)
-
-
-def num_beam_blocks(width: int, num_prompt: int, max_len: int, block_size: int) -> int:
-    """Return the blocks of `width` beams of at most `max_len` tokens that share the prompt's whole blocks. The last
-    token of a beam is never computed."""
-    shared = num_prompt // block_size
-    return shared + width * (-(-(max_len - 1) // block_size) - shared)
 
 
 def make_sequence(

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import count
+from operator import le
 
 from headrace.core import invariants
 from headrace.core.batches import make_batch
 from headrace.core.beams.searches import Row, Searches
-from headrace.core.blocks import BlockPool
 from headrace.core.drafting import Drafts
 from headrace.core.finish import STOP, append_known, finish_of
 from headrace.core.flight import Flight
+from headrace.core.kinds import fit_windows, make_kinds
 from headrace.core.notes import Notes
-from headrace.core.outputs import output_of, stats_of
+from headrace.core.outputs import computed_rows, output_of, stats_of
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, Ranks, WaitingQueue
 from headrace.core.requests import make_sequence, verify_fit, verify_numbers
 from headrace.core.sequence import NEVER, Sequence, Status
-from headrace.core.tables import BlockTables
+from headrace.core.tables import BlockTables, Prefix
 from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
@@ -33,17 +35,16 @@ MAX_PREEMPTIONS = 2
 
 
 class Scheduler:
-    """Continuous batching over a pool of `num_blocks` blocks of `block_size` slots.
+    """Continuous batching over a pool of `num_blocks` blocks of `block_size` slots; the pools of further kinds of cache
+    have `more_blocks`.
 
     A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
-    `long_prefill_token_threshold` of one (0: no limit). Not more sequences run than a step has tokens, so that each
-    running one advances. `max_model_len` is lowered to what the whole pool can hold. With `enable_chunked_prefill`
-    off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival ("fcfs"), by priority, or by
-    tenants' shares ("fair"), then arrival; a sequence that was overtaken `max_overtaking` times goes before all others.
-    `speculates`: the executor returns draft tokens. `runs_ahead` returns whether the executor can go on after a token
-    that it draws with these parameters before that is known here; None: never.
-
-    Raises `ValueError` for a number out of its range.
+    `long_prefill_token_threshold` of one (0: no limit). Not more sequences run than a step has tokens. `max_model_len`
+    is lowered to what the pools can hold. With `enable_chunked_prefill` off, a sequence starts only if its whole gap
+    fits the step. `policy` orders by arrival ("fcfs"), by priority, or by tenants' shares ("fair"), then arrival; a
+    sequence that was overtaken `max_overtaking` times goes before all others. `speculates`: the executor returns draft
+    tokens. `runs_ahead` returns whether the executor can go on after a token that it draws with these parameters before
+    that is known here; None: never. Raises `ValueError` for a number out of its range.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        kinds: tuple[CacheKind, ...] = (CacheKind(),),
+        more_blocks: tuple[int, ...] = (),
         eos_token_ids: Iterable[int] = (),
         policy: str = "fcfs",
         enable_prefix_caching: bool = True,
@@ -65,10 +68,12 @@ class Scheduler:
         speculates: bool = False,
         runs_ahead: Callable[[SamplingParams], bool] | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.cache = PrefixCache(self.pool, cache_key, cache_fingerprint)
+        parts = make_kinds(kinds, (num_blocks, *more_blocks), block_size)
+        self.pool = parts[0].pool
+        self.cache = PrefixCache(self.pool, cache_key, cache_fingerprint, parts)
+        longest, max_chunk = fit_windows(parts, max_num_batched_tokens if enable_chunked_prefill else NEVER)
         # The last token of a sequence is never computed, so it needs no slot.
-        self.max_model_len = min(max_model_len, num_blocks * block_size + 1)
+        self.max_model_len = min(max_model_len, longest + 1)
         chunk = long_prefill_token_threshold
         verify_numbers(max_num_seqs, max_num_batched_tokens, self.max_model_len, chunk, enable_chunked_prefill)
         self.block_size = block_size
@@ -82,25 +87,23 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}
         self.waiting = WaitingQueue(max_overtaking)
         self.running: list[Sequence] = []
-        self.tables = BlockTables(self.pool, self.cache, enable_prefix_caching)
+        self.tables = BlockTables(parts, self.cache, enable_prefix_caching, max_chunk)
         self._next_id = count(1).__next__
         self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
-        self.steps = Flight(self.pool)
+        self.steps = Flight([kind.pool for kind in parts])
         self._runs_ahead = runs_ahead
         # Whether a sequence lacked blocks beside a step in flight, under which none is preempted.
         self._is_short = False
-        self._num_older_pins = 0
+        self._num_older_pins: list[int] = []
         self._started: dict[str, int] = {}
         self.finished: dict[str, Finish] = {}  # ends that the next commit reports
         self.notes = Notes()
-        # The last sequence that lacked blocks to start, and how many there were then.
-        self._refused: Sequence | None = None
-        self._refused_room = 0
+        # The last sequence that lacked blocks to start, and how many there were of each kind then.
+        self._refused: tuple[Sequence | None, list[int]] = None, []
         # Sequences in the system when the last step was scheduled, if that step is empty.
         self.num_stalled = 0
 
-        self.num_added = 0
-        self.num_finished = 0
+        self.num_added = self.num_finished = 0
         self.counters = Stats(num_blocks=num_blocks)
         self.drafts = Drafts(self.tables, self.counters, speculates)
 
@@ -114,7 +117,8 @@ class Scheduler:
         if request.request_id in self.sequences:
             raise RequestError("request_id", request.request_id, "an id that is not in use")
         seq_id = self._next_id()
-        verify_fit(request, self.max_model_len, self.max_num_seqs, self.pool.num_blocks, self.block_size)
+        for kind in self.tables.all_kinds:
+            verify_fit(request, self.max_model_len, self.max_num_seqs, *kind.numbers)
         seq = make_sequence(request, seq_id, self.max_model_len, self.eos_token_ids, self.cache)
         seq.rank = self.ranks.rank(request, self.waiting.least_rank)
         if self._runs_ahead is not None and not request.pooling and not seq.needs_history:
@@ -129,8 +133,8 @@ class Scheduler:
             self.waiting.add(seq)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; the next `commit` reports it. Safe at any moment: the blocks of a step in flight stay
-        held until it is retired (I-7). False if there is no such request, or it has ended."""
+        """End a request now; the next `commit` reports it. Safe at any moment: a step's blocks stay held until it is
+        retired (I-7). False if there is no such request, or it has ended."""
         seq = self.sequences.get(request_id)
         if seq is None or seq.status is Status.FINISHED:
             return False
@@ -156,7 +160,7 @@ class Scheduler:
 
     @property
     def flight(self) -> list[Sequence]:
-        """The sequences of the step scheduled last, if it is in flight, in the order of its batch."""
+        """The sequences of the step scheduled last, if it is in flight."""
         return self.steps.steps[-1].seqs if self.steps else []
 
     def has_work(self) -> bool:
@@ -189,19 +193,20 @@ class Scheduler:
 
     def _choose(self) -> tuple[list[Sequence], list[tuple[Sequence, int]], int]:
         """Return the sequences that compute one token, others with the number of theirs, and the room for drafts."""
-        size, running, num_running = self.block_size, self.running, len(self.running)
-        self._num_older_pins = len(self.pool.pins)
+        size, running, num_running, has_state = self.block_size, self.running, len(self.running), self.tables.has_state
+        self._num_older_pins = [len(pool.pins) for pool in self.steps.pools]
         ready = [s for s in running if s.gap == 1]
         wide = [s for s in running if s.gap > 1] if len(ready) < num_running else []
-        edge = [s for s in ready if not (s.num_computed + s.num_ahead) % size]
+        # A state takes a slot for each token.
+        edge = ready if has_state else [s for s in ready if not (s.num_computed + s.num_ahead) % size]
         if edge and not self.tables.grow_by_one(edge):
             for seq in edge:
                 if seq.status is Status.RUNNING:
                     self._grow(seq, 1)
-        num_promised = 0
+        promised = [0] * len(self.steps.pools)
         if self.searches.open:
             ready = self._copy_shared_tails(ready)
-            num_promised = self.searches.num_reserved()
+            self.searches.promise(promised)
 
         budget = self.max_num_batched_tokens - len(ready)
         num_guesses = self.drafts.reserve(running, budget)
@@ -214,14 +219,16 @@ class Scheduler:
             if length and self._grow(seq, length):
                 chunks.append((seq, length))
                 budget -= length
-            num_promised += self.tables.missing(seq)
+            self.tables.promise(promised, seq)
         if len(self.running) == num_running and not self._is_short:
-            self._admit_waiting(chunks, budget, num_promised)
+            self._admit_waiting(chunks, budget, promised)
         else:
             # Some were preempted, maybe after they had their place in this step; then no waiting one starts either.
-            chunks = [(s, n) for s, n in chunks if len(s.block_table) * size >= s.num_computed + s.num_ahead + n]
+            chunks = [(s, n) for s, n in chunks if self.tables.holds(s, s.num_computed + s.num_ahead + n)]
         if edge or len(self.running) < num_running:
-            ready = [s for s in ready if len(s.block_table) * size > s.num_computed + s.num_ahead]
+            ready = [s for s in ready if len(s.tables[0]) * size > s.num_computed + s.num_ahead]
+            if has_state:
+                ready = [s for s in ready if s.num_computed + s.num_ahead + 1 in s.states]
         self.num_stalled = 0 if ready or chunks or self.steps else len(self.running) + len(self.waiting)
         return ready, chunks, num_guesses
 
@@ -233,7 +240,7 @@ class Scheduler:
         drafts = self.drafts.place([*((seq, 1) for seq in ready), *chunks], num_guesses) if num_guesses else {}
         copies, ended = self.tables.take_copies(), self.drafts.take_ended()
         asks = self.drafts.asks(len(ready) + len(chunks))
-        seqs, batch = make_batch(counters.num_steps, ready, chunks, copies, drafts, ended, asks)
+        seqs, batch = make_batch(counters.num_steps, ready, chunks, copies, drafts, ended, asks, self.tables.has_state)
         self.steps.begin(batch, seqs, self._num_older_pins)
         counters.num_batched_tokens += len(batch.token_ids) + sum(len(d.token_ids) for d in drafts.values())
         return batch
@@ -254,10 +261,7 @@ class Scheduler:
         failed: set[int] = set()
         beams: dict[str, BeamResult] = {}
         if step.has_dropped or result.errors or self.searches.open or -1 in result.token_ids:
-            # A deferred chunk has computed all but its last token, and sampled nothing.
-            rows = [
-                (s, n - 1, False, t) if i in result.deferred else (s, n, b, t) for i, (s, n, b, t) in enumerate(rows)
-            ]
+            rows = computed_rows(rows, result.deferred, self.tables.has_state)
             failed = self._drop_failed(rows, result.errors, step.void)
             beams = self._advance_searches(rows, result, failed)
             rows = [row for index, row in enumerate(rows) if index not in failed and not row[0].is_beam]
@@ -293,6 +297,7 @@ class Scheduler:
             self.drafts.keep(flight, batch, result, failed)
         self.counters.num_generated_tokens += sum(map(len, added))
         output = output_of(batch, flight, result, seqs, added, failed)
+        self.tables.settle(flight, batch.lens, result.deferred - failed)
         output.started, self._started = self._started, {}
         output.finished, self.finished = self.finished, {}
         output.beams = beams
@@ -355,16 +360,18 @@ class Scheduler:
     def _chunk(self, seq: Sequence, num_computed: int, budget: int) -> int:
         """Return how many tokens of `seq` after the first `num_computed` go into a step with `budget` left."""
         gap = len(seq.tokens) - num_computed
+        if not self.tables.is_plain:
+            gap = min(gap, self.tables.reach(seq, num_computed))
         # A running sequence has computed its prompt; tokens that a grammar forced since must not wait for a wide step.
         if self.enable_chunked_prefill or seq.status is Status.RUNNING:
             return min(gap, budget, self.chunk_limit)
         return gap if gap <= budget else 0
 
-    def _admit_waiting(self, chunks: list[tuple[Sequence, int]], budget: int, num_promised: int) -> None:
+    def _admit_waiting(self, chunks: list[tuple[Sequence, int]], budget: int, promised: list[int]) -> None:
         """Start waiting sequences, strictly from the head of the queue: the first that does not fit holds up the rest.
 
-        Only a sequence whose prompt a running sibling is computing is passed by. `num_promised` counts the blocks that
-        running sequences need for their known tokens: a new one must fit beside them.
+        Only a sequence whose prompt a running sibling is computing is passed by. `promised` counts the blocks of each
+        kind that running sequences need for their known tokens: a new one must fit beside them.
         """
         waiting = self.waiting
         index = 0
@@ -376,61 +383,58 @@ class Scheduler:
                 continue
             search = self.searches.get(seq)
             num_seqs = 1 if search is None else search.width
-            reserve = 0 if search is None else search.reserve(self.block_size)
-            length = self._admit(seq, budget, num_promised + reserve) if num_seqs <= room else 0
+            demand = promised if search is None else self.searches.with_reserve(promised, search)
+            length = self._admit(seq, budget, demand) if num_seqs <= room else 0
             if not length:
                 break
             waiting.remove(seq)
             chunks.append((seq, length))
             room -= num_seqs
             budget -= length
-            num_promised += self.tables.missing(seq)
+            self.tables.promise(promised, seq)
             if search is not None and search.pending:
-                num_promised += search.reserve(self.block_size)
+                promised = self.searches.with_reserve(promised, search)
             if self.ranks.policy != "fcfs" and waiting.count_overtaking(seq, self.tables.awaits_sibling):
                 index = 0
 
-    def _admit(self, seq: Sequence, budget: int, num_promised: int) -> int:
+    def _admit(self, seq: Sequence, budget: int, promised: list[int]) -> int:
         """Start `seq` with its first blocks. Returns the length of its first chunk, 0 if it has to wait."""
         if seq.num_preemptions >= MAX_PREEMPTIONS:
             # Protected: once running, never preempted again. So all of those must fit together at their longest.
             protected = [s for s in self.running if s.num_preemptions >= MAX_PREEMPTIONS]
-            if self.searches.claims([*protected, seq]) > self.pool.num_blocks:
+            if not self.searches.fit([*protected, seq]):
                 return 0
-        room = self.pool.num_available - num_promised
-        if seq is self._refused and room <= self._refused_room and self.running:
+        rooms = self.tables.rooms(promised)
+        if seq is self._refused[0] and self.running and all(map(le, rooms, self._refused[1])):
             # A lookup of a long prompt's prefix in every step that it waits would cost more than the step.
             return 0
-        shared, num_shared, publish = self.tables.find_shared(seq)
-        verdict = self.tables.verdict(seq, num_shared)  # before it evicts what it did not find
-        length = self._start(seq, shared, num_shared, publish, budget, num_promised)
-        if not length and num_shared % self.block_size:
+        prefix = self.tables.find_shared(seq)
+        verdict = self.tables.verdict(seq, prefix.num)  # before it evicts what it did not find
+        length = self._start(seq, prefix, budget, promised)
+        if not length and (part := prefix.num % self.block_size):
             # A copy of the half-matching block takes one block more than to compute it again; that may be missing.
-            shared.pop()
-            num_shared = len(shared) * self.block_size
-            length = self._start(seq, shared, num_shared, publish, budget, num_promised)
+            prefix = self.tables.find_shared(seq, prefix.num - part)
+            length = self._start(seq, prefix, budget, promised)
         if not length:
             # Without chunks it may have lacked budget, of which there can be more with no more room.
-            self._refused, self._refused_room = (seq if self.enable_chunked_prefill else None), room
+            self._refused = (seq if self.enable_chunked_prefill else None), rooms
             return 0
         seq.move(Status.RUNNING)
         self.running.append(seq)
         self.tables.enter_family(seq)
-        self.notes.admitted.append((seq.arrival, num_shared, verdict))
-        self.cache.count_hits(shared[-1] if shared else None, 1, self.cache.now)
+        self.notes.admitted.append((seq.arrival, prefix.num, verdict))
+        self.cache.count_hits(prefix.tables[0][-1] if prefix.num else None, 1, self.cache.now)
         if not seq.started:
             seq.started = True
-            num_hits = self._started[seq.request_id] = min(num_shared, seq.num_prompt)
+            num_hits = self._started[seq.request_id] = min(prefix.num, seq.num_prompt)
             if seq.may_share and self.tables.enable_prefix_caching:
                 self.counters.prefix_cache_queries += seq.num_prompt
                 self.counters.prefix_cache_hits += num_hits
         return length
 
-    def _start(
-        self, seq: Sequence, shared: list[int], num_shared: int, publish: bool, budget: int, num_promised: int
-    ) -> int:
-        length = self._chunk(seq, num_shared, budget)
-        return length if length and self.tables.start(seq, shared, num_shared, publish, length, num_promised) else 0
+    def _start(self, seq: Sequence, prefix: Prefix, budget: int, promised: list[int]) -> int:
+        length = self._chunk(seq, prefix.num, budget)
+        return length if length and self.tables.start(seq, prefix, length, promised) else 0
 
     # -- parts of commit() ---------------------------------------------------------------------------------------
 
@@ -482,19 +486,15 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Return the present gauges and the counters since the start."""
-        return stats_of(self.counters, self.pool, self.searches, len(self.waiting))
+        return stats_of(self.counters, self.steps.pools, self.searches, len(self.waiting))
 
     def check(self) -> None:
-        """Raise `InvariantError` with the first broken one of I-1 ... I-10, I-12, I-15 ... I-19. May be called at any
-        moment between two other calls."""
-        sequences, steps = self.sequences.values(), self.steps
-        holders = [*self.running, *steps.zombies()]
-        # With the pins this is I-7 too: all that a step in flight may write is held.
-        self.pool.check(table for seq in holders for table in (seq.block_table, *seq.tails))
-        invariants.check_cache(self.cache, sequences, self.running)
+        """Raise `InvariantError` with the first broken one of I-1 ... I-10, I-12, I-15 ... I-19, I-21, I-22. May be
+        called at any moment between two other calls."""
+        invariants.check_blocks(self.tables, self.cache, self.steps, self.sequences.values(), self.running)
         invariants.check_ledger(self.sequences, self.finished, self.num_added - self.num_finished)
-        invariants.check_lists(sequences, self.waiting, self.running, self.searches, self.tables.families)
-        invariants.check_tables(self.tables, holders, steps.stops())
-        invariants.check_sequences(sequences, self.searches, self.waiting.max_overtaking)
+        invariants.check_lists(self.sequences.values(), self.waiting, self.running, self.searches, self.tables.families)
+        invariants.check_sequences(self.sequences.values(), self.searches, self.waiting.max_overtaking)
         invariants.check_searches(self.searches, self.sequences, self.max_num_seqs)
-        invariants.check_steps(steps, self.running, self.num_stalled, self.max_num_seqs, self.max_num_batched_tokens)
+        numbers = self.num_stalled, self.max_num_seqs, self.max_num_batched_tokens
+        invariants.check_steps(self.steps, self.running, self.tables.windows, *numbers)

@@ -38,16 +38,19 @@ class Sequence:
     """One request, or one beam of a search, between its arrival and its end.
 
     `seq_id` is fresh and grows with arrival. `tokens` are prompt + resumed + generated; `num_known` of them came
-    with the request. `block_table` holds the blocks of positions 0 ... num_computed - 1 (and those scheduled).
-    `keys[i]` is the prefix cache's key of all tokens before block i, so `keys[0]` is the root; it is extended when
-    needed and never changes. Blocks are published when `num_computed` reaches `publish_at`. `high_water` is the
-    largest `num_computed` that a preemption discarded. `rank` is the priority in use: smaller is sooner, and minus
-    infinity once the sequence was overtaken too often. `needs_history`: the sampler reads all tokens; `state` is the
-    sampler's state after the last of them. `is_beam`: a beam of the search with this `request_id`; `arrival` is the
-    `seq_id` of the first beam of that search, or the sequence's own. `special`: the batch has further columns for it.
-    `runs_ahead`: its next token may be computed before it is known on the host; steps in flight compute `num_ahead`
-    tokens after the first `num_computed`. `draft` holds draft tokens for the next step, `tails` the blocks of a tree of
-    them in the step in flight.
+    with the request. `tables[k]` holds the blocks of kind k (`core.kinds`) for positions 0 ... num_computed - 1 (and
+    those scheduled); -1 stands for a block behind the kind's window. `states` are slots of the state kind, by the
+    number of tokens that the state has seen: what the next step reads, and what steps in flight write. When the
+    sequence began to run, the whole blocks of its first `num_matched` tokens were cached. No chunk goes beyond
+    `stop_at`. `keys[i]` is the prefix cache's key of all tokens before block i, so `keys[0]` is the root; it is
+    extended when needed and never changes. Blocks are published when `num_computed` reaches `publish_at`. `high_water`
+    is the largest `num_computed` that a preemption discarded, or that a state went back from. `rank` is the priority in
+    use: smaller is sooner, and minus infinity once the sequence was overtaken too often. `needs_history`: the sampler
+    reads all tokens; `state` is the sampler's state after the last of them. `is_beam`: a beam of the search with this
+    `request_id`; `arrival` is the `seq_id` of the first beam of that search, or the sequence's own. `special`: the
+    batch has further columns for it. `runs_ahead`: its next token may be computed before it is known on the host; steps
+    in flight compute `num_ahead` tokens after the first `num_computed`. `draft` holds draft tokens for the next step,
+    `tails` the blocks of a tree of them in the step in flight.
     """
 
     request: Request
@@ -74,7 +77,10 @@ class Sequence:
     num_computed: int = 0
     num_ahead: int = 0
     runs_ahead: bool = False
-    block_table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+    states: dict[int, int] = field(default_factory=dict)
+    num_matched: int = 0
+    stop_at: int = NEVER
     draft: Draft | None = None
     tails: list[list[int]] = field(default_factory=list)
     num_published: int = 0
@@ -99,6 +105,15 @@ class Sequence:
         self.keys = [root]
         self.arrival = self.seq_id
         self.special = self.needs_history or self.state is not None or self.pooling != ""
+
+    @property
+    def block_table(self) -> list[int]:
+        """The table of kind 0."""
+        return self.tables[0]
+
+    @block_table.setter
+    def block_table(self, table: list[int]) -> None:
+        self.tables[0] = table
 
     @property
     def order(self) -> tuple[float, int]:
@@ -132,6 +147,12 @@ class Sequence:
         counters.num_recomputed_tokens += num_again
         num_prompt = self.num_prompt if start + length + 1 >= self.num_prompt else start + length
         counters.num_prompt_tokens += max(0, num_prompt - max(start, self.high_water))
+
+    def set_back(self, length: int) -> None:
+        """Note that the last `length` computed tokens are computed again: the last was not sampled from, and a state
+        can not go back to the one before it."""
+        self.high_water = max(self.high_water, self.num_computed + length - 1)
+        self.num_forced += 1
 
     def fork(self, seq_id: int) -> Sequence:
         """Return another beam of the same search with the same tokens, waiting and without blocks."""

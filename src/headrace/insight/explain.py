@@ -55,6 +55,7 @@ MISSES = {
     Miss.PART_OF_A_BLOCK: "what follows token {at} had not filled a block, and only whole blocks are cached",
     Miss.EVERY_ROW: "the request needs every row of its prompt (prompt_logprobs or mean pooling)",
     Miss.OFF: "prefix caching is off",
+    Miss.OTHER_KIND: "more tokens were cached, but after token {at} not what every kind of layer needs there",
 }
 
 

@@ -201,6 +201,6 @@ def _lack(scheduler: Scheduler, batch: ScheduledBatch) -> Wait:
         return Wait.TOKENS
     if seq.num_preemptions >= MAX_PREEMPTIONS:
         protected = [other for other in scheduler.running if other.num_preemptions >= MAX_PREEMPTIONS]
-        if searches.claims([*protected, seq]) > scheduler.pool.num_blocks:
+        if not searches.fit([*protected, seq]):
             return Wait.PROTECTION
     return Wait.BLOCKS

@@ -9,14 +9,16 @@ simulation of the scheduler, and by the server's tests as an engine without torc
 from __future__ import annotations
 
 import time
+import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 import msgspec
 
 from headrace.protocol.errors import InvariantError
+from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import UNDRAWN, Draft, Request, ScheduledBatch, StepResult, TokenLogprob
 
@@ -38,21 +40,31 @@ class Oracle:
         eos_token_ids: Iterable[int] = (),
         eos_probability: float = 0.0,
         forced_share: float = 0.0,
+        kinds: Sequence[CacheKind] = (CacheKind(),),
     ) -> None:
         self.vocab_size = vocab_size
+        # The positions that some layer sees; 0: all.
+        self.window = 0 if kinds[0].window == 0 else max(kind.window for kind in kinds)
+        self.has_state = kinds[-1].is_state
         self.forced_share = forced_share
         self.eos_token_ids = sorted(eos_token_ids)
         self.eos_probability = eos_probability if self.eos_token_ids else 0.0
 
-    def next_token(self, context: array[int], params: SamplingParams, num_generated: int) -> int:
-        """Return the token after `context`, flat (fingerprint, token, position) triples, for these parameters.
+    def next_token(
+        self, context: array[int], params: SamplingParams, num_generated: int, state: int | None = None
+    ) -> int:
+        """Return the token after `context`, flat (fingerprint, token, position) triples, for these parameters. `state`
+        is the recurrent state after it (`state_of`), for a model with one; None: computed from the whole context.
 
         No end-of-sequence and no stop token comes before `min_tokens`, as with a real sampler's mask.
         """
-        forced = self._forced_token(params, len(context) // 3, num_generated)
+        forced = self._forced_token(params, context[-1] + 1, num_generated)
         if forced is not None:
             return forced
-        digest = blake2b(context.tobytes(), digest_size=16, key=(params.seed or 0).to_bytes(8, "little")).digest()
+        seen = (context[-3 * self.window :] if self.window else context).tobytes()
+        if self.has_state:
+            seen += (state_of(context) if state is None else state).to_bytes(4, "little")
+        digest = blake2b(seen, digest_size=16, key=(params.seed or 0).to_bytes(8, "little")).digest()
         stop = params.stop_token_ids or ()
         draw = int.from_bytes(digest[8:], "little") / 2**64
         early = num_generated < params.min_tokens
@@ -119,6 +131,11 @@ class Oracle:
         return generated
 
 
+def state_of(context: array[int], before: int = 0) -> int:
+    """Return the simulated recurrent state after `context`: it advances triple by triple, from `before`."""
+    return zlib.crc32(context.tobytes(), before)
+
+
 Guess = Callable[[int, int, Callable[[list[int]], int]], Draft | None]
 
 
@@ -128,8 +145,8 @@ class SimulatedExecutor:
     `fingerprint_of` maps a sequence id to what a slot depends on besides token and position (the salt).
     `fail(step id, chunk index)` makes that chunk fail after it has spoilt its slots; `defer` makes it sample nothing in
     this step. `guess(step id, chunk index, next_token)` may return a draft; `next_token` maps further tokens to the one
-    after them; `rest` returns `StepResult.rest`. `delay` is slept in each step, in seconds. Raises `InvariantError` for
-    batches that contradict themselves.
+    after them; `rest` returns `StepResult.rest`. `delay` is slept in each step, in seconds. The further `kinds` of
+    cache have `more_blocks`. Raises `InvariantError` for batches that contradict themselves.
     """
 
     def __init__(
@@ -144,13 +161,22 @@ class SimulatedExecutor:
         guess: Guess | None = None,
         rest: Callable[[], int] | None = None,
         delay: float = 0.0,
+        kinds: Sequence[CacheKind] = (CacheKind(),),
+        more_blocks: Sequence[int] = (),
     ) -> None:
+        self.kinds = [kind for kind in kinds if not kind.is_state]
+        # By slot: the number of tokens that a state has seen, and the state.
+        self.states: dict[int, tuple[int, int]] = {}
+        self.has_state = kinds[-1].is_state
+        # Of each chunk of the step: the state after so many tokens.
+        self._after: list[dict[int, int]] = []
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.oracle = oracle
         self.delay = delay
-        # Three numbers per slot: fingerprint, token, position.
-        self.slots = array("q", [_EMPTY]) * (3 * num_blocks * block_size)
+        # Three numbers per slot, for each kind: fingerprint, token, position.
+        sizes = (num_blocks, *more_blocks)[: len(self.kinds)]
+        self.memory = [array("q", [_EMPTY]) * (3 * size * block_size) for size in sizes]
         self._fingerprint_of = fingerprint_of
         self._fail = fail
         self._defer = defer
@@ -165,7 +191,10 @@ class SimulatedExecutor:
     def start(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Keep the step as it is now; `finish` computes it, as late as a device might."""
         return msgspec.structs.replace(
-            batch, token_ids=list(batch.token_ids), block_tables=[list(table) for table in batch.block_tables]
+            batch,
+            token_ids=list(batch.token_ids),
+            block_tables=[list(table) for table in batch.block_tables],
+            more_tables=[[list(table) for table in tables] for tables in batch.more_tables],
         )
 
     def finish(self, ticket: ScheduledBatch) -> StepResult:
@@ -173,9 +202,12 @@ class SimulatedExecutor:
         batch = ticket
         if self.delay:
             time.sleep(self.delay)
-        for source, target in batch.copies:
-            self._block(target)[:] = self._block(source)
+        for kind, copies in enumerate([batch.copies, *batch.more_copies]):
+            for source, target in copies:
+                self._block(target, kind)[:] = self._block(source, kind)
         self._check(batch)
+        row = 0
+        self._after.clear()
         offset = 0
         chunks: list[list[int]] = []
         for index, (seq_id, start, length) in enumerate(zip(batch.seq_ids, batch.starts, batch.lens, strict=True)):
@@ -185,8 +217,14 @@ class SimulatedExecutor:
                 token = self._last_tokens.get(seq_id, "late")
                 tokens = [token] if isinstance(token, int) else [0]
             chunks.append(tokens)
+            fingerprint = self._fingerprint_of(seq_id)
             for table, guesses in self._paths(batch, index):
-                self._write(table, start, tokens + guesses, self._fingerprint_of(seq_id))
+                self._write(table, start, tokens + guesses, fingerprint)
+                for kind, tables in enumerate(batch.more_tables, 1):
+                    self._write(tables[index], start, tokens + guesses, fingerprint, kind)
+                if self.has_state:
+                    self._advance(batch, index, row, tokens + guesses, fingerprint)
+                    row += len(tokens + guesses)
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
         # All writes come before all reads, so that a slot that is written twice changes a token.
         before, self._last_tokens = self._last_tokens, {}
@@ -198,7 +236,8 @@ class SimulatedExecutor:
                 result.deferred.add(index)
                 continue
             if self._fail is not None and self._fail(batch.step_id, index):
-                self._write(batch.block_tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY)
+                for kind, tables in enumerate([batch.block_tables, *batch.more_tables]):
+                    self._write(tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY, kind)
                 result.errors[index] = "simulated failure"
                 self._last_tokens[seq_id] = "failed"
             else:
@@ -212,20 +251,49 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """Release the slots."""
-        self.slots = array("q")
+        self.memory = [array("q") for _ in self.kinds]
 
-    def poison(self, blocks: Iterable[int]) -> None:
-        """Overwrite blocks that must not be read any more."""
+    def poison(self, blocks: Iterable[int], kind: int = 0) -> None:
+        """Overwrite blocks (or states, for the kind after those of blocks) that must not be read any more."""
         for block in blocks:
-            self._block(block)[:] = memoryview(array("q", [_EMPTY]) * (3 * self.block_size))
+            if kind == len(self.kinds):
+                self.states[block] = _EMPTY, 0
+            else:
+                self._block(block, kind)[:] = memoryview(array("q", [_EMPTY]) * (3 * self.block_size))
 
-    def read(self, table: list[int], num: int) -> array[int]:
-        """Return the triples of positions 0 ... num - 1 as the block table maps them."""
-        context = array("q")
-        width = 3 * self.block_size
-        for block in table[: -(-num // self.block_size)]:
-            context += self.slots[block * width : (block + 1) * width]
-        return context[: 3 * num]
+    def read(self, table: list[int], num: int, kind: int = 0) -> array[int]:
+        """Return the triples of the positions before `num` that a layer of this kind sees, as the table maps them."""
+        context, window = array("q"), self.kinds[kind].window
+        width, size = 3 * self.block_size, self.block_size
+        first = max(0, num - window) if window else 0
+        for block in table[first // size : -(-num // size)]:
+            if block < 0:
+                raise InvariantError("I-21", f"position {num} reads a freed block of kind {kind}: {table}")
+            context += self.memory[kind][block * width : (block + 1) * width]
+        return context[3 * (first % size) : 3 * (first % size + num - first)]
+
+    def _read_all(self, batch: ScheduledBatch, index: int, table: list[int], num: int) -> array[int]:
+        """Return what layers of any kind see of the positions before `num`. What several see is taken from the last."""
+        contexts = [self.read(table, num)]
+        contexts += [self.read(tables[index], num, kind) for kind, tables in enumerate(batch.more_tables, 1)]
+        context = max(contexts, key=len)
+        for other in contexts:
+            context[len(context) - len(other) :] = other
+        return context
+
+    def _advance(self, batch: ScheduledBatch, index: int, row: int, tokens: list[int], fingerprint: int) -> None:
+        """Advance the state of chunk `index`, whose first row is `row`, and write it where the batch says."""
+        slot, start = batch.state_reads[index], batch.starts[index]
+        num, state = (0, 0) if slot < 0 else self.states.get(slot, (_EMPTY, 0))
+        if num != start:
+            raise InvariantError("I-22", f"sequence {batch.seq_ids[index]} reads a state of {num} tokens at {start}")
+        writes = dict(batch.state_writes)
+        after = {start: state}
+        for position, token in enumerate(tokens, start):
+            state = after[position + 1] = state_of(array("q", (fingerprint, token, position)), state)
+            if row + position - start in writes:
+                self.states[writes[row + position - start]] = position + 1, state
+        self._after.append(after)
 
     def _paths(self, batch: ScheduledBatch, index: int) -> list[tuple[list[int], list[int]]]:
         """Return the block table and the draft tokens of every path of chunk `index`; there is one without a tree."""
@@ -244,14 +312,15 @@ class SimulatedExecutor:
         while True:
             path, (table, _) = paths[0]
             at = num + len(tokens)
-            context = self.read(table, at)
-            if context[2::3] != array("q", range(at)):
+            context = self._read_all(batch, index, table, at)
+            if context[2::3] != array("q", range(at - len(context) // 3, at)):
                 raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} reads positions {list(context[2::3])}")
             if not tokens:
                 history = batch.histories.get(index, [])
-                if history != list(context[1::3]) and (history or params.needs_history):
+                if history[-len(context) // 3 :] != list(context[1::3]) and (history or params.needs_history):
                     raise InvariantError("I-12", f"sequence {batch.seq_ids[index]} has the history of another")
-            token = self.oracle.next_token(context, params, at - num_prompt)
+            recurrent = (self._after[index][at],) if self.has_state else ()
+            token = self.oracle.next_token(context, params, at - num_prompt, *recurrent)
             state = self.oracle.state_after(params, state, token)
             tokens.append(token)
             if params.logprobs is not None:
@@ -282,13 +351,16 @@ class SimulatedExecutor:
         self, batch: ScheduledBatch, index: int, table: list[int], tokens: list[int], result: StepResult
     ) -> None:
         num = batch.starts[index] + batch.lens[index]
-        context, fingerprint = self.read(table, num), self._fingerprint_of(batch.seq_ids[index])
+        context, fingerprint = self._read_all(batch, index, table, num), self._fingerprint_of(batch.seq_ids[index])
+        recurrent = self._after[index][num] if self.has_state else 0
 
         def next_token(more: list[int]) -> int:
-            longer = context[:]
+            further = array("q")
             for position, token in enumerate(tokens + more, num):
-                longer.extend((fingerprint, token, position))
-            return self.oracle.next_token(longer, batch.params[index], len(longer) // 3 - batch.num_prompts[index])
+                further.extend((fingerprint, token, position))
+            num_generated = num + len(further) // 3 - batch.num_prompts[index]
+            state = (state_of(further, recurrent),) if self.has_state else ()
+            return self.oracle.next_token(context + further, batch.params[index], num_generated, *state)
 
         draft = self._guess(batch.step_id, index, next_token) if self._guess is not None else None
         if draft is not None:
@@ -325,8 +397,8 @@ class SimulatedExecutor:
             total = [x + byte - 127.5 for x, byte in zip(total, digest, strict=True)]
         return total
 
-    def _write(self, table: list[int], start: int, tokens: list[int], fingerprint: int) -> None:
-        slots, size = self.slots, self.block_size
+    def _write(self, table: list[int], start: int, tokens: list[int], fingerprint: int, kind: int = 0) -> None:
+        slots, size = self.memory[kind], self.block_size
         for position, token in enumerate(tokens, start):
             at = 3 * (table[position // size] * size + position % size)
             slots[at] = fingerprint
@@ -341,21 +413,29 @@ class SimulatedExecutor:
         """Set a block to what `read_block` returned."""
         self._block(block)[:] = array("q", data)
 
-    def _block(self, block: int) -> memoryview[int]:
+    def _block(self, block: int, kind: int = 0) -> memoryview[int]:
         width = 3 * self.block_size
-        return memoryview(self.slots)[block * width : (block + 1) * width]
+        return memoryview(self.memory[kind])[block * width : (block + 1) * width]
 
     def _check(self, batch: ScheduledBatch) -> None:
-        """I-4: the blocks that a chunk writes are in no other table of the batch."""
+        """I-4: the blocks that a chunk writes are in no other table of the batch; the slots are read by none."""
+        slots = [slot for _, slot in batch.state_writes]
+        if len({*slots, *batch.state_reads} - {-1}) < len(slots) + len(set(batch.state_reads) - {-1}):
+            raise InvariantError("I-4", f"slots {slots} are written twice, or among those read: {batch.state_reads}")
+        for kind, tables in enumerate(batch.more_tables, 1):
+            self._check_tables(batch, tables, kind)
+        self._check_tables(batch, batch.block_tables, 0)
+
+    def _check_tables(self, batch: ScheduledBatch, block_tables: list[list[int]], kind: int) -> None:
         tails = {i: [block for tail in draft.tails for block in tail] for i, draft in batch.drafts.items()}
-        uses = Counter(block for table in (*batch.block_tables, *tails.values()) for block in table)
+        uses = Counter(block for table in (*block_tables, *tails.values()) for block in table)
         if sum(batch.lens) != len(batch.token_ids):
             raise InvariantError("I-12", f"{len(batch.token_ids)} tokens for chunks of {sum(batch.lens)}")
-        for index, (start, length, table) in enumerate(zip(batch.starts, batch.lens, batch.block_tables, strict=True)):
+        for index, (start, length, table) in enumerate(zip(batch.starts, batch.lens, block_tables, strict=True)):
             draft = batch.drafts.get(index, Draft([]))
             stop = start + length + len(draft.paths()[0])
             if length < 1 or len(table) != -(-stop // self.block_size):
                 raise InvariantError("I-8", f"a table of {len(table)} blocks for {start} ... {stop}")
             for block in (*table[start // self.block_size :], *tails.get(index, [])):
                 if uses[block] != 1:
-                    raise InvariantError("I-4", f"block {block} is written and is in {uses[block]} tables")
+                    raise InvariantError("I-4", f"block {block} of kind {kind} is written and in {uses[block]} tables")

@@ -213,7 +213,7 @@ class Recalled(Oracle):
         self._answer: Answer | None = None
         self._num_known = 0
 
-    def next_token(self, context: Any, params: SamplingParams, num_generated: int) -> int:
+    def next_token(self, context: Any, params: SamplingParams, num_generated: int, state: int | None = None) -> int:
         # The last token is always the sequence's own; those before may be shared.
         answer = self._answer = self.answers[context[-3]]
         self._num_known = len(context) // 3

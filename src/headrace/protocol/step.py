@@ -284,7 +284,8 @@ class Stats(msgspec.Struct, kw_only=True):
     `num_beam_blocks` are held by beam searches, which would hold `num_beam_blocks_unshared` if no beam shared.
     `num_drafts` drafts of `num_draft_tokens` tokens were verified, and `num_accepted_tokens` of these were accepted;
     entry i of `num_accepted_per_pos` counts those that were i tokens after a draft's first. `num_recordings_ended` is 1
-    if a recording of the schedule has ended before the engine.
+    if a recording of the schedule has ended before the engine. `num_blocks`, `num_blocks_held` and `num_blocks_cached`
+    are of kind 0 of the cache; `more_blocks` has these three of every further kind.
     """
 
     num_running: int = 0
@@ -307,11 +308,14 @@ class Stats(msgspec.Struct, kw_only=True):
     num_accepted_tokens: int = 0
     num_accepted_per_pos: list[int] = []
     num_recordings_ended: int = 0
+    more_blocks: list[tuple[int, int, int]] = []
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that running sequences hold, 0 to 1. Evictable cached blocks count as free."""
-        return self.num_blocks_held / self.num_blocks if self.num_blocks else 0.0
+        """Share of the blocks that running sequences hold, 0 to 1, of the fullest kind. Evictable cached blocks count
+        as free."""
+        kinds = [(self.num_blocks, self.num_blocks_held), *(each[:2] for each in self.more_blocks)]
+        return max(num_held / num if num else 0.0 for num, num_held in kinds)
 
 
 class StepOutput(msgspec.Struct, kw_only=True):

@@ -2,6 +2,7 @@
 
 from headrace.core.scheduler import Scheduler
 from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 
@@ -22,8 +23,9 @@ class Bench:
         }
         self.scheduler = Scheduler(**{**defaults, **numbers})
         pool = self.scheduler.pool
-        self.oracle = Oracle(1000, [EOS])
-        self.executor = SimulatedExecutor(pool.num_blocks, pool.block_size, self.oracle, fail=fail)
+        kinds = {name: numbers[name] for name in ("kinds", "more_blocks") if name in numbers}
+        self.oracle = Oracle(1000, [EOS], kinds=kinds.get("kinds", (CacheKind(),)))
+        self.executor = SimulatedExecutor(pool.num_blocks, pool.block_size, self.oracle, fail=fail, **kinds)
         self.tokens, self.finished, self.started = {}, {}, {}
         self.prompt_logprobs = {}
 

@@ -17,24 +17,26 @@ Plant = Callable[[Any, pytest.MonkeyPatch], None]
 
 
 class Bug(NamedTuple):
-    """How it is planted, who may catch it, whether the scheduler's `check()` looks too, and whether steps overlap."""
+    """How it is planted, who may catch it, whether the scheduler's `check()` looks too, whether steps overlap, and
+    whether the model has several kinds of cache."""
 
     plant: Plant
     invariants: tuple[str, ...]
     checking: bool
     overlapping: bool = False
+    kinds: bool = False
 
 
 Bugs = dict[str, Bug]
 
 
 def register(
-    bugs: Bugs, *invariants: str, checking: bool = True, overlapping: bool = False
+    bugs: Bugs, *invariants: str, checking: bool = True, overlapping: bool = False, kinds: bool = False
 ) -> Callable[[Plant], Plant]:
     """A decorator that puts a function, which plants its bug in a scheduler, among `bugs`."""
 
     def put(plant: Plant) -> Plant:
-        bugs[plant.__name__] = Bug(plant, invariants, checking, overlapping)
+        bugs[plant.__name__] = Bug(plant, invariants, checking, overlapping, kinds)
         return plant
 
     return put
@@ -49,7 +51,13 @@ def expect_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
         return scheduler
 
     for seed in range(NUM_SEEDS):
-        simulation = Simulation(seed, make_scheduler=make_scheduler, checking=bug.checking, overlapping=bug.overlapping)
+        simulation = Simulation(
+            seed,
+            make_scheduler=make_scheduler,
+            checking=bug.checking,
+            overlapping=bug.overlapping,
+            kinds=bug.kinds,
+        )
         try:
             simulation.run(NUM_STEPS)
         except (Violation, InvariantError) as error:

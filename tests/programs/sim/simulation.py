@@ -18,6 +18,7 @@ import msgspec
 from tests.programs.sim.plain_beams import plain_beams
 from tests.programs.sim.world import World, draw_draft, draw_params, draw_request, draw_search, draw_world
 
+from headrace.core.invariants import used_by
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Status
 from headrace.insight.simulated import Oracle, SimulatedExecutor
@@ -74,9 +75,10 @@ class Simulation:
         checking: bool = True,
         keep_log: bool = False,
         overlapping: bool = False,
+        kinds: bool = False,
     ) -> None:
         self.rng = Random(seed)
-        self.world = world or draw_world(self.rng)
+        self.world = world or draw_world(self.rng, kinds)
         self.report = Report(seed)
         numbers = self.world.scheduler_args()
         if overlapping:
@@ -84,7 +86,9 @@ class Simulation:
             self.world = replace(self.world, forced_share=0.0, guess_share=0.0)
             numbers |= {"speculates": False, "runs_ahead": lambda params: params.logprobs is None}
         self.scheduler = make_scheduler(**numbers)
-        self.oracle = Oracle(self.world.vocab_size, [0], self.world.eos_probability, self.world.forced_share)
+        self.oracle = Oracle(
+            self.world.vocab_size, [0], self.world.eos_probability, self.world.forced_share, self.world.kinds
+        )
         self.executor = SimulatedExecutor(
             self.world.num_blocks,
             self.world.block_size,
@@ -94,6 +98,8 @@ class Simulation:
             defer=self._defer_chunk,
             guess=self._guess if self.world.guess_share else None,
             rest=self._draw_rest if self.world.guess_share else None,
+            kinds=self.world.kinds,
+            more_blocks=self.world.more_blocks,
         )
         self.checking = checking
         self.accounts: dict[str, Account] = {}
@@ -103,7 +109,7 @@ class Simulation:
         self._digest = blake2b(digest_size=16)
         self._failing: list[int] = []
         # The steps in flight: the batch, the blocks that it uses, and the executor's ticket.
-        self._flight: deque[tuple[ScheduledBatch, set[int], ScheduledBatch]] = deque()
+        self._flight: deque[tuple[ScheduledBatch, list[set[int]], ScheduledBatch]] = deque()
         self._members: dict[int, str] = {}
         self._log(f"world {self.world}")
 
@@ -120,12 +126,14 @@ class Simulation:
         scheduler, report = self.scheduler, self.report
         if not self.draining:
             self._events_between_steps()
-        scheduler.pool.has_failed = False
+        for pool in scheduler.steps.pools:
+            pool.has_failed = False
         if not self._flight:
             gaps_of_one = [s for s in scheduler.running if len(s.tokens) - s.num_computed == 1]
             batch = scheduler.schedule()
             for seq in gaps_of_one:
-                if seq.status is Status.RUNNING and seq.seq_id not in batch.seq_ids and not scheduler.pool.has_failed:
+                has_failed = any(pool.has_failed for pool in scheduler.steps.pools)
+                if seq.status is Status.RUNNING and seq.seq_id not in batch.seq_ids and not has_failed:
                     raise Violation(f"R-11: {seq.request_id} had one token to compute and got no place in the step")
             self._start(batch)
         ahead = scheduler.schedule_ahead()
@@ -136,9 +144,10 @@ class Simulation:
             self._events_in_flight(self._flight[-1][0])
         batch, in_use, ticket = self._flight.popleft()
         result = self.executor.finish(ticket)
-        for block in in_use:
-            if scheduler.pool.refs[block] == 0:
-                raise Violation(f"I-7: block {block} was let go while the step that uses it was in flight")
+        for pool, used in zip(scheduler.steps.pools, in_use, strict=False):
+            for block in used:
+                if pool.refs[block] == 0:
+                    raise Violation(f"I-7: block {block} was let go while the step that uses it was in flight")
         members = self._members
         for index in self._failing:
             self.accounts[members[batch.seq_ids[index]]].failed = True
@@ -155,13 +164,16 @@ class Simulation:
         if len(batch):
             report.events["step with work"] += 1
         report.events["copy"] += len(batch.copies)
+        report.events["block behind a window"] += str([batch.block_tables, batch.more_tables]).count("-1")
+        report.events["state written"] += len(batch.state_writes)
+        report.events["hit at a state"] += sum(output.started.values()) * bool(batch.state_reads)
 
     def _start(self, batch: ScheduledBatch) -> None:
         """Start a step that was scheduled just now."""
         self._log(f"batch {batch.seq_ids} {batch.starts} {batch.lens} {batch.block_tables} {batch.copies}")
+        self._log(f"kinds {batch.more_tables} {batch.more_copies} {batch.state_reads} {batch.state_writes}")
         self._check()
-        in_use = {block for table in batch.block_tables for block in table}
-        in_use.update(block for copy in batch.copies for block in copy)
+        in_use = used_by(batch, self.scheduler.tables.windows)
         for seq in self.scheduler.flight:
             self.fingerprints[seq.seq_id] = self._fingerprint(seq.request)
             self._members[seq.seq_id] = seq.request_id
@@ -171,7 +183,8 @@ class Simulation:
         """No more events; whatever is in the system must end within a bounded number of steps (I-17)."""
         self.draining = True
         scheduler = self.scheduler
-        scheduler.pool.fail_at = 0
+        for pool in scheduler.steps.pools:
+            pool.fail_at = 0
         # Every live sequence may be computed three times over, one token a step, with the others waiting.
         widths = {name: search.width for name, search in scheduler.searches.open.items()}
         bound = 10 + 3 * sum(seq.max_len * widths.get(name, 1) for name, seq in scheduler.sequences.items())
@@ -181,14 +194,17 @@ class Simulation:
             bound -= 1
             self.step()
         stats = scheduler.stats()
-        if stats.num_blocks_held or stats.num_running or stats.num_waiting:
+        if stats.kv_cache_usage or stats.num_blocks_held or stats.num_running or stats.num_waiting:
             raise Violation(f"I-1: idle, and {stats}")
         if any(not account.ended for account in self.accounts.values()):
             raise Violation("I-9: idle, and an accepted request has not ended")
         scheduler.reset_prefix_cache()
         self._check()
-        if len(scheduler.pool.free) != self.world.num_blocks:
-            raise Violation(f"I-1: {len(scheduler.pool.free)} of {self.world.num_blocks} blocks are free in the end")
+        for pool, num_blocks in zip(
+            scheduler.steps.pools, (self.world.num_blocks, *self.world.more_blocks), strict=True
+        ):
+            if len(pool.free) != num_blocks:
+                raise Violation(f"I-1: {len(pool.free)} of {num_blocks} blocks are free in the end")
         self.report.num_computed = stats.num_batched_tokens
         self.report.num_recomputed = stats.num_recomputed_tokens
         self.report.num_hits = stats.prefix_cache_hits
@@ -222,7 +238,7 @@ class Simulation:
             if self._happens("beams"):
                 self._add_search()
         if self._happens("too long"):
-            size = min(world.max_model_len, world.num_blocks * world.block_size + 1) + rng.choice([0, 1, 50])
+            size = world.longest + rng.choice([0, 1, 50])
             request = draw_request(rng, world, self._name())
             self._refused("too long", msgspec.structs.replace(request, prompt_token_ids=[1] * size))
         if scheduler.sequences and self._happens("duplicate id"):
@@ -235,14 +251,17 @@ class Simulation:
             if scheduler.preempt(name) == bool(self._flight):
                 raise Violation(f"I-10: {name} runs and was not preempted, or was beside a step in flight")
         if self._happens("allocation failure"):
-            scheduler.pool.fail_at = scheduler.pool.num_allocations + rng.randint(1, 4)
-            self._event("allocation failure", str(scheduler.pool.fail_at))
+            number = rng.randint(1, 4)
+            pool = scheduler.steps.pools[number % len(scheduler.steps.pools)]
+            pool.fail_at = pool.num_allocations + number
+            self._event("allocation failure", str(pool.fail_at))
         if self._happens("cache reset"):
             self._event("cache reset", str(len(scheduler.cache)))
             scheduler.reset_prefix_cache()
         if self._happens("poison"):
             self._event("poison", str(len(scheduler.pool.free)))
-            self.executor.poison(scheduler.pool.free)
+            for kind, pool in enumerate(scheduler.steps.pools):
+                self.executor.poison(pool.free, kind)
 
     def _events_in_flight(self, batch: ScheduledBatch) -> None:
         scheduler, rng = self.scheduler, self.rng
@@ -278,7 +297,11 @@ class Simulation:
         beam, size, num_prompt = request.beam, self.world.block_size, len(request.prompt_token_ids)
         room = min(request.params.max_tokens, self.scheduler.max_model_len - num_prompt)
         whole = num_prompt // size
-        if whole + beam.beam_width * (-(-(num_prompt + room - 1) // size) - whole) > self.world.num_blocks:
+        is_wide = whole + beam.beam_width * (-(-(num_prompt + room - 1) // size) - whole) > self.world.num_blocks
+        if not self.scheduler.tables.is_plain:
+            numbers = beam.beam_width, num_prompt, num_prompt + room
+            is_wide = any(k.claim(*numbers) > k.pool.num_blocks for k in self.scheduler.tables.all_kinds)
+        if is_wide:
             self._refused("too wide", request)
             return
         self._add("beams", request)

@@ -12,7 +12,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.core.kinds import fit_windows, make_kinds
+from headrace.core.sequence import NEVER
 from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, Request
 
@@ -58,16 +61,21 @@ class World:
     stems: list[list[int]]
     salts: list[str]
     rates: dict[str, float]
+    longest: int
+    kinds: tuple[CacheKind, ...] = (CacheKind(),)
+    more_blocks: tuple[int, ...] = ()
 
     def scheduler_args(self) -> dict[str, Any]:
         rest = {"vocab_size", "eos_probability", "forced_share", "guess_share", "max_alive", "stems", "salts", "rates"}
-        return {name: value for name, value in asdict(self).items() if name not in rest} | {
+        return {name: value for name, value in asdict(self).items() if name not in rest | {"longest"}} | {
+            "kinds": self.kinds,
             "eos_token_ids": [0],
             "speculates": self.guess_share > 0,
         }
 
 
-def draw_world(rng: Random) -> World:
+def draw_world(rng: Random, kinds: bool = False) -> World:
+    """A world; with `kinds`, for a model whose layers look back differently far."""
     block_size = rng.choice([1, 2, 3, 4, 5, 8, 16])
     num_blocks = rng.choice([1, 2, 3, rng.randint(1, 64), rng.randint(4, 24), rng.randint(8, 64)])
     room = num_blocks * block_size
@@ -100,9 +108,36 @@ def draw_world(rng: Random) -> World:
         stems=stems,
         salts=rng.choice([[""], ["", "tenant"]]),
         rates=rates,
+        longest=min(max_model_len, room + 1),
     )
     # Not drawn, so that seeds of long ago still mean the same world.
-    return replace(made, policy="fair") if made.policy == "priority" and made.max_alive == 12 else made
+    if made.policy == "priority" and made.max_alive == 12:
+        made = replace(made, policy="fair")
+    return with_kinds(made) if kinds else made
+
+
+def with_kinds(world: World) -> World:
+    """The same world for a model whose layers look back differently far. It follows from the world alone."""
+    rng = Random(repr(world))
+    size, budget = world.block_size, world.max_num_batched_tokens
+    widths = {rng.choice([1, 2, size, rng.randint(1, 3 * size), rng.randint(1, 60)]) for _ in range(2)}
+    windows = [CacheKind(window=width) for width in sorted(widths)][: rng.choice([0, 1, 1, 1, 2])]
+    kinds = [CacheKind()] * (not windows or rng.random() < 0.6) + windows
+    kinds += [CacheKind(is_state=True)] * (rng.random() < 0.5)
+    sizes = []
+    for kind in kinds:
+        least = -(-(kind.window + rng.choice([1, budget])) // size) + 1
+        sizes.append(
+            rng.choice([2, 3, rng.randint(2, 40)]) if kind.is_state else rng.choice([least, rng.randint(1, 64)])
+        )
+    if kinds[0].window == 0:
+        sizes[0] = world.num_blocks
+    longest, _ = fit_windows(make_kinds(kinds, sizes, size), budget if world.enable_chunked_prefill else NEVER)
+    longest = max(2, min(world.max_model_len, longest + 1))
+    return replace(
+        world, num_blocks=sizes[0], kinds=tuple(kinds), more_blocks=tuple(sizes[1:]), longest=longest,
+        enable_chunked_prefill=world.enable_chunked_prefill or budget < longest,
+    )  # fmt: skip
 
 
 def draw_draft(rng: Random, world: World, say: Callable[[list[int]], int]) -> Draft | None:
@@ -133,7 +168,7 @@ def draw_request(rng: Random, world: World, name: str, group: str = "") -> Reque
     prompt = stem[: rng.randint(1, len(stem))] if rng.random() < 0.5 else list(stem)
     if rng.random() < 0.5:
         prompt += [rng.randrange(world.vocab_size) for _ in range(rng.randint(1, 6))]
-    limit = min(world.max_model_len - 1, world.num_blocks * world.block_size)
+    limit = world.longest - 1
     return Request(
         request_id=name,
         prompt_token_ids=prompt[:limit],

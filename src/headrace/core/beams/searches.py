@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 
 from headrace.core.beams.rules import BeamSearch, Top
 from headrace.core.finish import LENGTH, finish_after
-from headrace.core.requests import num_beam_blocks
-from headrace.core.sequence import Sequence, Status
+from headrace.core.kinds import Kind
+from headrace.core.sequence import NEVER, Sequence, Status
 from headrace.core.tables import BlockTables
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.step import Beam, BeamResult, Request, StepResult
@@ -40,19 +40,20 @@ class Search:
         # The most blocks held at once, and the most that would have been held without sharing.
         self.num_blocks = self.num_blocks_unshared = 0
 
-    def claim(self, block_size: int) -> int:
+    def claim(self, kind: Kind) -> int:
         """Return the blocks that the beams hold at their longest, when they share only the prompt's whole blocks."""
         root = self.live[0]
-        return num_beam_blocks(self.width, root.num_prompt, root.max_len, block_size)
+        return kind.claim(self.width, root.num_prompt, root.max_len)
 
-    def reserve(self, block_size: int) -> int:
+    def reserve(self, kind: Kind) -> int:
         """Return the blocks beside those of `live[0]` that the others need for their known tokens; before the first
         choice, those that the first fork will need."""
+        pool = kind.pool
         if len(self.live) > 1:
-            shared = self.num_common // block_size
-            return sum(-(-len(seq.tokens) // block_size) - shared for seq in self.pending)
-        known = -(-len(self.live[0].tokens) // block_size)
-        return min(self.width - 1, self.claim(block_size) - known)
+            shared = self.num_common // pool.block_size
+            return sum(min(pool.blocks_for(len(seq.tokens)) - shared, kind.most) for seq in self.pending)
+        known = min(pool.blocks_for(len(self.live[0].tokens)), kind.most)
+        return min(self.width - 1, self.claim(kind) - known)
 
     def retire(self) -> Sequence:
         """Note that all beams have lost their blocks. Returns the beam that waits in the queue for all."""
@@ -60,12 +61,14 @@ class Search:
         self.tops.clear()
         self.pending = self.live[1:]
         self.num_common = min((_num_common(first.tokens, seq.tokens) for seq in self.pending), default=0)
+        # What a window or a state holds there is gone with the next token.
+        first.stop_at = self.num_common if self.pending else NEVER
         return first
 
     def blocks(self) -> tuple[int, int]:
         """Return the number of blocks that the beams hold, and the number that they would hold without sharing."""
         tables = [seq.block_table for seq in self.live]
-        return len(set().union(*tables)), sum(map(len, tables))
+        return len(set().union(*tables) - {-1}), sum(map(len, tables))
 
 
 class Searches:
@@ -81,7 +84,6 @@ class Searches:
     ) -> None:
         self.tables = tables
         self.eos_token_ids = eos_token_ids
-        self.block_size = tables.pool.block_size
         self.running = running
         self.next_id = next_id
         self.open: dict[str, Search] = {}
@@ -106,25 +108,35 @@ class Searches:
 
     # -- what the scheduler counts -------------------------------------------------------------------------------
 
-    def claims(self, seqs: Iterable[Sequence]) -> int:
+    def claims(self, seqs: Iterable[Sequence], kind: Kind) -> int:
         """Return the blocks that `seqs` hold together at their longest; a search counts once for all its beams."""
         searches: dict[str, Search] = {}
         num_blocks = 0
         for seq in seqs:
             search = self.get(seq)
             if search is None:
-                num_blocks += self.tables.worst_case(seq)
+                num_blocks += kind.worst_case(seq)
             else:
                 searches[seq.request_id] = search
-        return num_blocks + sum(search.claim(self.block_size) for search in searches.values())
+        return num_blocks + sum(search.claim(kind) for search in searches.values())
+
+    def fit(self, seqs: Iterable[Sequence]) -> bool:
+        """Whether `seqs` fit the pools of all kinds together at their longest."""
+        return all(self.claims(seqs, kind) <= kind.pool.num_blocks for kind in self.tables.all_kinds)
 
     def num_absent(self) -> int:
         """Return the number of beams that running searches may still add to the running sequences."""
         return sum(search.width - len(search.live) + len(search.pending) for search in self._running())
 
-    def num_reserved(self) -> int:
-        """Return the blocks that running searches need for their pending beams."""
-        return sum(search.reserve(self.block_size) for search in self._running() if search.pending)
+    def with_reserve(self, promised: list[int], search: Search) -> list[int]:
+        """Return `promised` with the blocks of each kind that the beams of `search` need beside the first."""
+        return [num + search.reserve(kind) for num, kind in zip(promised, self.tables.all_kinds, strict=True)]
+
+    def promise(self, promised: list[int]) -> None:
+        """Add to `promised` the blocks that running searches need for their pending beams."""
+        for search in self._running():
+            if search.pending:
+                promised[:] = self.with_reserve(promised, search)
 
     def num_requests(self) -> int:
         """Return the number of running requests: the beams of a search count as one."""
@@ -161,7 +173,7 @@ class Searches:
         if search.pending and first.num_computed >= search.num_common:
             for seq in search.pending:
                 self._enter(first, seq, search.num_common)
-            search.pending = []
+            search.pending, first.stop_at = [], NEVER
         num_blocks, unshared = search.blocks()
         search.num_blocks = max(search.num_blocks, num_blocks)
         search.num_blocks_unshared = max(search.num_blocks_unshared, unshared)
