@@ -191,7 +191,7 @@ class Resumption:
 # Fields of `Stats` that are no plain counters.
 OTHERS = frozenset(
     "num_running num_waiting num_blocks num_blocks_held num_blocks_cached num_beam_blocks num_beam_blocks_unshared "
-    "num_accepted_per_pos".split()
+    "num_accepted_per_pos more_blocks".split()
 )
 COUNTERS = tuple(name for name in Stats.__struct_fields__ if name not in OTHERS)
 
