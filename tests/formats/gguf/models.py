@@ -102,7 +102,7 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
         if ".visual." in name:
             continue  # a file of its own, mmproj
         if model_type == "gpt_oss" and ".experts." in name:
-            gpt_oss_experts(writer, name, weight)
+            gpt_oss_experts(writer, name, weight, form)
         elif ".experts." in name:
             head, _, tail = name.replace("model.language_model.", "model.").partition(".experts.")
             number, part, _ = tail.split(".")
@@ -124,14 +124,16 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
     return path
 
 
-def gpt_oss_experts(writer: Any, name: str, weight: F32) -> None:
+def gpt_oss_experts(writer: Any, name: str, weight: F32, form: Form) -> None:
     """Gate and up, whose columns alternate, apart; matrices as [out, in]."""
     layer = name.split(".")[2]
     kind = "bias" if name.endswith("_bias") else "weight"
     rows = weight if kind == "bias" else np.ascontiguousarray(weight.transpose(0, 2, 1))
     parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
     for part, values in parts.items():
-        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", np.ascontiguousarray(values))
+        values = np.ascontiguousarray(values)
+        stored, kind_of = form(name, values) if kind == "weight" else (values, None)
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", stored, raw_dtype=kind_of)
 
 
 def add(writer: Any, name: str, weight: F32, form: Form) -> None:
