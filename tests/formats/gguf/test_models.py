@@ -66,6 +66,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("afmoe", {}),
     ("nemotron", {}),
     ("minimax_m2", {}),
+    ("llama4_text", {"no_rope_layers": None, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}),
+    ("apertus", {"rope_parameters": LLAMA3}),
 ]
 BIG = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
