@@ -445,10 +445,10 @@ MODELS = (
     Row("hunyuan_v1_moe", "partly", f"Hunyuan-A13B; GGUF hunyuan-moe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("hy_v3", "partly", f"Hunyuan 3; no GGUF; {NOT_CUDA}", (*SHOWN, PACKED)),
     Row("afmoe", "partly", f"Trinity; GGUF afmoe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("apertus", "partly", f"Apertus; no GGUF; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("apertus", "partly", f"Apertus; GGUF apertus; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("nemotron", "partly", f"Nemotron-4, Minitron; GGUF nemotron; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("minimax_m2", "partly", f"MiniMax-M2; GGUF minimax-m2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("llama4_text", "partly", f"Llama 4, its text; no GGUF; {NOT_CUDA}", (*SHOWN, PACKED)),
+    Row("llama4_text", "partly", f"Llama 4, its text; GGUF llama4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row(
         "text of other types",
         "partly",

@@ -254,6 +254,12 @@ def _family(keys: _Keys) -> Reading:
     experts = 0
     if family.num_experts:
         experts = values[family.num_experts] = keys.integer("expert_count", 4096)
+        if family.model_type == "llama4_text":
+            values["use_qk_norm"] = experts != 128  # as llama.cpp tells Maverick, which has none, from Scout
+    if family.model_type == "apertus":
+        for name in ("alpha_p", "alpha_n", "beta"):
+            values["xielu_" + name] = _of_each_layer(keys, "xielu." + name, values["num_hidden_layers"])
+        values["rope_scaling"] = values["rope_scaling"] or {"rope_type": "default"}
     parts = _parts(
         keys.file, family.layer, DECODER_ENDS, "model.layers", experts, family.expert_root, family.expert_parts
     )  # fmt: skip
@@ -266,6 +272,14 @@ def _family(keys: _Keys) -> Reading:
         values[flag] = any(name.endswith("." + end) for name in parts)
     turned = keys.optional("rope.dimension_count", values["head_dim"]) or values["head_dim"]
     return Reading(values, parts, turned if family.pairs else 0, family.norm_offset)
+
+
+def _of_each_layer(keys: _Keys, key: str, num_layers: int) -> list[float]:
+    """Reals under a key without the architecture's name."""
+    values = keys.file.reals(key, MAX_LAYERS)
+    if values is None or len(values) != num_layers:
+        raise keys.file.fault(key, None if values is None else f"{len(values)} numbers", f"{num_layers} numbers")
+    return list(values)
 
 
 def _layer_of(name: str) -> int:

@@ -238,6 +238,38 @@ FAMILIES: dict[str, Family] = {
         flags=BIASES | {"mlp_bias": "mlp.up_proj.bias"},
         norm_offset=1.0,
     ),
+    "llama4": Family(
+        "llama4_text",
+        ATTENTION
+        | PRE_NORMS
+        | {
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+            "ffn_gate_inp": "feed_forward.router",
+            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+        },
+        pairs=True,
+        integers={
+            "intermediate_size": "expert_feed_forward_length",
+            "intermediate_size_mlp": "feed_forward_length",
+            "num_experts_per_tok": "expert_used_count",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        flags=BIASES,
+        expert_root="feed_forward.experts",
+        num_experts="num_local_experts",
+    ),
+    "apertus": Family(
+        "apertus",
+        ATTENTION
+        | HEAD_NORMS
+        | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+        | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        flags=BIASES,
+    ),
     "minimax-m2": Family(
         "minimax_m2",
         ATTENTION

@@ -277,8 +277,9 @@ def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
 
 
 def nearest(model_type: object, known: Sequence[str]) -> str:
-    """Return what to add to a refusal: the type that runs whose name is nearest, if one is near."""
-    close = difflib.get_close_matches(str(model_type), known, 1)
+    """Return what to add to a refusal: the type that runs whose name is nearest, if one begins alike."""
+    kin = [name for name in known if name[:3] == str(model_type)[:3]]
+    close = difflib.get_close_matches(str(model_type), kin, 1, cutoff=0.5)
     return f". The nearest that runs is {close[0]}" if close else ""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from headrace.backends.base import Activation, Array, Cache, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MLP, Attention, Decoder
+from headrace.protocol.errors import CheckpointError
 
 TINY = {
     "model_type": "apertus",
@@ -33,15 +34,27 @@ class BentMLP(MLP):
 
     def __init__(self, decoder: Decoder, name: str) -> None:
         super().__init__(decoder, name)
-        number, act = decoder.weights.number, f"{name}.act_fn"
-        self.beta = number(f"{act}.beta", ())
-        # A bound just below zero for exp's argument, which changes nothing that float32 can tell.
-        number(f"{act}.eps", ())
-        self.positive = softplus(number(f"{act}.alpha_p", (1,)))
-        self.negative = self.beta + softplus(number(f"{act}.alpha_n", (1,)))
+        layer_id = int(name.split(".")[-2])
+        self.beta, alpha_p, alpha_n = (
+            number_of(decoder, f"{name}.act_fn", layer_id, part) for part in ("beta", "alpha_p", "alpha_n")
+        )
+        self.positive, self.negative = softplus(alpha_p), self.beta + softplus(alpha_n)
+        if "xielu_beta" not in decoder.config.values:
+            # A bound just below zero for exp's argument, which changes nothing that float32 can tell.
+            decoder.weights.number(f"{name}.act_fn.eps", ())
 
     def bend(self, x: Array) -> Array:
         return self.ops.xielu(x, self.positive, self.negative, self.beta)
+
+
+def number_of(decoder: Decoder, name: str, layer_id: int, part: str) -> float:
+    """A number of the activation: a tensor, or of a list in the config that a GGUF file's metadata became."""
+    listed = decoder.config.values.get(f"xielu_{part}")
+    if listed is None:
+        return decoder.weights.number(f"{name}.{part}", () if part == "beta" else (1,))
+    if not isinstance(listed, list) or len(listed) != decoder.num_layers:
+        raise CheckpointError(f"config.json: xielu_{part} must be a list of {decoder.num_layers} numbers")
+    return ModelConfig({"number": listed[layer_id]}).number("number", low=-1e30)
 
 
 def softplus(x: float) -> float:

@@ -47,7 +47,11 @@ class Experts:
         self.routing = Routing(top_k, "sigmoid", renormalise=False, scale_input=True)
         self.router = weights.linear([f"{name}.router"], hidden, [num], plain=True)
         names = [f"{name}.experts.{e}" for e in range(num)]
-        self.gate_up = [weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], transposed=True) for n in names]
+        if weights.has(f"{names[0]}.gate_proj.weight"):  # as GGUF files have them
+            parts = [[f"{n}.gate_proj", f"{n}.up_proj"] for n in names]
+            self.gate_up = [weights.linear(pair, hidden, [inner, inner]) for pair in parts]
+        else:
+            self.gate_up = [weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], transposed=True) for n in names]
         self.down = [weights.linear([f"{n}.down_proj"], inner, [hidden], transposed=True) for n in names]
 
     def __call__(self, x: Array) -> Array:

@@ -32,7 +32,7 @@ FAMILIES = {
     "ministral3": "MISTRAL3", "olmo2": "OLMO2", "olmo3": "OLMO2", "starcoder2": "STARCODER2", "glm4": "GLM4",
     "glm4_moe": "GLM4_MOE", "cohere2": "COHERE2", "exaone4": "EXAONE4", "ernie4_5": "ERNIE4_5",
     "ernie4_5_moe": "ERNIE4_5_MOE", "hunyuan_v1_dense": "HUNYUAN_DENSE", "hunyuan_v1_moe": "HUNYUAN_MOE",
-    "afmoe": "AFMOE", "nemotron": "NEMOTRON", "minimax_m2": "MINIMAXM2",
+    "afmoe": "AFMOE", "nemotron": "NEMOTRON", "minimax_m2": "MINIMAXM2", "llama4_text": "LLAMA4", "apertus": "APERTUS",
 }  # fmt: skip
 """The names of these types' tensors are those of gguf-py's own table."""
 ARCHITECTURES |= {
@@ -93,7 +93,7 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
     model_type = config["model_type"]
     config = config | config.get("text_config", {}) | {"model_type": model_type}
     writer = gguf.GGUFWriter(path, ARCHITECTURES[model_type])
-    add_metadata(writer, config)
+    add_metadata(writer, config, directory)
     if fields is not None:
         fields(writer)
     experts: dict[str, dict[int, F32]] = {}
@@ -101,8 +101,10 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
         weight = np.ascontiguousarray(converted(name, tensor.float(), config).numpy())
         if ".visual." in name:
             continue  # a file of its own, mmproj
-        if model_type == "gpt_oss" and ".experts." in name:
-            gpt_oss_experts(writer, name, weight)
+        if model_type in ("gpt_oss", "llama4_text") and ".experts." in name:
+            whole_experts(writer, name, weight, form, model_type == "gpt_oss")
+        elif ".act_fn." in name:
+            continue  # of the metadata
         elif ".experts." in name:
             head, _, tail = name.replace("model.language_model.", "model.").partition(".experts.")
             number, part, _ = tail.split(".")
@@ -124,14 +126,18 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
     return path
 
 
-def gpt_oss_experts(writer: Any, name: str, weight: F32) -> None:
-    """Gate and up, whose columns alternate, apart; matrices as [out, in]."""
+def whole_experts(writer: Any, name: str, weight: F32, form: Form, alternate: bool) -> None:
+    """Gate and up, whose columns alternate or follow each other, apart; matrices as [out, in]."""
     layer = name.split(".")[2]
     kind = "bias" if name.endswith("_bias") else "weight"
     rows = weight if kind == "bias" else np.ascontiguousarray(weight.transpose(0, 2, 1))
-    parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
+    half = rows.shape[1] // 2
+    cuts = (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(half), slice(half, None))
+    parts = {"gate": rows[:, cuts[0]], "up": rows[:, cuts[1]]} if "gate_up" in name else {"down": rows}
     for part, values in parts.items():
-        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", np.ascontiguousarray(values))
+        values = np.ascontiguousarray(values)
+        stored, kind_of = form(name, values) if kind == "weight" else (values, None)
+        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", stored, raw_dtype=kind_of)
 
 
 def add(writer: Any, name: str, weight: F32, form: Form) -> None:
@@ -157,7 +163,7 @@ def converted(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.
     return tensor
 
 
-def add_metadata(writer: Any, config: dict[str, Any]) -> None:
+def add_metadata(writer: Any, config: dict[str, Any], directory: Path) -> None:
     if config["model_type"] == "gpt2":
         writer.add_context_length(config["n_positions"])
         writer.add_embedding_length(config["n_embd"])
@@ -172,7 +178,7 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_feed_forward_length(config.get("intermediate_size_mlp") or config["intermediate_size"])
     for key, method in (
         ("rms_norm_eps", writer.add_layer_norm_rms_eps), ("layer_norm_eps", writer.add_layer_norm_eps),
         ("norm_eps", writer.add_layer_norm_eps), ("norm_epsilon", writer.add_layer_norm_eps),
@@ -201,7 +207,7 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config["model_type"] in FAMILIES:
-        add_of_family(writer, config)
+        add_of_family(writer, config, directory)
     num_experts = next((config[key] for key in EXPERT_COUNTS if config.get(key)), 0)
     if num_experts:
         writer.add_expert_count(num_experts)
@@ -212,7 +218,7 @@ def add_metadata(writer: Any, config: dict[str, Any]) -> None:
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
-def add_of_family(writer: Any, config: dict[str, Any]) -> None:
+def add_of_family(writer: Any, config: dict[str, Any], directory: Path) -> None:
     """What the converters of the families add."""
     model_type = config["model_type"]
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -239,7 +245,16 @@ def add_of_family(writer: Any, config: dict[str, Any]) -> None:
         writer.add_logit_scale(config["logits_scaling"])
     if model_type == "cohere2":
         writer.add_logit_scale(config["logit_scale"])
-    if model_type in ("gpt_oss", "hunyuan_v1_moe", "minimax_m2"):
+    if model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    if model_type == "apertus":
+        tensors = load_file(directory / "model.safetensors")
+        for part in ("alpha_p", "alpha_n", "beta", "eps"):
+            numbers = [
+                tensors[f"model.layers.{i}.mlp.act_fn.{part}"].item() for i in range(config["num_hidden_layers"])
+            ]
+            getattr(writer, f"add_xielu_{part}")(numbers)
+    if model_type in ("gpt_oss", "hunyuan_v1_moe", "minimax_m2", "llama4_text"):
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if model_type == "ernie4_5_moe":
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])

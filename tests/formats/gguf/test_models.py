@@ -66,6 +66,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("afmoe", {}),
     ("nemotron", {}),
     ("minimax_m2", {}),
+    ("llama4_text", {"no_rope_layers": None, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}),
+    ("apertus", {"rope_parameters": LLAMA3}),
 ]
 BIG = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
@@ -93,6 +95,30 @@ def test_floats_have_the_bits_of_safetensors(
     token_ids = random_ids(60, config.get("text_config", config)["vocab_size"], 1)
     expected, found = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
     assert torch.equal(found, expected)
+
+
+def test_experts_of_mxfp4_have_the_numbers_of_their_blocks(tmp_path: Path) -> None:
+    """A file of gpt-oss as it is released, beside safetensors of what gguf-py makes of its blocks."""
+    mxfp4 = gguf.GGMLQuantizationType.MXFP4
+    save_random(models.find("gpt_oss").TINY | {"hidden_size": 64, "intermediate_size": 32}, tmp_path)
+
+    def form(name: str, weight: Any) -> Any:
+        return (gguf.quants.quantize(weight, mxfp4), mxfp4) if ".experts." in name else (weight, None)
+
+    path = convert(tmp_path, tmp_path / "model.gguf", form)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("_proj") and ".experts." in name:
+            blocks = gguf.quants.quantize(np.ascontiguousarray(tensor.transpose(1, 2).numpy()), mxfp4)
+            tensors[name] = torch.from_numpy(gguf.quants.dequantize(blocks, mxfp4)).transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    token_ids = random_ids(40, 199, 1)
+    expected, found = (
+        follow(load(p, backend="cpu", dtype="float32", activations=act), token_ids, [40])
+        for p, act in ((tmp_path, "auto"), (path, "16bit"))
+    )
+    assert (found - expected).abs().max() < 1e-4
+    assert expected.std() > 0.3
 
 
 def quantised(directory: Path, choose: Choose) -> Path:
