@@ -125,13 +125,13 @@ def simulate(
     # Nothing that a simulation makes is a cycle, and looking for them takes a third of the time.
     gc.disable()
     try:
-        found = smallest_fleet(played, MOST_REPLICAS) if searches else (replicas or 1, played(replicas or 1))
+        fleet = smallest_fleet(played, MOST_REPLICAS) if searches else (replicas or 1, played(replicas or 1))
     finally:
         gc.enable()
-    if found is None:
+    if fleet is None:
         print(f"{MOST_REPLICAS:,} replicas do not keep {slo} for {slo_share:g} % of the requests")
         raise typer.Exit(1)
-    num, run = found
+    num, run = fleet
     result = figures(run, num, goals, price) | {
         "model": one.subject.name, "hardware": one.machine.name, "router": router, "trace": str(trace),
         "num_blocks": num_blocks, "prefixes": sizes.enable_prefix_caching,
@@ -196,8 +196,8 @@ def text_of(result: dict[str, Any], goals: dict[str, float]) -> str:
         rows = [row for row in rows if row[0] != "refused"]
     if goals:
         words = ", ".join(f"{name} {goal:g} ms" for name, goal in goals.items())
-        kept = f"{result['kept_share']:.1%} of the requests keep {words}"
-        rows.append(("goodput", f"{result['goodput']:.2f} requests/s; {kept}"))
+        share = f"{result['kept_share']:.1%} of the requests keep {words}"
+        rows.append(("goodput", f"{result['goodput']:.2f} requests/s; {share}"))
     if "dollars" in result:
         rows.append(("price", f"${result['dollars']:,.2f}, ${result['dollars_per_million']:.3f} for a million tokens"))
     lines = [f"{label:<14}{text}" for label, text in rows]
