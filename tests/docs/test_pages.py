@@ -44,6 +44,8 @@ NOT_RUN = {
     "sudo": "changes the machine",
     "python -m tests.programs.rolling": "minutes, and a proxy",
     "python -c": "prints a new key",
+    "headrace plan builtin --check": "minutes; tests/plan/test_check.py runs it",
+    "headrace plan path/to/model --quantization int8 --check": "minutes; tests/plan/test_check.py runs it",
     "headrace pull": "needs the hub; tests/serve/test_models_folder.py runs it",
     "npm install": "changes the environment",
     "export": "sets a variable of the shell",

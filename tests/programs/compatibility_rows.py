@@ -31,6 +31,7 @@ FILES = {
     "ollama": "tests/serve/apis/ollama/test_ollama_client.py",
     "folder": "tests/serve/test_models_folder.py",
     "models": "tests/e2e/test_models.py",
+    "planner": "tests/plan/test_bytes.py",
     "inspector": "tests/serve/test_inspector.py",
     "infill": "tests/serve/apis/llama_server/test_infill.py",
     "slots": "tests/serve/apis/llama_server/test_slots.py",
@@ -398,7 +399,8 @@ APIS = (
         "`/`: chat, and the engine at work",
         ("inspector:test_a_viewer_gets_state_snapshot_and_steps",),
     ),
-    Row("weight reload, planner", "no", ""),
+    Row("planner", "yes", "`headrace plan`, `headrace simulate`", ("planner:test_parameters",)),
+    Row("weight reload", "no", ""),
 )
 
 EQUAL, LAW = "transformers:test_logits_equal_transformers", "bits:test_I_13_bits_through_the_runner"

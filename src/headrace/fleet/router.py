@@ -1,9 +1,9 @@
 """`Router`: chooses the replica of a request, by turns, by load, or by what a replica has of its prompt already.
 
-Pure: it knows what it routed and what it is told of progress, and reads no clock, file or socket, so that a simulation
-and a fleet run the same code. The prefix policy is a cost: the prompt tokens that a replica still has to compute before
-the request, and of the request, less those that it probably has cached (compare Srivatsa et al. 2024, Preble,
-arXiv:2407.00023, section 3.1).
+Pure: it knows what it routed and which answers began and ended, and reads no clock, file or socket, so that a
+simulation and a fleet run the same code. The prefix policy is a cost: the prompt tokens that a replica still has to
+compute before the request, and of the request, less those that it probably has cached (compare Srivatsa et al. 2024,
+Preble, arXiv:2407.00023, section 3.1).
 """
 
 from __future__ import annotations

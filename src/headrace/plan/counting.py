@@ -158,17 +158,11 @@ class CountingOps:
     def select(self, x: _Value, rows: Any) -> _Value:
         return x
 
-    def rms_norm(self, x: _Value, weight: Any, eps: float, offset: float = 0.0) -> _Value:
+    def _same_width(self, x: _Value, *_: Any, **__: Any) -> _Value:
+        """Operators that change numbers, and multiply no matrix."""
         return _Value(x.width)
 
-    def layer_norm(self, x: _Value, weight: Any, bias: Any, eps: float, offset: float = 0.0) -> _Value:
-        return _Value(x.width)
-
-    def norm_columns(self, x: _Value, first: int, num: int, norm: Any) -> _Value:
-        return x
-
-    def rope(self, x: _Value, num_heads: int, head_dim: int, rows: Any, rope_table: Any) -> _Value:
-        return x
+    rms_norm = layer_norm = norm_columns = rope = activation = xielu = multiply = scale = softcap = _same_width
 
     def rope_store(self, qkv: _Value, heads: Any, rows: Any, cache: _Cache, *_: Any, **__: Any) -> _Value:
         cache.heads = heads
@@ -182,23 +176,8 @@ class CountingOps:
         cache.macs += 2 * heads.num_heads * heads.head_dim
         return self._new(heads.num_heads * heads.head_dim)
 
-    def activation(self, x: _Value, kind: str) -> _Value:
-        return _Value(x.width)
-
-    def xielu(self, x: _Value, positive: float, negative: float, beta: float) -> _Value:
-        return _Value(x.width)
-
     def gated(self, x: _Value, kind: str) -> _Value:
         return _Value(x.width // 2)
-
-    def multiply(self, x: _Value, gate: _Value, kind: str) -> _Value:
-        return _Value(x.width)
-
-    def scale(self, x: _Value, factor: float) -> _Value:
-        return _Value(x.width)
-
-    def softcap(self, x: _Value, cap: float) -> _Value:
-        return _Value(x.width)
 
     def experts(
         self, x: _Value, router: _Matrix, routing: Any, gate_up: Sequence[_Matrix], down: Sequence[_Matrix], kind: str

@@ -3,7 +3,7 @@ when it does not fit. Knows configs and machines; prints nothing. Called by `hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from headrace import gguf, hub, models
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.names import text_config
 from headrace.models.config import ModelConfig
-from headrace.plan import hardware, known
+from headrace.plan import fitted, hardware, known
 from headrace.plan.counting import Counts, count
 from headrace.plan.forms import KV_ITEM_BYTES, Forms
 from headrace.plan.hardware import Hardware
@@ -24,6 +24,8 @@ FREES_WINDOWS = False
 """Whether the engine frees the blocks that lie behind the window of all layers that hold them. Until then every layer
 keeps all positions, and a plan counts them."""
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
+StepTime = Callable[[Sequence[int], Sequence[int], int], float]
+"""Seconds of a step, of where its chunks start, how long they are, and its rows of logits."""
 OTHERS = ("l4", "rtx4090", "a100", "h100", "h200")
 """Machines to look at when a model does not fit, the smallest first."""
 
@@ -82,7 +84,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """All figures of a plan: bytes, unless a name says otherwise. `fits`: whether weights and the planned sequences
     have room; `needed_bytes`: the memory of a machine that just has it. `largest_context` is of one sequence,
-    `largest_batch` of sequences of `context` tokens."""
+    `largest_batch` of sequences of `context` tokens. `step_source`: where the times come from, for the reader."""
 
     model: str
     model_type: str
@@ -107,6 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     largest_context: int
     largest_batch: int
     concurrency: int
+    step_source: str
     fits: bool
     speed: Speed | None = None
     changes: list[Change] = []
@@ -176,7 +179,16 @@ class Planner:
         self.working += 4.0 * self.counts.vocab_size * wish.max_num_seqs
         usable = machine.memory * machine.utilization
         self.free = usable - self.counts.weight_bytes - self.working
-        self.step = Roofline(self.counts, machine, self.kv_dtype)
+        self.step: StepTime = Roofline(self.counts, machine, self.kv_dtype)
+        self.step_source = (
+            f"at {machine.bandwidth_share:.0%} of bandwidth and {machine.flops_share:.0%} of the operations"
+        )
+
+    def use_measured_steps(self) -> None:
+        """Take the times of steps from what `--check` measured of this model on this machine, if it did."""
+        model = fitted.load(fitted.path_of(self.subject.name, self.form, self.kv_dtype))
+        if model is not None:
+            self.step, self.step_source = model, "by steps that --check measured here"
 
     def kv_bytes(self, context: int) -> float:
         return self.counts.kv_bytes(context, self.kv_dtype, windowed=FREES_WINDOWS)
@@ -270,6 +282,7 @@ class Planner:
             largest_context=self.largest_context,
             largest_batch=largest,
             concurrency=concurrency,
+            step_source=self.step_source,
             fits=fits,
             speed=speed,
             changes=[] if fits or not advises else list(self.changes(concurrency)),

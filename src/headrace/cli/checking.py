@@ -1,0 +1,208 @@
+"""`headrace plan --check`: measures an engine on this machine, fits a model of its steps, and compares what the planner
+predicts with what is measured."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.cli.bench.offline import PARAMS, run_batch, token_samples
+from headrace.cli.bench.stats import percentile
+from headrace.engine.build import build_engine
+from headrace.engine.core import EngineCore, Ticket
+from headrace.fleet.simulator import Simulation, Sizes
+from headrace.fleet.traces import Call
+from headrace.plan import fitted
+from headrace.plan.planner import Planner
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.step import Request, ScheduledBatch, StepResult
+
+CASES = ((1, 128, 32), (8, 128, 32), (1, 512, 16), (16, 64, 32))
+"""Sequences that come together, tokens of their prompts and of their answers."""
+MOST_SEQS, MOST_TOKENS, LENGTHS = 32, 512, (8, 32, 64, 128, 256, 500)
+NUM_REPEATS = 5
+NUM_WARMUP = 40
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure as predicted and as measured: the median of some repeats, and the least and the most of them."""
+
+    what: str
+    unit: str
+    predicted: float
+    measured: float
+    least: float
+    most: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def is_within_spread(self) -> bool:
+        return self.least <= self.predicted <= self.most
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """The result: the fitted model, where it is kept, and the comparisons."""
+
+    model: fitted.StepModel
+    path: str
+    rows: list[Compared]
+
+
+class _Timed:
+    """An executor that notes the batch of each step."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self._batch: ScheduledBatch | None = None
+
+    def take(self) -> ScheduledBatch | None:
+        """Return the batch that was started last, once."""
+        batch, self._batch = self._batch, None
+        return batch
+
+    def start(self, batch: ScheduledBatch) -> Ticket:
+        self._batch = batch
+        return self.inner.start(batch)
+
+    def finish(self, ticket: Ticket) -> StepResult:
+        result: StepResult = self.inner.finish(ticket)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Steps(NamedTuple):
+    """Steps that ran, and the most blocks that were held at once."""
+
+    samples: list[fitted.Sample]
+    num_blocks: int
+
+
+def measured_steps(core: EngineCore, seconds: float) -> Steps:
+    """Return the steps of bursts of random requests, for about `seconds`, but as many at least as a fit needs."""
+    num_blocks = 0
+    noise, samples = random.Random(3), list[fitted.Sample]()
+    executor = core.executor = _Timed(core.executor)
+    most = core.info.max_model_len - 1
+    deadline, number = time.monotonic() + seconds, 0
+    while time.monotonic() < deadline or len(samples) < fitted.MIN_SAMPLES:
+        if noise.random() < 0.12 or not core.has_work():
+            for _ in range(noise.choice((1, 1, 2, 4, 8, 16))):
+                stats = core.stats()
+                if stats.num_waiting + stats.num_running >= MOST_SEQS:
+                    break
+                number += 1
+                num_new = noise.choice((4, 16, 48, 96))
+                length = max(1, min(noise.choice(LENGTHS), most - num_new))
+                prompt = [noise.randrange(core.info.vocab_size) for _ in range(length)]
+                params = msgspec.structs.replace(PARAMS, seed=number, max_tokens=min(num_new, most - 1))
+                core.add(Request(request_id=f"step {number}", prompt_token_ids=prompt, params=params))
+        start = time.perf_counter()
+        core.step()
+        elapsed, batch = time.perf_counter() - start, executor.take()
+        if batch is not None and batch.lens:
+            seen = fitted.num_seen(batch.starts, batch.lens)
+            samples.append(fitted.Sample(sum(batch.lens), sum(batch.samples), seen, elapsed))
+            num_blocks = max(num_blocks, core.scheduler.pool.num_held)
+    for request_id in list(core.scheduler.sequences):
+        core.abort(request_id)
+    while core.has_work():
+        core.step()
+    core.executor = executor.inner
+    return Steps(samples[NUM_WARMUP:] if len(samples) > 2 * NUM_WARMUP else samples, num_blocks)
+
+
+def check(one: Planner, config: EngineConfig, seconds: float) -> Check:
+    """Measure for about `seconds`, of which half are for the fit. Raises what the engine raises."""
+    import psutil
+
+    process = psutil.Process()
+    config = msgspec.structs.replace(
+        config,
+        max_model_len=min(1024, one.max_context),
+        max_num_seqs=MOST_SEQS,
+        max_num_batched_tokens=MOST_TOKENS,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+    )
+    before = process.memory_info().rss
+    with closing(build_engine(config)) as core:
+        deadline = time.monotonic() + seconds
+        steps = measured_steps(core, seconds / 2)
+        model = fitted.fit(steps.samples)
+        path = fitted.path_of(one.subject.name, one.form, one.kv_dtype)
+        fitted.save(path, model)
+        rows = list[Compared]()
+        for number, (batch, num_prompt, num_new) in enumerate(CASES):
+            if num_prompt + num_new > core.info.max_model_len or time.monotonic() > deadline:
+                continue
+            rows += _compared(core, config, model, number, batch, num_prompt, num_new)
+        info, resident = core.info, process.memory_info().rss - before
+        # Of the cache, what was never held was never touched, and takes no memory yet.
+        touched = steps.num_blocks * info.block_size * one.counts.kv_token_bytes(one.kv_dtype)
+        predicted = one.counts.weight_bytes + touched + one.working
+        rows.append(Compared(what="memory", unit="MB", predicted=predicted / 1e6, measured=resident / 1e6,
+                             least=resident / 1e6, most=resident / 1e6))  # fmt: skip
+    return Check(model=model, path=str(path), rows=rows)
+
+
+def _compared(
+    core: EngineCore, config: EngineConfig, model: fitted.StepModel, number: int, batch: int, num_prompt: int,
+    num_new: int,
+) -> list[Compared]:  # fmt: skip
+    """Run a case `NUM_REPEATS` times, and through the scheduler with the model's times."""
+    info = core.info
+    sizes = Sizes(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=False,
+    )
+    run = Simulation(1, "round-robin", sizes, model).run([Call(0.0, num_prompt, num_new)] * batch)
+    ttfts, tpots = list[float](), list[float]()
+    for repeat in range(NUM_REPEATS):
+        samples = token_samples(core, batch, num_prompt, num_new, seed=1000 * number + repeat)
+        timelines = run_batch(core, samples, PARAMS, clock=time.perf_counter)
+        ttfts.append(percentile([timeline.ttft for timeline in timelines], 50))
+        tpots.append(percentile([timeline.tpot or 0.0 for timeline in timelines], 50))
+    words = f"{batch} x {num_prompt} + {num_new} tokens"
+
+    def row(what: str, values: Sequence[float], predictions: Sequence[float]) -> Compared:
+        return Compared(
+            what=f"{what} {words}", unit="ms", predicted=1e3 * percentile(list(predictions), 50),
+            measured=1e3 * percentile(list(values), 50), least=1e3 * min(values), most=1e3 * max(values),
+        )  # fmt: skip
+
+    return [
+        row("TTFT", ttfts, [life.ttft for life in run.lives]),
+        row("TPOT", tpots, [life.tpot for life in run.lives]),
+    ]
+
+
+def text_of(result: Check) -> str:
+    """Return the comparison as lines of text."""
+    model = result.model
+    lines = [
+        f"{model.num_steps:,} steps of 1 to {model.most_rows:,} rows fitted; steps that were not fitted are off by "
+        f"{model.median_error:.1%} (median), {model.p90_error:.1%} (p90)",
+        f"kept in {result.path}; headrace plan and simulate with --hardware this use it",
+        "",
+        f"{'':<32}{'predicted':>14}{'measured':>14}{'error':>9}   least to most of {NUM_REPEATS}",
+    ]
+    for row in result.rows:
+        spread = f"{row.least:,.2f} to {row.most:,.2f}{', predicted within' * row.is_within_spread}"
+        spread = "" if row.least == row.most else spread
+        figures = f"{f'{row.predicted:,.2f} {row.unit}':>14}{f'{row.measured:,.2f} {row.unit}':>14}"
+        lines.append(f"{row.what:<32}{figures}{row.error:>+9.1%}   {spread}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""The fitted times of steps, and `headrace plan --check` on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import checking
+from headrace.cli import plan as command
+from headrace.cli.main import main
+from headrace.plan import fitted, hardware
+from headrace.plan.fitted import Sample, StepModel, fit
+from headrace.plan.planner import Planner, Wish, read
+from headrace.protocol.errors import CheckpointError, HeadraceError
+
+
+def seconds_of(num_rows: int, num_logits: int, num_seen: float) -> float:
+    """A machine whose rows are cheap up to 16, and dear beyond."""
+    return 0.004 + 1e-4 * max(0, num_rows - 1) + 4e-4 * max(0, num_rows - 16) + 2e-4 * num_logits + 1e-7 * num_seen
+
+
+def made_samples(num: int) -> list[Sample]:
+    noise = random.Random(1)
+    shapes = [(noise.randrange(1, 301), noise.randrange(5), noise.random() * 9000) for _ in range(num)]
+    return [Sample(rows, logits, seen, seconds_of(rows, logits, seen)) for rows, logits, seen in shapes]
+
+
+def test_a_fit_predicts_steps_that_it_did_not_see() -> None:
+    model = fit(made_samples(400))
+    assert model.p90_error < 1e-6
+    assert model.num_steps == 400
+    for shape in ((3, 1, 50.0), (64, 0, 3000.0), (200, 4, 0.0)):
+        assert model.of(*shape) == pytest.approx(seconds_of(*shape), rel=1e-6)
+    assert model([10, 20], [1, 30], 2) == pytest.approx(seconds_of(31, 2, 10.5 + 30 * 35.0))
+
+
+def test_a_fit_says_how_far_off_it_is() -> None:
+    noise = random.Random(2)
+    rough = [sample._replace(seconds=sample.seconds * noise.choice((0.8, 1.25))) for sample in made_samples(400)]
+    assert 0.1 < fit(rough).median_error < 0.4
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(HeadraceError, match="39 steps were measured, and 40 at least"):
+        fit(made_samples(39))
+
+
+def test_a_kept_model_is_read_again_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x" / "model.json"
+    assert fitted.load(path) is None
+    model = fit(made_samples(100))
+    fitted.save(path, model)
+    assert fitted.load(path) == model
+    path.write_text('{"base": 1}')
+    with pytest.raises(CheckpointError, match="--check writes it anew"):
+        fitted.load(path)
+    path.write_text('{"base": 1, "knots": [1], "slopes": [], "logits": 0, "seen": 0}')
+    with pytest.raises(CheckpointError, match="differ in number"):
+        fitted.load(path)
+
+
+def test_check_compares_and_the_plan_then_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fitted, "FOLDER", tmp_path)
+    monkeypatch.setattr(command, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(command, "this_machine", lambda: hardware.TABLE["l4"])
+    monkeypatch.setattr(checking, "LENGTHS", (4, 8))
+    monkeypatch.setattr(checking, "NUM_REPEATS", 2)
+    monkeypatch.setattr(checking, "CASES", ((2, 16, 4),))
+    monkeypatch.setattr(checking.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(sys, "argv", ["headrace", "plan", "builtin", "--check", "--json"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    result = json.loads(capsys.readouterr().out)
+    assert [row["what"].split()[0] for row in result["rows"]] == ["TTFT", "TPOT", "memory"]
+    assert all(row["measured"] > 0 for row in result["rows"])
+    assert list(tmp_path.iterdir()) == [Path(result["path"])]
+    one = Planner(read("builtin"), hardware.TABLE["l4"], Wish())
+    before = one.speed(1).tpot
+    one.use_measured_steps()
+    assert isinstance(one.step, StepModel)
+    assert one.speed(1).tpot != before
+    assert one.plan().step_source == "by steps that --check measured here"
+    other = Planner(read("builtin"), hardware.TABLE["l4"], Wish(quantization="int4"))
+    other.use_measured_steps()
+    assert not isinstance(other.step, StepModel)
+
+
+def test_check_is_of_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["headrace", "plan", "builtin", "--check", "--hardware", "l4"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "--check: 'l4' is not allowed" in capsys.readouterr().err
+
+
+def test_the_comparison_is_a_table() -> None:
+    model = StepModel(base=1.0, knots=(1,), slopes=(0.1,), logits=0.0, seen=0.0, num_steps=50, most_rows=9)
+    rows = [
+        checking.Compared(what="TTFT", unit="ms", predicted=11.0, measured=10.0, least=9.0, most=12.0),
+        checking.Compared(what="TPOT", unit="ms", predicted=20.0, measured=10.0, least=9.0, most=12.0),
+    ]
+    text = checking.text_of(checking.Check(model=model, path="here", rows=rows))
+    first, second = text.splitlines()[-2:]
+    assert "+10.0%" in first
+    assert first.endswith("9.00 to 12.00, predicted within")
+    assert "+100.0%" in second
+    assert second.endswith("9.00 to 12.00")
