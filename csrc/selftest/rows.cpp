@@ -273,6 +273,7 @@ void route(Problem& p) {
     a.score = p.random.coin() ? HR_SOFTMAX : HR_SIGMOID_SCORE, a.renormalise = p.random.coin();
     a.num_groups = 1, a.top_groups = 1, a.group_top = 1, a.scale = p.random.coin() ? 1.0 : 2.5;
     if (p.random.coin()) a.bias = p.floats(a.num_experts);
+    if (p.random.coin()) a.factors = p.floats(a.num_experts);
     if (a.num_experts % 4 == 0 && p.random.coin()) {
         a.num_groups = 4, a.top_groups = p.random.whole(1, 4), a.group_top = p.random.whole(1, 2);
         a.top_k = p.random.whole(1, std::min<int64_t>(8, a.num_experts / 4 * a.top_groups));

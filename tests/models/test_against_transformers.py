@@ -83,6 +83,9 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
                                     "use_sliding_window": False}),
     ("no biases", "seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     ("as Llama", "granite", {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}),
+    ("GELU as the first releases say it", "gemma", {"hidden_act": "gelu"}),
+    ("layers of their own cache", "gemma4_text", {"num_kv_shared_layers": 0, "num_key_value_heads": 2}),
+    ("no wide MLP, no cap", "gemma4_text", {"use_double_wide_mlp": False, "final_logit_softcapping": None}),
     ("one expert", "gpt_oss", {"num_experts_per_tok": 1, "layer_types": None}),
 ]  # fmt: skip
 RARE_VARIANTS: list[tuple[str, str, dict[str, Any]]] = [

@@ -66,7 +66,7 @@ def model_type(request: pytest.FixtureRequest) -> str:
 
 NOT_ON_CUDA = {
     "gpt_oss", "olmo2", "olmo3", "cohere2", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "afmoe", "apertus", "nemotron", "glm4_moe", "minimax_m2", "llama4_text",
+    "afmoe", "apertus", "nemotron", "glm4_moe", "minimax_m2", "llama4_text", "gemma4", "gemma4_text",
 }  # fmt: skip
 """Types for whose operators the cuda backend has no kernels."""
 

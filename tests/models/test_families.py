@@ -20,7 +20,7 @@ from headrace.protocol.errors import CheckpointError
 TYPES = (
     "qwen3_moe qwen2_moe qwen3_vl qwen2_5_vl gpt_oss phi3 smollm3 seed_oss granite ministral3 olmo2 olmo3 starcoder2 "
     "glm glm4 cohere2 exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 afmoe apertus nemotron "
-    "glm4_moe minimax_m2 llama4_text"
+    "glm4_moe minimax_m2 llama4_text gemma gemma3 gemma4 gemma4_text"
 ).split()
 LENGTH = 40
 

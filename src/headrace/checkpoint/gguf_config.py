@@ -50,6 +50,23 @@ GEMMA = DECODER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+GEMMA4 = GEMMA | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+GEMMA4_ENDS = DECODER_ENDS | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+GEMMA4_EXPERTS = {"ffn_gate_up": "gate_up_proj", "ffn_down": "down_proj"}
 GPT2 = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -116,6 +133,16 @@ class _Keys:
         if not low <= value <= high:
             self.refuse(name, value, f"from {low} to {high}")
         return value
+
+    def by_layer(self, name: str, num_layers: int) -> list[int]:
+        """An integer for each layer, all the same where the file has but one."""
+        field = self.file.fields.get(self.prefix + name)
+        if field is None or not field.is_array:
+            return [self.integer(name)] * num_layers
+        values = list(self.file.integers(self.prefix + name, MAX_LAYERS) or ())
+        if len(values) != num_layers or not all(1 <= value <= MAX_SIZE for value in values):
+            self.refuse(name, values[:8], f"{num_layers} integers from 1 to {MAX_SIZE}")
+        return values
 
     def real(self, name: str) -> float | None:
         return self.file.real(self.prefix + name)
@@ -195,6 +222,11 @@ def _qwen_moe(keys: _Keys) -> Reading:
     return Reading(values, parts)
 
 
+def _gemma1(keys: _Keys) -> Reading:
+    values = _decoder(keys, "gemma")
+    return Reading(values, _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+
+
 def _gemma2(keys: _Keys) -> Reading:
     values = _gemma(keys, "gemma2", big=46)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -207,6 +239,51 @@ def _gemma3(keys: _Keys) -> Reading:
     values["final_logit_softcapping"] = keys.real("final_logit_softcapping")
     values["rope_local_base_freq"] = keys.real("rope.freq_base_swa") or 10000.0
     return Reading(values, _parts(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+
+
+def _gemma4(keys: _Keys) -> Reading:
+    """Keys and values have sizes by layer; of layers with full attention the file has no rope settings but the base."""
+    file, num = keys.file, keys.integer("block_count", MAX_LAYERS)
+    slides = file.flags(keys.prefix + "attention.sliding_window_pattern", MAX_LAYERS)
+    if slides is None or len(slides) != num:
+        keys.refuse("attention.sliding_window_pattern", slides, f"a flag for each of {num} layers")
+    inner, kv_heads = (keys.by_layer(name, num) for name in ("feed_forward_length", "attention.head_count_kv"))
+    experts = keys.optional("expert_count", 4096, 0) or 0
+    parts = _parts(file, GEMMA4, GEMMA4_ENDS, "model.layers", experts, "experts", GEMMA4_EXPERTS)
+    for name in [name for name in parts if name.endswith("ffn_down_exps.scale")]:
+        parts[f"model.layers.{name.split('.')[1]}.router.per_expert_scale"] = parts.pop(name)
+    values = {
+        "model_type": "gemma4_text",
+        "max_position_embeddings": keys.integer("context_length", MAX_CONTEXT),
+        "hidden_size": keys.integer("embedding_length"),
+        "intermediate_size": min(inner),
+        "use_double_wide_mlp": len(set(inner)) > 1,
+        "num_hidden_layers": num,
+        "num_attention_heads": keys.integer("attention.head_count"),
+        "num_key_value_heads": kv_heads[0],
+        "per_layer_config": {str(i): {"num_key_value_heads": size} for i, size in enumerate(kv_heads)},
+        "head_dim": keys.integer("attention.key_length_swa"),
+        "global_head_dim": keys.integer("attention.key_length"),
+        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {
+            "full_attention": {"rope_theta": keys.real("rope.freq_base") or 1e6},
+            "sliding_attention": {"rope_theta": keys.real("rope.freq_base_swa") or 10000.0},
+        },
+        "sliding_window": keys.integer("attention.sliding_window", MAX_CONTEXT),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "num_kv_shared_layers": keys.optional("attention.shared_kv_layers", num - 1, 0) or 0,
+        "hidden_size_per_layer_input": keys.optional("embedding_length_per_layer_input", low=0) or 0,
+        "final_logit_softcapping": keys.real("final_logit_softcapping"),
+        **_vocabulary(keys),
+    }
+    if experts:
+        values |= {"enable_moe_block": True, "num_experts": experts}
+        values["top_k_experts"] = keys.integer("expert_used_count", experts)
+        values["moe_intermediate_size"] = keys.integer("expert_feed_forward_length")
+    # Layers without values take the keys for them.
+    first = num - values["num_kv_shared_layers"]
+    values["attention_k_eq_v"] = any(f"model.layers.{i}.self_attn.v_proj.weight" not in parts for i in range(first))
+    return Reading(values, parts)
 
 
 def _gemma(keys: _Keys, model_type: str, big: int) -> dict[str, Any]:
@@ -294,8 +371,10 @@ ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
     "qwen3vl": _qwen3_vl,
     "qwen2moe": _qwen_moe,
     "qwen3moe": _qwen_moe,
+    "gemma": _gemma1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "gpt2": _gpt2,
     **dict.fromkeys(FAMILIES, _family),
 }
@@ -408,7 +487,7 @@ def _parts(
         match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.([a-z_0-9]+?)(_exps)?(?:\.(0|[1-9]\d{0,3}))?", stem)
         if kind in ("weight", "bias") and stem in ends:
             add(f"{ends[stem]}.{kind}", Part(info, shape))
-        elif kind not in ("weight", "bias") or match is None:
+        elif match is None or (kind not in ("weight", "bias") and f"{match[2]}.{kind}" not in layer):
             add(name, Part(info, shape))
         elif num_experts and match[2] in of_expert and (match[3] or match[4]):
             path = f"{root}.{match[1]}.{expert_root}"

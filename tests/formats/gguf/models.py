@@ -7,6 +7,7 @@ written down here once more and on their own, so that a mistake in headrace's ta
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ Form = Callable[[str, F32], "tuple[NDArray[Any], Any]"]
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2",
+    "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_vl": "qwen3vl",
 }  # fmt: skip
 FAMILIES = {
@@ -33,6 +34,7 @@ FAMILIES = {
     "glm4_moe": "GLM4_MOE", "cohere2": "COHERE2", "exaone4": "EXAONE4", "ernie4_5": "ERNIE4_5",
     "ernie4_5_moe": "ERNIE4_5_MOE", "hunyuan_v1_dense": "HUNYUAN_DENSE", "hunyuan_v1_moe": "HUNYUAN_MOE",
     "afmoe": "AFMOE", "nemotron": "NEMOTRON", "minimax_m2": "MINIMAXM2", "llama4_text": "LLAMA4", "apertus": "APERTUS",
+    "gemma4_text": "GEMMA4",
 }  # fmt: skip
 """The names of these types' tensors are those of gguf-py's own table."""
 ARCHITECTURES |= {
@@ -77,7 +79,7 @@ def gguf_name(name: str, model_type: str) -> str:
         found = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         return str(found)
-    others = GEMMA if model_type.startswith("gemma") else (("post_attention_layernorm", "ffn_norm"),)
+    others = GEMMA if model_type in ("gemma2", "gemma3_text") else (("post_attention_layernorm", "ffn_norm"),)
     for theirs, ours in (*NAMES, *others):
         name = name.replace(theirs, ours)
     return name
@@ -105,6 +107,8 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
             whole_experts(writer, name, weight, form, model_type == "gpt_oss")
         elif ".act_fn." in name:
             continue  # of the metadata
+        elif model_type == "gemma4_text" and re.search("router.|experts.|layer_scalar", name):
+            gemma4_part(writer, name, weight, form)
         elif ".experts." in name:
             head, _, tail = name.replace("model.language_model.", "model.").partition(".experts.")
             number, part, _ = tail.split(".")
@@ -140,6 +144,17 @@ def whole_experts(writer: Any, name: str, weight: F32, form: Form, alternate: bo
         writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", stored, raw_dtype=kind_of)
 
 
+def gemma4_part(writer: Any, name: str, weight: F32, form: Form) -> None:
+    """Tensors that gguf-py's table does not name, or without their kind."""
+    layer, _, tail = name.removeprefix("model.layers.").partition(".")
+    names = {
+        "router.proj.weight": "ffn_gate_inp.weight", "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale", "layer_scalar": "layer_output_scale.weight",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight", "experts.down_proj": "ffn_down_exps.weight",
+    }  # fmt: skip
+    add(writer, f"blk.{layer}.{names[tail]}", weight, form)
+
+
 def add(writer: Any, name: str, weight: F32, form: Form) -> None:
     if "exp_probs_b" in name:
         weight = weight.squeeze()
@@ -151,7 +166,9 @@ def converted(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.
     model_type = config["model_type"]
     if model_type == "gpt2" and ".c_" in name and name.endswith(".weight"):
         return tensor.t()
-    if (model_type.startswith("gemma") or model_type == "nemotron") and name.endswith("norm.weight"):
+    if ((model_type.startswith("gemma") and model_type != "gemma4_text") or model_type == "nemotron") and name.endswith(
+        "norm.weight"
+    ):
         return tensor + 1
     if name.endswith("shared_expert_gate.weight"):
         return tensor[0]  # the converter leaves out a dimension of one
@@ -211,16 +228,35 @@ def add_metadata(writer: Any, config: dict[str, Any], directory: Path) -> None:
     num_experts = next((config[key] for key in EXPERT_COUNTS if config.get(key)), 0)
     if num_experts:
         writer.add_expert_count(num_experts)
-        used = config.get("num_experts_per_tok") or config.get("moe_k") or config["moe_topk"]
+        counts = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+        used = next(config[key] for key in counts if config.get(key))
         writer.add_expert_used_count(used)
 
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
+def add_of_gemma4(writer: Any, config: dict[str, Any]) -> None:
+    kinds, layers = config["layer_types"], config["per_layer_config"]
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_key_length(layers[str(kinds.index("full_attention"))]["head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    num, inner = len(kinds), config["intermediate_size"]
+    wide = [i >= num - config["num_kv_shared_layers"] and config["use_double_wide_mlp"] for i in range(num)]
+    writer.add_feed_forward_length([inner * (2 if is_wide else 1) for is_wide in wide])
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([layers.get(str(i), {}).get("num_key_value_heads", heads) for i in range(num)])
+
+
 def add_of_family(writer: Any, config: dict[str, Any], directory: Path) -> None:
     """What the converters of the families add."""
     model_type = config["model_type"]
+    if model_type == "gemma4_text":
+        add_of_gemma4(writer, config)
+        return
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention") or rope

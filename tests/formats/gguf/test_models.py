@@ -26,6 +26,11 @@ LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.0, 1.7, 2.9, 5.3], "original_max_position_embeddings": 512, "attention_factor": 1.25,
 }  # fmt: skip
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 20,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -40,8 +45,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen2_moe", {"use_sliding_window": False}),
     ("qwen3_vl", {}),
+    ("gemma", {}),
     ("gemma2", {"query_pre_attn_scalar": 16}),
     ("gemma3_text", {"num_hidden_layers": 7}),
+    ("gemma4_text", {}),
+    ("gemma4_text", GEMMA4_EXPERTS),
     ("gpt2", {}),
     ("gpt_oss", {}),
     ("phi3", {"rope_parameters": LONGROPE}),

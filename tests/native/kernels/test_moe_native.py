@@ -46,6 +46,7 @@ ROUTINGS: list[Values] = [
     {"score": 1, "renormalise": 0},
     {"score": 1, "scale": 2.5},
     {"bias": True},
+    {"factors": True},
     {"score": 1, "bias": True, "num_groups": 4, "top_groups": 2, "group_top": 2, "scale": 2.5},
     {"renormalise": 0, "num_groups": 8, "top_groups": 3, "group_top": 1, "scale": 16.0},
 ]
@@ -56,12 +57,14 @@ ROUTINGS: list[Values] = [
 def test_route_is_that_of_the_reference(isa: str, options: Values) -> None:
     x, k = normals(1, 30, 32, spread=2), 5
     bias = normals(2, 32, spread=0.1) if options.get("bias") else None
-    options = options | ({} if bias is None else {"bias": bias})
+    factors = normals(3, 32) if options.get("factors") else None
+    options = options | ({} if bias is None else {"bias": bias}) | ({} if factors is None else {"factors": factors})
     ids, weights = route(isa, x, k, **options)
     groups = tuple(int(options[name]) for name in ("num_groups", "top_groups", "group_top") if name in options)
     routing = Routing(
         k, "sigmoid" if options.get("score") else "softmax", None if bias is None else torch.from_numpy(bias),
         groups or None, bool(options.get("renormalise", 1)), float(options.get("scale", 1.0)),
+        factors=None if factors is None else torch.from_numpy(factors),
     )  # fmt: skip
     expected, expected_ids = RefOps(torch.device("cpu"), torch.float32).route(torch.from_numpy(x), routing)
     assert (ids == expected_ids.numpy()).all()
