@@ -26,6 +26,7 @@ class StepRows:
     table_begin [C + 1], blocks: the table of chunk c in kind k is blocks[k][table_begin[c]: table_begin[c + 1]]; the
     entry of a block that is freed names any block, and is not read.
     copy_begin [R + 1], copy_slots: further slots of row r are copy_slots[copy_begin[r]: copy_begin[r + 1]].
+    state_in [C], state_out [R]: the slot of a chunk's state before its first row, and of the state after a row, or -1.
     features: the rows' floats beside their tokens, as the backend's operators take them, or None.
     """
 
@@ -38,6 +39,8 @@ class StepRows:
     blocks: Sequence[Array]
     copy_begin: Array
     copy_slots: Array
+    state_in: Array
+    state_out: Array
     block_size: int
     max_rows: int
     features: Array = None
@@ -71,7 +74,15 @@ class StepRows:
         self.row_begin[len(chunks.starts)] = at
         self.table_begin[len(chunks.starts)] = blocks_at
         self._fill_copies(chunks, at)
+        self._fill_states(chunks, at)
         return at
+
+    def _fill_states(self, chunks: Chunks, num_rows: int) -> None:
+        self.state_out[:num_rows] = -1
+        if chunks.states_in:
+            self.state_in[: len(chunks.starts)] = chunks.states_in
+            for row, slot in chunks.states_out:
+                self.state_out[row] = slot
 
     def _fill_copies(self, chunks: Chunks, num_rows: int) -> None:
         begin, copies = self.copy_begin, chunks.copies
@@ -114,6 +125,8 @@ def make_step_rows(
         blocks=[zeros(max_blocks) for _ in range(num_kinds)],
         copy_begin=zeros(max_rows + 1),
         copy_slots=zeros(max_rows * (MAX_DEPTH + block_size)),
+        state_in=zeros(max_chunks),
+        state_out=zeros(max_rows),
         block_size=block_size,
         max_rows=max_rows,
         features=features,
