@@ -249,7 +249,8 @@ class LayerShape(NamedTuple):
 
     kind: index of the layer's kind in `Model.kinds`. value_dim: numbers of a value (0: head_dim). shares_key: the
     values are the first value_dim numbers of the keys, and are not kept again. source: the layer whose cache is read;
-    nothing is kept for this one.
+    nothing is kept for this one. states: of a layer with a state, the shapes of its arrays in a slot; it keeps no
+    position.
     """
 
     num_kv_heads: int
@@ -258,6 +259,7 @@ class LayerShape(NamedTuple):
     kind: int = 0
     shares_key: bool = False
     source: int | None = None
+    states: tuple[tuple[int, ...], ...] = ()
 
     @property
     def value_size(self) -> int:

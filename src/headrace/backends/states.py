@@ -7,6 +7,7 @@ cut of a sequence changes a bit of it (ADR 0028). Called by the model files.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 Array: TypeAlias = Any
@@ -14,6 +15,14 @@ Array: TypeAlias = Any
 
 State: TypeAlias = Any
 """An array of one layer's states, float32 [slots, ...]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCache:
+    """The states of one layer: arrays float32 [slots, ...]."""
+
+    kind: int
+    arrays: tuple[State, ...]
 
 
 class StateHeads(NamedTuple):
@@ -31,7 +40,7 @@ class RecurrentOps(Protocol):
     def softplus(
         self, x: Array, bias: Array, factor: Array | None = None, low: float = 0.0, high: float = math.inf
     ) -> Array:
-        """log(1 + exp(x [R, W] + bias [W])), held in [low, high], times factor [W]."""
+        """log(1 + exp(x [R, W] + bias [W])), held in [low, high], times factor [W]; in float32."""
         ...
 
     def conv(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, RopeTable, Routing, Rows
 from headrace.models import Model
-from headrace.models.config import ModelConfig
+from headrace.models.config import MAX_SIZE, ModelConfig
 from headrace.models.rope import make_rope_table, pair_order
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 
+
+STATE = MAX_SIZE + 1
+"""In place of the window of a layer with a state: greater than any, because its kind is the last."""
 
 MAX_EXPERTS = 4096
 """Experts of a layer."""
@@ -239,6 +242,9 @@ class Decoder(Model):
     default_eps = 1e-6
     default_window: int | None = 4096
     default_head_dim: int | None = None
+    has_mlp = True
+    """Whether any layer has one; else the config may lack its width."""
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     Layer: Callable[[Decoder, str, int], DecoderLayer]
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
@@ -256,7 +262,7 @@ class Decoder(Model):
         self.config, self.weights, self.ops, self.max_model_len = config, weights, ops, max_model_len
         self._windowed: dict[int, tuple[LayerShape, int]] = {}
         self.hidden_size = config.integer("hidden_size")
-        self.intermediate_size = config.integer("intermediate_size")
+        self.intermediate_size = config.integer("intermediate_size") if self.has_mlp else 0
         self.num_heads = config.integer("num_attention_heads")
         self.num_kv_heads = config.integer("num_key_value_heads", self.num_heads)
         self.head_dim = config.integer("head_dim", self.default_head_dim or self.hidden_size // self.num_heads)
@@ -277,8 +283,16 @@ class Decoder(Model):
             window = self._windowed[shape.source][1]
         is_short = window is not None and window < self.max_model_len
         self._windowed[layer_id] = shape, window if is_short and window is not None else 0
+        self._number_kinds()
+
+    def keep_states(self, layer_id: int, *states: tuple[int, ...]) -> None:
+        """Have the cache keep arrays of these shapes for a layer with a state."""
+        self._windowed[layer_id] = LayerShape(0, 0, states=states), STATE
+        self._number_kinds()
+
+    def _number_kinds(self) -> None:
         windows = sorted({window for _, window in self._windowed.values()})
-        self.kinds = tuple(CacheKind(window) for window in windows)
+        self.kinds = tuple(CacheKind(is_state=True) if w == STATE else CacheKind(w) for w in windows)
         layers = [self._windowed[i] for i in sorted(self._windowed)]
         self.cache_shapes = [shape._replace(kind=windows.index(window)) for shape, window in layers]
 
@@ -289,12 +303,12 @@ class Decoder(Model):
         return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
 
     def layer_type(self, layer_id: int) -> str:
-        """Either "full_attention" or "sliding_attention": config.json's layer_types, or the model's default."""
+        """One of the class's `layer_types`: what config.json's layer_types says, or the model's default."""
         kinds = self.config.words("layer_types", self.num_layers)
         kind = self.default_layer_type(layer_id) if kinds is None else kinds[layer_id]
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in self.layer_types:
             raise CheckpointError(
-                f"config.json: layer_types has {kind!r}, expected full_attention or sliding_attention"
+                f"config.json: layer_types has {kind!r:.80}, expected {' or '.join(self.layer_types)}"
             )
         return kind
 

@@ -72,7 +72,7 @@ class TapedProgram:
         ld = features.ld if features else 0
         self._features = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = make_step_rows(
-            lambda size: aligned(4 * size).view(np.int32), len(self.kinds), cache.block_size, max_rows, max_chunks,
+            lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, max_rows, max_chunks,
             max_blocks, features,
         )  # fmt: skip
         self.logit_rows = np.zeros(max_chunks, np.int32)

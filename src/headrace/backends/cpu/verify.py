@@ -228,7 +228,7 @@ def _rope_store(view: View) -> Expected:
 
 def _reference_cache(view: View, heads: Heads, num_blocks: int, block_size: int) -> LayerCache:
     shape = LayerShape(heads.num_kv_heads, heads.head_dim, heads.value_size, shares_key=view["v"] is None)
-    return make_caches([shape], [num_blocks], block_size, "float32", torch.device("cpu"))[0]
+    cache: LayerCache = make_caches([shape], [num_blocks], block_size, "float32", torch.device("cpu"))[0]
 
 
 def _attention(view: View) -> Expected:
@@ -381,7 +381,7 @@ def _state(view: View) -> tuple[ForwardBatch, Tensor]:
     slots = view["state_out"][: view.num_rows].tolist()
     out = {row: slot for row, slot in enumerate(slots) if slot >= 0}
     states_in = view["state_in"][:num_chunks].tolist()
-    rows = ForwardBatch(none, none, none, [], lens, none, states_in=states_in, states_out=out)
+    rows = ForwardBatch(none, none, [], [], lens, [], states_in=states_in, states_out=out)
     return rows, torch.from_numpy(view["state"].copy())
 
 

@@ -276,7 +276,7 @@ class RefOps:
     ) -> Tensor:
         x = x.float() + bias.float()
         y = elementwise(F.softplus, x).clamp(low, high) + x * 0  # the bounds must not hide what is not finite
-        return (y if factor is None else y * factor.float()).to(self.dtype)
+        return y if factor is None else y * factor.float()
 
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation, rows: ForwardBatch, state: Tensor
