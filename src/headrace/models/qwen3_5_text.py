@@ -15,7 +15,7 @@ TINY = {
     "vocab_size": 199,
     "hidden_size": 48,
     "intermediate_size": 112,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 24,
@@ -25,7 +25,7 @@ TINY = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 512,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "tie_word_embeddings": False,
 }
 

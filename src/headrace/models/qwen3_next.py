@@ -23,7 +23,7 @@ TINY = qwen3_5_text.TINY | {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
-    "mlp_only_layers": [2],
+    "mlp_only_layers": [1],
 }
 
 

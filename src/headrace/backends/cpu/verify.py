@@ -229,6 +229,7 @@ def _rope_store(view: View) -> Expected:
 def _reference_cache(view: View, heads: Heads, num_blocks: int, block_size: int) -> LayerCache:
     shape = LayerShape(heads.num_kv_heads, heads.head_dim, heads.value_size, shares_key=view["v"] is None)
     cache: LayerCache = make_caches([shape], [num_blocks], block_size, "float32", torch.device("cpu"))[0]
+    return cache
 
 
 def _attention(view: View) -> Expected:
