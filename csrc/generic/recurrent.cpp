@@ -80,7 +80,7 @@ HR_INLINE void recur(const Args* a, HrTask* task, F step) {
         const int64_t slot = a->state_in[chunk];
         take_state(slot < 0 ? nullptr : place(slot), a->key_dim, a->value_dim, count, state);
         for (int64_t row = a->row_begin[chunk]; row < a->row_begin[chunk + 1]; row++) {
-            step(row, head, head / (a->heads / a->key_heads), at, count, state);
+            step(row, head, a->tiled ? head % a->key_heads : head / (a->heads / a->key_heads), at, count, state);
             const int64_t to = a->state_out[row];
             if (to >= 0) give_state(state, a->key_dim, a->value_dim, count, place(to));
         }

@@ -269,21 +269,21 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(dim) P(const float*, x) I(ld_x) I(width) I(size) P(const float*, weight) P(const float*, bias) I(kind) HR_STATE_FIELDS(P) \
     P(float*, out) I(ld_out)
 /* state: [slots][heads][key_dim][value_dim]; key_dim is at most HR_MAX_KEY_DIM. Head h of the values goes with head h / (heads /
- * key_heads) of queries and keys, which is a whole number. For a head S, with q, k of key_dim and v of value_dim numbers:
+ * key_heads) of queries and keys, or if `tiled` with head h mod key_heads; heads is a multiple of key_heads. For a head S, with q, k of key_dim and v of value_dim numbers:
  *     S[d][j] = S[d][j] * exp(decay[d]), of a decay_width of 1 the head's one number, else key_dim of them
  *     u[j] = (v[j] - chain over d of fma(S[d][j], k[d], .) from 0) * beta
  *     S[d][j] = fma(k[d], u[j], S[d][j])
  *     out[j] = (chain over d of fma(S[d][j], q[d], .) from 0) * scale */
 #define HR_FIELDS_delta(P, I, F)                                                                                       \
     I(dim) P(const float*, query) I(ld_query) P(const float*, key) I(ld_key) P(const float*, value) I(ld_value)           \
-    P(const float*, decay) I(ld_decay) I(decay_width) P(const float*, beta) I(ld_beta) I(heads) I(key_heads) I(key_dim)   \
-    I(value_dim) F(scale) HR_STATE_FIELDS(P) P(float*, out) I(ld_out)
-/* As delta, with b and c of group h / (heads / key_heads), and a[h] and d[h] (may be NULL) of the head:
+    P(const float*, decay) I(ld_decay) I(decay_width) P(const float*, beta) I(ld_beta) I(heads) I(key_heads) I(tiled)   \
+    I(key_dim) I(value_dim) F(scale) HR_STATE_FIELDS(P) P(float*, out) I(ld_out)
+/* As delta, with b and c in place of k and q, and a[h] and d[h] (may be NULL) of the head:
  *     S[n][j] = fma(b[n], x[j] * dt, S[n][j] * exp(dt * a)); y = chain over n of fma(S[n][j], c[n], .) from 0
  *     out[j] = y, or fma(d, x[j], y) */
 #define HR_FIELDS_scan(P, I, F)                                                                                       \
     I(dim) P(const float*, x) I(ld_x) P(const float*, b) I(ld_b) P(const float*, c) I(ld_c) P(const float*, dt) I(ld_dt)  \
-    P(const float*, a) P(const float*, d) I(heads) I(key_heads) I(key_dim) I(value_dim) HR_STATE_FIELDS(P)               \
+    P(const float*, a) P(const float*, d) I(heads) I(key_heads) I(tiled) I(key_dim) I(value_dim) HR_STATE_FIELDS(P)               \
     P(float*, out) I(ld_out)
 /* y = log(1 + exp(x + bias)) held in [low, high], times factor[j] if that is given. */
 #define HR_FIELDS_softplus(P, I, F)                                                                                   \

@@ -42,7 +42,7 @@ void conv(Problem& p) {
 /* Heads and sizes; what is made of `width` numbers a row. */
 template <class Args>
 int64_t heads(Problem& p, Args& a) {
-    a.key_heads = p.random.whole(1, 3), a.heads = a.key_heads * p.random.whole(1, 3);
+    a.key_heads = p.random.whole(1, 3), a.heads = a.key_heads * p.random.whole(1, 3), a.tiled = p.random.coin();
     a.key_dim = p.random.size(1, 40), a.value_dim = p.random.size(1, p.random.coin() ? 40 : 140);
     const int64_t rows = chunks(p, a, a.heads * a.key_dim * a.value_dim);
     a.ld_out = strided(p, a.heads * a.value_dim), a.out = p.make<float>(room(rows, a.ld_out, a.heads * a.value_dim));

@@ -35,6 +35,7 @@ class Problem(NamedTuple):
     constants: dict[str, Floats]
     state: tuple[int, ...]
     width: int
+    tiled: bool = False
 
 
 def normals(rng: np.random.Generator, *shape: int, spread: float = 1.0, shift: float = 0.0) -> Floats:
@@ -97,17 +98,18 @@ def reference(p: Problem, pieces: list[Piece], state: Floats) -> Floats:
     arrays, chunks = gathered(p, pieces)
     rows = make_forward_batch(chunks, 1, torch.device("cpu"))
     x = {name: torch.from_numpy(values) for name, values in (arrays | p.constants).items()}
-    return run_ops(p.op, x, rows, torch.from_numpy(state)).numpy()
+    return run_ops(p, x, rows, torch.from_numpy(state)).numpy()
 
 
-def run_ops(op: str, x: dict[str, torch.Tensor], rows: ForwardBatch, state: torch.Tensor) -> torch.Tensor:
+def run_ops(p: Problem, x: dict[str, torch.Tensor], rows: ForwardBatch, state: torch.Tensor) -> torch.Tensor:
+    op, heads = p.op, HEADS._replace(tiled=p.tiled)
     if op == "conv":
         return OPS.conv(x["x"], x["weight"], x["bias"], "silu", rows, state)
     if op == "delta":
         return OPS.delta(
-            x["query"], x["key"], x["value"], x["decay"], x["beta"], HEADS, rows, state, HEADS.key_dim**-0.5
+            x["query"], x["key"], x["value"], x["decay"], x["beta"], heads, rows, state, HEADS.key_dim**-0.5
         )
-    return OPS.scan(x["x"], x["b"], x["c"], x["dt"], x["a"], x["d"], HEADS, rows, state)
+    return OPS.scan(x["x"], x["b"], x["c"], x["dt"], x["a"], x["d"], heads, rows, state)
 
 
 def native(isa: str) -> Compute:
@@ -123,6 +125,7 @@ def native(isa: str) -> Compute:
             "state": state, "row_begin": np.cumsum([0, *lens]).astype(np.int32),
             "state_in": np.array(chunks.states_in, np.int32), "state_out": state_out, "out": out, "ld_out": p.width,
             "width": p.width, "size": CONV_SIZE, "kind": 0, "heads": HEADS.num_heads, "key_heads": HEADS.num_key_heads,
+            "tiled": int(p.tiled),
             "key_dim": HEADS.key_dim, "value_dim": HEADS.value_dim, "scale": HEADS.key_dim**-0.5,
         }  # fmt: skip
         values |= {f"ld_{name}": array.shape[1] for name, array in arrays.items()}
@@ -142,7 +145,7 @@ def native(isa: str) -> Compute:
 COMPUTES: dict[str, Compute] = {"torch_ref": reference} | {isa: native(isa) for isa in ISAS}
 PROBLEMS = {
     "conv": problem("conv"), "delta": problem("delta"), "delta by channel": problem("delta", by_channel=True),
-    "scan": problem("scan"),
+    "scan": problem("scan"), "delta in tiles": problem("delta")._replace(tiled=True),
 }  # fmt: skip
 
 
@@ -254,8 +257,9 @@ def plain(p: Problem, seq: int) -> NDArray[np.float64]:
         y = sum(x["weight"][k] * past[k : k + LENGTH] for k in range(CONV_SIZE)) + x["bias"]
         conv: NDArray[np.float64] = y / (1 + np.exp(-y))
         return conv
+    times = (lambda k: np.tile(k, (1, 2, 1))) if p.tiled else (lambda k: np.repeat(k, 2, axis=1))
     names = ("key", "query") if p.op == "delta" else ("b", "c")
-    key, query = (np.repeat(x[n].reshape(LENGTH, HEADS.num_key_heads, -1), 2, axis=1) for n in names)
+    key, query = (times(x[n].reshape(LENGTH, HEADS.num_key_heads, -1)) for n in names)
     held, out = np.zeros(p.state), np.empty((LENGTH, HEADS.num_heads, HEADS.value_dim))
     for t in range(LENGTH):
         if p.op == "delta":

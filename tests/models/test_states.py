@@ -1,5 +1,5 @@
-"""The determinism law through programs of models with states, whose slots the tests choose: chunks, company, threads, a
-start from a published state; and that a program is not run without slots, nor such a model by an engine that has none."""
+"""The determinism law through programs of models with states, whose slots the tests choose: chunks, company, threads,
+and a start from a published state."""
 
 from __future__ import annotations
 

@@ -26,12 +26,14 @@ class StateCache:
 
 
 class StateHeads(NamedTuple):
-    """Heads of a layer with a state: value head h goes with key head h // (num_heads // num_key_heads)."""
+    """Heads of a layer with a state: value head h goes with key head h // (num_heads // num_key_heads), or if they are
+    `tiled` with key head h % num_key_heads."""
 
     num_heads: int
     num_key_heads: int
     key_dim: int
     value_dim: int
+    tiled: bool = False
 
 
 class RecurrentOps(Protocol):

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from headrace.models import qwen3_5, qwen3_5_moe_text
 
-TINY = qwen3_5.TINY | {"model_type": "qwen3_5_moe", "text_config": qwen3_5_moe_text.TINY}
+TINY = qwen3_5.TINY | {
+    "model_type": "qwen3_5_moe",
+    "text_config": qwen3_5_moe_text.TINY | {"num_experts": 9, "linear_num_key_heads": 3},
+}
 
 
 class Model(qwen3_5_moe_text.Model):

@@ -321,7 +321,7 @@ class CpuOps:
         out = self.graph.value(heads.num_heads * heads.value_dim, dim)
         for name, part in parts.items():
             fields |= {name: self.graph.read(part), f"ld_{name}": part.ld}
-        sizes = {"heads": heads.num_heads, "key_heads": heads.num_key_heads}
+        sizes = {"heads": heads.num_heads, "key_heads": heads.num_key_heads, "tiled": int(heads.tiled)}
         sizes |= {"key_dim": heads.key_dim, "value_dim": heads.value_dim}
         fields |= sizes | state_fields(rows, state) | {"out": out.buffer, "ld_out": out.ld}
         self.graph.put(op, dim, out, fields, row_ops=6 * heads.key_dim * out.width)

@@ -71,7 +71,8 @@ class LayerCache:
 def make_caches(
     shapes: Sequence[LayerShape], pool_sizes: Sequence[int], block_size: int, kv_dtype: str, device: torch.device
 ) -> list[Any]:
-    """Return a zeroed `LayerCache` or `StateCache` for each layer, over the blocks of its kind; that of its source for one that has one."""
+    """Return a zeroed `LayerCache` or `StateCache` for each layer, over the pool of its kind; that of its source for
+    one that has one."""
     caches: list[Any] = []
     dtype, rounds_to = DTYPES.get(kv_dtype, torch.float32), kv_dtype if kv_dtype in KINDS else ""
     for shape in shapes:

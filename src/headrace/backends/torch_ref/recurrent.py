@@ -86,8 +86,9 @@ def _recur(
 ) -> Tensor:
     """step(row, state, key): the state after a row, from that before it; both [heads, value_dim, key_dim]. Keys are
     [heads, 1, key_dim]."""
-    times = heads.num_heads // heads.num_key_heads
-    by_head = [x.reshape(len(x), -1, 1, heads.key_dim).repeat_interleave(times, 1) for x in (key, query)]
+    head_ids = torch.arange(heads.num_heads, device=key.device)
+    key_ids = head_ids % heads.num_key_heads if heads.tiled else head_ids // (heads.num_heads // heads.num_key_heads)
+    by_head = [x.reshape(len(x), -1, 1, heads.key_dim)[:, key_ids] for x in (key, query)]
     out = torch.empty(len(key), heads.num_heads, heads.value_dim, device=key.device)
     for row_ids, before in chunks_of(rows, state):
         memory = before.transpose(1, 2).contiguous()
