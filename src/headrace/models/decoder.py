@@ -102,6 +102,7 @@ class Attention:
         paired: bool = False,
         sinks: bool = False,
         query_scale: Array | None = None,
+        out: str = "o_proj",
     ) -> None:
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
         self.ops, self.layer_id, self.softcap = ops, layer_id, softcap
@@ -117,7 +118,7 @@ class Attention:
         outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = self.make_qkv(weights, names, decoder.hidden_size, outs, qkv_bias)
-        self.out = weights.linear([f"{name}.o_proj"], decoder.num_heads * size, [decoder.hidden_size], bias=out_bias)
+        self.out = weights.linear([f"{name}.{out}"], decoder.num_heads * size, [decoder.hidden_size], bias=out_bias)
         self.q_norm = self.k_norm = None
         if qk_norm_offset is not None:
             self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset).of_head
@@ -153,14 +154,22 @@ class DecoderLayer(Protocol):
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x)). `inner`: the width between them, where it is not the model's."""
+    """down(act(gate(x)) * up(x)). `inner`: the width between them, where it is not the model's. `parts` are the last
+    names of gate, up and down."""
 
-    def __init__(self, decoder: Decoder, name: str, bias: bool = False, inner: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        name: str,
+        bias: bool = False,
+        inner: int = 0,
+        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
         self.ops, self.kind = decoder.ops, decoder.activation
-        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        names = [f"{name}.{parts[0]}", f"{name}.{parts[1]}"]
         self.gate_up = stacked(weights, names, "gate_up_proj", hidden, [inner, inner], bias)
-        self.down = weights.linear([f"{name}.down_proj"], inner, [hidden], bias=bias)
+        self.down = weights.linear([f"{name}.{parts[2]}"], inner, [hidden], bias=bias)
 
     def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
@@ -240,6 +249,8 @@ class Decoder(Model):
     default_theta = 10000.0
     default_rotary_factor = 1.0
     default_eps = 1e-6
+    eps_key = "rms_norm_eps"
+    final_norm = "norm"
     default_window: int | None = 4096
     default_head_dim: int | None = None
     has_mlp = True
@@ -255,7 +266,7 @@ class Decoder(Model):
             tied=config.flag("tie_word_embeddings", self.default_tied),
         )  # fmt: skip
         self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
-        self.norm = self.make_norm(f"{root}norm")
+        self.norm = self.make_norm(f"{root}{self.final_norm}")
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         """Set sizes and angles, which the parts read in their constructors."""
@@ -268,7 +279,7 @@ class Decoder(Model):
         self.head_dim = config.integer("head_dim", self.default_head_dim or self.hidden_size // self.num_heads)
         self.num_layers = config.integer("num_hidden_layers")
         self.vocab_size = config.integer("vocab_size")
-        self.eps = config.number("rms_norm_eps", self.default_eps)
+        self.eps = config.number(self.eps_key, self.default_eps)
         self.activation = config.choice(self.activation_key, self.activations, self.default_activation)
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(

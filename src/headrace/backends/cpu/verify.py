@@ -397,7 +397,7 @@ def _conv(view: View) -> Expected:
 
 
 def _state_parts(view: View, widths: dict[str, int]) -> tuple[StateHeads, list[Tensor]]:
-    heads = StateHeads(*(view[name] for name in ("heads", "key_heads", "key_dim", "value_dim")), bool(view["tiled"]))
+    heads = StateHeads(view["heads"], view["key_heads"], view["key_dim"], view["value_dim"], bool(view["tiled"]))
     return heads, [view.rows(width, name, f"ld_{name}") for name, width in widths.items()]
 
 
