@@ -59,7 +59,7 @@ class GatedDelta:
         if decoder.activation != "silu":
             raise CheckpointError(f"config.json: hidden_act is {decoder.activation}, expected silu")
         self.ops, self.layer_id, self.eps = decoder.ops, layer_id, decoder.eps
-        self.heads = StateHeads(num_values, num_keys, key_dim, value_dim)
+        self.heads = StateHeads(num_values, num_keys, key_dim, value_dim, config.flag("linear_heads_tiled", False))
         self.keys, self.values = num_keys * key_dim, num_values * value_dim
         width = 2 * self.keys + self.values
         decoder.keep_states(layer_id, (size - 1, width), (num_values, key_dim, value_dim))
@@ -67,7 +67,11 @@ class GatedDelta:
         self.ba = self.make_ba(weights, name, decoder.hidden_size)
         self.weight = conv_weight(weights, f"{name}.conv1d", width, size)
         self.steps = weights.constant(weights.numbers(f"{name}.dt_bias", (num_values,)))
-        self.rates = weights.constant(-np.exp(weights.numbers(f"{name}.A_log", (num_values,))))
+        if weights.has(f"{name}.rates"):  # as GGUF files have them
+            rates = weights.numbers(f"{name}.rates", (num_values,))
+        else:
+            rates = -np.exp(weights.numbers(f"{name}.A_log", (num_values,)))
+        self.rates = weights.constant(rates)
         # q / sqrt(sum of squares + 1e-6) is a norm by the mean, times 1 / sqrt(key_dim).
         self.unit = weights.constant(np.full(key_dim, key_dim**-0.5, np.float32))
         self.norm = weights.tensor(f"{name}.norm.weight", (value_dim,))
