@@ -24,10 +24,11 @@ void rms_norm(const HrArgs_rms_norm* a, HrTask* task) {
             });
             const V rms = sqrt(add(div(set1(hsum(ss)), set1((float)width)), set1((float)a->eps)));
             float* out = a->out ? a->out + row * a->ld_out + at : nullptr;
+            const float* weight = a->weight + at / width * a->weight_step;
             emit(to, row, 0, width, width, out, (float*)task->scratch, [&](int64_t i, int64_t n) {
                 const V y = div(load_some(x + i, n), rms);
                 if (!a->weight) return y;
-                V gain = load_some(a->weight + i, n);
+                V gain = load_some(weight + i, n);
                 if (!plain) gain = add(gain, offset);
                 return mul(y, gain);
             });

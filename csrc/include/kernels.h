@@ -46,7 +46,7 @@ enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8
 enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
 /* `dims`: those from FREE on are written by operators. */
 enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3, HR_DIM_PAIRS = 3, HR_NUM_DIMS = 4 };
-enum { HR_MAX_EXPERTS = 8192 };
+enum { HR_MAX_EXPERTS = 8192, HR_MAX_KEY_DIM = 8192 };
 enum { HR_LANES = 16, HR_SPAN = 128 };
 enum { HR_MAX_GROUP = 1 << 17 };                                      /* inputs with one scale: 127 * 128 of each fit int32 */
 enum { HR_SCRATCH_BYTES = 8 << 20 };                                  /* of each thread; touched only as it is used */
@@ -110,10 +110,10 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_permute(P, I, F)                                                                          \
     I(dim) P(const int32_t*, columns) P(const int32_t*, begin) I(count) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out) HR_Q_FIELDS(P, I, F)
 
-/* For each of `heads` pieces of `width` in a row: ss = lanes of fma(x, x, .); rms = sqrt(ss / width + eps);
+/* For each of `heads` pieces of `width` in a row, whose weights are weight_step numbers apart (0: the same for all): ss = lanes of fma(x, x, .); rms = sqrt(ss / width + eps);
  * y = (x / rms) * gain, gain = offset == 0 ? weight : weight + offset; without a weight y = x / rms. q takes the whole row (heads must be 1). */
 #define HR_FIELDS_rms_norm(P, I, F)                                                                              \
-    I(dim) P(const float*, x) I(ld_x) P(const float*, weight) F(eps) F(offset) I(heads) I(width) P(float*, out) I(ld_out) \
+    I(dim) P(const float*, x) I(ld_x) P(const float*, weight) I(weight_step) F(eps) F(offset) I(heads) I(width) P(float*, out) I(ld_out) \
     HR_Q_FIELDS(P, I, F)
 
 /* mean = lanes sum / width; d = x - mean; var = lanes of fma(d, d, .) / width; y = fma(d / sqrt(var + eps), weight, bias);
@@ -257,6 +257,38 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(dim) P(const int32_t*, places) P(const float*, weights) I(top_k) P(const float*, x) I(ld_x) I(width)          \
     P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 
+/* Layers with a state: float32, a slot for each state. Chunk c begins with the state of slot state_in[c] (-1: zeros), which
+ * advances row by row; the state after row r goes to slot state_out[r] unless that is -1. That slot may be the one that the chunk
+ * reads; no other chunk may read or write it. The bits of a row depend on its sequence up to it alone, however it is cut.
+ *
+ * conv: the inputs of channel j of a sequence are x_0, x_1, ..., those before it 0, and its state the last size - 1 of them:
+ *     y = bias[j] (without one 0), then in order k = 0 ... size - 1: y = fma(weight[k][j], x_(t - size + 1 + k), y); out = act(y)
+ * with the kind HR_SILU or HR_IDENTITY. state: [slots][size - 1][width]. */
+#define HR_STATE_FIELDS(P) P(float*, state) P(const int32_t*, row_begin) P(const int32_t*, state_in) P(const int32_t*, state_out)
+#define HR_FIELDS_conv(P, I, F)                                                                                        \
+    I(dim) P(const float*, x) I(ld_x) I(width) I(size) P(const float*, weight) P(const float*, bias) I(kind) HR_STATE_FIELDS(P) \
+    P(float*, out) I(ld_out)
+/* state: [slots][heads][key_dim][value_dim]; key_dim is at most HR_MAX_KEY_DIM. Head h of the values goes with head h / (heads /
+ * key_heads) of queries and keys, or if `tiled` with head h mod key_heads; heads is a multiple of key_heads. For a head S, with q, k of key_dim and v of value_dim numbers:
+ *     S[d][j] = S[d][j] * exp(decay[d]), of a decay_width of 1 the head's one number, else key_dim of them
+ *     u[j] = (v[j] - chain over d of fma(S[d][j], k[d], .) from 0) * beta
+ *     S[d][j] = fma(k[d], u[j], S[d][j])
+ *     out[j] = (chain over d of fma(S[d][j], q[d], .) from 0) * scale */
+#define HR_FIELDS_delta(P, I, F)                                                                                       \
+    I(dim) P(const float*, query) I(ld_query) P(const float*, key) I(ld_key) P(const float*, value) I(ld_value)           \
+    P(const float*, decay) I(ld_decay) I(decay_width) P(const float*, beta) I(ld_beta) I(heads) I(key_heads) I(tiled)   \
+    I(key_dim) I(value_dim) F(scale) HR_STATE_FIELDS(P) P(float*, out) I(ld_out)
+/* As delta, with b and c in place of k and q, and a[h] and d[h] (may be NULL) of the head:
+ *     S[n][j] = fma(b[n], x[j] * dt, S[n][j] * exp(dt * a)); y = chain over n of fma(S[n][j], c[n], .) from 0
+ *     out[j] = y, or fma(d, x[j], y) */
+#define HR_FIELDS_scan(P, I, F)                                                                                       \
+    I(dim) P(const float*, x) I(ld_x) P(const float*, b) I(ld_b) P(const float*, c) I(ld_c) P(const float*, dt) I(ld_dt)  \
+    P(const float*, a) P(const float*, d) I(heads) I(key_heads) I(tiled) I(key_dim) I(value_dim) HR_STATE_FIELDS(P)               \
+    P(float*, out) I(ld_out)
+/* y = log(1 + exp(x + bias)) held in [low, high], times factor[j] if that is given. */
+#define HR_FIELDS_softplus(P, I, F)                                                                                   \
+    I(dim) P(const float*, x) I(ld_x) I(width) P(const float*, bias) P(const float*, factor) F(low) F(high) P(float*, out) I(ld_out)
+
 /* finite[r] = 1 if every x of the row is finite, else 0. */
 #define HR_FIELDS_finite(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) P(int32_t*, finite)
 /* The k greatest of a row, greatest first, equal ones by lower index; ids, values [rows][k]; finite as above, except
@@ -286,7 +318,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
     X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather)   \
-    X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose) X(permute) X(xielu)
+    X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose) X(permute) X(xielu)  \
+    X(conv) X(delta) X(scan) X(softplus)
 
 #define HR_P(type, name) type name;
 #define HR_I(name) int64_t name;

@@ -254,6 +254,7 @@ int planted(const std::string& name) {
 int fuzz(int64_t count, uint64_t seed, int64_t first) {
     std::vector<Named> all = row_problems;
     all.insert(all.end(), layer_problems.begin(), layer_problems.end());
+    all.insert(all.end(), state_problems.begin(), state_problems.end());
     static const char* const formats[] = {"i4", "i6", "i8", "f8", "k", "f", "i3", "i2"};
     const int64_t kinds = (int64_t)all.size() + 8;
     __sanitizer_set_death_callback(tell_where);

@@ -55,6 +55,7 @@ int main(int argc, char** argv) {
     const std::vector<const HrKernelTable*>& tables = hr::tables();
     std::vector<Named> all = row_problems;
     all.insert(all.end(), layer_problems.begin(), layer_problems.end());
+    all.insert(all.end(), state_problems.begin(), state_problems.end());
     for (const Named& named : all)
         if (what.empty() || what == named.op) compare(named, tables, 40);
 

@@ -86,7 +86,7 @@ struct Named {
     const char* op;
     Builder build;
 };
-extern const std::vector<Named> row_problems, layer_problems;
+extern const std::vector<Named> row_problems, layer_problems, state_problems;
 
 /* What a run leaves behind. */
 struct Outcome {

@@ -104,7 +104,7 @@ void rms_norm(Problem& p) {
     a.heads = p.random.coin() ? 1 : p.random.whole(2, 4), a.width = width_of(p);
     int64_t wide = a.heads * a.width;
     a.eps = 1e-6, a.offset = p.random.coin() ? 0.0 : 1.0;
-    if (p.random.next() % 4) a.weight = p.floats(a.width);
+    if (p.random.next() % 4) a.weight_step = p.random.coin() * a.width, a.weight = p.floats(a.weight_step ? wide : a.width);
     IN(wide);
     bool q = a.heads == 1 && p.random.coin();
     if (q) quantised(p, a, wide);

@@ -91,7 +91,9 @@ const int64_t FAR = (int64_t)1 << 32;
 Far far_apart(const Problem& p) {
     static const struct { const char *ld, *of[2]; int64_t bytes; } strides[] = {
         {"ld_x", {"x", ""}, 4}, {"ld_y", {"y", ""}, 4}, {"ld_out", {"out", ""}, 4}, {"ld_res", {"residual", ""}, 4},
-        {"ld_q", {"q", ""}, 1}, {"ld_s", {"scales", "sums"}, 4}, {"ld_list", {"lists", "list_weights"}, 4}};
+        {"ld_q", {"q", ""}, 1}, {"ld_s", {"scales", "sums"}, 4}, {"ld_list", {"lists", "list_weights"}, 4},
+        {"ld_query", {"query", ""}, 4}, {"ld_key", {"key", ""}, 4}, {"ld_value", {"value", ""}, 4}, {"ld_decay", {"decay", ""}, 4},
+        {"ld_beta", {"beta", ""}, 4}, {"ld_b", {"b", ""}, 4}, {"ld_c", {"c", ""}, 4}, {"ld_dt", {"dt", ""}, 4}};
     Far far = {std::vector<Place>(p.buffers.size()), p.args, std::vector<int64_t>(p.buffers.size()), false};
     std::vector<char> before = p.args;
     const bool linear = p.op >= HR_OP_linear_i4 && p.op <= HR_OP_linear_f;

@@ -63,8 +63,10 @@ def step(program: TapedProgram) -> list[int]:
     lengths = [71, 40, 33]
     tokens = [random_ids(n, program.vocab_size, i) for i, n in enumerate(lengths)]
     tables = scattered_tables(lengths, program.block_size, program.num_blocks, 3)
-    program.forward(Chunks([0, 0], [tokens[0][:70], tokens[1][:29]], tables[:2]), [])
-    num_rows = program.inputs.fill(Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables))
+    states = {"states_in": [-1, -1], "states_out": [(69, 0), (98, 1)]}
+    program.forward(Chunks([0, 0], [tokens[0][:70], tokens[1][:29]], tables[:2], **states), [])
+    states = {"states_in": [0, 1, -1], "states_out": [(0, 2), (5, 3), (11, 4), (30, 5)]}
+    num_rows = program.inputs.fill(Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables, **states))
     program.logit_rows[:3] = [0, 11, num_rows - 1]
     return [num_rows, 3, 3]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.support.harness import (
     BACKENDS,
+    WITH_STATES,
     all_logits,
     chunk_sizes,
     follow,
@@ -17,6 +18,7 @@ from tests.support.harness import (
     random_ids,
     save_random,
     scattered_tables,
+    stepped,
 )
 
 from headrace import models
@@ -86,6 +88,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("GELU as the first releases say it", "gemma", {"hidden_act": "gelu"}),
     ("layers of their own cache", "gemma4_text", {"num_kv_shared_layers": 0, "num_key_value_heads": 2}),
     ("no wide MLP, no cap", "gemma4_text", {"use_double_wide_mlp": False, "final_logit_softcapping": None}),
+    ("one value head each", "qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False, "layer_types": None,
+                                           "full_attention_interval": 2, "decoder_sparse_step": 2}),
     ("one expert", "gpt_oss", {"num_experts_per_tok": 1, "layer_types": None}),
 ]  # fmt: skip
 RARE_VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
@@ -121,8 +125,11 @@ def test_logits_equal_transformers(model_type: str, changes: dict[str, Any], tmp
     config = models.find(model_type).TINY | changes
     theirs = save_random(config, tmp_path)
     token_ids = random_ids(LENGTH, config.get("text_config", config)["vocab_size"], 1)
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([token_ids])).logits[0]
+    if model_type in WITH_STATES:
+        expected = stepped(theirs, token_ids)
+    else:
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([token_ids])).logits[0]
     for backend in BACKENDS:
         runner = load(tmp_path, block_size=8, backend=backend)
         found = follow(runner, token_ids, chunk_sizes(NUM_PROMPT, [13, 1, 64, 7]) + [1] * NUM_DECODE)
@@ -135,12 +142,7 @@ def test_dynamic_ntk_equals_transformers_token_by_token(tmp_path: Path, backend:
     config = models.find("llama").TINY | rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 60}
     theirs = save_random(config, tmp_path)
     token_ids = random_ids(100, config["vocab_size"], 2)
-    outs, cache = [], None
-    with torch.inference_mode():
-        for token_id in token_ids:
-            out = theirs(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            outs.append(out.logits[0])
+    outs = [stepped(theirs, token_ids)]
     found = follow(load(tmp_path, backend=backend), token_ids, [100])
     assert (found - torch.cat(outs)).abs().max() <= TOLERANCE
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.harness import (
+    WITH_STATES,
     Recorder,
     chunk_sizes,
     load,
@@ -59,7 +60,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@pytest.fixture(scope="module", params=models.names())
+@pytest.fixture(scope="module", params=[name for name in models.names() if name not in WITH_STATES])
 def model_type(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

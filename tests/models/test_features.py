@@ -49,9 +49,12 @@ def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, 
     features, logits = [], []
     bounds = [0, *cuts, LENGTHS[0]]
     for begin, end in itertools.pairwise(bounds):
-        chunks = Chunks([begin], [tokens[0][begin:end]], [tables[0]])
+        before = 0 if begin else -1
+        chunks = Chunks(
+            [begin], [tokens[0][begin:end]], [tables[0]], states_in=[before], states_out=[(end - begin - 1, 0)]
+        )
         if end == LENGTHS[0]:
-            chunks = Chunks([begin, 0], [tokens[0][begin:end], tokens[1]], tables)
+            chunks = Chunks([begin, 0], [tokens[0][begin:end], tokens[1]], tables, states_in=[before, -1])
         rows = list(range(sum(map(len, chunks.token_ids))))
         _, found = program.forward(chunks, rows[-1:])
         logits.append(found.fetch().copy())

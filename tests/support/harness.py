@@ -21,6 +21,10 @@ from headrace.runner.runner import Runner
 from headrace.sampling.sampler import F32, Drawn, Row
 
 BACKENDS = ("cpu", "torch_ref")
+WITH_STATES = tuple(
+    "granitemoehybrid lfm2 lfm2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next".split()
+)
+"""Types with layers whose memory is a state."""
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
@@ -42,6 +46,18 @@ def save_random(config: dict[str, Any], directory: Path, seed: int = 0) -> Any:
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(directory)
     return model
+
+
+def stepped(theirs: Any, token_ids: list[int]) -> Tensor:
+    """Logits of a transformers model at every position, token by token: of layers with a state its answer for several
+    tokens at once has other roundings."""
+    outs, cache = [], None
+    with torch.inference_mode():
+        for token_id in token_ids:
+            out = theirs(torch.tensor([[token_id]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            outs.append(out.logits[0])
+    return torch.cat(outs)
 
 
 def load(directory: Path, **options: Any) -> Runner:
@@ -81,12 +97,12 @@ def make_batch(chunks: list[tuple[int, int, list[int], list[int]]], **columns: A
     return ScheduledBatch(**(fields | columns))
 
 
-def all_logits(runner: Runner, batch: ScheduledBatch) -> Tensor:
-    """Logits of every row of `batch`, without the Runner's choice of rows."""
+def all_logits(runner: Runner, batch: ScheduledBatch, **states: Any) -> Tensor:
+    """Logits of every row of `batch`, without the Runner's choice of rows. `states`: of `Chunks`."""
     program = runner.program
     stops = [sum(batch.lens[: i + 1]) for i in range(len(batch))]
     token_ids = [batch.token_ids[stop - n : stop] for stop, n in zip(stops, batch.lens, strict=True)]
-    finite, _ = program.forward(Chunks(batch.starts, token_ids, batch.block_tables), [])
+    finite, _ = program.forward(Chunks(batch.starts, token_ids, batch.block_tables, **states), [])
     assert all(finite)
     most = min(program.max_logits, stops[-1])
     pieces = [list(range(i, min(i + most, stops[-1]))) for i in range(0, stops[-1], most)]
@@ -94,12 +110,14 @@ def all_logits(runner: Runner, batch: ScheduledBatch) -> Tensor:
 
 
 def follow(runner: Runner, token_ids: list[int], sizes: list[int], seed: int = 0) -> Tensor:
-    """Logits at every position of one sequence, computed in chunks of `sizes` over scattered blocks."""
+    """Logits at every position of one sequence, computed in chunks of `sizes` over scattered blocks. Its states, if it
+    has some, go to two slots in turn."""
     block_size = runner.block_size
     (table,) = scattered_tables([len(token_ids)], block_size, runner.program.num_blocks, seed)
     outs, start = [], 0
-    for size in sizes:
-        outs.append(all_logits(runner, make_batch([(0, start, token_ids[start : start + size], table)])))
+    for turn, size in enumerate(sizes):
+        slots = {"states_in": [(turn - 1) % 2 if turn else -1], "states_out": [(size - 1, turn % 2)]}
+        outs.append(all_logits(runner, make_batch([(0, start, token_ids[start : start + size], table)]), **slots))
         start += size
     return torch.cat(outs)
 

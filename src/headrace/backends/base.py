@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from headrace.backends.choosing import Chooser
 from headrace.backends.logits import Draw, Logits
+from headrace.backends.states import RecurrentOps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +34,7 @@ Array: TypeAlias = Any
 """A backend's rows of numbers: a torch.Tensor, or a value that is still to be computed. Models may add two, no more."""
 
 Cache: TypeAlias = Any
-"""One layer's keys and values."""
+"""One layer's keys and values; of a layer with a state, a tuple of arrays (`states.State`)."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
@@ -110,7 +112,7 @@ class Rows(Protocol):
     """[R, F], for models with inputs beside the token ids (`models.Model.feature_size`)."""
 
 
-class Ops(Protocol):
+class Ops(RecurrentOps, Protocol):
     """Operators. R rows, H hidden size, D head size; sums are kept in float32."""
 
     weight_bytes: int
@@ -137,8 +139,11 @@ class Ops(Protocol):
         """Rows [S] of x [R, H] -> [S, H]."""
         ...
 
-    def rms_norm(self, x: Array, weight: Array | None, eps: float, offset: float = 0.0) -> Array:
-        """x [R, H] / sqrt(mean(x^2) + eps) * (offset + weight [H]) (Zhang, Sennrich 2019); without a weight * 1."""
+    def rms_norm(self, x: Array, weight: Array | None, eps: float, offset: float = 0.0, heads: int = 1) -> Array:
+        """x [R, H] / sqrt(mean(x^2) + eps) * (offset + weight [H]) (Zhang, Sennrich 2019); without a weight * 1.
+
+        `heads` pieces of a row are normed each by itself; their weight is [H], or [H / heads] for all of them.
+        """
         ...
 
     def layer_norm(self, x: Array, weight: Array, bias: Array | None, eps: float, offset: float = 0.0) -> Array:
@@ -245,7 +250,8 @@ class LayerShape(NamedTuple):
 
     kind: index of the layer's kind in `Model.kinds`. value_dim: numbers of a value (0: head_dim). shares_key: the
     values are the first value_dim numbers of the keys, and are not kept again. source: the layer whose cache is read;
-    nothing is kept for this one.
+    nothing is kept for this one. states: of a layer with a state, the shapes of its arrays in a slot; it keeps no
+    position.
     """
 
     num_kv_heads: int
@@ -254,6 +260,7 @@ class LayerShape(NamedTuple):
     kind: int = 0
     shares_key: bool = False
     source: int | None = None
+    states: tuple[tuple[int, ...], ...] = ()
 
     @property
     def value_size(self) -> int:
@@ -266,6 +273,8 @@ class Chunks(NamedTuple):
     `copies` are (row, slot) pairs in the rows' order: further slots to which the row's keys and values are written, in
     all kinds. tables[c] are the blocks of kind 0, more_tables[k - 1][c] those of block kind k; without `more_tables`
     all kinds have the same. Entry i covers block i, or is -1: behind the window of the chunk's first row, never read.
+    states_in: for each chunk the slot of the state before its first row; -1: its sequence begins. states_out: (row,
+    slot) in the rows' order: the state after that row goes to the slot. No chunk writes a slot that another one reads.
     """
 
     starts: list[int]
@@ -273,6 +282,8 @@ class Chunks(NamedTuple):
     tables: list[list[int]]
     copies: Sequence[tuple[int, int]] = ()
     more_tables: Sequence[Sequence[list[int]]] = ()
+    states_in: Sequence[int] = ()
+    states_out: Sequence[tuple[int, int]] = ()
 
 
 class Program(Protocol):
@@ -347,28 +358,6 @@ class DrawingProgram(Program, Protocol):
 
     def finish(self, ticket: Any) -> DrawnRows:
         """Wait for what `start` returned `ticket` for. To be called before any other call but `start`."""
-        ...
-
-
-Chosen: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.float64], int]"
-"""Token ids, scaled logits and total of a row."""
-
-
-class Chooser(Protocol):
-    """A backend's operator that picks the candidates of a draw out of rows of `width` logits."""
-
-    @property
-    def width(self) -> int: ...
-
-    def __call__(
-        self,
-        rows: list[NDArray[np.float32]],
-        top_k: list[int],
-        cuts: list[tuple[float, float, float, float]],
-        keys: list[tuple[int, int] | None],
-    ) -> list[Chosen]:
-        """The candidates of each row [width]. A cut is greatest, temperature, floor, top_p; a key is the seed and the
-        position of the row's next draw, None for a row from which nothing is drawn."""
         ...
 
 

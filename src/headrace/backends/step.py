@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.backends.base import Array, Chunks
+from headrace.protocol.kinds import CacheKind
 
 MAX_DEPTH = 64
 """Draft tokens on a path of a tree; what several paths share is copied to the blocks of each."""
@@ -26,6 +27,8 @@ class StepRows:
     table_begin [C + 1], blocks: the table of chunk c in kind k is blocks[k][table_begin[c]: table_begin[c + 1]]; the
     entry of a block that is freed names any block, and is not read.
     copy_begin [R + 1], copy_slots: further slots of row r are copy_slots[copy_begin[r]: copy_begin[r + 1]].
+    state_in [C], state_out [R]: the slot of a chunk's state before its first row, and of the state after a row, or
+    -1; None for a model without states.
     features: the rows' floats beside their tokens, as the backend's operators take them, or None.
     """
 
@@ -38,6 +41,8 @@ class StepRows:
     blocks: Sequence[Array]
     copy_begin: Array
     copy_slots: Array
+    state_in: Array
+    state_out: Array
     block_size: int
     max_rows: int
     features: Array = None
@@ -71,7 +76,18 @@ class StepRows:
         self.row_begin[len(chunks.starts)] = at
         self.table_begin[len(chunks.starts)] = blocks_at
         self._fill_copies(chunks, at)
+        self._fill_states(chunks, at)
         return at
+
+    def _fill_states(self, chunks: Chunks, num_rows: int) -> None:
+        if self.state_in is None:
+            return
+        if len(chunks.states_in) != len(chunks.starts):
+            raise ValueError(f"states of {len(chunks.states_in)} chunks for {len(chunks.starts)}")
+        self.state_in[: len(chunks.starts)] = chunks.states_in
+        self.state_out[:num_rows] = -1
+        for row, slot in chunks.states_out:
+            self.state_out[row] = slot
 
     def _fill_copies(self, chunks: Chunks, num_rows: int) -> None:
         begin, copies = self.copy_begin, chunks.copies
@@ -82,6 +98,10 @@ class StepRows:
             self.copy_slots[: len(copies)] = [slot for _, slot in copies]
         elif begin[-1]:
             begin[:] = 0
+
+
+def num_block_kinds(kinds: Sequence[CacheKind]) -> int:
+    return sum(not kind.is_state for kind in kinds)
 
 
 def tables_by_kind(chunks: Chunks, num_kinds: int) -> list[Sequence[list[int]]]:
@@ -95,25 +115,28 @@ def tables_by_kind(chunks: Chunks, num_kinds: int) -> list[Sequence[list[int]]]:
 
 def make_step_rows(
     zeros: Callable[[int], Array],
-    num_kinds: int,
+    kinds: Sequence[CacheKind],
     block_size: int,
     max_rows: int,
     max_chunks: int,
     max_blocks: int,
     features: Array = None,
 ) -> StepRows:
-    """Return the arrays for `max_rows` rows of `max_chunks` chunks, whose tables have `max_blocks` entries together, in
-    each of `num_kinds` block kinds. `zeros(n)` allocates n int32."""
+    """Return the arrays for `max_rows` rows of `max_chunks` chunks, whose tables in each block kind of `kinds` have
+    `max_blocks` entries together. `zeros(n)` allocates n int32."""
+    has_states = any(kind.is_state for kind in kinds)
     return StepRows(
         token_ids=zeros(max_rows),
         positions=zeros(max_rows),
-        slots=[zeros(max_rows) for _ in range(num_kinds)],
+        slots=[zeros(max_rows) for _ in range(num_block_kinds(kinds))],
         row_begin=zeros(max_chunks + 1),
         start=zeros(max_chunks),
         table_begin=zeros(max_chunks + 1),
-        blocks=[zeros(max_blocks) for _ in range(num_kinds)],
+        blocks=[zeros(max_blocks) for _ in range(num_block_kinds(kinds))],
         copy_begin=zeros(max_rows + 1),
         copy_slots=zeros(max_rows * (MAX_DEPTH + block_size)),
+        state_in=zeros(max_chunks) if has_states else None,
+        state_out=zeros(max_rows) if has_states else None,
         block_size=block_size,
         max_rows=max_rows,
         features=features,

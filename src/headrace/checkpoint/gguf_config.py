@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.checkpoint import gguf_recurrent
 from headrace.checkpoint.gguf_families import FAMILIES
 from headrace.checkpoint.mapped import VIEWS
 from headrace.gguf import GGUF, TENSOR_TYPES, TensorInfo
@@ -99,13 +100,15 @@ class Reading(NamedTuple):
     """values: a config.json. parts: the file's tensors by the model's names.
 
     turned: rows of each head of q and k that are stored in pairs, as ggml rotates them, or 0. norm_offset: a number
-    that the file's weights of norms have more than the model's.
+    that the file's weights of norms have more than the model's. reorders: whether rows that a model file asks for in
+    another order lie in the checkpoint's; elsewhere the file's converter put them in the model's.
     """
 
     values: dict[str, Any]
     parts: dict[str, Part]
     turned: int = 0
     norm_offset: float = 0.0
+    reorders: bool = False
 
 
 class _Keys:
@@ -225,6 +228,45 @@ def _qwen_moe(keys: _Keys) -> Reading:
 def _gemma1(keys: _Keys) -> Reading:
     values = _decoder(keys, "gemma")
     return Reading(values, _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+
+
+def _recurrent(keys: _Keys) -> Reading:
+    """Qwen's models with gated delta rules. Layers for multi-token prediction, which come last, are left out."""
+    architecture = keys.prefix.removesuffix(".")
+    values = _decoder(keys, gguf_recurrent.MODELS[architecture])
+    num_keys, num_values = keys.integer("ssm.group_count"), keys.integer("ssm.time_step_rank")
+    inner = keys.integer("ssm.inner_size")
+    if inner % num_values:
+        keys.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_values}")
+    values |= {"linear_num_key_heads": num_keys, "linear_num_value_heads": num_values}
+    values |= {"linear_key_head_dim": keys.integer("ssm.state_size"), "linear_value_head_dim": inner // num_values}
+    values |= {"linear_conv_kernel_dim": keys.integer("ssm.conv_kernel")}
+    values["linear_heads_tiled"] = architecture != "qwen3next" and num_keys != num_values
+    values["num_hidden_layers"] -= keys.optional("nextn_predict_layers", values["num_hidden_layers"] - 1, 0) or 0
+    num_layers, experts = values["num_hidden_layers"], keys.optional("expert_count", 4096, 0) or 0
+    if experts:
+        values |= {"num_experts": experts, "num_experts_per_tok": keys.integer("expert_used_count", experts)}
+        values["moe_intermediate_size"] = keys.integer("expert_feed_forward_length")
+        values["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
+        names = (f"blk.{i}.ffn_gate_inp.weight" for i in range(num_layers))
+        values["mlp_only_layers"] = [i for i, name in enumerate(names) if name not in keys.file.tensors]
+    of_expert = QWEN_EXPERTS | {"ffn_gate_up": "gate_up_proj"}
+    every = _parts(
+        keys.file, QWEN_MOE | gguf_recurrent.LAYER, DECODER_ENDS, "model.layers", experts, "mlp.experts", of_expert
+    )
+    parts = {}
+    for name, part in ((gguf_recurrent.renamed(name), part) for name, part in every.items()):
+        layer = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
+        if layer is not None and int(layer[1]) >= num_layers:
+            continue
+        if name.endswith(".conv1d.weight"):  # the file leaves out a dimension of one, also of a router
+            part = part._replace(shape=(part.shape[0], 1, part.shape[-1]))
+        elif name.endswith(".shared_expert_gate.weight") and len(part.shape) == 1:
+            part = part._replace(shape=(1, *part.shape))
+        parts[name] = part
+    states = [f"model.layers.{i}.linear_attn.rates" in parts for i in range(num_layers)]
+    values["layer_types"] = ["linear_attention" if state else "full_attention" for state in states]
+    return Reading(values, parts, norm_offset=1.0, reorders=True)
 
 
 def _gemma2(keys: _Keys) -> Reading:
@@ -372,6 +414,7 @@ ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
     "qwen2moe": _qwen_moe,
     "qwen3moe": _qwen_moe,
     "gemma": _gemma1,
+    **dict.fromkeys(gguf_recurrent.MODELS, _recurrent),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
@@ -396,7 +439,7 @@ def _decoder(keys: _Keys, model_type: str, epsilon_name: str = "rms_norm_eps") -
         "model_type": model_type,
         "max_position_embeddings": keys.integer("context_length", MAX_CONTEXT),
         "hidden_size": hidden,
-        "intermediate_size": keys.integer("feed_forward_length"),
+        "intermediate_size": 0 if model_type in gguf_recurrent.NO_MLP else keys.integer("feed_forward_length"),
         "num_hidden_layers": keys.integer("block_count", MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": keys.optional("attention.head_count_kv") or heads,

@@ -8,6 +8,7 @@ floats, tables floats or mapped blocks. Knows no requests. Called by `engine.loa
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ class Rows:
     def __init__(self, file: GGUFFile, part: Part, order: NDArray[np.int64] | None = None) -> None:
         self.file, self.kind = file, part.info.type
         self.num_out, self.num_in = part.shape
-        self.raw = raw_rows(file.gguf, part)
+        self.part, self.raw = part, raw_rows(file.gguf, part)
         self.order = order
 
     def read(self, first: int, last: int) -> QWeight:
@@ -212,10 +213,11 @@ class GGUFWeights(QuantisingReader["Rows"]):
         return Rows(self._file, self._part(f"{name}.weight", (num_out, num_in)), self._order(name, num_out))
 
     def _ordered(self, layer: Rows, order: NDArray[np.int64]) -> Rows:
-        return layer  # the file's converter put the rows in the model's order, or `_order` does
+        # Else the file's converter put the rows in the model's order, or `_order` does.
+        return Rows(self._file, layer.part, order) if self._reading.reorders else layer
 
     def _ordered_bias(self, bias: NDArray[Any], order: NDArray[np.int64]) -> NDArray[Any]:
-        return bias
+        return bias[order] if self._reading.reorders else bias
 
     def _matrix(
         self, names: Sequence[str], layers: list[Rows], scheme: Scheme | None, bias: NDArray[Any] | None, plain: bool
@@ -245,7 +247,8 @@ class GGUFWeights(QuantisingReader["Rows"]):
 
     def _small(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         values = self._vector(name, shape)
-        offset = self._reading.norm_offset if name.endswith("norm.weight") else 0.0
+        has_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        offset = self._reading.norm_offset if has_offset else 0.0
         return values - offset if offset else values
 
     def _bias(self, name: str, size: int) -> NDArray[Any]:
@@ -254,13 +257,15 @@ class GGUFWeights(QuantisingReader["Rows"]):
         return values if order is None else values[order]
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """A small tensor of floats; all but two of its dimensions may be 1."""
         part = self._part(name, shape)
-        if part.info.type not in FLOATS or len(shape) - (shape[0] == 1) > 1:
+        if part.info.type not in FLOATS or len(shape) - shape.count(1) > 2:
             raise CheckpointError(
                 f"{self._owner}: {name} is {part.info.type} of {len(shape)} dimensions, expected floats"
             )
-        row = part._replace(shape=(1, shape[-1]))
-        values: NDArray[Any] = Rows(self._file, row).read(0, 1).dequantize()[0].copy().reshape(shape)
+        num_rows = math.prod(shape[:-1])
+        rows = Rows(self._file, part._replace(shape=(num_rows, shape[-1])))
+        values: NDArray[Any] = rows.read(0, num_rows).dequantize().reshape(shape).copy()
         return values
 
     def _part(self, name: str, shape: tuple[int, ...]) -> Part:

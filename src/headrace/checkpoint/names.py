@@ -20,6 +20,11 @@ TOWER = re.compile(
     r"|mm_projector|embed_vision|embed_audio|patch_merger)\..*"
 )
 EXPERTS = re.compile(r"(.+\.experts)\.(\w+_proj)(_bias)?")
+GRANITE = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+}
+"""Experts in one tensor that Granite's releases name otherwise."""
 FROM_CONFIG = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "auto_map")
 """What a config.json says of text and towers together."""
 
@@ -48,6 +53,8 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
         if ours is None:
             left += 1
             continue
+        for theirs, stacked in GRANITE.items():
+            ours = ours.removesuffix(theirs) + stacked if ours.endswith(theirs) else ours
         match = EXPERTS.fullmatch(ours)
         if match is None or len(shape) != (2 if match[3] else 3):
             places_by_name[ours] = Place(name)

@@ -237,12 +237,12 @@ class PackedWeights(Reader):
         return self._backend.table(values)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
-        return self._backend.constant(self._kept(name, shape), is_weight=True)
+        return self._backend.constant(self.numbers(name, shape), is_weight=True)
 
     def number(self, name: str, shape: tuple[int, ...]) -> float:
-        return float(self._kept(name, shape).reshape(-1)[0])
+        return float(self.numbers(name, shape).reshape(-1)[0])
 
-    def _kept(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         values = self._packed.tensors.get(name)
         if values is None:
             raise CheckpointError(f"{self._packed.path} lacks {name}")

@@ -75,7 +75,10 @@ class QuantisingReader(Reader, Generic[P]):
         return self._backend.constant(self._kept(name, shape), is_weight=True)
 
     def number(self, name: str, shape: tuple[int, ...]) -> float:
-        return float(floats(self._kept(name, shape)).reshape(-1)[0])
+        return float(self.numbers(name, shape).reshape(-1)[0])
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return np.array(floats(self._kept(name, shape)), np.float32)
 
     def _kept(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """A small tensor, which the packed file keeps too."""

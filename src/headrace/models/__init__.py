@@ -19,7 +19,7 @@ from headrace.protocol.kinds import CacheKind
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
 
-NOT_MODELS = {"gemma4_layers", "config", "decoder", "rope", "weights"}
+NOT_MODELS = {"config", "decoder", "gemma4_layers", "mamba", "recurrent", "rope", "weights"}
 
 
 class Model(Protocol):

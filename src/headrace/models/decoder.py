@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, RopeTable, Routing, Rows
 from headrace.models import Model
-from headrace.models.config import ModelConfig
+from headrace.models.config import MAX_SIZE, ModelConfig
 from headrace.models.rope import make_rope_table, pair_order
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
@@ -30,6 +30,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
 }
 
+
+STATE = MAX_SIZE + 1
+"""In place of the window of a layer with a state: greater than any, because its kind is the last."""
 
 MAX_EXPERTS = 4096
 """Experts of a layer."""
@@ -99,6 +102,7 @@ class Attention:
         paired: bool = False,
         sinks: bool = False,
         query_scale: Array | None = None,
+        out: str = "o_proj",
     ) -> None:
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
         self.ops, self.layer_id, self.softcap = ops, layer_id, softcap
@@ -114,7 +118,7 @@ class Attention:
         outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
         self.qkv = self.make_qkv(weights, names, decoder.hidden_size, outs, qkv_bias)
-        self.out = weights.linear([f"{name}.o_proj"], decoder.num_heads * size, [decoder.hidden_size], bias=out_bias)
+        self.out = weights.linear([f"{name}.{out}"], decoder.num_heads * size, [decoder.hidden_size], bias=out_bias)
         self.q_norm = self.k_norm = None
         if qk_norm_offset is not None:
             self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset).of_head
@@ -150,14 +154,22 @@ class DecoderLayer(Protocol):
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x)). `inner`: the width between them, where it is not the model's."""
+    """down(act(gate(x)) * up(x)). `inner`: the width between them, where it is not the model's. `parts` are the last
+    names of gate, up and down."""
 
-    def __init__(self, decoder: Decoder, name: str, bias: bool = False, inner: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        name: str,
+        bias: bool = False,
+        inner: int = 0,
+        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
         self.ops, self.kind = decoder.ops, decoder.activation
-        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        names = [f"{name}.{parts[0]}", f"{name}.{parts[1]}"]
         self.gate_up = stacked(weights, names, "gate_up_proj", hidden, [inner, inner], bias)
-        self.down = weights.linear([f"{name}.down_proj"], inner, [hidden], bias=bias)
+        self.down = weights.linear([f"{name}.{parts[2]}"], inner, [hidden], bias=bias)
 
     def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
@@ -237,8 +249,13 @@ class Decoder(Model):
     default_theta = 10000.0
     default_rotary_factor = 1.0
     default_eps = 1e-6
+    eps_key = "rms_norm_eps"
+    final_norm = "norm"
     default_window: int | None = 4096
     default_head_dim: int | None = None
+    has_mlp = True
+    """Whether any layer has one; else the config may lack its width."""
+    layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
     Layer: Callable[[Decoder, str, int], DecoderLayer]
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
@@ -249,20 +266,20 @@ class Decoder(Model):
             tied=config.flag("tie_word_embeddings", self.default_tied),
         )  # fmt: skip
         self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
-        self.norm = self.make_norm(f"{root}norm")
+        self.norm = self.make_norm(f"{root}{self.final_norm}")
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         """Set sizes and angles, which the parts read in their constructors."""
         self.config, self.weights, self.ops, self.max_model_len = config, weights, ops, max_model_len
         self._windowed: dict[int, tuple[LayerShape, int]] = {}
         self.hidden_size = config.integer("hidden_size")
-        self.intermediate_size = config.integer("intermediate_size")
+        self.intermediate_size = config.integer("intermediate_size") if self.has_mlp else 0
         self.num_heads = config.integer("num_attention_heads")
         self.num_kv_heads = config.integer("num_key_value_heads", self.num_heads)
         self.head_dim = config.integer("head_dim", self.default_head_dim or self.hidden_size // self.num_heads)
         self.num_layers = config.integer("num_hidden_layers")
         self.vocab_size = config.integer("vocab_size")
-        self.eps = config.number("rms_norm_eps", self.default_eps)
+        self.eps = config.number(self.eps_key, self.default_eps)
         self.activation = config.choice(self.activation_key, self.activations, self.default_activation)
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
@@ -277,8 +294,16 @@ class Decoder(Model):
             window = self._windowed[shape.source][1]
         is_short = window is not None and window < self.max_model_len
         self._windowed[layer_id] = shape, window if is_short and window is not None else 0
+        self._number_kinds()
+
+    def keep_states(self, layer_id: int, *states: tuple[int, ...]) -> None:
+        """Have the cache keep arrays of these shapes for a layer with a state."""
+        self._windowed[layer_id] = LayerShape(0, 0, states=states), STATE
+        self._number_kinds()
+
+    def _number_kinds(self) -> None:
         windows = sorted({window for _, window in self._windowed.values()})
-        self.kinds = tuple(CacheKind(window) for window in windows)
+        self.kinds = tuple(CacheKind(is_state=True) if w == STATE else CacheKind(w) for w in windows)
         layers = [self._windowed[i] for i in sorted(self._windowed)]
         self.cache_shapes = [shape._replace(kind=windows.index(window)) for shape, window in layers]
 
@@ -289,12 +314,12 @@ class Decoder(Model):
         return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
 
     def layer_type(self, layer_id: int) -> str:
-        """Either "full_attention" or "sliding_attention": config.json's layer_types, or the model's default."""
+        """One of the class's `layer_types`: what config.json's layer_types says, or the model's default."""
         kinds = self.config.words("layer_types", self.num_layers)
         kind = self.default_layer_type(layer_id) if kinds is None else kinds[layer_id]
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in self.layer_types:
             raise CheckpointError(
-                f"config.json: layer_types has {kind!r}, expected full_attention or sliding_attention"
+                f"config.json: layer_types has {kind!r:.80}, expected {' or '.join(self.layer_types)}"
             )
         return kind
 

@@ -35,9 +35,9 @@ TINY = {
 class SharedExperts:
     """experts(x) + sigmoid(gate(x)) * shared(x)."""
 
-    def __init__(self, decoder: Decoder, name: str) -> None:
+    def __init__(self, decoder: Decoder, name: str, renormalise: bool | None = None) -> None:
         self.ops = decoder.ops
-        self.experts = make_experts(decoder, name)
+        self.experts = make_experts(decoder, name, renormalise)
         inner = decoder.config.integer("shared_expert_intermediate_size")
         self.shared = GatedMLP(decoder, f"{name}.shared_expert", inner=inner)
         self.gate = decoder.weights.linear([f"{name}.shared_expert_gate"], decoder.hidden_size, [1], plain=True)

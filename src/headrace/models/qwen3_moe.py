@@ -30,11 +30,14 @@ TINY = {
 }
 
 
-def make_experts(decoder: Decoder, name: str) -> Experts:
-    """Weights are the softmax over all experts, which `norm_topk_prob` divides by the sum over the chosen."""
+def make_experts(decoder: Decoder, name: str, renormalise: bool | None = None) -> Experts:
+    """Weights are the softmax over all experts, divided by the sum over the chosen if they are to `renormalise` (None:
+    if `norm_topk_prob` says so)."""
     config = decoder.config
     inner = config.integer("moe_intermediate_size")
-    routing = Routing(config.integer("num_experts_per_tok"), renormalise=config.flag("norm_topk_prob", False))
+    if renormalise is None:
+        renormalise = config.flag("norm_topk_prob", False)
+    routing = Routing(config.integer("num_experts_per_tok"), renormalise=renormalise)
     # transformers 5 writes the one, the releases have the other.
     key = "num_local_experts" if config.values.get("num_experts") is None else "num_experts"
     return Experts(decoder, name, config.integer(key, high=MAX_EXPERTS), inner, routing)

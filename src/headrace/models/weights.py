@@ -54,6 +54,11 @@ class Weights(Protocol):
         ...
 
     @abstractmethod
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """A small tensor as float32, to compute a constant from."""
+        ...
+
+    @abstractmethod
     def table(self, name: str, shape: tuple[int, int]) -> Array:
         """An embedding table [V, H]; the backend may leave it mapped."""
         ...

@@ -423,7 +423,9 @@ def _batches(calibration: list[list[int]]) -> Iterable[Batch]:
             continue
         ends = list(itertools.accumulate((-(-len(each) // BLOCK) for each in pieces), initial=0))
         tables = [list(range(*span)) for span in itertools.pairwise(ends)]
-        rows = make_forward_batch(Chunks([0] * len(pieces), pieces, tables), BLOCK, torch.device("cpu"))
+        rows = make_forward_batch(
+            Chunks([0] * len(pieces), pieces, tables, states_in=[-1] * len(pieces)), BLOCK, torch.device("cpu")
+        )
         yield Batch(rows, slice(row, row + num_rows), ends[-1])
         row, pieces = row + num_rows, []
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headrace import models
 from headrace.backends.base import Backend, Chunks, Matrix
+from headrace.backends.step import num_block_kinds
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.cache import make_caches
@@ -242,7 +243,9 @@ class _Measured:
         """float32 [tokens, V]."""
         cpu, num_kinds = torch.device("cpu"), len(self.model.kinds)
         kv = make_caches(self.model.cache_shapes, [1] * num_kinds, len(piece), "float32", cpu)
-        rows = make_forward_batch(Chunks([0], [piece], [[0]]), len(piece), cpu, num_kinds)
+        rows = make_forward_batch(
+            Chunks([0], [piece], [[0]], states_in=[-1]), len(piece), cpu, num_block_kinds(self.model.kinds)
+        )
         hidden = self.model.forward(rows, kv)
         return torch.log_softmax(self.model.logits(hidden, torch.arange(len(piece))).float(), -1)
 

@@ -82,8 +82,8 @@ class TracingOps(RefOps):
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return self._with_origin(out, Origin("matrix", matrix=matrix))
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-        out = super().rms_norm(x, weight, eps, offset)
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, heads: int = 1) -> Tensor:
+        out = super().rms_norm(x, weight, eps, offset, heads)
         name = self.norm_names.get(id(weight), "")
         self.offsets[name] = offset
         return self._with_origin(out, Origin("norm", name)) if name else out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.backends.base import Chooser
+from headrace.backends.choosing import Chooser
 from headrace.sampling.filters import F32, ONE, Candidates, Cut, base_of, select
 
 MAX_HEAD = 1024

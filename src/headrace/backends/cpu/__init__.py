@@ -113,10 +113,13 @@ class Cpu:
         probe_kv = cache.KVCache(model.cache_shapes, [NUM_SEQS] * len(model.kinds), length, "float32")
         probe = TapedProgram(model, self.ops, probe_kv, NUM_SEQS * length, NUM_SEQS, NUM_SEQS, num_threads)
         tables = [[i] for i in range(NUM_SEQS)]
-        probe.forward(Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables), [])
+        probe.forward(
+            Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables, states_in=[-1] * NUM_SEQS), []
+        )
         stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))
         stores = [store for store in stores if store["k"] is not None]  # without `CpuOps.rope`, which stores nothing
-        for layer, store, look in zip(kv.layers, stores, looks, strict=True):
+        layers = [layer for layer in kv.layers if isinstance(layer, cache.LayerCache)]
+        for layer, store, look in zip(layers, stores, looks, strict=True):
             # Soft caps and sinks depend on the scores themselves, so there no mean may be subtracted.
             if layer.key_mean is not None and not look["softcap"] and look["sinks"] is None:
                 keys = cache.numbers(store, "k", np.arange(NUM_SEQS * length))

@@ -100,7 +100,9 @@ def measure(ops: CpuOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]
     finally:
         ops.pairs = None
     tokens = probe_tokens(program.vocab_size, LENGTH)
-    num_rows = program.inputs.fill(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)]))
+    num_rows = program.inputs.fill(
+        Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)], states_in=[-1] * NUM_SEQS)
+    )
     program.logit_rows[:] = range(LENGTH - 1, num_rows, LENGTH)
     dims, tape = [num_rows, NUM_SEQS, NUM_SEQS], program.tape
     losses: dict[CpuMatrix, float] = {}

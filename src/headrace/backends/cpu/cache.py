@@ -6,6 +6,7 @@ not know sequences. Made and used by `program`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.backends.base import LayerShape
 from headrace.backends.cpu.memory import aligned
+from headrace.backends.states import StateCache
 
 TILE = 16
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5, "fp8_e5m2": 6}
@@ -25,6 +27,7 @@ SCALED = ("int8", "int4", "fp8_e4m3")
 TYPE_NAMES = {code: name for name, code in TYPE_CODES.items()}
 
 F64 = NDArray[np.float64]
+F32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +80,9 @@ def block_bytes(shapes: Sequence[LayerShape], kind: int, block_size: int, dtype:
     """Return the bytes of a block of a kind over all its layers, scales included."""
     total = 0
     for shape in shapes:
-        if shape.kind == kind and shape.source is None:
+        if shape.kind == kind and shape.states:
+            total += 4 * sum(math.prod(size) for size in shape.states)
+        elif shape.kind == kind and shape.source is None:
             per_head = sum(packed_sizes(shape, dtype)) * np.dtype(STORED[dtype]).itemsize
             per_head += (4 if shape.shares_key else 8) if dtype in SCALED else 0
             total += block_size * shape.num_kv_heads * per_head
@@ -120,9 +125,17 @@ class KVCache:
 
     def __init__(self, shapes: Sequence[LayerShape], pool_sizes: Sequence[int], block_size: int, dtype: str) -> None:
         self.pool_sizes, self.block_size = tuple(pool_sizes), block_size
-        self.layers: list[LayerCache] = []
+        self.layers: list[Any] = []  # each a LayerCache or a StateCache
         for shape in shapes:
+            if shape.states:
+                self.layers.append(self._states(shape))
+                continue
             self.layers.append(self._layer(shape, dtype) if shape.source is None else self.layers[shape.source])
+
+    def _states(self, shape: LayerShape) -> StateCache:
+        sizes = [(self.pool_sizes[shape.kind], *size) for size in shape.states]
+        arrays = [aligned(4 * math.prod(size)).view(np.float32).reshape(size) for size in sizes]
+        return StateCache(shape.kind, tuple(arrays))
 
     def _layer(self, shape: LayerShape, dtype: str) -> LayerCache:
         tiles, heads = -(-self.pool_sizes[shape.kind] * self.block_size // TILE), shape.num_kv_heads
@@ -148,8 +161,13 @@ class KVCache:
 
     def _of_kind(self, kind: int | None) -> list[NDArray[Any]]:
         """Return all that belongs to slots of a kind, or of every kind."""
-        layers = {id(layer): layer for layer in self.layers if kind in (layer.kind, None)}
-        return [array for layer in layers.values() for array in layer.by_slot()]
+        layers = [layer for layer in self.layers if isinstance(layer, LayerCache) and kind in (layer.kind, None)]
+        unique = {id(layer): layer for layer in layers}
+        return [array for layer in unique.values() for array in layer.by_slot()]
+
+    def _states_of(self, kind: int | None) -> list[F32]:
+        layers = [layer for layer in self.layers if isinstance(layer, StateCache) and kind == layer.kind]
+        return [array for layer in layers for array in layer.arrays]
 
     def _at(self, block: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return tile and lane of each slot of a block."""
@@ -157,20 +175,27 @@ class KVCache:
         return tile, lane
 
     def read_block(self, block: int, kind: int | None = None) -> bytes:
-        """Return all that a block holds, in one kind or in every kind, without what is the model's (`key_mean`)."""
+        """Return all that a block holds, in one kind or in every block kind, without what is the model's (`key_mean`);
+        or what a slot of a state kind holds."""
+        if states := self._states_of(kind):
+            return b"".join(array[block].tobytes() for array in states)
         at = self._at(block)
         return b"".join(array[at].tobytes() for array in self._of_kind(kind))
 
     def write_block(self, block: int, data: bytes, kind: int | None = None) -> None:
         """Set a block to what `read_block` returned."""
-        at = self._at(block)
-        for array in self._of_kind(kind):
+        states = self._states_of(kind)
+        at: Any = block if states else self._at(block)
+        for array in states or self._of_kind(kind):
             part = array[at]
             array[at] = np.frombuffer(data[: part.nbytes], part.dtype).reshape(part.shape)
             data = data[part.nbytes :]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         """Copy whole blocks (source, target) of a kind, one pair after the other."""
+        for array in self._states_of(kind):
+            for source, target in pairs:
+                array[target] = array[source]
         size, arrays = self.block_size, self._of_kind(kind)
         for source, target in pairs:
             if size % TILE == 0:

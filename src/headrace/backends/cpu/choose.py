@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Chosen
+from headrace.backends.choosing import Chosen
 from headrace.backends.native import record, require_native
 
 MAX_WIDTH = 2**18

@@ -7,6 +7,7 @@ models; must not know them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix, parts
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.cpu.products import FLOAT_KINDS, KINDS, NO_Q, NO_RESIDUAL, Pair, product
 from headrace.backends.graph import LOGITS, Graph, Value
+from headrace.backends.states import StateHeads
 from headrace.backends.step import StepRows
 
 if TYPE_CHECKING:
@@ -86,10 +88,14 @@ class CpuOps:
         self.graph.put("select_rows", LOGITS, out, {"rows": rows} | self._in_out(x, out))
         return out
 
-    def rms_norm(self, x: Value, weight: F32 | None, eps: float, offset: float = 0.0) -> Value:
+    def rms_norm(self, x: Value, weight: F32 | None, eps: float, offset: float = 0.0, heads: int = 1) -> Value:
         out = self.graph.value(x.width, x.dim)
-        fields = {"weight": weight, "eps": eps, "offset": offset, "heads": 1}
+        width = x.width // heads
+        step = width if heads > 1 and weight is not None and weight.size == x.width else 0
+        fields = {"weight": weight, "weight_step": step, "eps": eps, "offset": offset, "heads": heads, "width": width}
         self.graph.put("rms_norm", x.dim, out, self._in_out(x, out) | fields | NO_Q)
+        if heads > 1:
+            out.node = None  # codes go in groups over the whole row, which norms of its parts do not write
         return out
 
     def layer_norm(self, x: Value, weight: F32, bias: F32 | None, eps: float, offset: float = 0.0) -> Value:
@@ -101,10 +107,9 @@ class CpuOps:
     def norm_columns(self, x: Value, first: int, num: int, norm: HeadNorm) -> Value:
         # In place: the columns beside them stay where the next operator reads them.
         self.graph.read(x)
-        width, column = len(norm.weight), x.column + first
-        at = ("column", x.buffer, column) if column else x.buffer
+        at, width = self.graph.columns(x, first, x.width - first).at, len(norm.weight)
         fields: dict[str, Any] = {"x": at, "ld_x": x.ld, "heads": num, "width": width, "out": at, "ld_out": x.ld}
-        fields |= {"weight": norm.weight, "eps": norm.eps, "offset": norm.offset}
+        fields |= {"weight": norm.weight, "weight_step": 0, "eps": norm.eps, "offset": norm.offset}
         self.graph.put("rms_norm", x.dim, None, fields | NO_Q)
         return Value(self.graph, x.buffer, x.width, x.item_bytes, column=x.column)
 
@@ -273,6 +278,63 @@ class CpuOps:
         self.graph.put("attention", query.dim, out, fields | cache.fields())
         return out
 
+    def conv(self, x: Value, weight: F32, bias: F32 | None, kind: Activation, rows: StepRows, state: F32) -> Value:
+        out = self.graph.value(x.width, x.dim)
+        fields = {"size": len(weight), "weight": weight, "bias": bias, "kind": KINDS[kind]}
+        self.graph.put("conv", x.dim, out, self._in_out(x, out) | fields | state_fields(rows, state))
+        return out
+
+    def delta(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        decay: Value,
+        beta: Value,
+        heads: StateHeads,
+        rows: StepRows,
+        state: F32,
+        scale: float,
+    ) -> Value:
+        parts = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
+        fields = {"scale": scale, "decay_width": decay.width // heads.num_heads}
+        return self._recurrent("delta", parts, heads, rows, state, fields)
+
+    def scan(
+        self,
+        x: Value,
+        b: Value,
+        c: Value,
+        dt: Value,
+        a: F32,
+        d: F32 | None,
+        heads: StateHeads,
+        rows: StepRows,
+        state: F32,
+    ) -> Value:
+        return self._recurrent("scan", {"x": x, "b": b, "c": c, "dt": dt}, heads, rows, state, {"a": a, "d": d})
+
+    def _recurrent(
+        self, op: str, parts: dict[str, Value], heads: StateHeads, rows: StepRows, state: F32, fields: dict[str, Any]
+    ) -> Value:
+        dim = next(iter(parts.values())).dim
+        out = self.graph.value(heads.num_heads * heads.value_dim, dim)
+        for name, part in parts.items():
+            fields |= {name: self.graph.read(part), f"ld_{name}": part.ld}
+        sizes = {"heads": heads.num_heads, "key_heads": heads.num_key_heads, "tiled": int(heads.tiled)}
+        sizes |= {"key_dim": heads.key_dim, "value_dim": heads.value_dim}
+        fields |= sizes | state_fields(rows, state) | {"out": out.buffer, "ld_out": out.ld}
+        self.graph.put(op, dim, out, fields, row_ops=6 * heads.key_dim * out.width)
+        return out
+
+    def softplus(
+        self, x: Value, bias: F32, factor: F32 | None = None, low: float = 0.0, high: float = math.inf
+    ) -> Value:
+        out = self.graph.value(x.width, x.dim)
+        fields = {"bias": bias, "factor": factor, "low": low, "high": high}
+        self.graph.put("softplus", x.dim, out, self._in_out(x, out) | fields)
+        return out
+
     def experts(
         self,
         x: Value,
@@ -326,6 +388,10 @@ class CpuOps:
             "out": out.buffer,
             "ld_out": out.ld,
         }
+
+
+def state_fields(rows: StepRows, state: F32) -> dict[str, Any]:
+    return {"state": state, "row_begin": rows.row_begin, "state_in": rows.state_in, "state_out": rows.state_out}
 
 
 def cpu_matrix(matrix: Matrix) -> CpuMatrix | CpuStack:

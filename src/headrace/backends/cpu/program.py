@@ -72,7 +72,7 @@ class TapedProgram:
         ld = features.ld if features else 0
         self._features = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = make_step_rows(
-            lambda size: aligned(4 * size).view(np.int32), len(self.kinds), cache.block_size, max_rows, max_chunks,
+            lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, max_rows, max_chunks,
             max_blocks, features,
         )  # fmt: skip
         self.logit_rows = np.zeros(max_chunks, np.int32)
@@ -114,9 +114,10 @@ class TapedProgram:
         num_chunks = len(chunks.starts)
         self.logit_rows[: len(rows)] = rows
         dims = [num_rows, num_chunks, len(rows)]
-        self.tape.run(dims, self.num_threads)
         if self._check:
             self._verify(dims)
+        else:
+            self.tape.run(dims, self.num_threads)
         if self._finite_rows[:num_rows].all():
             finite = [True] * num_chunks
         else:
@@ -125,6 +126,7 @@ class TapedProgram:
         return finite, self._take(len(rows))
 
     def _verify(self, dims: list[int]) -> None:
+        """Run the step record by record, and only so: a state that was written where it is read has moved on."""
         from headrace.backends.cpu.verify import verify  # it imports torch
 
         for difference in verify(self.tape, dims):

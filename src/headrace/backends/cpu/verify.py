@@ -26,6 +26,7 @@ from headrace.backends.cpu.matrix import unpacked
 from headrace.backends.cpu.products import KIND_CODES, KINDS
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import Node
+from headrace.backends.states import StateHeads
 from headrace.backends.torch_ref.attention import first_seen
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache, make_caches
@@ -181,7 +182,10 @@ def _with_codes(view: View, y: Tensor) -> Expected:
 
 def _rms_norm(view: View) -> Expected:
     x = view.rows(view["width"] * view["heads"]).view(view.num_rows, view["heads"], view["width"])
-    y = view.ops.rms_norm(x, view.constant("weight"), view["eps"], view["offset"])
+    weight = view.constant("weight")
+    if weight is not None and view["weight_step"]:
+        weight = weight.view(view["heads"], view["width"])
+    y = view.ops.rms_norm(x, weight, view["eps"], view["offset"])
     return _with_codes(view, y.flatten(1))
 
 
@@ -224,7 +228,8 @@ def _rope_store(view: View) -> Expected:
 
 def _reference_cache(view: View, heads: Heads, num_blocks: int, block_size: int) -> LayerCache:
     shape = LayerShape(heads.num_kv_heads, heads.head_dim, heads.value_size, shares_key=view["v"] is None)
-    return make_caches([shape], [num_blocks], block_size, "float32", torch.device("cpu"))[0]
+    cache: LayerCache = make_caches([shape], [num_blocks], block_size, "float32", torch.device("cpu"))[0]
+    return cache
 
 
 def _attention(view: View) -> Expected:
@@ -370,6 +375,57 @@ def _gated(view: View) -> Expected:
     return _with_codes(view, view.ops.gated(view.rows(2 * view["width"]), ACTIVATIONS[view["kind"]]))
 
 
+def _state(view: View) -> tuple[ForwardBatch, Tensor]:
+    """The step's chunks, and a copy of the states."""
+    begin, num_chunks, none = view["row_begin"].tolist(), view.sizes[1], torch.empty(0)
+    lens = [begin[i + 1] - begin[i] for i in range(num_chunks)]
+    slots = view["state_out"][: view.num_rows].tolist()
+    out = {row: slot for row, slot in enumerate(slots) if slot >= 0}
+    states_in = view["state_in"][:num_chunks].tolist()
+    rows = ForwardBatch(none, none, [], [], lens, [], states_in=states_in, states_out=out)
+    return rows, torch.from_numpy(view["state"].copy())
+
+
+def _with_state(y: Tensor, state: Tensor) -> Expected:
+    return {"out": y, "state": state.flatten(1)}
+
+
+def _conv(view: View) -> Expected:
+    rows, state = _state(view)
+    weight, bias = torch.from_numpy(view["weight"]), view.constant("bias")
+    return _with_state(view.ops.conv(view.x(), weight, bias, ACTIVATIONS[view["kind"]], rows, state), state)
+
+
+def _state_parts(view: View, widths: dict[str, int]) -> tuple[StateHeads, list[Tensor]]:
+    heads = StateHeads(view["heads"], view["key_heads"], view["key_dim"], view["value_dim"], bool(view["tiled"]))
+    return heads, [view.rows(width, name, f"ld_{name}") for name, width in widths.items()]
+
+
+def _delta(view: View) -> Expected:
+    keys, num_heads = view["key_heads"] * view["key_dim"], view["heads"]
+    widths = {"query": keys, "key": keys, "value": num_heads * view["value_dim"]}
+    widths |= {"decay": num_heads * view["decay_width"], "beta": num_heads}
+    heads, parts = _state_parts(view, widths)
+    rows, state = _state(view)
+    query, key, value, decay, beta = parts
+    y = view.ops.delta(query, key, value, decay, beta, heads, rows, state, view["scale"])
+    return _with_state(y, state)
+
+
+def _scan(view: View) -> Expected:
+    keys, num_heads = view["key_heads"] * view["key_dim"], view["heads"]
+    heads, parts = _state_parts(view, {"x": num_heads * view["value_dim"], "b": keys, "c": keys, "dt": num_heads})
+    rows, state = _state(view)
+    x, b, c, dt = parts
+    y = view.ops.scan(x, b, c, dt, torch.from_numpy(view["a"]), view.constant("d"), heads, rows, state)
+    return _with_state(y, state)
+
+
+def _softplus(view: View) -> Expected:
+    bias, factor = torch.from_numpy(view["bias"]), view.constant("factor")
+    return {"out": view.ops.softplus(view.x(), bias, factor, view["low"], view["high"])}
+
+
 REFERENCE: dict[str, Callable[[View], Expected]] = {
     "embedding": _embedding,
     "select_rows": _select,
@@ -404,4 +460,8 @@ REFERENCE: dict[str, Callable[[View], Expected]] = {
     "scale": lambda view: {"out": _with_residual(view, view.ops.scale(view.x(), view["factor"]))},
     "finite": lambda view: {"finite": view.x().isfinite().all(1, keepdim=True).int()},
     "top_k": _top_k,
+    "conv": _conv,
+    "delta": _delta,
+    "scan": _scan,
+    "softplus": _softplus,
 }

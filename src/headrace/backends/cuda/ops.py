@@ -50,9 +50,11 @@ class CudaOps:
     def select(self, x: Value, rows: Tensor) -> Value:
         return self._put("select", x.width, LOGITS, x=x, rows=rows)
 
-    def rms_norm(self, x: Value, weight: Tensor | None, eps: float, offset: float = 0.0) -> Value:
-        if weight is None:
-            raise CheckpointError("backend cuda has no kernels for norms without weights; use cpu or torch_ref")
+    def rms_norm(self, x: Value, weight: Tensor | None, eps: float, offset: float = 0.0, heads: int = 1) -> Value:
+        if weight is None or heads > 1:
+            raise CheckpointError(
+                "backend cuda has no kernels for norms without weights or of heads; use cpu or torch_ref"
+            )
         return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=offset, bias=None, centred=False)
 
     def layer_norm(self, x: Value, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Value:

@@ -146,7 +146,7 @@ class CudaProgram:
     def _stage(self, max_blocks: int, max_len: int, features: Value | None) -> StepRows:
         """Make the step's inputs; return their images on the device."""
         lengths: list[int] = []
-        most = (len(self.kinds), self.block_size, self.max_rows, self.max_logits, max_blocks)
+        most = (self.kinds, self.block_size, self.max_rows, self.max_logits, max_blocks)
         make_step_rows(lengths.append, *most)
         num_items = spans.ITEM * spans.max_items(self.max_rows, max_len)
         self._staging = Staging([3, self.max_logits, num_items, self.max_rows, *lengths], self._device)

@@ -6,7 +6,7 @@ requests. Called by `program`, read by the operators.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ class ForwardBatch:
     token_ids, positions: int64 [R]. slot_mapping: int64 [R] of each block kind.
     starts, lens: of the chunks. block_tables: int64 [C, longest] of each block kind, padded with 0.
     copies: rows and slots, int64 [2, C]: further slots of some rows.
+    states_in: the slot of each chunk's state before its first row, or -1. states_out: slots by row.
     features: [R, F], for models that look at them.
     notes: what ropes and attention compute once a step, each under a key of its own.
     """
@@ -35,6 +36,8 @@ class ForwardBatch:
     lens: list[int]
     block_tables: Sequence[Tensor]
     copies: Tensor | None = None
+    states_in: Sequence[int] = ()
+    states_out: Mapping[int, int] = field(default_factory=dict)
     features: Tensor | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
@@ -60,4 +63,6 @@ def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device, nu
         lens=lens,
         block_tables=block_tables,
         copies=torch.tensor(list(chunks.copies)).T.to(device) if chunks.copies else None,
+        states_in=chunks.states_in,
+        states_out=dict(chunks.states_out),
     )

@@ -7,6 +7,7 @@ Knows slots and blocks; must not know sequences. A cache of codes holds the floa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from headrace.backends.base import ITEM_BYTES, LayerShape, RopeTable
 from headrace.backends.key_means import mean_key
+from headrace.backends.states import StateCache
 from headrace.backends.torch_ref.rounded import KINDS, as_stored
 from headrace.backends.torch_ref.tensors import DTYPES, zeros
 
@@ -68,11 +70,17 @@ class LayerCache:
 
 def make_caches(
     shapes: Sequence[LayerShape], pool_sizes: Sequence[int], block_size: int, kv_dtype: str, device: torch.device
-) -> list[LayerCache]:
-    """Return a zeroed cache for each layer, over the blocks of its kind; that of its source for one that has one."""
-    caches: list[LayerCache] = []
+) -> list[Any]:
+    """Return a zeroed `LayerCache` or `StateCache` for each layer, over the pool of its kind; that of its source for
+    one that has one."""
+    caches: list[Any] = []
     dtype, rounds_to = DTYPES.get(kv_dtype, torch.float32), kv_dtype if kv_dtype in KINDS else ""
     for shape in shapes:
+        if shape.states:
+            slots = pool_sizes[shape.kind]
+            arrays = [zeros((slots, *size), torch.float32, device) for size in shape.states]
+            caches.append(StateCache(shape.kind, tuple(arrays)))
+            continue
         if shape.source is not None:
             caches.append(caches[shape.source])
             continue
@@ -87,9 +95,10 @@ def make_caches(
 
 def block_bytes(shapes: Sequence[LayerShape], kind: int, block_size: int, kv_dtype: str) -> int:
     """Return the bytes of a block of a kind over all its layers."""
+    states = sum(math.prod(size) for shape in shapes if shape.kind == kind for size in shape.states)
     numbers = sum(
         shape.num_kv_heads * (shape.head_dim + (0 if shape.shares_key else shape.value_size))
         for shape in shapes
         if shape.kind == kind and shape.source is None
     )
-    return numbers * block_size * ITEM_BYTES.get(kv_dtype, 4)
+    return 4 * states + numbers * block_size * ITEM_BYTES.get(kv_dtype, 4)

@@ -7,6 +7,7 @@ sums and transcendental functions go through `rowwise`, which keeps rows apart. 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
+from headrace.backends.states import StateHeads
 from headrace.backends.torch_ref import attention as paged
+from headrace.backends.torch_ref import recurrent
 from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.cache import LayerCache
 from headrace.backends.torch_ref.rounded import e4m3_rows
@@ -151,8 +154,13 @@ class RefOps:
     def select(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, heads: int = 1) -> Tensor:
         x = x.float()
+        if heads > 1:
+            by_head = x.reshape(len(x), heads, -1)
+            if weight is not None and weight.numel() == x.shape[1]:
+                weight = weight.view(heads, -1)
+            return self.rms_norm(by_head, weight, eps, offset).flatten(1)
         mean = row_sums(x * x) / x.shape[-1]
         if weight is None:
             return (x / torch.sqrt(mean + eps)).to(self.dtype)
@@ -262,6 +270,51 @@ class RefOps:
 
     def columns(self, x: Tensor, first: int, width: int) -> Tensor:
         return x[:, first : first + width].contiguous()
+
+    def softplus(
+        self, x: Tensor, bias: Tensor, factor: Tensor | None = None, low: float = 0.0, high: float = math.inf
+    ) -> Tensor:
+        x = x.float() + bias.float()
+        y = elementwise(F.softplus, x).clamp(low, high) + x * 0  # the bounds must not hide what is not finite
+        return y if factor is None else y * factor.float()
+
+    def conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation, rows: ForwardBatch, state: Tensor
+    ) -> Tensor:
+        y = recurrent.conv(x.float(), weight.float(), None if bias is None else bias.float(), rows, state)
+        return elementwise(ACTIVATIONS[kind], y).to(self.dtype)
+
+    def delta(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        heads: StateHeads,
+        rows: ForwardBatch,
+        state: Tensor,
+        scale: float,
+    ) -> Tensor:
+        q, k, v, beta = query.float(), key.float(), value.float(), beta.float()
+        return (recurrent.delta(q, k, v, decay.float(), beta, heads, rows, state) * scale).to(self.dtype)
+
+    def scan(
+        self,
+        x: Tensor,
+        b: Tensor,
+        c: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        d: Tensor | None,
+        heads: StateHeads,
+        rows: ForwardBatch,
+        state: Tensor,
+    ) -> Tensor:
+        y = recurrent.scan(x.float(), b.float(), c.float(), dt.float(), a.float(), heads, rows, state)
+        if d is not None:
+            y = y + d.float().repeat_interleave(heads.value_dim) * x.float()
+        return y.to(self.dtype)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         return elementwise(torch.tanh, x.float() / cap) * cap

@@ -17,8 +17,10 @@ from torch import Tensor
 from headrace.backends.base import Chunks
 from headrace.backends.key_means import LENGTH, NUM_SEQS, probe_tokens
 from headrace.backends.logits import HostLogits
+from headrace.backends.states import StateCache
+from headrace.backends.step import num_block_kinds
 from headrace.backends.torch_ref.batch import make_forward_batch
-from headrace.backends.torch_ref.cache import make_caches
+from headrace.backends.torch_ref.cache import LayerCache, make_caches
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.protocol.kinds import CacheKind
 
@@ -58,13 +60,18 @@ class EagerProgram:
         tokens = probe_tokens(self.vocab_size, length)
         # A drafter sees zeros beside its tokens, as on the native backend.
         features = np.zeros((NUM_SEQS * length, self.model.feature_size), np.float32)
-        probe.forward(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)]), [], features)
+        probe.forward(
+            Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)], states_in=[-1] * NUM_SEQS), [], features
+        )
         for cache, probed in zip(self.caches, probe.caches, strict=True):
-            cache.learn_mean(probed, NUM_SEQS, length)
+            if isinstance(cache, LayerCache) and isinstance(probed, LayerCache):
+                cache.learn_mean(probed, NUM_SEQS, length)
 
     def _parts(self, kind: int | None) -> list[Tensor]:
         caches = {id(cache): cache for cache in self.caches if kind in (cache.kind, None)}
-        return [part for cache in caches.values() for part in cache.parts()]
+        blocks = [part for cache in caches.values() if isinstance(cache, LayerCache) for part in cache.parts()]
+        states = [part for cache in caches.values() if isinstance(cache, StateCache) for part in cache.arrays]
+        return blocks if kind is None else blocks or states
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         with torch.inference_mode():
@@ -73,7 +80,7 @@ class EagerProgram:
                     part[target] = part[source]
 
     def read_block(self, block: int, kind: int | None = None) -> bytes:
-        """Return all that a block holds, in one kind or in every kind."""
+        """Return all that a block holds, in one kind or in every block kind; or a slot of a state kind."""
         parts = [part[block].contiguous().view(torch.uint8).cpu().numpy() for part in self._parts(kind)]
         return b"".join(part.tobytes() for part in parts)
 
@@ -92,7 +99,7 @@ class EagerProgram:
         before = torch.get_num_threads()
         torch.set_num_threads(self.num_threads)
         try:
-            batch = make_forward_batch(chunks, self.block_size, self.ops.device, len(self.kinds))
+            batch = make_forward_batch(chunks, self.block_size, self.ops.device, num_block_kinds(self.kinds))
             if features is not None:
                 batch.features = torch.from_numpy(features).to(self.ops.device, self.ops.dtype)
             streams: list[Tensor] = []

@@ -1,0 +1,15 @@
+"""Qwen3.5's and 3.6's mixtures of experts with a tower for images, which is left out: their text is
+`qwen3_5_moe_text`."""
+
+from __future__ import annotations
+
+from headrace.models import qwen3_5, qwen3_5_moe_text
+
+TINY = qwen3_5.TINY | {
+    "model_type": "qwen3_5_moe",
+    "text_config": qwen3_5_moe_text.TINY | {"num_experts": 9, "linear_num_key_heads": 3},
+}
+
+
+class Model(qwen3_5_moe_text.Model):
+    pass
