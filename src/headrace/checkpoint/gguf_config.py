@@ -11,26 +11,19 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.checkpoint import gguf_recurrent
 from headrace.checkpoint.gguf_families import FAMILIES
-from headrace.checkpoint.mapped import VIEWS
-from headrace.gguf import GGUF, TENSOR_TYPES, TensorInfo
-from headrace.protocol.errors import CheckpointError
+from headrace.checkpoint.gguf_parts import FLOATS, Part, parts_of
+from headrace.gguf import GGUF
 
 MAX_LAYERS = 4096
 MAX_CONTEXT = 2**27
 MAX_SIZE = 2**24
-MAX_PARTS = 2**17
-"""Matrices and vectors of a model at most, each expert's counted: one tensor of the file holds many experts."""
-BLOCK_BYTES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
-FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-IGNORED = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
 
 DECODER = {
     "attn_norm": "input_layernorm",
@@ -77,7 +70,6 @@ GPT2 = {
     "ffn_down": "mlp.c_proj",
 }
 GPT2_ENDS = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
-EXPERTS = {"ffn_gate": "w1", "ffn_down": "w2", "ffn_up": "w3"}
 QWEN_EXPERTS = {"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"}
 QWEN_MOE = DECODER | {
     "ffn_gate_inp": "mlp.gate",
@@ -86,14 +78,6 @@ QWEN_MOE = DECODER | {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-
-
-class Part(NamedTuple):
-    """Rows first ... first + shape[0] - 1 of a tensor of the file; `shape` with the slowest dimension first."""
-
-    info: TensorInfo
-    shape: tuple[int, ...]
-    first: int = 0
 
 
 class Reading(NamedTuple):
@@ -190,7 +174,7 @@ def _llama(keys: _Keys) -> Reading:
     window = keys.optional("attention.sliding_window", MAX_CONTEXT, 0)
     if window:
         values |= {"model_type": "mixtral" if experts else "mistral", "sliding_window": window}
-    parts = _parts(keys.file, layer, DECODER_ENDS, "model.layers", experts)
+    parts = parts_of(keys.file, layer, DECODER_ENDS, "model.layers", experts)
     values["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in parts
     values["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in parts
     turned = keys.optional("rope.dimension_count", values["head_dim"]) or values["head_dim"]
@@ -199,12 +183,12 @@ def _llama(keys: _Keys) -> Reading:
 
 def _qwen(keys: _Keys) -> Reading:
     model_type = keys.prefix.removesuffix(".")
-    return Reading(_decoder(keys, model_type), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
+    return Reading(_decoder(keys, model_type), parts_of(keys.file, DECODER, DECODER_ENDS, "model.layers"))
 
 
 def _qwen3_vl(keys: _Keys) -> Reading:
     """The text; the tower for images is a file of its own."""
-    return Reading(_decoder(keys, "qwen3_vl"), _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"))
+    return Reading(_decoder(keys, "qwen3_vl"), parts_of(keys.file, DECODER, DECODER_ENDS, "model.layers"))
 
 
 def _qwen_moe(keys: _Keys) -> Reading:
@@ -217,7 +201,7 @@ def _qwen_moe(keys: _Keys) -> Reading:
     values["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in keys.file.tensors]
     if has_shared:
         values["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
-    parts = _parts(keys.file, QWEN_MOE, DECODER_ENDS, "model.layers", experts, "mlp.experts", QWEN_EXPERTS)
+    parts = parts_of(keys.file, QWEN_MOE, DECODER_ENDS, "model.layers", experts, "mlp.experts", QWEN_EXPERTS)
     # A router with one output has lost a dimension in the file.
     for name, part in parts.items():
         if name.endswith(".shared_expert_gate.weight") and len(part.shape) == 1:
@@ -227,7 +211,7 @@ def _qwen_moe(keys: _Keys) -> Reading:
 
 def _gemma1(keys: _Keys) -> Reading:
     values = _decoder(keys, "gemma")
-    return Reading(values, _parts(keys.file, DECODER, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+    return Reading(values, parts_of(keys.file, DECODER, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
 def _recurrent(keys: _Keys) -> Reading:
@@ -251,7 +235,7 @@ def _recurrent(keys: _Keys) -> Reading:
         names = (f"blk.{i}.ffn_gate_inp.weight" for i in range(num_layers))
         values["mlp_only_layers"] = [i for i, name in enumerate(names) if name not in keys.file.tensors]
     of_expert = QWEN_EXPERTS | {"ffn_gate_up": "gate_up_proj"}
-    every = _parts(
+    every = parts_of(
         keys.file, QWEN_MOE | gguf_recurrent.LAYER, DECODER_ENDS, "model.layers", experts, "mlp.experts", of_expert
     )
     parts = {}
@@ -273,14 +257,14 @@ def _gemma2(keys: _Keys) -> Reading:
     values = _gemma(keys, "gemma2", big=46)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         values[name] = keys.real(name)
-    return Reading(values, _parts(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+    return Reading(values, parts_of(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
 def _gemma3(keys: _Keys) -> Reading:
     values = _gemma(keys, "gemma3_text", big=62)
     values["final_logit_softcapping"] = keys.real("final_logit_softcapping")
     values["rope_local_base_freq"] = keys.real("rope.freq_base_swa") or 10000.0
-    return Reading(values, _parts(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+    return Reading(values, parts_of(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
 def _gemma4(keys: _Keys) -> Reading:
@@ -291,7 +275,7 @@ def _gemma4(keys: _Keys) -> Reading:
         keys.refuse("attention.sliding_window_pattern", slides, f"a flag for each of {num} layers")
     inner, kv_heads = (keys.by_layer(name, num) for name in ("feed_forward_length", "attention.head_count_kv"))
     experts = keys.optional("expert_count", 4096, 0) or 0
-    parts = _parts(file, GEMMA4, GEMMA4_ENDS, "model.layers", experts, "experts", GEMMA4_EXPERTS)
+    parts = parts_of(file, GEMMA4, GEMMA4_ENDS, "model.layers", experts, "experts", GEMMA4_EXPERTS)
     for name in [name for name in parts if name.endswith("ffn_down_exps.scale")]:
         parts[f"model.layers.{name.split('.')[1]}.router.per_expert_scale"] = parts.pop(name)
     values = {
@@ -349,7 +333,7 @@ def _gpt2(keys: _Keys) -> Reading:
         "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
         **_vocabulary(keys),
     }
-    return Reading(values, _parts(keys.file, GPT2, GPT2_ENDS, "h"))
+    return Reading(values, parts_of(keys.file, GPT2, GPT2_ENDS, "h"))
 
 
 def _family(keys: _Keys) -> Reading:
@@ -379,7 +363,7 @@ def _family(keys: _Keys) -> Reading:
         for name in ("alpha_p", "alpha_n", "beta"):
             values["xielu_" + name] = _of_each_layer(keys, "xielu." + name, values["num_hidden_layers"])
         values["rope_scaling"] = values["rope_scaling"] or {"rope_type": "default"}
-    parts = _parts(
+    parts = parts_of(
         keys.file, family.layer, DECODER_ENDS, "model.layers", experts, family.expert_root, family.expert_parts
     )  # fmt: skip
     last = values["num_hidden_layers"]
@@ -501,68 +485,3 @@ def _divisors(keys: _Keys, name: str, turned: int) -> list[float] | None:
     if not bool(np.all((factors >= 1e-6) & (factors <= 1e6))):
         raise keys.file.fault(name, factors.tolist(), "from 1e-6 to 1e6 throughout")
     return [float(factor) for factor in factors]
-
-
-def _parts(
-    file: GGUF,
-    layer: Mapping[str, str],
-    ends: dict[str, str],
-    root: str,
-    num_experts: int = 0,
-    expert_root: str = "block_sparse_moe.experts",
-    of_expert: Mapping[str, str] = EXPERTS,
-) -> dict[str, Part]:
-    """Every tensor of the file under the model's name for it, or under the file's name if the model has none."""
-    parts: dict[str, Part] = {}
-
-    def add(name: str, part: Part) -> None:
-        if name in parts:
-            raise CheckpointError(f"{file.name}: two tensors are {name}")
-        if len(parts) == MAX_PARTS:
-            raise file.fault("number of tensors, each expert's counted", f"above {MAX_PARTS}", f"at most {MAX_PARTS}")
-        parts[name] = part
-
-    for name, info in file.tensors.items():
-        if name in IGNORED:
-            continue
-        stem, _, kind = name.rpartition(".")
-        shape = tuple(reversed(info.shape))
-        match = re.fullmatch(r"blk\.(0|[1-9]\d{0,3})\.([a-z_0-9]+?)(_exps)?(?:\.(0|[1-9]\d{0,3}))?", stem)
-        if kind in ("weight", "bias") and stem in ends:
-            add(f"{ends[stem]}.{kind}", Part(info, shape))
-        elif match is None or (kind not in ("weight", "bias") and f"{match[2]}.{kind}" not in layer):
-            add(name, Part(info, shape))
-        elif num_experts and match[2] in of_expert and (match[3] or match[4]):
-            path = f"{root}.{match[1]}.{expert_root}"
-            if match[4] is not None:
-                add(f"{path}.{match[4]}.{of_expert[match[2]]}.{kind}", Part(info, shape))
-                continue
-            num_dims = 3 if kind == "weight" else 2
-            if match[3] is None or len(shape) != num_dims or shape[0] != num_experts:
-                raise file.fault(f"shape of {name}", info.shape, f"of {num_dims} dimensions, the last {num_experts}")
-            rows = shape[1] if kind == "weight" else 1
-            for expert in range(num_experts):
-                add(f"{path}.{expert}.{of_expert[match[2]]}.{kind}", Part(info, shape[1:], expert * rows))
-        elif f"{match[2]}.{kind}" in layer and match[3] is None and match[4] is None:
-            add(f"{root}.{match[1]}.{layer[f'{match[2]}.{kind}']}", Part(info, shape))
-        elif match[2] in layer and match[3] is None and match[4] is None:
-            add(f"{root}.{match[1]}.{layer[match[2]]}.{kind}", Part(info, shape))
-        else:
-            add(name, Part(info, shape))
-    return parts
-
-
-def raw_rows(file: GGUF, part: Part) -> NDArray[np.uint8]:
-    """The rows of a matrix as they are stored, mapped: uint8 [rows, bytes of a row]."""
-    elements, size = BLOCK_BYTES[part.info.type]
-    num_rows, num_in = part.shape
-    row_bytes = num_in // elements * size
-    begin = part.info.start + part.first * row_bytes
-    return np.frombuffer(file.data, np.uint8, num_rows * row_bytes, begin).reshape(num_rows, row_bytes)
-
-
-def float_rows(raw: NDArray[np.uint8], kind: str) -> NDArray[Any]:
-    """Rows of floats of type `kind` (`FLOATS`), uint8 [rows, bytes of a row], as they are stored: [rows, in]."""
-    raw = np.ascontiguousarray(raw)
-    # An alignment below the element's size is legal, but the kernels read whole numbers.
-    return (raw.copy() if raw.ctypes.data % VIEWS[kind].itemsize else raw).view(VIEWS[kind])

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.gguf_config import FLOATS, Part, Reading, float_rows, raw_rows
+from headrace.checkpoint.gguf_config import Reading
+from headrace.checkpoint.gguf_parts import FLOATS, Part, float_rows, raw_rows
 from headrace.checkpoint.mapped import stacked_name
 from headrace.checkpoint.quantising import QuantisingReader
 from headrace.checkpoint.reader import Progress, ResidentBytes

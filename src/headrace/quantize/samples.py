@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from headrace import gguf, hub
 from headrace.backends.native import native
-from headrace.checkpoint.gguf_config import FLOATS, Part, float_rows, raw_rows
+from headrace.checkpoint.gguf_parts import FLOATS, Part, float_rows, raw_rows
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.quant import rtn

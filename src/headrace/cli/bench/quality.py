@@ -20,7 +20,7 @@ import msgspec
 
 from headrace import gguf, hub
 from headrace.backends.base import Program
-from headrace.checkpoint import gguf_config
+from headrace.checkpoint import gguf_config, gguf_parts
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.cli.bench.data import Sample
 from headrace.cli.bench.divergence import LayerError, Tally, layer_errors, score, short_name
@@ -105,7 +105,7 @@ def is_quantised(path: Path) -> bool:
     """Return whether the weights of a directory or of a GGUF file are codes."""
     if path.is_file():
         tensors = gguf.read(path).tensors.values()
-        return any(len(info.shape) > 1 and info.type not in gguf_config.FLOATS for info in tensors)
+        return any(len(info.shape) > 1 and info.type not in gguf_parts.FLOATS for info in tensors)
     return hub.read_json(path / "config.json").get("quantization_config") is not None
 
 
@@ -291,8 +291,8 @@ def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
     return total
 
 
-def _part_bytes(part: gguf_config.Part) -> int:
-    elements, size = gguf_config.BLOCK_BYTES[part.info.type]
+def _part_bytes(part: gguf_parts.Part) -> int:
+    elements, size = gguf_parts.BLOCK_BYTES[part.info.type]
     return math.prod(part.shape) * size // elements
 
 
