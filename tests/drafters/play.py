@@ -121,7 +121,7 @@ def stories(
     target = target_of(directory, backend)
     program = target.backend.program(
         target.model,
-        num_blocks=32 * len(PROMPTS),
+        pool_sizes=[32 * len(PROMPTS) for _ in target.model.kinds],
         block_size=16,
         kv_dtype="float32",
         max_num_seqs=4,

@@ -411,7 +411,7 @@ SHOWN, SHOWN_GGUF = (EQUAL, LAW), (EQUAL, LAW, GGUF)
 NOT_CUDA = "backends cpu and torch_ref"
 STATES = (EQUAL, "states:test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads", PACKED)
 STATES_GGUF = (*STATES, "gguf_states:test_a_file_is_the_model_of_its_safetensors")
-NOT_YET = "in programs alone: the scheduler has no slots for states yet; backends cpu and torch_ref"
+
 MODELS = (
     Row("llama", "yes", "Llama 1 to 3.3, SmolLM 1 and 2; GGUF llama", SHOWN_GGUF),
     Row("mistral", "yes", "Mistral 7B; GGUF llama", SHOWN_GGUF),
@@ -422,14 +422,14 @@ MODELS = (
     Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
     Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
     Row("qwen3_vl", "partly", "Qwen3-VL, its text; GGUF qwen3vl", (*SHOWN_GGUF, PACKED)),
-    Row("lfm2", "no", f"LFM2 350M to 2.6B; {NOT_YET}", STATES),
-    Row("lfm2_moe", "no", f"LFM2-8B-A1B; {NOT_YET}", STATES),
-    Row("granitemoehybrid", "no", f"Granite 4.0 H and Micro; {NOT_YET}", STATES),
-    Row("qwen3_next", "no", f"Qwen3-Next-80B-A3B; GGUF qwen3next; {NOT_YET}", STATES_GGUF),
-    Row("qwen3_5", "no", f"Qwen3.5 and 3.6, dense, their text; {NOT_YET}", STATES),
-    Row("qwen3_5_text", "no", f"the text of qwen3_5; GGUF qwen35; {NOT_YET}", STATES_GGUF),
-    Row("qwen3_5_moe", "no", f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, their text; {NOT_YET}", STATES),
-    Row("qwen3_5_moe_text", "no", f"the text of qwen3_5_moe; GGUF qwen35moe; {NOT_YET}", STATES_GGUF),
+    Row("lfm2", "partly", f"LFM2 350M to 2.6B; {NOT_CUDA}", STATES),
+    Row("lfm2_moe", "partly", f"LFM2-8B-A1B; {NOT_CUDA}", STATES),
+    Row("granitemoehybrid", "partly", f"Granite 4.0 H and Micro; {NOT_CUDA}", STATES),
+    Row("qwen3_next", "partly", f"Qwen3-Next-80B-A3B; GGUF qwen3next; {NOT_CUDA}", STATES_GGUF),
+    Row("qwen3_5", "partly", f"Qwen3.5 and 3.6, dense, their text; {NOT_CUDA}", STATES),
+    Row("qwen3_5_text", "partly", f"the text of qwen3_5; GGUF qwen35; {NOT_CUDA}", STATES_GGUF),
+    Row("qwen3_5_moe", "partly", f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, their text; {NOT_CUDA}", STATES),
+    Row("qwen3_5_moe_text", "partly", f"the text of qwen3_5_moe; GGUF qwen35moe; {NOT_CUDA}", STATES_GGUF),
     Row(
         "gpt_oss",
         "partly",

@@ -18,7 +18,7 @@ from headrace import env, hub
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
 
@@ -32,8 +32,6 @@ def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
     from headrace.engine.load import build_runner
 
     runner, info = build_runner(config, vocabulary=vocabulary_source(config))
-    if any(kind.is_state for kind in runner.program.kinds):
-        raise CheckpointError(f"{config.model}: the scheduler has no slots yet for the states of its recurrent layers")
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
         bound = f"at least max_model_len ({info.max_model_len}) while enable_chunked_prefill is off"
         raise RequestError("max_num_batched_tokens", config.max_num_batched_tokens, bound)
@@ -57,6 +55,8 @@ def make_scheduler(
     """Return the scheduler of an engine with these numbers. For the last two arguments see `Scheduler`."""
     return Scheduler(
         num_blocks=info.num_blocks,
+        kinds=info.kinds,
+        more_blocks=info.more_blocks,
         block_size=info.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

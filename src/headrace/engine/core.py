@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 from headrace.core.requests import verify_fit, verify_model
 from headrace.core.scheduler import Scheduler
+from headrace.core.sequence import NEVER
 from headrace.insight.journal import Journal
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
@@ -156,5 +157,7 @@ def verify(request: Request, info: EngineInfo) -> None:
     Raises `RequestError`, or `ContextLengthError` for a prompt that is too long.
     """
     max_num_seqs = min(info.max_num_seqs, info.max_num_batched_tokens)
-    verify_fit(request, info.max_model_len, max_num_seqs, info.num_blocks, info.block_size)
+    # Beams may share less than all of a window's blocks: the engine, which knows how much, checks that itself.
+    num_blocks = NEVER if info.kinds[0].window else info.num_blocks
+    verify_fit(request, info.max_model_len, max_num_seqs, num_blocks, info.block_size)
     verify_model(request, info)

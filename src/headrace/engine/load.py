@@ -23,6 +23,7 @@ from headrace.checkpoint.source import prediction_layers, with_weights
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
+from headrace.engine.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.progress import progress_bar
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
@@ -37,7 +38,6 @@ from headrace.sampling.filters import Select, select_all
 from headrace.sampling.sampler import Sampler
 
 MANY_PIECES = 128
-MIN_AUTO_MODEL_LEN = 1024
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +74,15 @@ def build_runner(
         target = make_target(config, directory, backend, model, model_config, max_model_len, kv_dtype, guide)
         drafter = make_drafter(spec, target)
     max_pieces = config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes)
-    num_blocks = choose_num_blocks(config, model, max_model_len, backend, kv_dtype, max_pieces)
+    pool_sizes = choose_pool_sizes(config, model, max_model_len, backend, kv_dtype, max_pieces)
     program = backend.program(
         model,
-        pool_sizes=[num_blocks for _ in model.kinds],
+        pool_sizes=pool_sizes,
         block_size=config.block_size,
         kv_dtype=kv_dtype,
         max_num_seqs=max_pieces,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_blocks_per_seq=min(num_blocks, -(-max_model_len // config.block_size)),
+        max_blocks_per_seq=longest_table(model.kinds, pool_sizes[0], max_model_len, config.block_size),
         num_threads=config.num_threads,
         feature_layers=(drafter.feature_layers or ()) if drafter is not None else (),
     )
@@ -99,7 +99,9 @@ def build_runner(
         vocab_size=model.vocab_size,
         eos_token_ids=eos_token_ids,
         block_size=config.block_size,
-        num_blocks=num_blocks,
+        num_blocks=pool_sizes[0],
+        kinds=model.kinds,
+        more_blocks=tuple(pool_sizes[1:]),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
@@ -113,7 +115,7 @@ def build_runner(
         device=backend.device,
         version=__version__,
         weight_bytes=backend.ops.weight_bytes,
-        kv_token_bytes=bytes_of_blocks(backend, model, config.block_size, kv_dtype) // config.block_size,
+        kv_token_bytes=token_bytes(backend, model, config.block_size, kv_dtype),
     )
     return runner, info
 
@@ -286,49 +288,3 @@ def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> in
     if requested is not None and requested > most:
         raise RequestError("max_model_len", requested, f"at most {most}, the context that config.json gives the model")
     return requested or most
-
-
-def bytes_of_blocks(backend: Backend, model: models.Model, block_size: int, kv_dtype: str) -> int:
-    """Return the bytes of one block of each kind."""
-    return sum(backend.block_bytes(model, kind, block_size, kv_dtype) for kind in range(len(model.kinds)))
-
-
-def choose_num_blocks(
-    config: EngineConfig, model: models.Model, max_model_len: int, backend: Backend, kv_dtype: str, max_pieces: int
-) -> int:
-    """Blocks of the KV cache: the override, or what the given memory or the backend's budget holds.
-
-    Of the budget no more is used than max_num_seqs sequences of max_model_len fill. If not even one such sequence fits,
-    and no length was set, the context is narrowed to the cache, down to 1024 tokens. Raises `RequestError`
-    otherwise.
-    """
-    block_bytes = bytes_of_blocks(backend, model, config.block_size, kv_dtype)
-    least = -(-max_model_len // config.block_size)
-    if config.num_gpu_blocks_override is not None:
-        field, num_blocks = "num_gpu_blocks_override", config.num_gpu_blocks_override
-    elif config.kv_cache_memory_bytes is not None:
-        field, num_blocks = "kv_cache_memory_bytes", config.kv_cache_memory_bytes // block_bytes
-    else:
-        if backend.device == "cpu" and config.gpu_memory_utilization != EngineConfig().gpu_memory_utilization:
-            logger.warning(
-                "gpu_memory_utilization has no effect on a CPU: kv_cache_memory_bytes sets the KV cache's size"
-            )
-        sizes = max_pieces, config.max_num_batched_tokens, max_model_len
-        budget = backend.kv_budget(model, *sizes, config.gpu_memory_utilization)
-        field, num_blocks = "max_model_len", min(budget // block_bytes, config.max_num_seqs * least)
-    if num_blocks >= least:
-        return num_blocks
-    fits = num_blocks * config.block_size
-    if config.max_model_len is None and fits >= MIN_AUTO_MODEL_LEN:
-        logger.warning(
-            "the context is %d tokens, which is what the KV cache of %d bytes holds; the model has %d. "
-            "Set max_model_len or kv_cache_memory_bytes to choose",
-            fits, num_blocks * block_bytes, max_model_len,
-        )  # fmt: skip
-        return num_blocks
-    if field == "max_model_len":
-        bound = f"at most {fits}, which is what the KV cache of {budget} bytes holds; or set kv_cache_memory_bytes"
-        raise RequestError(field, max_model_len, bound)
-    value = config.num_gpu_blocks_override if field == "num_gpu_blocks_override" else config.kv_cache_memory_bytes
-    needed = least if field == "num_gpu_blocks_override" else least * block_bytes
-    raise RequestError(field, value, f"at least {needed}, to hold one sequence of max_model_len {max_model_len}")

@@ -149,6 +149,8 @@ def _memory(core: EngineCore) -> BlockMemory:
     """Return the memory of the engine's cache. Raises `SessionError` where there is none to move blocks of."""
     if not core.scheduler.tables.enable_prefix_caching:
         raise SessionError("the server runs with --no-enable-prefix-caching")
+    if not core.scheduler.tables.is_plain:
+        raise SessionError("the model's layers keep different things: only a cache of one kind can be moved")
     executor = getattr(core.executor, "inner", core.executor)
     program = getattr(executor, "program", executor)
     memory = getattr(program, "cache", program)

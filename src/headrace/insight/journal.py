@@ -120,7 +120,7 @@ class Journal:
         yield RESET, (0,), []
         for seq in [*self._scheduler.running, *steps.zombies()]:
             for table in (seq.block_table, *seq.tails):
-                yield TAKEN, (seq.arrival,), list(table)
+                yield TAKEN, (seq.arrival,), [block for block in table if block >= 0]
         yield TAKEN, (0,), list(pool.pins)
         yield CACHED, (0,), [block for block, is_cached in enumerate(pool.cached) if is_cached]
 

@@ -235,7 +235,14 @@ class Estimated(SimulatedExecutor):
 
     def __init__(self, times: StepTime, slowness: Slowness, now: float, info: EngineInfo, oracle: Recalled) -> None:
         sizes = info.num_blocks, info.block_size
-        super().__init__(*sizes, oracle, fingerprint_of=lambda seq_id: seq_id, guess=oracle.guess)
+        super().__init__(
+            *sizes,
+            oracle,
+            fingerprint_of=lambda seq_id: seq_id,
+            guess=oracle.guess,
+            kinds=info.kinds,
+            more_blocks=info.more_blocks,
+        )
         self.now = now
         self._times = times
         self._slowness = slowness

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -351,7 +352,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_model_len` is the greatest number of tokens of prompt and answer together: the model's context length, or less
     if the KV cache is smaller. A step reads `weight_bytes`, and `kv_token_bytes` for each token before its rows; 0 if
-    unknown.
+    unknown. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the others.
     """
 
     model: str
@@ -374,3 +375,5 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     weight_bytes: int = 0
     kv_token_bytes: int = 0
+    kinds: tuple[CacheKind, ...] = (CacheKind(),)
+    more_blocks: tuple[int, ...] = ()

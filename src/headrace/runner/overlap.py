@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.backends.base import Chunks, DrawingProgram, DrawnRows
+from headrace.backends.base import Chunks, DrawingProgram, DrawnRows, Program
 from headrace.backends.logits import Draw, HostLogits
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import UNDRAWN, Draft, ScheduledBatch, StepResult
@@ -83,8 +83,7 @@ class Overlap:
         before = self._last.places if self._last is not None else {}
         carried = {begins[i]: before[source] for i, source in step.carried.items()}
         try:
-            for kind in range(len(self._program.kinds)) if batch.copies else ():
-                self._program.copy_blocks(batch.copies, kind)
+            copy_blocks(self._program, batch)
             step.ticket = self._program.start(chunks, [begins[i + 1] - 1 for i in draws], list(draws.values()), carried)
         except Exception as error:
             logger.error("a step could not be started beside another; it is computed alone", exc_info=error)
@@ -170,7 +169,7 @@ class Overlap:
             if self._why_unsound(batch, i, token_ids):
                 return None
             pieces.append(token_ids)
-        return Chunks(batch.starts, pieces, batch.block_tables)
+        return Chunks(batch.starts, pieces, batch.block_tables, more_tables=batch.more_tables)
 
     def _wait(self, step: StartedStep) -> DrawnRows:
         if step.drawn_rows is None:
@@ -207,8 +206,17 @@ class Overlap:
             token_id = batch.token_ids[sum(batch.lens[: i + 1]) - 1]
             rows.append([self._token_before(step, step.carried[i]) if i in step.carried else token_id])
         starts = [batch.starts[i] + batch.lens[i] - 1 for i in chunk_ids]
-        _, logits = self._program.forward(
-            Chunks(starts, rows, [batch.block_tables[i] for i in chunk_ids]), list(range(len(rows)))
-        )
+        tables = [[each[i] for i in chunk_ids] for each in (batch.block_tables, *batch.more_tables)]
+        chunks = Chunks(starts, rows, tables[0], more_tables=tables[1:])
+        _, logits = self._program.forward(chunks, list(range(len(rows))))
         again = [Verification(i, Draft([]), {-1: place}) for place, i in enumerate(chunk_ids)]
         self._rounds.draw(batch, again, logits, result)
+
+
+def copy_blocks(program: Program, batch: ScheduledBatch) -> None:
+    """Copy the blocks of a step, of each kind its own. A batch without tables of the other kinds means all of them."""
+    num_kinds = sum(not kind.is_state for kind in program.kinds)
+    all_copies = [batch.copies, *batch.more_copies] if batch.more_tables else [batch.copies] * num_kinds
+    for kind, copies in enumerate(all_copies):
+        if copies:
+            program.copy_blocks(copies, kind)

@@ -82,6 +82,30 @@ def _tree(
     return pieces
 
 
+def states_of(batch: ScheduledBatch, pieces: list[Piece]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the slots from which the pieces read a state, and the (row, slot) pairs that they write. A chunk that is
+    cut keeps its state in between where the batch wants it after the last known token."""
+    if not batch.state_reads:
+        return [], []
+    slots = dict(batch.state_writes)
+    firsts, row = [], 0
+    for i, length in enumerate(batch.lens):
+        firsts.append(row)
+        row += length + (len(batch.drafts[i].token_ids) if i in batch.drafts else 0)
+    reads: list[int] = []
+    writes: list[tuple[int, int]] = []
+    row = 0
+    for piece in pieces:
+        i, size = piece.chunk_id, len(piece.token_ids)
+        last = slots[firsts[i] + batch.lens[i] - 1]
+        first = firsts[i] + piece.start - batch.starts[i]
+        reads.append(batch.state_reads[i] if first == firsts[i] else last)
+        ends = [(row + k, slots[first + k]) for k in range(size) if first + k in slots]
+        writes += ends or [(row + size - 1, last)]
+        row += size
+    return reads, writes
+
+
 def make_portions(groups: list[list[Piece]], max_rows: int, max_pieces: int) -> list[list[Piece]]:
     """Cut the step where a program takes no more at once; the cut changes no bits. `groups` are the pieces of one chunk
     each; a chunk's last row and its draft stay together."""

@@ -17,8 +17,8 @@ from headrace.grammar.matchers import Matchers
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult, TokenLogprob
 from headrace.runner.faults import NOT_FINITE, Blame
-from headrace.runner.overlap import Overlap, StartedStep
-from headrace.runner.pieces import Piece, make_pieces, make_portions
+from headrace.runner.overlap import Overlap, StartedStep, copy_blocks
+from headrace.runner.pieces import Piece, make_pieces, make_portions, states_of
 from headrace.runner.verification import Rounds, Verification
 from headrace.sampling.sampler import Sampler
 
@@ -48,7 +48,8 @@ class Runner:
         self._rounds = Rounds(sampler, matchers)
         self._blame = Blame()
         self._overlap: Overlap | None = None
-        if speculator is None and isinstance(program, DrawingProgram):
+        # To draw again, the last row is computed again, which a state does not allow.
+        if speculator is None and isinstance(program, DrawingProgram) and not program.kinds[-1].is_state:
             self._overlap = Overlap(program, sampler, self._rounds, self._why_unsound)
 
     @property
@@ -84,9 +85,7 @@ class Runner:
         # A step without speculation costs nothing for it.
         speculator = self.speculator if batch.asks or batch.drafts or batch.ended else None
         record = speculator.begin_step(batch) if speculator is not None else None
-        if batch.copies:
-            for kind in range(len(self.program.kinds)):
-                self.program.copy_blocks(batch.copies, kind)
+        copy_blocks(self.program, batch)
         groups = self._sound_groups(batch, result)
         for pieces in make_portions(groups, self.program.max_rows, self.program.max_logits):
             # A chunk that failed in an earlier portion is not computed further.
@@ -161,8 +160,15 @@ class Runner:
             )
         if len(batch.block_tables[chunk_id]) * program.block_size < start + length:
             return f"{len(table)} blocks of {program.block_size} do not hold {start + length} positions"
-        if not 0 <= min(table) <= max(table) < program.num_blocks:
-            return f"block ids reach from {min(table)} to {max(table)}, the cache has 0 to {program.num_blocks - 1}"
+        tables = [table, *(more[chunk_id] for more in batch.more_tables)]
+        for kind, table, size in zip(program.kinds, tables, program.pool_sizes, strict=False):
+            # Blocks behind the window of the first row are not read.
+            behind = max(0, start + 1 - kind.window) // program.block_size if kind.window else 0
+            seen = table[behind:]
+            if len(table) * program.block_size < start + length or not 0 <= min(seen) <= max(seen) < size:
+                return f"block ids reach from {min(seen)} to {max(seen)}, the cache has 0 to {size - 1}"
+        if batch.state_reads and not -1 <= batch.state_reads[chunk_id] < program.pool_sizes[-1]:
+            return f"the state is read from slot {batch.state_reads[chunk_id]} of {program.pool_sizes[-1]}"
         return ""
 
     def _compute_what_fits(
@@ -184,6 +190,13 @@ class Runner:
             if alone:
                 result.errors[pieces[0].chunk_id] = reason
                 return
+        # A later part of a chunk has advanced the state that it reads.
+        lost = {piece.chunk_id for piece in pieces if batch.state_reads and piece.start > batch.starts[piece.chunk_id]}
+        result.errors.update(dict.fromkeys(lost, reason))
+        pieces = [piece for piece in pieces if piece.chunk_id not in lost]
+        if lost:
+            self._compute_what_fits(batch, pieces, result, record)
+            return
         # Not in the except clause, whose traceback holds the tensors of the failed attempt.
         chunk_ids = list(dict.fromkeys(piece.chunk_id for piece in pieces))
         if len(chunk_ids) == 1:
@@ -232,6 +245,8 @@ class Runner:
             [piece.token_ids for piece in pieces],
             [piece.table for piece in pieces],
             copies,
+            [[tables[piece.chunk_id] for piece in pieces] for tables in batch.more_tables],
+            *states_of(batch, pieces),
         )
         finite, logits = self.program.forward(chunks, logits_rows)
         for piece, sound in zip(pieces, finite, strict=True):
