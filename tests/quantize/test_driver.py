@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ from headrace.quantize import driver
 from headrace.quantize.base import Fold, Layer, Options
 from headrace.quantize.driver import quantise_checkpoint
 from headrace.quantize.methods import gptq
-from headrace.quantize.tracing import LazyWeights
+from headrace.quantize.tracing import LazyMatrix, LazyWeights, TracingOps
 
 LENGTH = 160
 
@@ -184,6 +185,17 @@ def test_each_layer_is_calibrated_on_the_quantised_layers_before_it(
     second = [load_file(tmp_path / run / "model-00002-of-00003.safetensors") for run in ("a", "b")]
     name = "model.layers.1.mlp.down_proj.weight_packed"
     assert not torch.equal(second[0][name], second[1][name])
+
+
+def test_rows_in_another_order_are_traced_in_the_models() -> None:
+    ops, order = TracingOps(), np.array([2, 0, 3, 1])
+    ops.weights = {"a": torch.randn(4, 3), "b": torch.randn(2, 3)}
+    matrix: Any = LazyMatrix(3, 6, names=("a", "b"), num_outs=(4, 2), orders=(order, None))
+    x = torch.randn(5, 3)
+    expected = torch.cat([x @ ops.weights["a"][torch.from_numpy(order)].T, x @ ops.weights["b"].T], 1)
+    assert torch.allclose(ops.linear(x, matrix), expected)
+    matrix.orders = ()
+    assert not torch.allclose(ops.linear(x, matrix), expected)
 
 
 def test_plain_layers_stay_to_the_bit(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

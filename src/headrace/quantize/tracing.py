@@ -27,7 +27,7 @@ from headrace.quantize.base import Fold, Statistics
 @dataclass(slots=True, eq=False)
 class LazyMatrix:
     """A linear layer, or several stacked ones: their names in the checkpoint and their numbers of outputs. transposed:
-    stored [in, out]."""
+    stored [in, out]. orders: for each layer None, or of each output its place in the checkpoint."""
 
     num_in: int
     num_out: int
@@ -36,6 +36,7 @@ class LazyMatrix:
     bias: bool = False
     plain: bool = False
     transposed: bool = False
+    orders: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True)
@@ -79,6 +80,8 @@ class TracingOps(RefOps):
         if self.recording:
             self._record(x, matrix)
         parts = [F.linear(x, self.weights[name], self.biases.get(name)) for name in matrix.names]
+        for i, order in enumerate(matrix.orders):
+            parts[i] = parts[i] if order is None else parts[i][:, torch.from_numpy(order)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return self._with_origin(out, Origin("matrix", matrix=matrix))
 
@@ -178,5 +181,6 @@ class LazyWeights(SafetensorsWeights):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
         matrix.names, matrix.num_outs = tuple(names), tuple(num_outs)
         matrix.plain, matrix.transposed = flags.get("plain", False), flags.get("transposed", False)
+        matrix.orders = tuple(flags.get("orders", ()))
         self.matrices.append(matrix)
         return matrix
