@@ -66,6 +66,7 @@ LIMITS = {
     "headrace generate": ["--max-tokens", "8"],
     "headrace chat": ["--max-tokens", "8"],
     "headrace bench serve": ["--num-prompts", "2", "--random-output-len", "4", "--request-rate", "100"],
+    "headrace bench sweep": ["--num-prompts", "2", "--random-output-len", "4", "--num-rates", "1"],
     "headrace quantize": ["--num-calibration-tokens", "64"],
 }
 """Flags added to commands that are run, so that they take little time."""
@@ -162,7 +163,7 @@ def run(words: list[str], folder: Path, url: Callable[[], str], monkeypatch: pyt
     for beginning, flags in LIMITS.items():
         if " ".join(words).startswith(beginning):
             words = [*words, *flags]
-    if words[1:3] == ["bench", "serve"]:
+    if words[1:3] in (["bench", "serve"], ["bench", "sweep"]):
         words += ["--base-url", url()]
     if words[1] in ("list", "ps", "show", "rm"):
         words += ["--url", url()]

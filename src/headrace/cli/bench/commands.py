@@ -1,6 +1,6 @@
-"""`headrace bench latency|throughput|quality|speculate|serve`: the commands. Each makes a plan from the flags, calls
-its module to measure it, and prints a table (vLLM's, where it has one), or with --json one object with vLLM's field
-names.
+"""`headrace bench latency|throughput|quality|speculate|serve|sweep|report`: the commands. Each makes a plan from the
+flags, calls its module to measure it, and prints a table (vLLM's, where it has one), or with --json one object with
+vLLM's field names.
 
 Each result carries what it was measured on: model, dtype, backend, version and date.
 """
@@ -8,17 +8,21 @@ Each result carries what it was measured on: model, dtype, backend, version and 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 import headrace
-from headrace.cli.bench.plans import LatencyPlan, QualityPlan, ServePlan, SpeculatePlan, ThroughputPlan
+from headrace.cli.bench.data import TRACES
+from headrace.cli.bench.plans import LatencyPlan, QualityPlan, ServePlan, SpeculatePlan, SweepPlan, ThroughputPlan
 from headrace.cli.options import build, options
 from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import RequestError
 
 app = typer.Typer(help="Measure latency, throughput, quality, speculation, or a running server.", no_args_is_help=True)
 
@@ -105,6 +109,45 @@ def serve(more_goals: MoreGoals = None, **fields: Any) -> None:
     if errors:
         typer.echo(f"{len(errors)} of {plan.num_prompts} requests failed; the first: {errors[0]}", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+@options(SweepPlan, ServePlan, skip=("save_result", "save_detailed", "result_dir", "result_filename"), request_rate=1.0)
+def sweep(more_goals: MoreGoals = None, **fields: Any) -> None:
+    """Send requests at rising rates, from --request-rate on; find the highest at which --goodput is kept."""
+    plan, one = build(SweepPlan, fields), build(ServePlan, fields)
+    goals = _goals(one.goodput, more_goals)
+    if not goals:
+        raise RequestError("--goodput", one.goodput, "given: the goals that a rate must keep, such as ttft:200")
+    if math.isinf(one.request_rate) or one.dataset_name in TRACES:
+        raise RequestError("--request-rate", one.request_rate, "a finite rate, and not that of a trace")
+    from headrace.cli.bench.serve import measure_server
+    from headrace.cli.bench.sweep import plot, print_sweep
+    from headrace.cli.bench.sweep import sweep as walk
+
+    def measure(rate: float) -> dict[str, Any]:
+        # Other prompts at each rate: a prefix cache would make the next one faster.
+        other = msgspec.structs.replace(one, request_rate=rate, seed=one.seed + round(1000 * rate))
+        return measure_server(other, goals, ("ttft", "tpot", "e2el"), (99.0,))[0]
+
+    result = walk(measure, one.request_rate, plan.slo_share / 100, plan.num_rates)
+    result = _header(result["runs"][0]["model_id"]) | {"goodput": goals} | result
+    if plan.plot is not None:
+        plot(result, Path(plan.plot))
+    _report(result, one.json, plan.output_json, print_sweep)
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Results that --save-result or --output-json wrote.")],
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page that compares results, a column each."""
+    from headrace.cli.bench.report import page, read
+
+    text = page([path.stem for path in files], read(files))
+    output.write_text(text, encoding="utf-8")
+    print(f"{output}: {len(files)} results")
 
 
 def _header(model_id: str) -> dict[str, Any]:

@@ -22,17 +22,20 @@ if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer
 
 DATASETS = ("random", "custom", "sharegpt")
+TRACES = ("azure", "mooncake")
 DEFAULT_OUTPUT_LEN = 256
 
 T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """One request to send: a prompt as text or as token ids, and the number of tokens to request."""
+    """One request to send: a prompt as text or as token ids, and the number of tokens to request. `due`: seconds after
+    the first at which a trace has it."""
 
     prompt: str | list[int]
     num_prompt_tokens: int
     output_len: int
+    due: float = 0.0
 
 
 def find_tokenizer(model: str) -> Tokenizer:
@@ -42,10 +45,31 @@ def find_tokenizer(model: str) -> Tokenizer:
     return Tokenizer.load(hub.resolve_tokenizer(model, None))
 
 
-def check_dataset(name: str) -> None:
-    """Raise `RequestError` for a name that is none of `DATASETS`."""
-    if name not in DATASETS:
-        raise RequestError("dataset_name", name, "one of " + ", ".join(DATASETS))
+def check_dataset(name: str, more: tuple[str, ...] = ()) -> None:
+    """Raise `RequestError` for a name that is none of `DATASETS` and of `more`."""
+    if name not in (*DATASETS, *more):
+        raise RequestError("dataset_name", name, "one of " + ", ".join((*DATASETS, *more)))
+
+
+def trace_samples(plan: ServePlan, vocab_size: int, avoid: frozenset[int] = frozenset()) -> list[Sample]:
+    """Return the first requests of a trace as prompts of random token ids, which share what the trace says that they
+    share: block k of Mooncake's is always the same. Raises `RequestError`."""
+    from headrace.fleet.traces import MOONCAKE_TOKENS, read
+
+    try:
+        calls = read(Path(plan.dataset_path or ""), speed_up=plan.speed_up)[: plan.num_prompts]
+    except RequestError as error:
+        raise error.renamed("dataset_path") from None
+    allowed = [token_id for token_id in range(vocab_size) if token_id not in avoid]
+    samples = []
+    for number, call in enumerate(calls):
+        prompt = list[int]()
+        for key in call.keys or [-1 - number]:
+            noise = random.Random(1_000_003 * plan.seed + key)
+            prompt += noise.choices(allowed, k=MOONCAKE_TOKENS if call.keys else call.num_prompt)
+        prompt = (prompt + prompt[-1:] * (call.num_prompt - len(prompt)))[: call.num_prompt]
+        samples.append(Sample(prompt, len(prompt), plan.output_len or call.num_new, call.time))
+    return samples
 
 
 def random_samples(

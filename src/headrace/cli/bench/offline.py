@@ -74,6 +74,34 @@ def run_batch(
     return list(timelines.values())
 
 
+def run_uncached(
+    core: EngineCore,
+    samples: Sequence[Sample],
+    params: SamplingParams,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Timeline]:
+    """As `run_batch`, but without a cache from token to token: each is the answer to the prompt grown by those before,
+    which is computed as a whole. The engine's prefix cache must be off."""
+    prompts = [list(sample.prompt) for sample in samples]
+    start = clock()
+    timelines = [Timeline(sent=start, num_prompt_tokens=len(prompt)) for prompt in prompts]
+    for length in range(max(sample.output_len for sample in samples)):
+        for index, sample in enumerate(samples):
+            if length < sample.output_len:
+                one = msgspec.structs.replace(params, max_tokens=1, seed=index)
+                request = Request(request_id=f"{index}", prompt_token_ids=list(prompts[index]), params=one)  # type: ignore[arg-type]
+                core.add(request)
+        for output in steps(core):
+            for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
+                timeline = timelines[int(request_id)]
+                prompts[int(request_id)] += token_ids
+                timeline.done = clock()
+                timeline.token_times.append(timeline.done)
+                timeline.num_output_tokens += len(token_ids)
+    return timelines
+
+
 def token_samples(core: EngineCore, num: int, input_len: int, output_len: int, seed: int) -> list[Sample]:
     """Return prompts of random token ids that fit the engine's context. Raises `RequestError` for longer ones."""
     most = core.info.max_model_len
@@ -88,6 +116,9 @@ def about(info: EngineInfo) -> dict[str, Any]:
 
 def measure_latency(plan: LatencyPlan, config: EngineConfig, goals: dict[str, float]) -> dict[str, Any]:
     """Run the batches of the plan one after the other. `avg_latency`, `latencies` and `percentiles` are in seconds."""
+    if not plan.kv_cache:
+        config = msgspec.structs.replace(config, enable_prefix_caching=False)
+    run = run_batch if plan.kv_cache else run_uncached
     with closing(build_engine(config)) as core:
         latencies: list[float] = []
         timelines: list[Timeline] = []
@@ -99,12 +130,12 @@ def measure_latency(plan: LatencyPlan, config: EngineConfig, goals: dict[str, fl
             seed = plan.seed + (iteration + plan.num_iters_warmup) * 1_000_003
             batch = token_samples(core, plan.batch_size, plan.input_len, plan.output_len, seed)
             start = time.perf_counter()
-            batch_timelines = run_batch(core, batch, PARAMS)
+            batch_timelines = run(core, batch, PARAMS)
             if iteration >= 0:
                 latencies.append(time.perf_counter() - start)
                 timelines += batch_timelines
         result: dict[str, Any] = about(core.info) | {
-            name: getattr(plan, name) for name in ("input_len", "output_len", "batch_size", "num_iters")
+            name: getattr(plan, name) for name in ("input_len", "output_len", "batch_size", "num_iters", "kv_cache")
         }
         result["avg_latency"] = statistics.fmean(latencies)
         result["percentiles"] = {f"{share:g}": percentile(latencies, share) for share in PERCENTILES}

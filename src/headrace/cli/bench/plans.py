@@ -35,6 +35,9 @@ class LatencyPlan(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: Annotated[int, Meta(description="Requests in one batch.", ge=1)] = 8
     num_iters: Annotated[int, Meta(description="Batches to measure.", ge=1)] = 30
     num_iters_warmup: Annotated[int, Meta(description="Batches to run first, unmeasured.", ge=0)] = 10
+    kv_cache: Annotated[
+        bool, Meta(description="Keep keys and values; without, the grown prompt is computed again for each token.")
+    ] = True
     goodput: Goodput = None
     seed: Seed = 0
     output_json: OutputJson = None
@@ -115,6 +118,15 @@ class SpeculatePlan(msgspec.Struct, frozen=True, kw_only=True):
     json: Json = False
 
 
+class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates at which `ServePlan` is run."""
+
+    num_rates: Annotated[int, Meta(description="Rates to measure.", ge=1)] = 8
+    slo_share: Annotated[float, Meta(description="Percent of the requests that must keep all goals.", gt=0)] = 99.0
+    plot: Annotated[str | None, Meta(description="File for a picture (SVG); needs matplotlib.")] = None
+    output_json: OutputJson = None
+
+
 class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Requests over HTTP to any OpenAI-compatible server."""
 
@@ -126,7 +138,13 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[str | None, Meta(description="Key to send; better given in HEADRACE_API_KEY.")] = None
     model: Annotated[str | None, Meta(description="Model to ask for; by default the server's first.")] = None
     tokenizer: Annotated[str | None, Meta(description="Directory or hub id; by default the model's.")] = None
-    dataset_name: DatasetName = "random"
+    dataset_name: Annotated[
+        str,
+        Meta(
+            description="random, custom (JSON lines with a prompt), sharegpt, or the traces azure and mooncake, whose "
+            "requests come when they came there."
+        ),
+    ] = "random"
     dataset_path: DatasetPath = None
     num_prompts: Annotated[int, Meta(description="Requests to send.", ge=1)] = 1000
     input_len: Annotated[int | None, Meta(description="The same as --random-input-len.", ge=1)] = None
@@ -135,6 +153,9 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     random_output_len: Annotated[int, Meta(description="Tokens of the answer to it.", ge=1)] = 128
     random_range_ratio: Annotated[float, Meta(description="Spread of both lengths: 0.5 is 50% up and down.")] = 0.0
     random_prefix_len: Annotated[int, Meta(description="Tokens that all random prompts share.", ge=0)] = 0
+    speed_up: Annotated[
+        float, Meta(description="How many times as fast as in an azure or mooncake trace requests come.", gt=0)
+    ] = 1.0
     request_rate: Annotated[float, Meta(description="Requests per second; inf sends all at once.", gt=0)] = math.inf
     burstiness: Annotated[float, Meta(description="Shape of the gaps: 1 is Poisson, less is burstier.", gt=0)] = 1.0
     max_concurrency: Annotated[int | None, Meta(description="Requests open at once at most.", ge=1)] = None

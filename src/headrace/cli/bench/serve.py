@@ -20,7 +20,15 @@ import httpx
 import msgspec
 
 from headrace import env
-from headrace.cli.bench.data import Sample, check_dataset, file_samples, find_tokenizer, random_samples
+from headrace.cli.bench.data import (
+    TRACES,
+    Sample,
+    check_dataset,
+    file_samples,
+    find_tokenizer,
+    random_samples,
+    trace_samples,
+)
 from headrace.cli.bench.plans import ServePlan
 from headrace.cli.bench.stats import Timeline, figures
 from headrace.engine.progress import progress_bar
@@ -172,6 +180,8 @@ async def run(
             return timeline
 
         dues = arrival_times(len(samples), plan.request_rate, plan.burstiness, plan.seed)
+        if plan.dataset_name in TRACES:
+            dues = [sample.due for sample in samples]
         timelines = await asyncio.gather(*(one(s, due) for s, due in zip(samples, dues, strict=True)))
         return list(timelines), time.perf_counter() - start
 
@@ -185,7 +195,7 @@ def measure_server(
     """
     if plan.backend not in ENDPOINTS:
         raise RequestError("backend", plan.backend, "one of " + ", ".join(ENDPOINTS))
-    check_dataset(plan.dataset_name)
+    check_dataset(plan.dataset_name, TRACES)
     extra = _object(plan.extra_body)
     if plan.ignore_eos:
         extra["ignore_eos"] = True
@@ -217,6 +227,7 @@ def measure_server(
         "tokenizer_id": tokenizer_id,
         "dataset_name": plan.dataset_name,
         "num_prompts": plan.num_prompts,
+        "speed_up": plan.speed_up if plan.dataset_name in TRACES else None,
         # JSON has no infinity; vLLM writes it as this word.
         "request_rate": "inf" if math.isinf(plan.request_rate) else plan.request_rate,
         "burstiness": plan.burstiness,
@@ -244,17 +255,22 @@ def measure_server(
 
 
 def _samples(plan: ServePlan, tokenizer: Tokenizer) -> list[Sample]:
-    if plan.dataset_name != "random":
+    avoid = frozenset(i for i in range(tokenizer.vocab_size) if tokenizer.added_token(i) is not None)
+    if plan.dataset_name not in ("random", *TRACES):
         return file_samples(plan, lambda text: len(tokenizer.encode(text)))
-    samples = random_samples(
-        plan.num_prompts,
-        tokenizer.vocab_size,
-        input_len=plan.input_len or plan.random_input_len,
-        output_len=plan.output_len or plan.random_output_len,
-        range_ratio=plan.random_range_ratio,
-        prefix_len=plan.random_prefix_len,
-        seed=plan.seed,
-        avoid=frozenset(i for i in range(tokenizer.vocab_size) if tokenizer.added_token(i) is not None),
+    samples = (
+        trace_samples(plan, tokenizer.vocab_size, avoid)
+        if plan.dataset_name in TRACES
+        else random_samples(
+            plan.num_prompts,
+            tokenizer.vocab_size,
+            input_len=plan.input_len or plan.random_input_len,
+            output_len=plan.output_len or plan.random_output_len,
+            range_ratio=plan.random_range_ratio,
+            prefix_len=plan.random_prefix_len,
+            seed=plan.seed,
+            avoid=avoid,
+        )
     )
     if plan.backend == "openai":
         return samples
