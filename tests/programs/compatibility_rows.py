@@ -422,6 +422,7 @@ MODELS = (
     Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
     Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
     Row("qwen3_vl", "partly", "Qwen3-VL, its text; GGUF qwen3vl", (*SHOWN_GGUF, PACKED)),
+    Row("falcon_h1", "no", f"Falcon-H1; {NOT_YET}", STATES),
     Row("lfm2", "no", f"LFM2 350M to 2.6B; {NOT_YET}", STATES),
     Row("lfm2_moe", "no", f"LFM2-8B-A1B; {NOT_YET}", STATES),
     Row("granitemoehybrid", "no", f"Granite 4.0 H and Micro; {NOT_YET}", STATES),
