@@ -422,6 +422,7 @@ MODELS = (
     Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
     Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
     Row("qwen3_vl", "partly", "Qwen3-VL, its text; GGUF qwen3vl", (*SHOWN_GGUF, PACKED)),
+    Row("falcon_h1", "partly", f"Falcon-H1; {NOT_CUDA}", STATES),
     Row("lfm2", "partly", f"LFM2 350M to 2.6B; {NOT_CUDA}", STATES),
     Row("lfm2_moe", "partly", f"LFM2-8B-A1B; {NOT_CUDA}", STATES),
     Row("granitemoehybrid", "partly", f"Granite 4.0 H and Micro; {NOT_CUDA}", STATES),

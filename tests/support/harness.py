@@ -22,7 +22,7 @@ from headrace.sampling.sampler import F32, Drawn, Row
 
 BACKENDS = ("cpu", "torch_ref")
 WITH_STATES = tuple(
-    "granitemoehybrid lfm2 lfm2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next".split()
+    "falcon_h1 granitemoehybrid lfm2 lfm2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next".split()
 )
 """Types with layers whose memory is a state."""
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -50,7 +50,8 @@ def step_limits(config: ModelConfig) -> tuple[float, float]:
 class Mamba2:
     """Gate, convolved inputs and steps come out of one projection; the scan's result is gated, then normed by groups.
 
-    `limits` hold the steps. `norm_first`: norm before gate; `has_norm`: False where there is only the gate.
+    `limits` hold the steps. `norm_first`: norm before gate; `has_norm`: False where there is only the gate. `factors`:
+    what the five parts of the projection are multiplied with (gate, x, B, C, step).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Mamba2:
         limits: tuple[float, float],
         has_norm: bool = True,
         norm_first: bool = False,
+        factors: Sequence[float] = (1.0,) * 5,
     ) -> None:
         weights, self.ops, self.layer_id, self.heads = decoder.weights, decoder.ops, layer_id, heads
         self.inner, self.keys = heads.num_heads * heads.value_dim, heads.num_key_heads * heads.key_dim
@@ -74,7 +76,10 @@ class Mamba2:
         decoder.keep_states(layer_id, (conv_size - 1, self.width), (heads.num_heads, heads.key_dim, heads.value_dim))
         total = self.inner + self.width + heads.num_heads
         self.into = weights.linear([f"{name}.in_proj"], decoder.hidden_size, [total], bias=bias)
-        self.weight = conv_weight(weights, f"{name}.conv1d", self.width, conv_size)
+        # Factors of what is convolved are those of its weights.
+        self.gate_factor, self.step_factor = factors[0], factors[4]
+        by_column = np.repeat(np.array(factors[1:4], np.float32), [self.inner, self.keys, self.keys])
+        self.weight = conv_weight(weights, f"{name}.conv1d", self.width, conv_size, by_column)
         self.bias = weights.constant(weights.numbers(f"{name}.conv1d.bias", (self.width,))) if conv_bias else None
         self.steps = weights.constant(weights.numbers(f"{name}.dt_bias", (heads.num_heads,)))
         self.rates = weights.constant(-np.exp(weights.numbers(f"{name}.A_log", (heads.num_heads,))))
@@ -87,14 +92,18 @@ class Mamba2:
         past, memory = kv[self.layer_id].arrays
         parts = ops.linear(x, self.into)
         mixed = ops.conv(ops.columns(parts, inner, self.width), self.weight, self.bias, "silu", rows, past)
-        dt = ops.softplus(ops.columns(parts, inner + self.width, heads.num_heads), self.steps, None, *self.limits)
+        dt = self.scaled(ops.columns(parts, inner + self.width, heads.num_heads), self.step_factor)
+        dt = ops.softplus(dt, self.steps, None, *self.limits)
         b, c = ops.columns(mixed, inner, keys), ops.columns(mixed, inner + keys, keys)
         y = ops.scan(ops.columns(mixed, 0, inner), b, c, dt, self.rates, self.skip, heads, rows, memory)
-        gate = ops.columns(parts, 0, inner)
+        gate = self.scaled(ops.columns(parts, 0, inner), self.gate_factor)
         if self.norm_first:
             y = self.normed(y)
         y = ops.multiply(y, gate, "silu")
         return ops.linear(y if self.norm_first else self.normed(y), self.out)
+
+    def scaled(self, x: Array, factor: float) -> Array:
+        return x if factor == 1.0 else self.ops.scale(x, factor)
 
     def normed(self, y: Array) -> Array:
         if self.norm is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.backends.base import Array, Cache, Matrix, Rows
 from headrace.backends.states import StateHeads
@@ -18,10 +19,12 @@ from headrace.protocol.errors import CheckpointError
 MAX_HEAD_DIM = 4096
 
 
-def conv_weight(weights: Weights, name: str, width: int, size: int) -> Array:
-    """The convolution `name` [width, 1, size] as `Ops.conv` takes it: [size, width]."""
-    stored = weights.numbers(f"{name}.weight", (width, 1, size))
-    return weights.constant(np.ascontiguousarray(stored[:, 0].T))
+def conv_weight(
+    weights: Weights, name: str, width: int, size: int, factors: NDArray[np.float32] | None = None
+) -> Array:
+    """The convolution `name` [width, 1, size] as `Ops.conv` takes it: [size, width], times `factors` [width]."""
+    stored = weights.numbers(f"{name}.weight", (width, 1, size))[:, 0].T
+    return weights.constant(np.ascontiguousarray(stored if factors is None else stored * factors))
 
 
 class GatedAttention(Attention):
