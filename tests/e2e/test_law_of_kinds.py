@@ -20,7 +20,7 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 
-TYPES = ("gemma3_text", "qwen3_5_text")
+TYPES = ("gemma3_text", "qwen3_5_text", "falcon_h1", "lfm2_moe")
 NUM_BLOCKS = 96
 
 

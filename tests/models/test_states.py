@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 from tests.support.harness import WITH_STATES, chunk_sizes, follow, load, random_ids, save_random, scattered_tables
+from tests.support.law import run
 
 from headrace import models
 from headrace.backends.base import Chunks
+from headrace.engine.build import build_engine
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
 from headrace.runner.runner import Runner
 
 LENGTH = 90
@@ -109,3 +114,18 @@ def test_a_slot_is_copied_read_and_written(runner: Runner) -> None:
 def test_a_step_without_slots_is_refused(runner: Runner) -> None:
     with pytest.raises(ValueError, match=r"states|zip"):
         runner.program.forward(Chunks([0], [[1, 2]], [[0]]), [])
+
+
+def test_an_engine_gives_the_tokens_of_the_program(directory: Path) -> None:
+    """Greedy tokens of an engine, whose prompts come in pieces, are the likeliest of the program in one piece."""
+    prompt = random_ids(37, 199, 4)
+    config = EngineConfig(
+        model=str(directory), backend="cpu", block_size=8, num_gpu_blocks_override=64, max_num_seqs=2,
+        max_num_batched_tokens=16, max_model_len=100,
+    )  # fmt: skip
+    core = build_engine(config)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, seed=1)
+    ((ids, _),) = run(core, [Request(request_id="r", prompt_token_ids=prompt, params=params)]).values()
+    core.close()
+    logits = follow(load(directory, block_size=8, backend="cpu"), prompt + ids[:-1], [len(prompt) + len(ids) - 1])
+    assert logits[len(prompt) - 1 :].argmax(1).tolist() == ids
