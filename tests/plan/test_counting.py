@@ -35,8 +35,10 @@ def test_every_model_is_counted(model_type: str) -> None:
     assert 0 < counts.active_parameters <= counts.parameters
     assert (counts.active_parameters < counts.parameters) == bool(counts.mixtures)
     assert counts.weight_bytes == 4 * counts.parameters == pytest.approx(sum(counts.forms.values()))
-    assert sum(num for _, num in counts.layers) == config.get("num_hidden_layers", config.get("n_layer"))
-    if "vl" not in model_type:  # there transformers counts a tower for images
+    num_layers = config.get("num_hidden_layers", config.get("n_layer"))
+    num_attending = sum(num for _, num in counts.layers)
+    assert num_attending <= num_layers if counts.state_bytes else num_attending == num_layers
+    if "text_config" not in models.find(model_type).TINY:  # there transformers counts a tower for images
         assert counts.parameters == parameters_of(config)
 
 

@@ -101,7 +101,7 @@ def simulate(
     one = planner.Planner(planner.read(model), machine_of(hardware), wish)
     if hardware == "this":
         one.use_measured_steps()
-    num_blocks = int(one.free // (one.kv_bytes(1) * block_size))
+    num_blocks = int(one.free // (one.counts.kv_token_bytes(one.kv_dtype) * block_size))
     if num_blocks < 1:
         raise RequestError("--hardware", hardware, "a machine with room for the model: see headrace plan")
     sizes = Sizes(

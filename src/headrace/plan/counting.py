@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace import models
 from headrace.models.config import ModelConfig
 from headrace.plan.forms import FLOAT_BITS, Forms, kv_bytes
@@ -48,9 +51,10 @@ class Counts(NamedTuple):
     """What a model is made of. Layers that are alike stand once, with their number.
 
     `tables`: bytes of embeddings, of which a step reads single rows; 0 where the head is the same tensor. `dense`: of
-    all that a step reads whole, `head` of the output matrix, which is read for rows with logits. `forms`: bytes by
-    form. `macs`, `head_macs`: multiplications for a row, experts not chosen left out. `widest`: numbers of the widest
-    row but for the logits, which are `vocab_size`. `source`: where the counts come from, for the reader.
+    all that a step reads whole, `head` of the output matrix, which is read for rows with logits. `macs`, `head_macs`:
+    multiplications for a row, experts not chosen left out. `state_bytes`: of the states of a sequence, whatever its
+    length. `forms`: bytes by form. `widest`: numbers of the widest row but for the logits, which are `vocab_size`.
+    `source`: where the counts come from, for the reader.
     """
 
     parameters: int
@@ -61,6 +65,7 @@ class Counts(NamedTuple):
     macs: int
     head_macs: int
     layers: tuple[tuple[LayerKV, int], ...]
+    state_bytes: float
     mixtures: tuple[tuple[Mixture, int], ...]
     forms: dict[str, float]
     widest: int
@@ -78,7 +83,7 @@ class Counts(NamedTuple):
 
     def kv_bytes(self, context: int, dtype: str, *, windowed: bool) -> float:
         """Return the bytes of a sequence of `context` tokens. windowed: layers keep what their windows show."""
-        return sum(
+        return self.state_bytes + sum(
             layer.bytes(dtype) * num * (min(context, layer.window) if windowed and layer.window else context)
             for layer, num in self.layers
         )
@@ -110,21 +115,27 @@ class _Matrix(NamedTuple):
 
 
 class _Cache:
-    """One layer's cache: how it is filled and looked at."""
+    """One layer's cache: how it is looked at."""
 
     def __init__(self) -> None:
-        self.heads: Any = None
         self.windows: list[int | None] = []
         self.macs = 0
 
 
-class _Caches(list[_Cache]):
-    """As many caches as a model asks for."""
+class _State(NamedTuple):
+    """An array of a layer's state in one slot."""
 
-    def __getitem__(self, index: Any) -> Any:
-        while len(self) <= index:
-            self.append(_Cache())
-        return super().__getitem__(index)
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class _States(NamedTuple):
+    """One layer's state."""
+
+    arrays: list[_State]
 
 
 class CountingOps:
@@ -162,10 +173,30 @@ class CountingOps:
         """Operators that change numbers, and multiply no matrix."""
         return _Value(x.width)
 
-    rms_norm = layer_norm = norm_columns = rope = activation = xielu = multiply = scale = softcap = _same_width
+    rms_norm = layer_norm = norm_columns = rope = activation = xielu = softplus = _same_width
+    multiply = scale = softcap = _same_width
+
+    def columns(self, x: _Value, first: int, width: int) -> _Value:
+        return _Value(width)
+
+    def conv(self, x: _Value, weight: Any, bias: Any, kind: str, rows: Any, state: _State) -> _Value:
+        self.macs += state.size + x.width
+        return _Value(x.width)
+
+    def delta(
+        self, query: Any, key: Any, value: _Value, decay: Any, beta: Any, heads: Any, rows: Any, state: _State,
+        *_: Any, **__: Any,
+    ) -> _Value:  # fmt: skip
+        """The state is looked up by the key, changed, and looked up by the query."""
+        self.macs += 3 * state.size
+        return _Value(value.width)
+
+    def scan(self, x: _Value, b: Any, c: Any, dt: Any, a: Any, d: Any, heads: Any, rows: Any, state: _State) -> _Value:
+        """The state is changed, and read."""
+        self.macs += 2 * state.size
+        return _Value(x.width)
 
     def rope_store(self, qkv: _Value, heads: Any, rows: Any, cache: _Cache, *_: Any, **__: Any) -> _Value:
-        cache.heads = heads
         return self._new(heads.num_heads * heads.head_dim)
 
     def attention(
@@ -173,16 +204,17 @@ class CountingOps:
         *_: Any, **__: Any,
     ) -> _Value:  # fmt: skip
         cache.windows.append(window)
-        cache.macs += 2 * heads.num_heads * heads.head_dim
-        return self._new(heads.num_heads * heads.head_dim)
+        cache.macs += heads.num_heads * (heads.head_dim + heads.value_size)
+        return self._new(heads.num_heads * heads.value_size)
 
     def gated(self, x: _Value, kind: str) -> _Value:
         return _Value(x.width // 2)
 
     def experts(
-        self, x: _Value, router: _Matrix, routing: Any, gate_up: Sequence[_Matrix], down: Sequence[_Matrix], kind: str
-    ) -> _Value:
-        self.linear(x, router)
+        self, x: _Value, router: _Matrix, routing: Any, gate_up: Sequence[_Matrix], down: Sequence[_Matrix], kind: str,
+        seen: _Value | None = None,
+    ) -> _Value:  # fmt: skip
+        self.linear(x if seen is None else seen, router)
         one = gate_up[0].num_in * gate_up[0].num_out + down[0].num_in * down[0].num_out
         self.macs += routing.top_k * one
         matrices = [*gate_up, *down]
@@ -222,6 +254,10 @@ class CountingWeights:
     def number(self, name: str, shape: tuple[int, ...]) -> float:
         self.tensor(name, shape)
         return 0.0
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        self.tensor(name, shape)
+        return np.zeros(shape, np.float32)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> None:
         self._small += self._plain(math.prod(shape))
@@ -277,7 +313,8 @@ def count(values: dict[str, Any], forms: Forms) -> Counts:
     """
     ops, weights = CountingOps(), CountingWeights(forms)
     model = models.find(values.get("model_type")).Model(ModelConfig(values), weights, ops, NUM_POSITIONS)
-    caches = _Caches()
+    shapes = model.cache_shapes
+    caches = [_States([_State(state) for state in shape.states]) if shape.states else _Cache() for shape in shapes]
     hidden = model.forward(_Rows, caches)
     macs, num_read, widest = ops.macs, len(ops.read), ops.widest
     logits = model.logits(hidden, None)
@@ -286,9 +323,12 @@ def count(values: dict[str, Any], forms: Forms) -> Counts:
     layers = Counter(
         LayerKV(
             None if None in cache.windows else max(w for w in cache.windows if w is not None),
-            cache.heads.num_kv_heads, cache.heads.head_dim, cache.heads.head_dim, cache.macs,
+            # A layer that reads the cache of another keeps nothing.
+            0 if shape.source is not None else shape.num_kv_heads,
+            shape.head_dim, 0 if shape.shares_key else shape.value_size, cache.macs,
         )
-        for cache in caches
+        for cache, shape in zip(caches, shapes, strict=True)
+        if isinstance(cache, _Cache)
     )  # fmt: skip
     return Counts(
         parameters=weights.parameters,
@@ -299,6 +339,7 @@ def count(values: dict[str, Any], forms: Forms) -> Counts:
         macs=macs,
         head_macs=ops.macs - macs,
         layers=tuple(layers.items()),
+        state_bytes=sum(4.0 * math.prod(state) for shape in shapes for state in shape.states),
         mixtures=tuple(ops.mixtures.items()),
         forms=dict(weights.forms),
         widest=widest,

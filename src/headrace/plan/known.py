@@ -53,6 +53,7 @@ class _Sizes:
             macs=self.macs,
             head_macs=vocab * hidden,
             layers=((layer, num_layers),),
+            state_bytes=0.0,
             mixtures=mixtures,
             forms=dict(self.weights.forms),
             widest=self.widest,

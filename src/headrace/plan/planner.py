@@ -20,9 +20,6 @@ from headrace.plan.hardware import Hardware
 from headrace.plan.steps import Roofline, dollars_per_million, latency
 from headrace.protocol.errors import CheckpointError, RequestError
 
-FREES_WINDOWS = False
-"""Whether the engine frees the blocks that lie behind the window of all layers that hold them. Until then every layer
-keeps all positions, and a plan counts them."""
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
 StepTime = Callable[[Sequence[int], Sequence[int], int], float]
 """Seconds of a step, of where its chunks start, how long they are, and its rows of logits."""
@@ -191,7 +188,7 @@ class Planner:
             self.step, self.step_source = model, "by steps that --check measured here"
 
     def kv_bytes(self, context: int) -> float:
-        return self.counts.kv_bytes(context, self.kv_dtype, windowed=FREES_WINDOWS)
+        return self.counts.kv_bytes(context, self.kv_dtype, windowed=True)
 
     @property
     def largest_batch(self) -> int:

@@ -33,7 +33,8 @@ class Roofline:
         total = counts.dense + (counts.head if num_logits else 0)
         for num_bytes, left in self._mixtures:
             total += num_bytes * (1 - left**num_rows)
-        total += self._whole_bytes * sum(starts) + self._token_bytes * num_rows
+        # A state is read and written, whatever came before.
+        total += 2 * counts.state_bytes * len(starts) + self._whole_bytes * sum(starts) + self._token_bytes * num_rows
         for window, num_bytes, _ in self._windows:
             total += num_bytes * sum(min(start, window or start) for start in starts)
         return total

@@ -32,7 +32,7 @@ def text_of(plan: Plan, goals: dict[str, float]) -> str:
          "them the answer"),
     ]  # fmt: skip
     if plan.kv_windowed_bytes < plan.kv_sequence_bytes:
-        rows.append(("", amount(plan.kv_windowed_bytes), "if layers kept only what their windows show"))
+        rows.append(("", amount(plan.kv_windowed_bytes), "as kept: layers free what lies behind their windows"))
     rows += [
         ("", "", ""),
         ("machine", machine.name, f"{amount(machine.memory)}, {machine.bandwidth / 1e9:,.0f} GB/s, "
