@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "headrace"
 MAX_FILE_LINES = 500
 # The hall is what a step passes through; the other folders are wings, each API, backend and model its own. A step
 # passes through one backend and one model: the largest of each counts with the hall (ADR 0017, 0019, 0021, 0025, 0026).
-MAX_HALL_CODE_LINES = 9_840
+MAX_HALL_CODE_LINES = 9_860
 MAX_WING_CODE_LINES = 4_000
 MAX_MODEL_LINES = 150
 MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700, "cli": 4_300}

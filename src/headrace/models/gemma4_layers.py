@@ -4,21 +4,71 @@ ones, and experts may lie beside the MLP. Called by `gemma4_text`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, Routing, Rows
+from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, Ops, RopeTable, Routing, Rows
+from headrace.models import gemma2
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Experts, GatedMLP, RMSNorm
+from headrace.models.rope import make_rope_table
+from headrace.models.weights import Weights
+from headrace.protocol.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from headrace.models.gemma4_text import Model
+
+class Frame(gemma2.Model):
+    """What the layers read of their model."""
+
+    norm_offset = 0.0
+    default_window = 512
+
+    def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        super().measure(config, weights, ops, max_model_len)
+        if config.values.get("use_bidirectional_attention") == "all":
+            raise CheckpointError("config.json: use_bidirectional_attention is all; headrace runs causal models only")
+        self.extra_width = width = config.integer("hidden_size_per_layer_input", 256, low=0)
+        root, num = "model." if weights.has_prefix("model.") else "", self.num_layers
+        if width:
+            vocab = config.integer("vocab_size_per_layer_input", self.vocab_size)
+            self.extra = weights.table(f"{root}embed_tokens_per_layer.weight", (vocab, num * width))
+            self.to_extra = weights.linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
+            self.extra_norm = RMSNorm(weights, ops, f"{root}per_layer_projection_norm", width, self.eps).of_head
+
+    def global_rope(self, config: ModelConfig) -> ModelConfig:
+        full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+        by_type, longest = config.mapping("rope_parameters"), config.integer("max_position_embeddings")
+        rope = ModelConfig(full | by_type.mapping("full_attention").values)
+        size = self.sizes(self.num_layers - 1, is_full=True)[0]
+        table = make_rope_table(rope, size, longest, self.max_model_len)
+        self.full_rope_table = RopeTable(self.weights.constant(table.cos), self.weights.constant(table.sin))
+        return ModelConfig({"rope_type": "default"} | by_type.mapping("sliding_attention").values)
+
+    def sizes(self, layer_id: int, is_full: bool) -> tuple[int, int]:
+        """Numbers of a head, and heads of keys: of the layer, else of its type."""
+        config, size, kv_heads = self.config, self.head_dim, self.num_kv_heads
+        if is_full:
+            size = config.integer("global_head_dim", 512)
+            if config.flag("attention_k_eq_v", False):
+                kv_heads = config.integer("num_global_key_value_heads", kv_heads)
+        layer = config.mapping("per_layer_config").mapping(str(layer_id))
+        return layer.integer("head_dim", size), layer.integer("num_key_value_heads", kv_heads)
+
+    def source(self, layer_id: int) -> int | None:
+        """The layer that has the cache: of the last `num_kv_shared_layers` the last one of their type before them."""
+        first = self.num_layers - self.config.integer("num_kv_shared_layers", 0, low=0, high=self.num_layers - 1)
+        alike = [i for i in range(first) if self.layer_type(i) == self.layer_type(layer_id)]
+        if layer_id >= first and not alike:
+            raise CheckpointError(f"config.json: num_kv_shared_layers leaves layer {layer_id} no cache of its type")
+        return alike[-1] if layer_id >= first else None
+
+    def default_layer_type(self, layer_id: int) -> str:
+        return "sliding_attention" if (layer_id + 1) % 6 and layer_id + 1 < self.num_layers else "full_attention"
 
 
 class Attention:
     """Queries and keys are normed, values too, by no weight; layer `source`, if any, has the keys and values."""
 
-    def __init__(self, model: Model, name: str, layer_id: int) -> None:
+    def __init__(self, model: Frame, name: str, layer_id: int) -> None:
         weights, ops, hidden, heads = model.weights, model.ops, model.hidden_size, model.num_heads
         self.ops, self.layer_id, self.window = ops, layer_id, model.window(layer_id)
         is_full, self.source = self.window is None, model.source(layer_id)
@@ -51,7 +101,7 @@ class Attention:
 class Mixture:
     """norm(mlp(norm(x))) + norm(experts(norm(x))), of which the router sees x by a norm of its own."""
 
-    def __init__(self, model: Model, name: str) -> None:
+    def __init__(self, model: Frame, name: str) -> None:
         config, weights, hidden = model.config, model.weights, model.hidden_size
         self.ops, self.eps, self.factor = model.ops, model.eps, hidden**-0.5
         num = config.integer("num_experts", high=MAX_EXPERTS)
@@ -71,7 +121,7 @@ class Mixture:
 class Layer:
     """x += norm(attention(norm(x))); x += norm(mlp(norm(x))); x += norm(project(extra * act(gate(x)))); x *= scalar."""
 
-    def __init__(self, model: Model, name: str, layer_id: int) -> None:
+    def __init__(self, model: Frame, name: str, layer_id: int) -> None:
         weights, hidden, width, wide = model.weights, model.hidden_size, model.extra_width, model.intermediate_size
         self.ops, self.kind, norm = model.ops, model.activation, model.make_norm
         self.attention = Attention(model, f"{name}.self_attn", layer_id)
