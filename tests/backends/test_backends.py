@@ -27,9 +27,12 @@ def test_a_backend_without_layouts_has_none_of_the_methods_of_packing(name: str)
 
 
 def only_raise(source: str) -> list[str]:
-    """Names of the functions in `source` that do nothing but raise."""
+    """Names of the functions in `source` that do nothing but raise, and not the `CheckpointError` that refuses a model
+    in the words of its user."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    return [f.name for f in functions if isinstance(f.body[1 if ast.get_docstring(f) else 0], ast.Raise)]
+    bodies = {f.name: f.body[1 if ast.get_docstring(f) else 0] for f in functions}
+    raises = {name: ast.unparse(body) for name, body in bodies.items() if isinstance(body, ast.Raise)}
+    return [name for name, text in raises.items() if not text.startswith("raise CheckpointError(")]
 
 
 def test_no_method_of_a_backend_only_raises() -> None:

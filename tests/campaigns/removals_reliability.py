@@ -114,8 +114,8 @@ RELIABILITY = [
     Removal(
         "R-07",
         SRC + "core/tables.py",
-        "        if blocks is None:\n            pool.release(shared)\n            return False\n",
-        "        if blocks is None:\n            return False\n",
+        "                kind.pool.release(part)\n            return False\n",
+        "                pass\n            return False\n",
         "core/test_simulation.py",
     ),
     Removal(
@@ -127,7 +127,7 @@ RELIABILITY = [
     ),
     Removal(
         "R-09",
-        SRC + "engine/load.py",
+        SRC + "engine/pools.py",
         "    if num_blocks >= least:\n",
         "    if num_blocks:\n",
         "engine/test_compose.py::test_R_09_the_pool_holds_the_told_context_or_there_is_no_engine",
@@ -191,8 +191,9 @@ RELIABILITY = [
     Removal(
         "R-18",
         SRC + "core/tables.py",
-        "        seq.num_computed = num_shared\n",
-        "        seq.num_computed = min(num_shared + num_shared % 2, len(seq.tokens) - 1)\n",
+        "        seq.num_computed = num\n        seq.num_published = num_whole\n        seq.publish_at = (num_whole",
+        "        seq.num_computed = min(num + num % 2, len(seq.tokens) - 1)\n        seq.num_published = num_whole\n"
+        "        seq.publish_at = (num_whole",
         "e2e/test_law.py::test_I_13_cold_and_warm_prefix_cache",
     ),
     Removal(
@@ -212,8 +213,8 @@ RELIABILITY = [
     Removal(
         "R-22",
         SRC + "core/scheduler.py",
-        "        return stats_of(self.counters, self.pool, self.searches, len(self.waiting))\n",
-        "        return stats_of(self.counters, self.pool, self.searches, self.num_added)\n",
+        "        return stats_of(self.counters, self.steps.pools, self.searches, len(self.waiting))\n",
+        "        return stats_of(self.counters, self.steps.pools, self.searches, self.num_added)\n",
         "core/test_scheduler.py::test_R_22_gauges_are_the_state_and_return_to_zero",
     ),
     Removal(

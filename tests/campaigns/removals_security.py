@@ -220,8 +220,8 @@ SECURITY = [
     Removal(
         "S-26",
         SRC + "core/tables.py",
-        "            self.copies.append((shared[-1], blocks[0]))\n        seq.block_table",
-        "        seq.block_table",
+        "                self.copies[kind.index].append((table[-1], new[0]))\n            behind",
+        "            behind",
         "core/test_simulation.py",
     ),
     Removal(

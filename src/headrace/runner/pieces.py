@@ -109,8 +109,10 @@ def states_of(batch: ScheduledBatch, pieces: list[Piece]) -> tuple[list[int], li
 def make_portions(groups: list[list[Piece]], max_rows: int, max_pieces: int) -> list[list[Piece]]:
     """Cut the step where a program takes no more at once; the cut changes no bits. `groups` are the pieces of one chunk
     each; a chunk's last row and its draft stay together."""
-    if sum(map(num_rows, groups)) <= max_rows and sum(map(len, groups)) <= max_pieces:
-        return [[piece for group in groups for piece in group]] if groups else []
+    # One list: a generator's turns count in every step.
+    pieces = [piece for group in groups for piece in group]
+    if sum([len(piece.token_ids) for piece in pieces]) <= max_rows and len(pieces) <= max_pieces:
+        return [pieces] if pieces else []
     portions: list[list[Piece]] = [[]]
     room = max_rows
     for group in groups:

@@ -148,7 +148,9 @@ def test_codes_are_those_of_the_reference_to_the_bit(kind: str, mode: str) -> No
     heads = problem.qkv[:5].reshape(5, -1, 24)
     places, source = list(problem.written), list(problem.source)
     for numbers, given in zip(problem.numbers(out), (heads[:, 10:12], heads[:, 12:]), strict=True):
-        stored = given.to(STORED[kind]).float() if kind in ("bfloat16", "float16") else as_stored(given, kind)
+        stored = (
+            given.to(STORED[kind]).float() if kind in ("float32", "bfloat16", "float16") else as_stored(given, kind)
+        )
         assert torch.equal(numbers[places], stored[source])
 
 
