@@ -118,8 +118,9 @@ class Cpu:
         )
         stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))
         stores = [store for store in stores if store["k"] is not None]  # without `CpuOps.rope`, which stores nothing
-        looks = zip((i for i, shape in enumerate(model.cache_shapes) if not shape.states), looks, strict=True)
-        writers = [(kv.layers[i], look) for i, look in looks if model.cache_shapes[i].source is None]
+        attending = [i for i, shape in enumerate(model.cache_shapes) if not shape.states]
+        every = zip(attending, looks, strict=True)
+        writers = [(kv.layers[i], look) for i, look in every if model.cache_shapes[i].source is None]
         for (layer, look), store in zip(writers, stores, strict=True):
             # Soft caps and sinks depend on the scores themselves, so there no mean may be subtracted.
             if layer.key_mean is not None and not look["softcap"] and look["sinks"] is None:
