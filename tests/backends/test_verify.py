@@ -71,7 +71,7 @@ def step(program: TapedProgram) -> list[int]:
     return [num_rows, 3, 3]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("weights", "cache"), FORMS)
 @pytest.mark.parametrize("model_type", models.names())
 def test_every_record_agrees_with_torch_ref(

@@ -125,7 +125,7 @@ def assert_bits(found: list[F32], expected: list[F32]) -> None:
     assert not wrong, f"positions {wrong[:5]} of {len(found)} differ"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_I_13_bits_through_the_runner(runner: Runner) -> None:
     program: Any = runner.program
     program.num_threads = 1
@@ -144,7 +144,7 @@ def test_I_13_bits_through_the_runner(runner: Runner) -> None:
         assert_bits(logits_of(runner, lengths, sizes, 7, blocks=seed)[0], whole)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 def test_control_a_logit_that_leans_on_the_batch_is_noticed(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     program: Any = runner.program
     (whole,) = logits_of(runner, [40], [[40]], 7, blocks=1)
