@@ -109,7 +109,6 @@ def with_other_order(out: Path, source: Path) -> None:
 
 ORDERED = {"method": "gptq", "act_order": "group"}
 MXFP4 = {"method": "mxfp4", "group_size": 32}
-GGUF_COST = "codes of {} bits are held in {}"
 
 FORMS: tuple[Form, ...] = (
     Form("GPTQ int4-g128", "gptq"),
@@ -139,11 +138,7 @@ FORMS: tuple[Form, ...] = (
     Form("GPTQ int3-g128, asymmetric", "gptq", {"bits": 3, "symmetric": False}),
     Form("GPTQ int2-g128, asymmetric", "gptq", {"bits": 2, "symmetric": False}),
     *(Form(f"{level} (GGUF)", f"gguf:{level}") for level in ("Q8_0", "Q6_K", "Q4_K_M", "Q4_1", "Q4_0")),
-    Form("Q5_K_S (GGUF)", "gguf:Q5_K_S", {}, None, GGUF_COST.format(5, 6)),
-    Form("Q5_0 (GGUF)", "gguf:Q5_0", {}, None, GGUF_COST.format(5, 6)),
-    Form("Q5_1 (GGUF)", "gguf:Q5_1", {}, None, GGUF_COST.format(5, 6)),
-    Form("Q3_K_S (GGUF)", "gguf:Q3_K_S", {}, None, GGUF_COST.format(3, 4)),
-    Form("Q2_K (GGUF)", "gguf:Q2_K", {}, None, GGUF_COST.format(2, 4)),
+    *(Form(f"{level} (GGUF)", f"gguf:{level}") for level in ("Q5_K_S", "Q5_0", "Q5_1", "Q3_K_S", "Q2_K")),
 )  # fmt: skip
 
 

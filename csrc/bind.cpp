@@ -126,12 +126,13 @@ const HrFormat& format_of(const string& name) {
     if (name == "i2") return hr_format_i2;
     if (name == "i3") return hr_format_i3;
     if (name == "i4") return hr_format_i4;
+    if (name == "i5") return hr_format_i5;
     if (name == "i6") return hr_format_i6;
     if (name == "i8") return hr_format_i8;
     if (name == "f8") return hr_format_f8;
     if (name == "k") return hr_format_k;
     if (name == "f") return hr_format_f;
-    throw std::invalid_argument("no format is called '" + name + "', expected i2, i3, i4, i6, i8, f8, k or f");
+    throw std::invalid_argument("no format is called '" + name + "', expected i2, i3, i4, i5, i6, i8, f8, k or f");
 }
 
 struct Packing {
@@ -162,7 +163,7 @@ void pack(const string& name, uintptr_t codes, uintptr_t d, uintptr_t m, int64_t
         throw std::invalid_argument("rows must be first ... last - 1 of num_out, first a multiple of " +
                                     std::to_string(format.panel));
     if (name != "f" && group < 1) throw std::invalid_argument("group must be 1 or more");
-    if (name == "i3" && group % 16) throw std::invalid_argument("groups of i3 must be multiples of 16");
+    if ((name == "i3" || name == "i5") && group % 16) throw std::invalid_argument("groups of i3 and i5 must be multiples of 16");
     if (name == "k" && (num_in % HR_K_BLOCK || flag < HR_K_Q2 || flag > HR_K_Q6))
         throw std::invalid_argument("K-quants have rows of whole blocks, and types from 12 to 16");
     int64_t scales = (name == "i8" || name == "f8") && flag == 0 ? 1 : name == "f" || name == "k" ? 0 : (num_in + group - 1) / group;

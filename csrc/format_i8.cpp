@@ -53,7 +53,7 @@ void pack(const void* codes, const float* d, const float* m, int64_t num_in, int
             uint32_t quad = 0;
             memcpy(&quad, row + k, (size_t)(num_in - k < 4 ? num_in - k : 4));
             if (!floats) quad ^= 0x80808080; /* code + 128 */
-            memcpy((uint8_t*)packed + hr_at_code(&l, out, k), &quad, 4);
+            memcpy((uint8_t*)packed + hr_at_octs(&l, out, k / l.group) + hr_place(8, out, k % l.group).low, &quad, 4);
         }
     }
 }
@@ -64,7 +64,7 @@ void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t, int64_t we
     const uint8_t* base = (const uint8_t*)packed;
     for (int64_t k = 0; k < num_in; k++) {
         const uint8_t* at = base + at_scale<floats>(l, weight_group, row, k / l.group);
-        const uint8_t code = base[hr_at_code(&l, row, k)];
+        const uint8_t code = (uint8_t)hr_code(base, &l, row, k);
         float d;
         uint16_t h;
         memcpy(&d, at, 4), memcpy(&h, at, 2);

@@ -17,12 +17,11 @@ size_t packed_bytes(int64_t num_out, int64_t num_in, int64_t, int64_t type) {
 void pack(const void* codes, const float*, const float*, int64_t num_in, int64_t, int64_t type, int64_t first,
           int64_t last, int64_t num_out, void* packed) {
     const HrLayout l = hr_layout_k(num_in, type);
-    const bool six = hr_k_bits(type) == 6;
     if (last > num_out) last = num_out;
     for (int64_t out = first; out < last; out++) {
         const uint8_t* raw = (const uint8_t*)codes + (out - first) * row_bytes(num_in, type);
         if (out % HR_PANEL == 0) memset((uint8_t*)packed + out / HR_PANEL * l.panel_bytes, 0, (size_t)l.panel_bytes);
-        const int64_t lane = out % HR_PANEL, block = lane / 16;
+        const int64_t lane = out % HR_PANEL;
         for (int64_t g = 0; g < l.groups; g++, raw += hr_k_bytes(type)) {
             HrKBlock b;
             hr_k_read(type, raw, &b);
@@ -30,18 +29,10 @@ void pack(const void* codes, const float*, const float*, int64_t num_in, int64_t
             memcpy(header + 2 * lane, &b.d, 2);
             if (hr_k_has_min(type)) memcpy(header + HR_LINE + 2 * lane, &b.dm, 2);
             for (int64_t sub = 0; sub < l.subs; sub++) hr_k_put_scales(header, type, lane, sub, b.scale[sub], b.least[sub]);
-            uint8_t* to = header + l.header + block * HR_LINE + lane % 16 * 4;
-            for (int64_t k = 0; k < HR_K_BLOCK; k += 8, to += l.oct_bytes) {
+            for (int64_t k = 0; k < HR_K_BLOCK; k += 8) {
                 uint64_t eight;
                 memcpy(&eight, b.code + k, 8);
-                const uint32_t quads = (uint32_t)(eight & 0x0f0f0f0f) | (uint32_t)(eight >> 32 & 0x0f0f0f0f) << 4;
-                memcpy(to, &quads, 4);
-                if (six) {
-                    uint32_t high;
-                    memcpy(&high, to + (2 - block) * HR_LINE, 4);
-                    high |= ((uint32_t)(eight >> 4 & 0x03030303) | (uint32_t)(eight >> 36 & 0x03030303) << 4) << 2 * block;
-                    memcpy(to + (2 - block) * HR_LINE, &high, 4);
-                }
+                hr_put_oct(header + l.header, hr_k_bits(type), out, k, eight);
             }
         }
     }
@@ -64,4 +55,4 @@ void unpack_row(const void* packed, int64_t, int64_t num_in, int64_t, int64_t ty
 
 }  // namespace
 
-extern "C" const HrFormat hr_format_k = {"k/panel32/oct8/f16", HR_PANEL, row_bytes, packed_bytes, pack, unpack_row};
+extern "C" const HrFormat hr_format_k = {"k/panel32/own-bits/f16", HR_PANEL, row_bytes, packed_bytes, pack, unpack_row};

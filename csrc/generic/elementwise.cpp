@@ -145,6 +145,16 @@ void scale(const HrArgs_scale* a, HrTask* task) {
     });
 }
 
+void spread(const HrArgs_spread* a, HrTask* task) {
+    share(task, task->dims[a->dim], a->heads, 1, 16, [&](int64_t row, int64_t begin, int64_t end) {
+        for (int64_t h = begin; h < end; h++) {
+            const float* x = a->x + row * a->ld_x + h * a->step_x;
+            float* out = a->out + row * a->ld_out + h * a->step_out;
+            each_vector(0, a->width, [&](int64_t i, int64_t n) { store_some(out + i, load_some(x + i, n), n); });
+        }
+    });
+}
+
 void finite(const HrArgs_finite* a, HrTask* task) {
     share(task, task->dims[a->dim], a->width, a->width, 1, [&](int64_t row, int64_t, int64_t) {
         const float* x = a->x + row * a->ld_x;

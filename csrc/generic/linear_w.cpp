@@ -13,7 +13,7 @@
 namespace HR_NS {
 namespace {
 
-enum { HR_CODES_F8 = HR_CODES_BOOK + 1, HR_CODES_3, HR_CODES_2 };
+enum { HR_CODES_F8 = HR_CODES_BOOK };
 constexpr int FEW = 4;    /* rows */
 constexpr int STEP = 16;  /* inputs: what is left of a row after whole steps is copied, and filled up with zeros */
 /* Panels side by side: the sums of all rows stay in registers where they fit. */
@@ -31,7 +31,7 @@ struct Wide {
     int mode;
     int64_t run; /* inputs with one scale */
     alignas(64) float book[16]; /* what codes of up to 4 bits stand for, whatever lies above the bits of a shorter one */
-    float offset;               /* that of codes of 6 bits is greater */
+    float offset;               /* that of codes of 5 and 6 bits is greater */
 };
 
 template <int i>
@@ -46,28 +46,34 @@ HR_INLINE void each(F f) {
     }
 }
 
-/* Lines of an oct, or of a pair of codes of 3 bits. */
-constexpr int64_t lines_of(int codes) {
-    return codes == HR_CODES_4 ? 2 : codes == HR_CODES_6 || codes == HR_CODES_3 ? 3 : codes == HR_CODES_2 ? 1 : 4;
-}
+constexpr int width_of(int codes) { return codes == HR_CODES_F8 ? 8 : bits_of(codes); }
+/* Of the octs that lie together: their lines, and where the second begins. */
+constexpr int64_t lines_of(int codes) { return width_of(codes) * hr_step_octs(width_of(codes)) / 2; }
+constexpr int64_t half_bytes(int codes) { return hr_low_lines(width_of(codes)) * HR_LINE; }
 
-/* Eight inputs of the sixteen outputs of a block; half: which oct of a pair it is (codes of 3 bits). */
+/* Eight inputs of the sixteen outputs of a block; half: which oct of a pair it is (codes of 3 and 5 bits). */
 template <int codes, int block, int half = 0>
 struct Oct {
     I low, high;
     bool normal; /* no code of f8 is zero or subnormal */
     __attribute__((always_inline)) explicit Oct(const uint8_t* at)
-        : low(load_lines(at + (codes == HR_CODES_3 || codes == HR_CODES_2 ? 0 : 64 * block))), high(low), normal(true) {
+        : low(load_lines(at + (width_of(codes) < 4 ? 0 : 64 * block))), high(low), normal(true) {
         if (codes == HR_CODES_8 || codes == HR_CODES_F8) high = load_lines(at + 128 + 64 * block);
         if (codes == HR_CODES_8) low = ixor(low, iset1((int32_t)0x80808080)), high = ixor(high, iset1((int32_t)0x80808080));
         if (codes == HR_CODES_6) high = load_lines(at + 128);
-        if (codes == HR_CODES_3) high = load_lines(at + 128 - 64 * half);
+        if (codes == HR_CODES_3 || codes == HR_CODES_5) high = load_lines(at + (2 - half) * half_bytes(codes));
         if (codes == HR_CODES_F8) {
             /* Seven bits: the sum of an exponent that is not zero reaches the uppermost bit of its byte. */
             const I exponents = iset1(0x78787878), top = iset1((int32_t)0x80808080);
             const I first = iadd(iand(low, exponents), exponents), second = iadd(iand(high, exponents), exponents);
             normal = all_equal(iand(iand(first, second), top), top);
         }
+    }
+    /* The upper bits from bit `from` on, moved to bit `to`. */
+    template <int from, int to>
+    __attribute__((always_inline)) I above() const {
+        if constexpr (from < to) return shift_left<to - from>(high);
+        else return shift_right<from - to>(high);
     }
     /* What the code of input j stands for, without its scale. */
     template <int j>
@@ -77,14 +83,13 @@ struct Oct {
         if constexpr (codes == HR_CODES_2) return look_up(book, shift_right<at + 2 * (2 * quad + block)>(low));
         if constexpr (codes == HR_CODES_3) {
             const I two = iand(shift_right<at + 2 * (2 * quad + block)>(low), iset1(3));
-            constexpr int bit = at + 4 * half + 2 * quad + block;
-            const I one = bit < 2 ? shift_left<2 - bit>(high) : shift_right<bit - 2>(high);
-            return look_up(book, ior(two, iand(one, iset1(4))));
+            return look_up(book, ior(two, iand(above<at + 4 * half + 2 * quad + block, 2>(), iset1(4))));
         }
-        if constexpr (codes == HR_CODES_6) {
+        if constexpr (codes == HR_CODES_5 || codes == HR_CODES_6) {
             const I four = iand(shift_right<at + 4 * quad>(low), iset1(15));
-            const I two = iand(shift_right<at + 2 * (2 * quad + block)>(high), iset1(3));
-            return sub(to_f32(ior(four, shift_left<4>(two))), offset);
+            const I rest = codes == HR_CODES_6 ? iand(above<at + 2 * (2 * quad + block), 4>(), iset1(0x30))
+                                               : iand(above<at + 4 * half + 2 * quad + block, 4>(), iset1(16));
+            return sub(to_f32(ior(four, rest)), offset);
         }
         const I top = shift_left<24 - at>(quad ? high : low);
         if constexpr (codes == HR_CODES_8) return to_f32(shift_signed<24>(top));
@@ -115,6 +120,11 @@ HR_INLINE void scales_of(const Wide& p, const uint8_t* header, const uint8_t* ch
     if (!is_k(p.mode)) return;
     if (!with_min(p.mode)) {
         d = mul(d, load_i8((const int8_t*)header + HR_LINE + sub * HR_PANEL + 16 * block));
+        return;
+    }
+    if (p.mode == HR_MODE_K16_MIN) {
+        const I pair = load_u8(header + 2 * HR_LINE + sub * HR_PANEL + 16 * block);
+        d = mul(d, low_nibble(pair)), m = mul(m, high_nibble(pair));
         return;
     }
     V parts[2];
@@ -159,7 +169,7 @@ HR_INLINE void walk_oct(const uint8_t* const* at_panel, int64_t at, V book, V of
  * panels, in order for each vector. */
 template <int codes, bool has_min, int panels, class F>
 HR_INLINE void walk(const Wide& p, const uint8_t* w, const uint8_t* other, int64_t from, int64_t to, F f) {
-    constexpr int64_t step = codes == HR_CODES_3 ? 16 : 8;
+    constexpr int64_t step = 8 * hr_step_octs(width_of(codes));
     const HrLayout& l = p.l;
     const V book = load(p.book), offset = set1(p.offset);
     const uint8_t* const at_panel[2] = {w, other};
@@ -182,9 +192,9 @@ HR_INLINE void walk(const Wide& p, const uint8_t* w, const uint8_t* other, int64
             });
             walk_oct<codes, has_min, panels, 0>(at_panel, at, book, offset, d, m, [&](int64_t j, int v, V weight)
                                                     __attribute__((always_inline)) { f(k + j, v, weight); });
-            if (codes == HR_CODES_3)
-                walk_oct<codes, has_min, panels, codes == HR_CODES_3>(
-                    at_panel, at + 64, book, offset, d, m,
+            if (step == 16)
+                walk_oct<codes, has_min, panels, step == 16>(
+                    at_panel, at + half_bytes(codes), book, offset, d, m,
                     [&](int64_t j, int v, V weight) __attribute__((always_inline)) { f(k + 8 + j, v, weight); });
         }
     }
@@ -238,11 +248,13 @@ constexpr Fns fns = {few_rows_of<codes, has_min, 1>, few_rows_of<codes, has_min,
 const Fns* fns_of(int64_t kind, const Wide& p) {
     const bool has_min = with_min(p.mode);
     if (kind == HR_KIND_F8) return &fns<HR_CODES_F8, false>;
-    if (kind == HR_KIND_I8) return has_min ? &fns<HR_CODES_8, true> : &fns<HR_CODES_8, false>;
-    if (kind == HR_KIND_I3) return has_min ? &fns<HR_CODES_3, true> : &fns<HR_CODES_3, false>;
-    if (kind == HR_KIND_I2) return has_min ? &fns<HR_CODES_2, true> : &fns<HR_CODES_2, false>;
-    if (p.l.oct_bytes == 2 * HR_LINE) return has_min ? &fns<HR_CODES_4, true> : &fns<HR_CODES_4, false>;
-    return has_min ? &fns<HR_CODES_6, true> : &fns<HR_CODES_6, false>;
+    switch (hr_bits(&p.l)) {
+#define HR_CASE(bits) \
+    case bits: return has_min ? &fns<HR_CODES_##bits, true> : &fns<HR_CODES_##bits, false>;
+        HR_CASE(2) HR_CASE(3) HR_CASE(4) HR_CASE(5) HR_CASE(6)
+        default: HR_CASE(8)
+#undef HR_CASE
+    }
 }
 
 int mode_of(const HrArgs_linear_w* a) {
@@ -259,20 +271,18 @@ Wide wide_of(const HrArgs_linear_w* a) {
     Wide p = {};
     p.mode = mode_of(a);
     const int64_t whole = a->num_in > 8 ? a->num_in : 8;
-    int middle = 0;
+    static const int bits_of_kind[] = {4, 6, 8, 0, 8, 3, 2, 5};
+    const bool whole_numbers = a->kind == HR_KIND_I8 || a->kind == HR_KIND_F8, middled = a->form == HR_FORM_MIDDLE;
+    const int bits = a->kind == HR_KIND_K ? hr_k_bits(a->form) : bits_of_kind[a->kind];
+    int middle = whole_numbers || !middled ? 0 : 1 << (bits - 1);
     switch (a->kind) {
-        case HR_KIND_I4: p.l = hr_layout_i4(a->num_in, a->group, a->form); break;
-        case HR_KIND_I6: p.l = hr_layout_i6(a->num_in, a->group, a->form), middle = a->form == HR_FORM_MIN ? 0 : 32; break;
         case HR_KIND_I8: p.l = hr_layout_i8(a->num_in, a->form ? a->group : whole, a->form); break;
-        case HR_KIND_I3: p.l = hr_layout_i3(a->num_in, a->group, a->form), middle = a->form == HR_FORM_ZERO ? 0 : 4; break;
-        case HR_KIND_I2: p.l = hr_layout_i2(a->num_in, a->group, a->form), middle = a->form == HR_FORM_ZERO ? 0 : 2; break;
         case HR_KIND_F8: p.l = hr_layout_f8(a->num_in, a->form); break;
-        default: p.l = hr_layout_k(a->num_in, a->form), middle = hr_k_middle(a->form);
+        case HR_KIND_K: p.l = hr_layout_k(a->num_in, a->form), middle = hr_k_middle(a->form); break;
+        default: p.l = hr_layout_i(bits, a->num_in, a->group, a->form);
     }
-    for (int i = 0; i < 16; i++) {
-        const int most = a->kind == HR_KIND_I3 ? 7 : a->kind == HR_KIND_I2 ? 3 : 15;
-        p.book[i] = a->kind == HR_KIND_I4 ? hr_level(a->form, i) : (float)((i & most) - middle);
-    }
+    for (int i = 0; i < 16; i++)
+        p.book[i] = a->kind == HR_KIND_I4 ? hr_level(a->form, i) : (float)((i & ((1 << at_most(bits, 4)) - 1)) - middle);
     p.offset = (float)middle, p.run = a->kind == HR_KIND_K ? hr_k_sub(a->form) : p.l.group;
     return p;
 }

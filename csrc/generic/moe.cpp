@@ -154,8 +154,8 @@ template <class Args>
 void each(const HrArgs_linear_each* a, HrTask* task) {
     enum { APART = 8 };
     for (int64_t i = 0; i < a->count; i++) {
-        const int64_t e = a->experts[i], first = a->begin[e];
-        int64_t rows = a->begin[e + 1] - first;
+        const int64_t e = a->experts[i], first = a->begin ? a->begin[e] : 0;
+        int64_t rows = a->begin ? a->begin[e + 1] - first : task->dims[a->dim];
         if (rows <= 0) continue;
         Args args = ((const Args*)a->args)[i];
         from_pair(&args, first);
@@ -173,6 +173,7 @@ void each(const HrArgs_linear_each* a, HrTask* task) {
 void linear_each(const HrArgs_linear_each* a, HrTask* task) {
     switch (a->op) {
         case HR_OP_linear_i4: return each<HrArgs_linear_i4>(a, task);
+        case HR_OP_linear_i5: return each<HrArgs_linear_i5>(a, task);
         case HR_OP_linear_i6: return each<HrArgs_linear_i6>(a, task);
         case HR_OP_linear_i8: return each<HrArgs_linear_i8>(a, task);
         case HR_OP_linear_k: return each<HrArgs_linear_k>(a, task);

@@ -171,7 +171,7 @@ void rope_store(const HrArgs_rope_store* a, HrTask* task) {
             for (int64_t h = 0; h < a->heads + a->kv_heads; h++) {
                 const float* weight = h < a->heads ? a->q_norm : a->k_norm;
                 if (weight) norm_head(x + h * size, weight, size, (float)a->eps, (float)a->offset);
-                if (a->pairs) turn_head(x + h * size, a->cos + angles, a->sin + angles, a->pairs);
+                if (a->pairs) turn_head(x + h * size + a->first, a->cos + angles, a->sin + angles, a->pairs);
             }
             const int64_t first = a->copy_begin ? a->copy_begin[r] : 0, last = a->copy_begin ? a->copy_begin[r + 1] : 0;
             for (int64_t copy = first - 1; copy < last; copy++) {

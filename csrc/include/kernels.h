@@ -33,7 +33,7 @@ enum { HR_I4 = 4, HR_E4M3 = 5, HR_E5M2 = 6 };                         /* of the 
 /* Activations; the last is of `gated` alone: with g = min(x, 7), u = y held in [-7, 7]: g / (1 + exp(-1.702 g)) * (u + 1). */
 enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3, HR_SIGMOID = 4, HR_RELU2 = 5, HR_IDENTITY = 6, HR_CLAMPED_SWIGLU = 7 };
 enum { HR_SOFTMAX = 0, HR_SIGMOID_SCORE = 1 };                        /* scores of experts */
-/* What a code of i4 or i6 stands for: code - 8 (i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
+/* What a code of i4, i5 or i6 stands for: code - 8 (i5: code - 16, i6: code - 32); code, with minima; or (i4 alone) an entry of a table:
  * NF4's levels (QLoRA, arXiv 2305.14314), twice E2M1's numbers, IQ4_NL's, bitsandbytes' FP4 (isa/linear_layout.h). Levels of
  * NF4 and FP4 are floats up to 1. Of i2 and i3: code - 2 or code - 4; or code - zero, a whole number from 0 to 15 of each group. */
 enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, HR_FORM_IQ4_NL = 4, HR_FORM_FP4 = 5, HR_FORM_ZERO = 6 };
@@ -41,7 +41,7 @@ enum { HR_FORM_MIDDLE = 0, HR_FORM_MIN = 1, HR_FORM_NF4 = 2, HR_FORM_E2M1 = 3, H
 enum { HR_BESIDE_INT8 = 64 };
 enum { HR_I8_MIN = 1 }; /* added to a weight_group, a multiple of 8: minima beside the scales */
 /* What the weights of linear_w are, by their packers below. */
-enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4, HR_KIND_I3 = 5, HR_KIND_I2 = 6 };
+enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4, HR_KIND_I3 = 5, HR_KIND_I2 = 6, HR_KIND_I5 = 7 };
 /* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
 enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
 /* `dims`: those from FREE on are written by operators. */
@@ -154,15 +154,20 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(dim) P(const float*, x) I(ld_x) I(width) F(factor) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 
 /* x: rows of heads + kv_heads heads of head_dim numbers (queries, keys), then unless v is NULL kv_heads of value_dim (values).
- * Per head: norm as rms_norm if q_norm / k_norm is given; then of queries and keys the first 2 * pairs numbers turned by cos/sin[position] [pairs] (none if pairs is 0):
- *     left' = fma(left, cos, -(right * sin)), right' = fma(right, cos, left * sin), partners are i and i + pairs.
+ * Per head: norm as rms_norm if q_norm / k_norm is given; then of queries and keys the numbers first ... first + 2 * pairs - 1 turned by
+ * cos/sin[position] [pairs] (none if pairs is 0):
+ *     left' = fma(left, cos, -(right * sin)), right' = fma(right, cos, left * sin), partners are first + i and first + i + pairs.
  * Queries are left in place in x, keys and values go to slot slots[r] of the cache, and, unless copy_begin is null, to
  * slots copy_slots[copy_begin[r]] ... copy_slots[copy_begin[r + 1] - 1] too. */
 #define HR_FIELDS_rope_store(P, I, F)                                                                                  \
     I(dim) P(float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) I(value_dim) P(const float*, q_norm) P(const float*, k_norm) F(eps) \
-    F(offset) P(const float*, cos) P(const float*, sin) I(pairs) P(const int32_t*, positions) P(const int32_t*, slots) \
+    F(offset) P(const float*, cos) P(const float*, sin) I(pairs) I(first) P(const int32_t*, positions) P(const int32_t*, slots) \
     P(const int32_t*, copy_begin) P(const int32_t*, copy_slots)                                                        \
     I(kv_type) P(void*, k) P(void*, v) P(float*, k_scale) P(float*, v_scale) P(const float*, k_mean)
+
+/* out[r][h * step_out + j] = x[r][h * step_x + j], j < width, for each of `heads` pieces of a row; none of out lies in x. */
+#define HR_FIELDS_spread(P, I, F) \
+    I(dim) P(const float*, x) I(ld_x) I(step_x) I(heads) I(width) P(float*, out) I(ld_out) I(step_out)
 
 /* Causal attention of queries x (heads first in a row, as rope_store leaves them) -> out [rows][heads * value_dim].
  * Row at position p sees keys max(0, p - window + 1) ... p (window 0: all; below 0: p - p mod -window ... p). For one row and head, with q the query:
@@ -189,8 +194,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 /* Linear layers. y[r][n] over n < num_out; then + bias[n] if bias is given, then + residual[r][n] if that is given
  * (residual may be out itself). `weights` is what the format's pack wrote.
  *
- * linear_i4, _i6, _i8: acc = 0; over groups g of the *activations* in order, isum exact in int32:
- *     linear_i4, linear_i6:         isum = sum of a * what the code stands for under `form`
+ * linear_i4, _i5, _i6, _i8: acc = 0; over groups g of the *activations* in order, isum exact in int32:
+ *     linear_i4, _i5, _i6:           isum = sum of a * what the code stands for under `form`
  *                                   acc = fma((float)isum * sa, d[n][g], acc); with minima then
  *                                   acc = fma((float)suma * sa, m[n][g], acc)        (weight = code * d + m)
  *     linear_i8, weight_group > 0:  acc = fma((float)isum * sa, d[n][g], acc)         (weight = code * d, code signed); with
@@ -210,6 +215,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_linear_i4(P, I, F)                                                                                   \
     I(dim) P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                 \
     P(const void*, weights) I(num_in) I(num_out) I(form) P(const float*, bias) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
+#define HR_FIELDS_linear_i5(P, I, F) HR_FIELDS_linear_i4(P, I, F)
 #define HR_FIELDS_linear_i6(P, I, F) HR_FIELDS_linear_i4(P, I, F)
 #define HR_FIELDS_linear_k(P, I, F) HR_FIELDS_linear_i4(P, I, F)
 #define HR_FIELDS_linear_i8(P, I, F)                                                                                   \
@@ -247,7 +253,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     P(int32_t*, to_sums)
 /* Linear layers of the kind `op` (a number of the list HR_OPS), one for each of `count` experts: args[i] are the arguments of
  * expert experts[i], of which dim and residual are 0, and whose row 0 is pair 0. It computes the pairs of its expert. The
- * tape fills in fn. counters: (count + 1) * 8 numbers, 0 before and after. */
+ * tape fills in fn. counters: (count + 1) * 8 numbers, 0 before and after. Without a begin all of them compute all rows of dim. */
 #define HR_FIELDS_linear_each(P, I, F)                                                                                \
     I(dim) I(op) P(const void*, fn) P(const void*, args) P(const int32_t*, experts) I(count) P(const int32_t*, begin)  \
     P(int64_t*, counters)
@@ -317,9 +323,9 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
-    X(rope_store) X(attention) X(linear_i4) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather)   \
+    X(rope_store) X(attention) X(linear_i4) X(linear_i5) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather)   \
     X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose) X(permute) X(xielu)  \
-    X(conv) X(delta) X(scan) X(softplus)
+    X(conv) X(delta) X(scan) X(softplus) X(spread)
 
 #define HR_P(type, name) type name;
 #define HR_I(name) int64_t name;
@@ -354,7 +360,7 @@ typedef struct {
  * Outputs are packed in panels of `panel` (the last one padded), each a contiguous run of bytes, so parts of a matrix
  * can be packed one by one: rows first ... last-1, where first is a multiple of the panel.
  *
- * codes: int8 [num_out][num_in], unsigned 0 ... 3, 7, 15, 63 for i2, i3, i4, i6, signed -128 ... 127 for i8, E4M3 for f8; d and m: float [num_out][groups] (i8 and f8
+ * codes: int8 [num_out][num_in], unsigned from 0 for i2 to i6, signed -128 ... 127 for i8, E4M3 for f8; d and m: float [num_out][groups] (i8 and f8
  * with weight_group 0: d [num_out]), rounded to f16 by the packer unless weight_group is 0 (the caller made them exact) or
  * the kind is f8. f8: no code may be NaN.
  * k: codes are rows of blocks as they lie in a GGUF file. linear_f: codes are the weights themselves, of the stored type. */
@@ -369,8 +375,8 @@ typedef struct {
     void (*unpack_row)(const void* packed, int64_t num_out, int64_t num_in, int64_t group, int64_t flag, int64_t row,
                        float* out);
 } HrFormat;
-/* flag: form for i2, i3, i4, i6 and k (m of HR_FORM_ZERO: the zeros), weight_group for i8 (with HR_I8_MIN where there are minima) and f8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
-extern const HrFormat hr_format_i2, hr_format_i3, hr_format_i4, hr_format_i6, hr_format_i8, hr_format_f8, hr_format_k, hr_format_f;
+/* flag: form for i2 to i6 and k (m of HR_FORM_ZERO: the zeros), weight_group for i8 (with HR_I8_MIN where there are minima) and f8, type for f (group unused there). In `pack`, codes, d and m point at row `first`. */
+extern const HrFormat hr_format_i2, hr_format_i3, hr_format_i4, hr_format_i5, hr_format_i6, hr_format_i8, hr_format_f8, hr_format_k, hr_format_f;
 
 #ifdef __cplusplus
 }

@@ -17,7 +17,7 @@ struct HrKBlock {
 
 static inline int64_t hr_k_sub(int64_t type) { return type == HR_K_Q4 || type == HR_K_Q5 ? 32 : 16; }
 static inline int hr_k_has_min(int64_t type) { return type == HR_K_Q2 || type == HR_K_Q4 || type == HR_K_Q5; }
-static inline int hr_k_bits(int64_t type) { return type == HR_K_Q5 || type == HR_K_Q6 ? 6 : 4; } /* as they are packed */
+static inline int hr_k_bits(int64_t type) { return (int)(type - HR_K_Q2 + 2); }
 static inline int hr_k_middle(int64_t type) { return type == HR_K_Q3 ? 4 : type == HR_K_Q6 ? 32 : 0; }
 static inline int64_t hr_k_bytes(int64_t type) {
     switch (type) {

@@ -3,7 +3,7 @@
  * Few rows (at most `max_rows` of the tile): each panel of weights is streamed once, straight into the registers.
  * Many rows: pieces of one panel by a chunk of rows. The inputs are cut into blocks that keep a panel's weights in the
  * L1 cache; all row tiles of the chunk pass over a block, their float sums waiting in scratch. With more than a few
- * tiles codes of 4 and 6 bits are unpacked there first, into the layout of int8 (where that pays), and the next block is fetched while
+ * tiles codes of 2 to 6 bits are unpacked there first, into the layout of int8 (where that pays), and the next block is fetched while
  * all tiles are at work; with fewer the first tile fetches as it goes. Groups of inputs come in order for each row all
  * the same, so the bits are those of one row alone.
  *
@@ -13,7 +13,7 @@
  * Scratch holds a tile of rows of 2^18 inputs and more.
  *
  * Include after vec.h. An ISA gives a struct with
- *     enum { max_rows, unpacks }           rows of its greatest tile; whether 4 and 6 bits are unpacked
+ *     enum { max_rows, unpacks }           rows of its greatest tile; whether 2 to 6 bits are unpacked
  *     static int64_t ahead(int rows)       how far a tile of so many rows prefetches
  *     template <int mode, int codes, bool stream> static void tile(int rows, const Span&)
  *     template <int codes> static void unpack(const uint8_t* from, uint8_t* to, int64_t octs, const int8_t* book)
@@ -28,7 +28,16 @@ namespace HR_NS {
 /* A scale for each group; a minimum too; one scale for each output; a zero (linear_w alone); two levels, with 16 or 32 inputs
  * in the last. */
 enum { HR_MODE_GROUP, HR_MODE_MIN, HR_MODE_CHANNEL, HR_MODE_ZERO, HR_MODE_K16, HR_MODE_K16_MIN, HR_MODE_K32_MIN };
-enum { HR_CODES_8, HR_CODES_6, HR_CODES_4, HR_CODES_BOOK }; /* bits of each; or 4 that choose from a book */
+/* Bits of each; or 4 that choose from a book. */
+enum { HR_CODES_8, HR_CODES_6, HR_CODES_5, HR_CODES_4, HR_CODES_3, HR_CODES_2, HR_CODES_BOOK };
+constexpr int bits_of(int codes) {
+    constexpr int bits[] = {8, 6, 5, 4, 3, 2, 4};
+    return bits[codes];
+}
+constexpr int64_t step_octs(int codes) { return hr_step_octs(bits_of(codes)); }
+constexpr int64_t step_bytes(int codes) { return bits_of(codes) * HR_LINE / 2 * step_octs(codes); }
+/* Where the line of a step is that has its upper bits. */
+constexpr int64_t high_line(int codes) { return hr_low_lines(bits_of(codes)) * HR_LINE * step_octs(codes); }
 
 /* One tile of rows by one panel of outputs over some groups of inputs. */
 struct Span {
@@ -78,7 +87,7 @@ constexpr int64_t subs_of(int mode) { return mode == HR_MODE_K32_MIN ? 8 : is_k(
 constexpr int64_t sub_octs(int mode) { return HR_K_BLOCK / 8 / subs_of(mode); }
 /* Bytes before the octs of a group: of weights, and of activations for each row. */
 constexpr int64_t weight_header(int mode) {
-    if (is_k(mode)) return with_min(mode) ? 128 + 48 * subs_of(mode) : 64 + 32 * subs_of(mode);
+    if (is_k(mode)) return 64 * (1 + with_min(mode)) + (mode == HR_MODE_K32_MIN ? 48 : 32) * subs_of(mode);
     return mode == HR_MODE_CHANNEL ? 0 : mode == HR_MODE_MIN ? 128 : 64;
 }
 template <int mode>

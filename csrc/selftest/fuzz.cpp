@@ -71,7 +71,7 @@ void refuse_all(const Problem& p) {
 /* linear_w is linear_f over the weights that unpack_row gives, bit for bit. */
 void as_unpacked(const Problem& w, const Outcome& expected) {
     static const HrFormat* const formats[] = {&hr_format_i4, &hr_format_i6, &hr_format_i8, &hr_format_k, &hr_format_f8,
-                                              &hr_format_i3, &hr_format_i2};
+                                              &hr_format_i3, &hr_format_i2, &hr_format_i5};
     HrArgs_linear_w a;
     memcpy(&a, w.args.data(), sizeof a);
     std::vector<float> dense((size_t)(a.num_out * a.num_in));
@@ -136,12 +136,12 @@ float e4m3(int code) {
 /* A matrix packed at once and in parts: the same bytes; unpacked: the numbers that went in. */
 int64_t packing(const std::string& name, uint64_t seed) {
     Problem p(seed, true);
-    const bool i4 = name == "i4", i6 = name == "i6", i8 = name == "i8", k = name == "k", f = name == "f", f8 = name == "f8";
+    const bool i4 = name == "i4", i5 = name == "i5", i6 = name == "i6" || i5, i8 = name == "i8", k = name == "k", f = name == "f", f8 = name == "f8";
     const bool i2 = name == "i2", i3 = name == "i3", few = i2 || i3;
-    const HrFormat& format = i4 ? hr_format_i4 : i6 ? hr_format_i6 : i8 ? hr_format_i8 : k ? hr_format_k
+    const HrFormat& format = i4 ? hr_format_i4 : i5 ? hr_format_i5 : i6 ? hr_format_i6 : i8 ? hr_format_i8 : k ? hr_format_k
                              : f8 ? hr_format_f8 : i3 ? hr_format_i3 : i2 ? hr_format_i2 : hr_format_f;
     const int64_t num_out = p.random.size(1, 200), num_in = k ? 256 * p.random.whole(1, 3) : p.random.size(1, 300);
-    const int64_t step = i3 ? 16 : 8, whole_row = (num_in + step - 1) / step * step;
+    const int64_t step = i3 || i5 ? 16 : 8, whole_row = (num_in + step - 1) / step * step;
     const int64_t group = k ? 32 : p.random.coin() ? whole_row : step * p.random.whole(1, 20);
     const int64_t groups = (num_in + group - 1) / group;
     const int64_t i8_flag = group | (i8 && p.random.coin() ? HR_I8_MIN : 0);
@@ -154,7 +154,7 @@ int64_t packing(const std::string& name, uint64_t seed) {
     const int64_t count = num_out * num_in;
     void* codes = k ? k_blocks(p, flag, count) : f ? stored(p, flag, count) : p.make<int8_t>(count);
     for (int64_t i = 0; i < count && !k && !f; i++)
-        ((int8_t*)codes)[i] = (int8_t)(i8 ? p.random.whole(-128, 127) : p.random.whole(0, i2 ? 3 : i3 ? 7 : i4 ? 15 : i6 ? 63 : 126));
+        ((int8_t*)codes)[i] = (int8_t)(i8 ? p.random.whole(-128, 127) : p.random.whole(0, i2 ? 3 : i3 ? 7 : i4 ? 15 : i5 ? 31 : i6 ? 63 : 126));
     float *d = p.floats(num_out * per_row), *m = p.floats(num_out * per_row);
     for (int64_t i = 0; i < num_out * per_row && !exact; i++) /* numbers of f16 */
         d[i] = (float)p.random.whole(-2048, 2048) * 0x1p-8f, m[i] = (float)p.random.whole(-2048, 2048) * 0x1p-6f;
@@ -193,7 +193,7 @@ int64_t packing(const std::string& name, uint64_t seed) {
     for (int64_t i = 0; i < count && !k && !f; i++) {
         const int64_t at = i / num_in * per_row + (exact ? 0 : i % num_in / group);
         const int code = ((int8_t*)codes)[i];
-        const float number = few ? (float)code - (zeros ? m[at] : i2 ? 2.0f : 4.0f) : i4 ? hr_level(flag, code) : (float)(i8 || mins ? code : code - 32);
+        const float number = few ? (float)code - (zeros ? m[at] : i2 ? 2.0f : 4.0f) : i4 ? hr_level(flag, code) : (float)(i8 || mins ? code : code - (i5 ? 16 : 32));
         const float product = (f8 ? e4m3(code) : number) * d[at];
         expected[i] = mins ? product + m[at] : product;
     }
@@ -255,8 +255,8 @@ int fuzz(int64_t count, uint64_t seed, int64_t first) {
     std::vector<Named> all = row_problems;
     all.insert(all.end(), layer_problems.begin(), layer_problems.end());
     all.insert(all.end(), state_problems.begin(), state_problems.end());
-    static const char* const formats[] = {"i4", "i6", "i8", "f8", "k", "f", "i3", "i2"};
-    const int64_t kinds = (int64_t)all.size() + 8;
+    static const char* const formats[] = {"i4", "i5", "i6", "i8", "f8", "k", "f", "i3", "i2"};
+    const int64_t kinds = (int64_t)all.size() + 9;
     __sanitizer_set_death_callback(tell_where);
     std::string caught;
     for (const char* name : faults) {

@@ -24,6 +24,7 @@ void integer_linear(Problem& p, Args& a, const HrFormat& format, int64_t form, i
     a.group = p.random.rarely(2, 8 * p.random.whole(1, 40), choices[p.random.next() % 3]);
     sizes(p, a, 1 << 18);
     if (a.num_in > 5000) a.group = 8 * p.random.whole(1, 4);
+    if (&format == &hr_format_i5) a.group = (a.group + 15) / 16 * 16;
     if (p.random.coin() && (!grouped || p.random.edges)) a.group = std::min((a.num_in + 63) / 64 * 64, (int64_t)HR_MAX_GROUP);
     const bool extreme = p.random.rarely(8, 1, 0); /* sums as large as they can be */
     const int64_t groups = (a.num_in + a.group - 1) / a.group;
@@ -78,6 +79,14 @@ void linear_i4(Problem& p) {
     p.take(HR_OP_linear_i4, a);
 }
 
+void linear_i5(Problem& p) {
+    HrArgs_linear_i5 a = {};
+    a.form = p.random.coin();
+    integer_linear(p, a, hr_format_i5, a.form, 0, 31, true);
+    ends(p, a);
+    p.take(HR_OP_linear_i5, a);
+}
+
 void linear_i6(Problem& p) {
     HrArgs_linear_i6 a = {};
     a.form = p.random.coin();
@@ -122,15 +131,15 @@ void linear_k(Problem& p) {
 void linear_w(Problem& p) {
     HrArgs_linear_w a = {};
     static const HrFormat* const formats[] = {&hr_format_i4, &hr_format_i6, &hr_format_i8, &hr_format_k, &hr_format_f8,
-                                              &hr_format_i3, &hr_format_i2};
+                                              &hr_format_i3, &hr_format_i2, &hr_format_i5};
     const int64_t rows = rows_of(p);
-    a.kind = p.random.whole(HR_KIND_I4, HR_KIND_I2);
+    a.kind = p.random.whole(HR_KIND_I4, HR_KIND_I5);
     sizes(p, a, (4 << 20) / 4 / 13 + p.random.whole(0, 1));
     a.group = 8 * p.random.whole(1, p.random.coin() ? 4 : 40);
-    const bool k = a.kind == HR_KIND_K, i4 = a.kind == HR_KIND_I4, i6 = a.kind == HR_KIND_I6;
+    const bool k = a.kind == HR_KIND_K, i4 = a.kind == HR_KIND_I4, i5 = a.kind == HR_KIND_I5, i6 = a.kind == HR_KIND_I6 || i5;
     if (k) a.num_in = (a.num_in + HR_K_BLOCK - 1) / HR_K_BLOCK * HR_K_BLOCK, a.group = 32;
     const bool few = a.kind == HR_KIND_I2 || a.kind == HR_KIND_I3;
-    if (a.kind == HR_KIND_I3) a.group = 2 * a.group;
+    if (a.kind == HR_KIND_I3 || i5) a.group = 2 * a.group;
     a.form = few ? p.random.coin() * HR_FORM_ZERO : i4 ? p.random.whole(0, HR_FORM_FP4) : i6 ? p.random.whole(0, 1) : k ? p.random.whole(HR_K_Q2, HR_K_Q6)
                                                                       : p.random.coin() ? a.group : 0;
     if (a.kind == HR_KIND_I8 && a.form && p.random.coin()) a.form |= HR_I8_MIN;
@@ -138,7 +147,7 @@ void linear_w(Problem& p) {
     const int64_t count = a.num_out * a.num_in, groups = (a.num_in + a.group - 1) / a.group;
     std::vector<int8_t> codes((size_t)count);
     for (int8_t& code : codes) {
-        code = (int8_t)(i4 ? p.random.whole(0, 15) : i6 ? p.random.whole(0, 63) : p.random.whole(-128, 127));
+        code = (int8_t)(i4 ? p.random.whole(0, 15) : i6 ? p.random.whole(0, i5 ? 31 : 63) : p.random.whole(-128, 127));
         if (a.kind == HR_KIND_F8 && (code & 127) == 127) code = 0; /* NaN */
     }
     std::vector<float> d((size_t)(a.num_out * groups)), m(d.size());
@@ -249,7 +258,7 @@ void rope_store(Problem& p) {
     a.ld_x = width + (p.random.coin() ? 9 : 0), a.x = p.floats((rows - 1) * a.ld_x + width);
     if (p.random.coin()) a.q_norm = p.floats(a.head_dim), a.k_norm = p.floats(a.head_dim);
     a.eps = 1e-6, a.offset = p.random.coin() ? 1.0 : 0.0;
-    a.pairs = p.random.whole(0, 2) * a.head_dim / 4;
+    a.pairs = p.random.whole(0, 2) * a.head_dim / 4, a.first = p.random.whole(0, a.head_dim - 2 * a.pairs);
     a.cos = p.floats(num_positions * (a.pairs + 1)), a.sin = p.floats(num_positions * (a.pairs + 1));
     a.positions = p.wholes(rows, 0, num_positions - 1);
     int32_t* slots = p.make<int32_t>(rows);
@@ -310,6 +319,7 @@ void each(Problem& p, const Args& layer, int64_t op) {
     for (int64_t e = 0; e <= experts; e++) begin[e] = (int32_t)(e == experts ? rows : rows * p.random.whole(e, e + 1) / experts);
     std::sort(begin, begin + experts + 1), begin[0] = 0;
     a.count = p.random.whole(1, experts), a.op = op, a.begin = begin;
+    if (p.random.rarely(8, 1, 0)) a.begin = nullptr, a.count = 1; /* all rows; several would write the same ones */
     for (int64_t i = 0; i < a.count; i++) ids[i] = (int32_t)i;
     Args* args = p.make<Args>(a.count);
     for (int64_t i = 0; i < a.count; i++) args[i] = layer, args[i].dim = 0, args[i].residual = nullptr;
@@ -327,10 +337,11 @@ Args taken(Problem& p, Builder build) {
 }
 
 void linear_each(Problem& p) {
-    switch (p.random.next() % 4) {
+    switch (p.random.next() % 5) {
         case 0: return each(p, taken<HrArgs_linear_i4>(p, linear_i4), HR_OP_linear_i4);
         case 1: return each(p, taken<HrArgs_linear_i8>(p, linear_i8), HR_OP_linear_i8);
         case 2: return each(p, taken<HrArgs_linear_w>(p, linear_w), HR_OP_linear_w);
+        case 3: return each(p, taken<HrArgs_linear_i5>(p, linear_i5), HR_OP_linear_i5);
         default: return each(p, taken<HrArgs_linear_f>(p, linear_f), HR_OP_linear_f);
     }
 }
@@ -339,5 +350,5 @@ void linear_each(Problem& p) {
 
 const std::vector<Named> layer_problems = {
 #define LAYER(op) {#op, op},
-    LAYER(linear_i4) LAYER(linear_i6) LAYER(linear_i8) LAYER(linear_k) LAYER(linear_w) LAYER(linear_f) LAYER(rope_store) LAYER(attention) LAYER(linear_each)
+    LAYER(linear_i4) LAYER(linear_i5) LAYER(linear_i6) LAYER(linear_i8) LAYER(linear_k) LAYER(linear_w) LAYER(linear_f) LAYER(rope_store) LAYER(attention) LAYER(linear_each)
 };

@@ -328,11 +328,21 @@ void moe_combine(Problem& p) {
     p.take(HR_OP_moe_combine, a);
 }
 
+void spread(Problem& p) {
+    HrArgs_spread a = {};
+    const int64_t rows = rows_of(p);
+    a.heads = p.random.whole(1, 6), a.width = p.random.size(1, 70);
+    a.step_x = strided(p, a.width), a.step_out = strided(p, a.width);
+    IN((a.heads - 1) * a.step_x + a.width);
+    OUT((a.heads - 1) * a.step_out + a.width);
+    p.take(HR_OP_spread, a);
+}
+
 }  // namespace
 
 const std::vector<Named> row_problems = {
 #define ROW(op) {#op, op},
     ROW(embedding) ROW(select_rows) ROW(permute) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(softcap) ROW(quantize)
     ROW(activation) ROW(xielu) ROW(gated) ROW(multiply) ROW(scale) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
-    ROW(moe_group) ROW(moe_gather) ROW(moe_combine)
+    ROW(moe_group) ROW(moe_gather) ROW(moe_combine) ROW(spread)
 };

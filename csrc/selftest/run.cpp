@@ -131,7 +131,8 @@ Far far_apart(const Problem& p) {
     }
     if (p.op == HR_OP_attention || p.op == HR_OP_rope_store) {
         const int64_t block = p.op == HR_OP_attention ? *field(before, p.op, "block_size") : 1;
-        const int64_t token = *field(before, p.op, "kv_heads") * *field(before, p.op, "head_dim");
+        const int64_t kv_heads = *field(before, p.op, "kv_heads"); /* 0 where rope_store has queries alone */
+        const int64_t token = std::max<int64_t>(1, kv_heads) * *field(before, p.op, "head_dim");
         const int64_t tiles = std::min(FAR / token / 16 / block + 1, ((int64_t)1 << 26) / block) * block;
         for (const char* ints : {"blocks", "slots", "copy_slots"})
             shift(ints, tiles * 16 / block, {"k", "v", "k_scale", "v_scale"}, tiles);

@@ -316,6 +316,18 @@ def test_every_family(tmp_path: Path, model_type: str) -> None:
     assert furthest(source, tmp_path / "awq") < 0.15
 
 
+def test_layers_that_read_the_cache_of_others_are_rounded_but_not_calibrated(tmp_path: Path) -> None:
+    from tests.support.harness import save_random
+
+    save_random(dict(find("gemma4_text").TINY), tmp_path / "model")
+    quantise_checkpoint(tmp_path / "model", tmp_path / "rtn", Options(group_size=4, bits=8), "compressed-tensors", None)
+    assert furthest(tmp_path / "model", tmp_path / "rtn") < 0.25
+    with pytest.raises(CheckpointError, match="read the cache of others"):
+        quantise_checkpoint(
+            tmp_path / "model", tmp_path / "gptq", Options(method="gptq", group_size=4), "compressed-tensors", TEXT
+        )
+
+
 def test_a_scale_that_is_folded_wrong_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.harness import save_random
 

@@ -15,7 +15,7 @@ from headrace.quantize import mixed
 from headrace.quantize.mixed import Step, choose, hull
 from headrace.text.tokenizer import Tokenizer
 
-PATH = Path(shallow(8))
+PATH = Path(shallow())
 
 TEXT = "Once upon a time there was a little girl named Lily. She loved to play in the garden with her dog. " * 4
 

@@ -1,7 +1,7 @@
 /* The tiles of the linear layers of integer codes in AVX2: up to 4 rows by 2 blocks of 16 outputs, one block at a time.
  *
  * vpmaddubsw adds two products of unsigned and signed bytes in 16 bits and saturates. Of int4 codes, 2 * 15 * 127 fits
- * twice over, and so does 2 * 63 * 127 of 6 bits. Of int8 codes, and those out of a book, the sign goes to the activation: 2 * 128 * 127 = 32512 just fits. */
+ * twice over, and so does 2 * 63 * 127 of 6 bits and all below. Of int8 codes, and those out of a book, the sign goes to the activation: 2 * 128 * 127 = 32512 just fits. */
 #pragma once
 #include "isa/avx2/vec.h"
 #include "isa/linear_drive.h"
@@ -35,10 +35,11 @@ HR_INLINE void open_scales(const uint8_t* from, int8_t (*to)[64]) {
 template <int R, int mode, int codes, bool stream>
 __attribute__((noinline)) static void tile_of(const Span& s) {
     constexpr int64_t lead = (with_min(mode) ? 12 : 8) * R;
-    constexpr bool small = codes == HR_CODES_4 || codes == HR_CODES_6;
-    constexpr int64_t oct = codes == HR_CODES_8 ? 256 : codes == HR_CODES_6 ? 192 : 128;
-    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(-128);
-    const __m256i two = _mm256_set1_epi8(0x30);
+    constexpr bool small = codes != HR_CODES_8 && codes != HR_CODES_BOOK;
+    constexpr int bits = bits_of(codes);
+    constexpr int64_t oct = bits * 32, step = step_octs(codes);
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(bits < 4 ? 3 : 15), flip = _mm256_set1_epi8(-128);
+    const __m256i upper = _mm256_set1_epi8(codes == HR_CODES_6 ? 0x30 : codes == HR_CODES_5 ? 0x10 : 4);
     const __m256i book = codes == HR_CODES_BOOK ? _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)s.book))
                                                 : _mm256_setzero_si256();
     const uint8_t *w = s.w, *a = s.a;
@@ -46,29 +47,37 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
         const int64_t octs = is_k(mode) ? sub_octs(mode) : g + 1 < s.groups ? s.octs : s.last_octs;
         const uint8_t* const header = w;
         w += weight_header(mode);
-        alignas(32) int8_t scales[with_min(mode) && is_k(mode) ? subs_of(mode) : 1][64];
-        if (is_k(mode) && with_min(mode)) open_scales<subs_of(mode)>(header + 128, scales);
+        alignas(32) int8_t scales[mode == HR_MODE_K32_MIN ? subs_of(mode) : 1][64];
+        if (mode == HR_MODE_K32_MIN) open_scales<subs_of(mode)>(header + 128, scales);
         for (int64_t i = 0; stream && i < weight_header(mode); i += 64) __builtin_prefetch(header + s.ahead + i);
         for (int64_t sub = 0; sub < subs_of(mode); sub++) {
             for (int b = 0; b < 2; b++) {
-                const uint8_t *x = w + 64 * b, *y = a + lead;
+                const uint8_t *x = bits < 4 ? w : w + 64 * b, *y = a + lead;
                 __m256i c[R][2];
                 HR_ROWS HR_HALVES c[r][h] = small ? all_quad(a + 4 * r) : _mm256_setzero_si256();
                 for (int64_t n = 0; n < octs; n++, y += 8 * R) {
+                    const int64_t half = n % step;
                     if (small) {
                         if (stream) __builtin_prefetch(x + s.ahead);
                         __m256i first[2], second[2];
                         HR_HALVES {
-                            const __m256i both = half_line(x + 32 * h);
+                            __m256i both = half_line(x + 32 * h + half * hr_low_lines(bits) * 64);
+                            if (bits < 4 && b) both = _mm256_srli_epi16(both, 2);
                             first[h] = _mm256_and_si256(both, low);
                             second[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                            if (bits == hr_low_bits(bits)) continue;
+                            __m256i p, q, high = half_line(x + high_line(codes) - (bits < 4 ? 0 : 64 * b) + 32 * h);
                             if (codes == HR_CODES_6) {
-                                const __m256i high = half_line(x + 128 - 64 * b + 32 * h);
-                                const __m256i p = b ? _mm256_slli_epi16(high, 2) : _mm256_slli_epi16(high, 4);
-                                const __m256i q = b ? _mm256_srli_epi16(high, 2) : high;
-                                first[h] = _mm256_or_si256(first[h], _mm256_and_si256(p, two));
-                                second[h] = _mm256_or_si256(second[h], _mm256_and_si256(q, two));
+                                p = b ? _mm256_slli_epi16(high, 2) : _mm256_slli_epi16(high, 4);
+                                q = b ? _mm256_srli_epi16(high, 2) : high;
+                            } else {
+                                if (half) high = _mm256_srli_epi16(high, 4);
+                                if (b) high = _mm256_srli_epi16(high, 1);
+                                p = codes == HR_CODES_5 ? _mm256_slli_epi16(high, 4) : _mm256_slli_epi16(high, 2);
+                                q = codes == HR_CODES_5 ? _mm256_slli_epi16(high, 2) : high;
                             }
+                            first[h] = _mm256_or_si256(first[h], _mm256_and_si256(p, upper));
+                            second[h] = _mm256_or_si256(second[h], _mm256_and_si256(q, upper));
                         }
                         HR_ROWS {
                             const __m256i p = all_quad(y + 4 * r), q = all_quad(y + 4 * (R + r));
@@ -78,7 +87,7 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                                 c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
                             }
                         }
-                        x += oct;
+                        if (half == step - 1) x += step_bytes(codes);
                     } else {
                         _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++, x += oct / 2) {
                             if (stream) __builtin_prefetch(x + s.ahead);
@@ -104,7 +113,11 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                     }
                 }
                 V d, m;
-                if (is_k(mode)) {
+                if (mode == HR_MODE_K16_MIN) {
+                    const I pair = load_u8(header + 128 + 32 * sub + 16 * b);
+                    d = mul(load_f16((const uint16_t*)header + 16 * b), low_nibble(pair));
+                    m = mul(load_f16((const uint16_t*)header + 32 + 16 * b), high_nibble(pair));
+                } else if (is_k(mode)) {
                     const int8_t* at = with_min(mode) ? scales[sub] : (const int8_t*)header + 64 + 32 * sub;
                     d = mul(load_f16((const uint16_t*)header + 16 * b), load_i8(at + 16 * b));
                     if (with_min(mode)) m = mul(load_f16((const uint16_t*)header + 32 + 16 * b), load_i8(at + 32 + 16 * b));

@@ -33,28 +33,67 @@ enum { HELD = 4 }; /* rows whose float sums fit the registers beside the integer
 #define HR_FETCH(lines) \
     for (int64_t i = 0; i < (lines); i++, fetch += 64) __builtin_prefetch(fetch, 0, level);
 
+/* The products of an oct. */
+#define HR_OCT(half)                                                                                       \
+    {                                                                                                      \
+        __m512i x[4];                                                                                      \
+        wide<codes>(w, half, book, x);                                                                     \
+        HR_ROWS {                                                                                          \
+            const __m512i q = all_quad(a + 4 * r);                                                         \
+            dot4(c[r][0], x[0], q), dot4(c[r][1], x[1], q);                                                \
+        }                                                                                                  \
+        HR_ROWS {                                                                                          \
+            const __m512i q = all_quad(a + 4 * (R + r));                                                   \
+            dot4(c[r][0], x[2], q), dot4(c[r][1], x[3], q);                                                \
+        }                                                                                                  \
+        a += 8 * R;                                                                                        \
+    }
+
 /* A book of 16 codes in every quarter, greater by 128. */
 HR_INLINE __m512i book_of(const int8_t* book) {
     const __m128i codes = _mm_loadu_si128((const __m128i*)book);
     return _mm512_broadcast_i32x4(_mm_xor_si128(codes, _mm_set1_epi8(-128)));
 }
 
-/* An oct of 4 or 6 bits as bytes: x[2 * quad + block]. */
+/* An oct of 2 to 6 bits as bytes: x[2 * quad + block]. half: which oct of a step it is. */
 template <int codes>
-HR_INLINE void wide(const uint8_t* w, __m512i book, __m512i* x) {
-    const __m512i low = _mm512_set1_epi8(15), first = line(w), second = line(w + 64);
-    x[0] = _mm512_and_si512(first, low), x[2] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
-    x[1] = _mm512_and_si512(second, low), x[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), low);
+HR_INLINE void wide(const uint8_t* w, int half, __m512i book, __m512i* x) {
+    constexpr int bits = bits_of(codes);
+    const __m512i first = line(w + half * hr_low_lines(bits) * 64);
+    if (bits < 4) {
+        const __m512i low = _mm512_set1_epi8(3);
+        x[0] = _mm512_and_si512(first, low), x[1] = _mm512_and_si512(_mm512_srli_epi16(first, 2), low);
+        x[2] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low), x[3] = _mm512_and_si512(_mm512_srli_epi16(first, 6), low);
+    } else {
+        const __m512i low = _mm512_set1_epi8(15), second = line(w + half * 128 + 64);
+        x[0] = _mm512_and_si512(first, low), x[2] = _mm512_and_si512(_mm512_srli_epi16(first, 4), low);
+        x[1] = _mm512_and_si512(second, low), x[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), low);
+    }
     if (codes == HR_CODES_BOOK) {
         _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) x[i] = _mm512_shuffle_epi8(book, x[i]);
     }
+    if (bits == hr_low_bits(bits)) return;
+    /* a | b & c at once */
+    __m512i high = line(w + high_line(codes));
+    if (half) high = _mm512_srli_epi16(high, 4);
     if (codes == HR_CODES_6) {
-        /* a | b & c at once */
-        const __m512i high = line(w + 128), two = _mm512_set1_epi8(0x30);
+        const __m512i two = _mm512_set1_epi8(0x30);
         x[0] = _mm512_ternarylogic_epi64(x[0], _mm512_slli_epi16(high, 4), two, 0xf8);
         x[1] = _mm512_ternarylogic_epi64(x[1], _mm512_slli_epi16(high, 2), two, 0xf8);
         x[2] = _mm512_ternarylogic_epi64(x[2], high, two, 0xf8);
         x[3] = _mm512_ternarylogic_epi64(x[3], _mm512_srli_epi16(high, 2), two, 0xf8);
+    } else if (codes == HR_CODES_5) {
+        const __m512i one = _mm512_set1_epi8(0x10);
+        x[0] = _mm512_ternarylogic_epi64(x[0], _mm512_slli_epi16(high, 4), one, 0xf8);
+        x[1] = _mm512_ternarylogic_epi64(x[1], _mm512_slli_epi16(high, 3), one, 0xf8);
+        x[2] = _mm512_ternarylogic_epi64(x[2], _mm512_slli_epi16(high, 2), one, 0xf8);
+        x[3] = _mm512_ternarylogic_epi64(x[3], _mm512_slli_epi16(high, 1), one, 0xf8);
+    } else {
+        const __m512i one = _mm512_set1_epi8(4);
+        x[0] = _mm512_ternarylogic_epi64(x[0], _mm512_slli_epi16(high, 2), one, 0xf8);
+        x[1] = _mm512_ternarylogic_epi64(x[1], _mm512_slli_epi16(high, 1), one, 0xf8);
+        x[2] = _mm512_ternarylogic_epi64(x[2], high, one, 0xf8);
+        x[3] = _mm512_ternarylogic_epi64(x[3], _mm512_srli_epi16(high, 1), one, 0xf8);
     }
 }
 
@@ -90,11 +129,11 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
         const uint8_t *const header = w, *fetch = w + ahead;
         w += weight_header(mode);
         __m512 d[2], m[2], top[2], top_m[2];
-        alignas(64) int8_t scales[with_min(mode) && is_k(mode) ? subs_of(mode) : 1][64];
+        alignas(64) int8_t scales[mode == HR_MODE_K32_MIN ? subs_of(mode) : 1][64];
         if (is_k(mode)) {
             HR_BLOCKS top[b] = load_f16((const uint16_t*)header + b * 16).v;
             if (with_min(mode)) HR_BLOCKS top_m[b] = load_f16((const uint16_t*)header + 32 + b * 16).v;
-            if (with_min(mode)) open_scales<subs_of(mode)>(header + 128, scales);
+            if (mode == HR_MODE_K32_MIN) open_scales<subs_of(mode)>(header + 128, scales);
         }
         for (int64_t sub = 0; sub < subs_of(mode); sub++) {
             const uint8_t* const rows = a;
@@ -108,21 +147,12 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
             a += (with_min(mode) ? 12 : 8) * R;
             __m512i c[R][2];
             HR_ROWS HR_BLOCKS c[r][b] = start(rows + 4 * r);
-            int64_t n = is_k(mode) ? sub_octs(mode) : g + 1 < s.groups ? s.octs : s.last_octs;
+            int64_t n = (is_k(mode) ? sub_octs(mode) : g + 1 < s.groups ? s.octs : s.last_octs) / step_octs(codes);
             do {
                 if (codes != HR_CODES_8) {
-                    __m512i x[4];
-                    wide<codes>(w, book, x);
-                    if (stream) HR_FETCH(codes == HR_CODES_6 ? 3 : 2)
-                    HR_ROWS {
-                        const __m512i q = all_quad(a + 4 * r);
-                        dot4(c[r][0], x[0], q), dot4(c[r][1], x[1], q);
-                    }
-                    HR_ROWS {
-                        const __m512i q = all_quad(a + 4 * (R + r));
-                        dot4(c[r][0], x[2], q), dot4(c[r][1], x[3], q);
-                    }
-                    w += codes == HR_CODES_6 ? 192 : 128;
+                    HR_OCT(0)
+                    if (stream) HR_FETCH(step_bytes(codes) / 64)
+                    if (step_octs(codes) == 2) HR_OCT(1)
                 } else {
                     _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) {
                         const __m512i x = line(w + 128 * i), y = line(w + 128 * i + 64);
@@ -132,12 +162,15 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                             dot4(c[r][0], x, q), dot4(c[r][1], y, q);
                         }
                     }
-                    w += 256;
+                    a += 8 * R;
                 }
-                a += 8 * R;
+                w += step_bytes(codes);
             } while (--n);
             HR_BLOCKS {
-                if (is_k(mode)) {
+                if (mode == HR_MODE_K16_MIN) {
+                    const I pair = load_u8(header + 128 + 32 * sub + 16 * b);
+                    d[b] = _mm512_mul_ps(top[b], low_nibble(pair).v), m[b] = _mm512_mul_ps(top_m[b], high_nibble(pair).v);
+                } else if (is_k(mode)) {
                     const int8_t* at = with_min(mode) ? scales[sub] : (const int8_t*)header + 64 + 32 * sub;
                     d[b] = _mm512_mul_ps(top[b], load_i8(at + 16 * b).v);
                     if (with_min(mode)) m[b] = _mm512_mul_ps(top_m[b], load_i8(at + 32 + 16 * b).v);
@@ -203,11 +236,12 @@ struct Avx512 {
     template <int codes>
     static void unpack(const uint8_t* from, uint8_t* to, int64_t octs, const int8_t* book) {
         const __m512i table = codes == HR_CODES_BOOK ? book_of(book) : _mm512_setzero_si512();
-        for (; octs; octs--, from += codes == HR_CODES_6 ? 192 : 128, to += 256) {
-            __m512i x[4];
-            wide<codes>(from, table, x);
-            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) _mm512_storeu_si512(to + 64 * i, x[i]);
-        }
+        for (; octs > 0; octs -= step_octs(codes), from += step_bytes(codes))
+            for (int half = 0; half < step_octs(codes); half++, to += 256) {
+                __m512i x[4];
+                wide<codes>(from, half, table, x);
+                _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) _mm512_storeu_si512(to + 64 * i, x[i]);
+            }
     }
 
     static void pack_codes(const int8_t* from, int64_t ld, int rows, int64_t quads, uint8_t* to) {

@@ -4,7 +4,7 @@ namespace HR_NS {
 
 void linear_i4(const HrArgs_linear_i4* a, HrTask* task) {
     const bool has_min = a->form == HR_FORM_MIN;
-    linear(a, task, {hr_layout_i4(a->num_in, a->group, a->form), has_min ? 0 : 8, hr_book(a->form), true, has_min,
+    linear(a, task, {hr_layout_i(4, a->num_in, a->group, a->form), has_min ? 0 : 8, hr_book(a->form), true, has_min,
                      hr_unit(a->form)});
 }
 

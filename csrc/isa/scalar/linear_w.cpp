@@ -7,7 +7,7 @@ namespace HR_NS {
 
 void linear_w(const HrArgs_linear_w* a, HrTask* task) {
     static const HrFormat* const formats[] = {&hr_format_i4, &hr_format_i6, &hr_format_i8, &hr_format_k, &hr_format_f8,
-                                              &hr_format_i3, &hr_format_i2};
+                                              &hr_format_i3, &hr_format_i2, &hr_format_i5};
     float* const w = (float*)task->scratch;
     for (int64_t n = hr_next(task); n < a->num_out; n = hr_next(task)) {
         formats[a->kind]->unpack_row(a->weights, a->num_out, a->num_in, a->group, a->form, n, w);

@@ -245,8 +245,8 @@ def scheme_of(weight: QWeight) -> Scheme:
             return scheme
         if bool(((weight.zeros >= 0) & (weight.zeros <= MOST_ZERO) & (weight.zeros % 1 == 0)).all()):
             return scheme._replace(has_zero=True)
-    if weight.bits in (4, 6):
-        kind: Kind = "i4" if weight.bits == 4 else "i6"
+    if weight.bits in (4, 5, 6):
+        kind: Kind = "i4" if weight.bits == 4 else "i5" if weight.bits == 5 else "i6"
         if weight.mins is not None and weight.zeros is None:
             return Scheme(kind, weight.group, True)
         scheme = Scheme(kind, weight.group)

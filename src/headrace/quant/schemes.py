@@ -12,7 +12,7 @@ from headrace.protocol.errors import CheckpointError, RequestError
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
-Kind = Literal["i2", "i3", "i4", "i6", "i8", "f8", "k", "f"]
+Kind = Literal["i2", "i3", "i4", "i5", "i6", "i8", "f8", "k", "f"]
 
 _FP4 = tuple(n / 12 for n in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 
@@ -44,7 +44,7 @@ weight moves by at most 0.4 % of its group's largest."""
 ROUNDED_BOOKS = frozenset(name for name, levels in LEVELS.items() if max(levels) == 1)
 """Books that are exact only beside activations that are floats."""
 
-BITS = {"i2": 2, "i3": 3, "i4": 4, "i6": 6, "i8": 8, "f8": 8}
+BITS = {"i2": 2, "i3": 3, "i4": 4, "i5": 5, "i6": 6, "i8": 8, "f8": 8}
 
 K_BLOCK, K_GROUP = 256, 32
 """Weights of a block of K-quants, which have scales in two levels, and inputs that share a scale of activations."""
@@ -63,10 +63,10 @@ class KType(NamedTuple):
 
 
 K_TYPES = {
-    "Q2_K": KType(12, 84, 4.875, slice(80, 84)),
-    "Q3_K": KType(13, 110, 4.5625, slice(108, 110)),
+    "Q2_K": KType(12, 84, 2.625, slice(80, 84)),
+    "Q3_K": KType(13, 110, 3.5625, slice(108, 110)),
     "Q4_K": KType(14, 144, 4.5, slice(0, 4)),
-    "Q5_K": KType(15, 176, 6.5, slice(0, 4)),
+    "Q5_K": KType(15, 176, 5.5, slice(0, 4)),
     "Q6_K": KType(16, 210, 6.5625, slice(208, 210)),
 }
 
@@ -88,10 +88,10 @@ NAMES = (
 class Scheme(NamedTuple):
     """How one matrix is stored.
 
-    kind: i2, i3, i4, i6 and i8 are codes of so many bits, f8 is floats of 8 bits of `dtype`, f is plain floats of
-    `dtype`, k is GGUF's blocks of type `dtype` (`K_TYPES`). group: inputs that share a scale, float16 or (f8) float32;
-    0 (i8, f8) is one float32 scale for each output. has_min: (i4, i6, i8 in groups) weight = code * scale + minimum,
-    instead of (code - middle) * scale, where the middle is 2 (i2), 4 (i3), 8 (i4), 32 (i6) or 0 (i8). book: (i4)
+    kind: i2 to i6 and i8 are codes of so many bits, f8 is floats of 8 bits of `dtype`, f is plain floats of `dtype`, k
+    is GGUF's blocks of type `dtype` (`K_TYPES`). group: inputs that share a scale, float16 or (f8) float32; 0 (i8, f8)
+    is one float32 scale for each output. has_min: (i4, i5, i6, i8 in groups) weight = code * scale + minimum, instead
+    of (code - middle) * scale, where the middle is 2 (i2), 4 (i3), 8 (i4), 16 (i5), 32 (i6) or 0 (i8). book: (i4)
     weight = LEVELS[book][code] * scale. has_zero: (i2, i3) weight = (code - zero) * scale, with a whole number from 0
     to 15 for each group.
     """
@@ -138,6 +138,7 @@ def kernel_name(scheme: Scheme) -> str:
 SCHEMES = frozenset(
     [
         *[Scheme(kind, group, has_min) for kind in ("i4", "i6") for group in GROUPS for has_min in (False, True)],
+        *[Scheme("i5", group, has_min) for group in GROUPS if group > 8 for has_min in (False, True)],
         *[Scheme("i4", group, book=book) for group in GROUPS for book in BOOKS],
         *[Scheme("i8", group) for group in (0, *GROUPS)],
         *[Scheme("i8", group, True) for group in GROUPS],

@@ -205,19 +205,20 @@ class Run:
 
     def _embedded(self) -> tuple[Tensor, list[Batch], list[LayerCache]]:
         """Return the calibration text's rows as inputs of the first decoder layer [rows, hidden]."""
-        batches = list(_batches(self.calibration))
-        parts = [self.model.enter(batch.rows) for batch in batches]
-        shapes, num_blocks = list(self.model.cache_shapes), max((batch.num_blocks for batch in batches), default=0)
-        if batches and any(shape.source is not None for shape in shapes):
+        batches, shapes = list(_batches(self.calibration)), list(self.model.cache_shapes)
+        if not batches:
+            return torch.empty(0, 0), [], []
+        if any(shape.source is not None for shape in shapes):
             raise CheckpointError(
                 "layers of the model read the cache of others: methods with a calibration text can not"
             )
+        parts, num_blocks = [self.model.enter(batch.rows) for batch in batches], max(b.num_blocks for b in batches)
         # One cache for all layers of a shape, because one layer runs at a time.
         shapes = [shape._replace(kind=0) for shape in shapes]
         caches = {
             shape: make_caches([shape], [num_blocks], BLOCK, "float32", torch.device("cpu"))[0] for shape in set(shapes)
         }
-        return torch.cat(parts) if parts else torch.empty(0, 0), batches, [caches[shape] for shape in shapes]
+        return torch.cat(parts), batches, [caches[shape] for shape in shapes]
 
     def _run_layer(self, i: int, hidden: Tensor, batches: list[Batch], kv: list[LayerCache]) -> Tensor:
         out = torch.empty_like(hidden)

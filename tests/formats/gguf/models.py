@@ -26,7 +26,7 @@ Form = Callable[[str, F32], "tuple[NDArray[Any], Any]"]
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2",
-    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_vl": "qwen3vl",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_vl": "qwen3vl", "hy_v3": "hy_v3",
 }  # fmt: skip
 FAMILIES = {
     "gpt_oss": "GPT_OSS", "phi3": "PHI3", "smollm3": "SMOLLM3", "seed_oss": "SEED_OSS", "granite": "GRANITE",
@@ -34,7 +34,8 @@ FAMILIES = {
     "glm4_moe": "GLM4_MOE", "cohere2": "COHERE2", "exaone4": "EXAONE4", "ernie4_5": "ERNIE4_5",
     "ernie4_5_moe": "ERNIE4_5_MOE", "hunyuan_v1_dense": "HUNYUAN_DENSE", "hunyuan_v1_moe": "HUNYUAN_MOE",
     "afmoe": "AFMOE", "nemotron": "NEMOTRON", "minimax_m2": "MINIMAXM2", "llama4_text": "LLAMA4", "apertus": "APERTUS",
-    "gemma4_text": "GEMMA4",
+    "gemma4_text": "GEMMA4", "glm": "CHATGLM", "deepseek_v2": "DEEPSEEK2", "deepseek_v3": "DEEPSEEK2",
+    "glm4_moe_lite": "DEEPSEEK2", "mistral4": "MISTRAL4",
 }  # fmt: skip
 """The names of these types' tensors are those of gguf-py's own table."""
 ARCHITECTURES |= {
@@ -44,6 +45,9 @@ PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite", "ministral3")
 """Whose rows of q and k the converter puts in pairs; those of other types lie as they do in the checkpoint."""
 NAMES = (
     ("model.language_model.", "model."),
+    ("mlp.router.gate", "ffn_gate_inp"), ("mlp.expert_bias", "exp_probs_b.bias"),
+    ("mlp.shared_mlp.gate_proj", "ffn_gate_shexp"), ("mlp.shared_mlp.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_mlp.down_proj", "ffn_down_shexp"),
     ("model.embed_tokens", "token_embd"), ("lm_head", "output"), ("model.norm", "output_norm"),
     ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"), ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
     ("mlp.shared_expert.up_proj", "ffn_up_shexp"), ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
@@ -109,6 +113,11 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
             continue  # of the metadata
         elif model_type == "gemma4_text" and re.search("router.|experts.|layer_scalar", name):
             gemma4_part(writer, name, weight, form)
+        elif name.endswith("kv_b_proj.weight") and not config.get("is_old"):
+            halves(writer, name, weight, config, form)
+        elif ".experts." in name and name.count(".") < 7:
+            part, rows = name.rpartition(".")[2], np.ascontiguousarray(weight)
+            add(writer, f"blk.{name.split('.')[2]}.ffn_{part.removesuffix('_proj')}_exps.weight", rows, form)
         elif ".experts." in name:
             head, _, tail = name.replace("model.language_model.", "model.").partition(".experts.")
             number, part, _ = tail.split(".")
@@ -202,7 +211,10 @@ def add_metadata(writer: Any, config: dict[str, Any], directory: Path) -> None:
     ):  # fmt: skip
         if key in config:
             method(config[key])
-    if config.get("head_dim"):
+    if "kv_lora_rank" in config:
+        writer.add_key_length(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+        writer.add_value_length(config["kv_lora_rank"])
+    elif config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     rope = config.get("rope_parameters") or {}
@@ -223,7 +235,7 @@ def add_metadata(writer: Any, config: dict[str, Any], directory: Path) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if config["model_type"] in FAMILIES:
+    if config["model_type"] in (*FAMILIES, "hy_v3"):
         add_of_family(writer, config, directory)
     num_experts = next((config[key] for key in EXPERT_COUNTS if config.get(key)), 0)
     if num_experts:
@@ -249,6 +261,40 @@ def add_of_gemma4(writer: Any, config: dict[str, Any]) -> None:
     writer.add_feed_forward_length([inner * (2 if is_wide else 1) for is_wide in wide])
     heads = config["num_key_value_heads"]
     writer.add_head_count_kv([layers.get(str(i), {}).get("num_key_value_heads", heads) for i in range(num)])
+
+
+def add_of_latent(writer: Any, config: dict[str, Any]) -> None:
+    model_type, rope = config["model_type"], config["rope_parameters"]
+    writer.add_vocab_size(config["vocab_size"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    dense = config.get("first_k_dense_replace")
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense") if dense is None else dense)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    sigmoid = model_type in ("deepseek_v3", "glm4_moe_lite")
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def halves(writer: Any, name: str, weight: F32, config: dict[str, Any], form: Form) -> None:
+    """The layer that makes keys and values of a latent, as a matrix for each head: keys' are transposed."""
+    layer = name.split(".")[2]
+    by_head = weight.reshape(config["num_attention_heads"], -1, weight.shape[1])
+    keys, values = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+    add(writer, f"blk.{layer}.attn_k_b.weight", np.ascontiguousarray(keys.transpose(0, 2, 1)), form)
+    add(writer, f"blk.{layer}.attn_v_b.weight", np.ascontiguousarray(values), form)
 
 
 def add_of_family(writer: Any, config: dict[str, Any], directory: Path) -> None:
@@ -303,6 +349,13 @@ def add_of_family(writer: Any, config: dict[str, Any], directory: Path) -> None:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
         writer.add_nextn_predict_layers(0)
+    if model_type == "hy_v3":
+        writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"] * config["num_shared_experts"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config["router_scaling_factor"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "kv_lora_rank" in config:
+        add_of_latent(writer, config)
     if model_type == "afmoe":
         writer.add_expert_shared_count(config["num_shared_experts"])
         writer.add_leading_dense_block_count(config["num_dense_layers"])

@@ -107,8 +107,8 @@ def test_kernels_get_the_blocks_themselves_of_k_quants(kind: str) -> None:
 def test_forms_of_stacked_types() -> None:
     assert scheme_for({"Q4_0"}) == Scheme("i4", 32)
     assert scheme_for({"Q4_K", "Q4_0"}) == scheme_for({"Q4_0", "Q4_1"}) == Scheme("i4", 32, True)
-    assert scheme_for({"Q5_0"}) == Scheme("i6", 32)
-    assert scheme_for({"Q5_1"}) == scheme_for({"Q5_1", "Q4_K"}) == Scheme("i6", 32, True)
+    assert scheme_for({"Q5_0"}) == Scheme("i5", 32)
+    assert scheme_for({"Q5_1"}) == scheme_for({"Q5_1", "Q4_K"}) == Scheme("i5", 32, True)
     assert scheme_for({"Q6_K", "Q5_0"}) == Scheme("i6", 16)
     assert scheme_for({"Q4_K", "Q6_K"}) == Scheme("i6", 16, True)
     assert scheme_for({"Q8_0", "Q4_0"}) == scheme_for({"Q8_0", "Q4_1"}) == Scheme("i8", 32)
@@ -117,7 +117,7 @@ def test_forms_of_stacked_types() -> None:
     assert scheme_for({"IQ4_NL", "IQ4_XS"}) == Scheme("i4", 32, book="iq4_nl")
     assert scheme_for({"MXFP4"}) == Scheme("i4", 32, book="e2m1")
     assert scheme_for({"NVFP4"}) == Scheme("i4", 16, book="e2m1")
-    assert scheme_for({"MXFP4", "Q4_0"}) == Scheme("i6", 32)
+    assert scheme_for({"MXFP4", "Q4_0"}) == Scheme("i5", 32)
     assert scheme_for({"MXFP4", "IQ4_XS"}) == Scheme("i8", 32)
 
 

@@ -117,6 +117,12 @@ def test_a_family_takes_its_keys_and_leaves_out_layers_that_predict_more_tokens(
         of("glm4moe", MIXTURE | {"nextn_predict_layers": (U32, 2)})
 
 
+@pytest.mark.parametrize(("num_experts", "has_norms"), [(16, True), (128, False)])
+def test_the_larger_llama_4_has_no_norms_of_heads(num_experts: int, has_norms: bool) -> None:
+    changes = MIXTURE | {"expert_count": (U32, num_experts), "interleave_moe_layer_step": (U32, 1)}
+    assert of("llama4", changes).values["use_qk_norm"] == has_norms
+
+
 def test_a_family_names_the_key_that_is_missing() -> None:
     for key in MIXTURE:
         with pytest.raises(CheckpointError, match=f"glm4moe.{key} is None"):

@@ -76,6 +76,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("minimax_m2", {}),
     ("llama4_text", {"no_rope_layers": None, "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}),
     ("apertus", {"rope_parameters": LLAMA3}),
+    ("glm", {"attention_bias": True}),
+    ("hy_v3", {}),
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "is_old": True}),
+    ("deepseek_v3", {}),
+    ("glm4_moe_lite", {}),
+    ("mistral4", {}),
 ]
 BIG = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,

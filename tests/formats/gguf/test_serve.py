@@ -142,7 +142,7 @@ def test_what_runs_as_what_is_told_once(shared_data: Path, caplog: pytest.LogCap
     assert [line.split(": ")[1].split(",")[0] for line in told] == [
         "5 of F16 run as float16",
         "1 of Q5_1 run as float16 (table)",
-        "16 of Q5_1 run as int6 in groups of 32 with minima",
+        "16 of Q5_1 run as int5 in groups of 32 with minima",
     ]
 
 

@@ -212,9 +212,18 @@ def test_rows_of_a_table_are_the_files_numbers(isa: str, kind: str) -> None:
 
 
 def test_bits_of_a_weight_and_the_name_of_the_layout_are_pinned() -> None:
-    assert _native.layout("k") == "k/panel32/oct8/f16"
+    assert _native.layout("k") == "k/panel32/own-bits/f16"
     for kind in K_TYPES.values():
         assert _native.packed_bytes("k", 64, 2048, ACT, kind.code) * 8 == 64 * 2048 * kind.bits
+        in_file = kind.size / 32
+        assert kind.bits == in_file + (0.125 if kind is K_TYPES["Q3_K"] else 0)  # its scales of 6 bits are held in 8
+    two = np.zeros((1, 84), np.uint8)
+    two[0, :2], two[0, 16:18] = [0x21, 0x43], [0b11100100, 1]  # scale and minimum; codes 0, 32, 64 and 96, and 1, ...
+    packed = Weights("Q2_K", 1, 256, raw=two).packed()
+    assert packed[128 : 128 + 64 : 32].tolist() == [0x21, 0x43]
+    octs = packed[640:].reshape(32, 16, 4)[:, 0]
+    assert octs[[0, 4, 8, 12], 0].tolist() == [0, 1, 2, 3]
+    assert octs[0, 1] == 1
     raw = np.zeros((33, 144), np.uint8)
     raw[1, :4] = np.array([1.0, 2.0], "<f2").view(np.uint8)
     raw[1, 4:16] = [0x81, 0xC2, 0x03, 0x44, 0x05, 0x06, 0x07, 0x48, 0x19, 0x2A, 0x3B, 0x4C]

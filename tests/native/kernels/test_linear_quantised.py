@@ -52,10 +52,11 @@ class Kind(NamedTuple):
 
 CODES: dict[str, tuple[int, int, Any]] = {
     "i4": (0, 16, np.uint8),
+    "i5": (0, 32, np.uint8),
     "i6": (0, 64, np.uint8),
     "i8": (-128, 128, np.int8),
 }
-MIDDLES = {"i4": 8, "i6": 32, "i8": 0}
+MIDDLES = {"i4": 8, "i5": 16, "i6": 32, "i8": 0}
 BOOKS = {
     2: [-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127],
     3: [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
@@ -78,6 +79,8 @@ KINDS = {
     "i4-e2m1-g32": Kind("i4", 32, 3),
     "i4-iq4nl-g32": Kind("i4", 32, 4),
     "i4-fp4-g64": Kind("i4", 64, 5),
+    "i5-g16": Kind("i5", 16, 0),
+    "i5-min-g32": Kind("i5", 32, 1),
     **{f"i6-g{group}": Kind("i6", group, 0) for group in (16, 64)},
     **{f"i6-min-g{group}": Kind("i6", group, 1) for group in (32, 128)},
     "i8-g24": Kind("i8", 24, 24),
@@ -339,6 +342,8 @@ def test_bytes_for_each_weight_are_those_of_codes_and_scales() -> None:
         "i4-min-g64": 4.5,
         "i8-g128": 8.125,
         "i8-min-g128": 8.25,
+        "i5-g16": 6,
+        "i5-min-g32": 6,
         "i6-g16": 7,
         "i6-min-g32": 7,
     }
@@ -349,7 +354,8 @@ def test_bytes_for_each_weight_are_those_of_codes_and_scales() -> None:
 
 def test_the_names_of_the_layouts_are_pinned() -> None:
     """Packed files carry them: other bytes need another name."""
-    known = {"i4": "i4/panel32/oct8/f16", "i6": "i6/panel32/oct8/f16", "i8": "i8/panel32/quad4/f16"}
+    known = {"i4": "i4/panel32/oct8/f16", "i5": "i5/panel32/pair16/f16", "i6": "i6/panel32/oct8/f16"}
+    known |= {"i8": "i8/panel32/quad4/f16"}
     assert {kind: _native.layout(kind) for kind in known} == known
     i4, i8 = Weights(KINDS["i4-g8"], 1, 8), Weights(KINDS["i8-channel-g64"], 1, 4)
     i4.codes[:], i4.d[:] = np.arange(1, 9), 1.0
@@ -358,6 +364,11 @@ def test_the_names_of_the_layouts_are_pinned() -> None:
     i6.codes[:], i6.codes[16] = 0, [0x11, 0x02, 0x23, 0x34, 0x05, 0x36, 0x17, 0x08]
     assert i6.packed()[128:132].tolist() == [0x51, 0x62, 0x73, 0x84]
     assert i6.packed()[192:196].tolist() == [0b00000100, 0b11000000, 0b01001000, 0b00001100]
+    i5 = Weights(KINDS["i5-g16"], 17, 16)
+    i5.codes[:], i5.codes[16, :8], i5.codes[16, 8:] = 0, [0x11, 2, 0x13, 4, 5, 0x16, 7, 0x18], [0x10] * 8
+    assert i5.packed()[128:132].tolist() == [0x51, 0x62, 0x73, 0x84]  # block 1 of the first oct, then of the second
+    assert i5.packed()[256:260].tolist() == [0, 0, 0, 0]
+    assert i5.packed()[320:324].tolist() == [0b10100010, 0b10101000, 0b10100010, 0b10101000]
     assert i4.packed()[:2].tobytes() == np.float16(1).tobytes()
     assert i4.packed()[64:68].tolist() == [0x51, 0x62, 0x73, 0x84]
     assert i8.packed()[:4].tolist() == [0, 127, 128, 255]

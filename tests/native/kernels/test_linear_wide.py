@@ -19,7 +19,8 @@ from headrace.quant.schemes import K_TYPES
 FORMS = [
     *[("i4", group, form) for group, form in ((8, 0), (40, 1), (64, 2), (32, 3), (16, 4), (64, 5))],
     ("i6", 24, 0), ("i6", 64, 1), ("i8", 128, 0), ("i8", 16, 16), ("i8", 128, 128), ("i8", 32, 33),
-    ("f8", 128, 0), ("f8", 48, 48), ("i3", 16, 0), ("i3", 64, 6), ("i2", 8, 0), ("i2", 40, 6),
+    ("f8", 128, 0), ("f8", 48, 48), ("i3", 16, 0), ("i3", 64, 6), ("i5", 16, 0), ("i5", 48, 1),
+    ("i2", 8, 0), ("i2", 40, 6),
     *[("k", 32, kind.code) for kind in K_TYPES.values()],
 ]  # fmt: skip
 every_form = pytest.mark.parametrize(("kind", "group", "flag"), FORMS)
@@ -47,7 +48,7 @@ class Weights:
             return np.ascontiguousarray(random_blocks(name, shape, 7)[0]), d, m
         if self.kind in ("i2", "i3"):
             m = random.integers(0, 16, d.shape).astype(np.float32)
-        most = {"i2": 4, "i3": 8, "i4": 16, "i6": 64}.get(self.kind, 256)
+        most = {"i2": 4, "i3": 8, "i4": 16, "i5": 32, "i6": 64}.get(self.kind, 256)
         codes = random.integers(0, most, shape).astype(np.uint8)
         return np.where(codes & 127 == 127, 0, codes) if self.kind == "f8" else codes, d, m
 
@@ -145,6 +146,7 @@ def test_codes_of_two_and_three_bits_are_exact_in_their_own_size(kind: str, grou
     assert not same(w.floats(), (codes.astype(np.float32) - zeros) * scales)
 
 
-def test_groups_of_three_bits_that_split_a_pair_of_octs_are_refused() -> None:
+@pytest.mark.parametrize("kind", ["i3", "i5"])
+def test_groups_that_split_a_pair_of_octs_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="multiples of 16"):
-        Weights("i3", 24, 0, 48, 32)
+        Weights(kind, 24, 0, 48, 32)

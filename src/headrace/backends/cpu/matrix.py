@@ -30,7 +30,7 @@ MAX_IN = 2**18
 MAX_GROUP = 2**17
 """Inputs with one scale, whose products of 8 bits add up in 32."""
 
-EXTRAS = (("i4", "i6", "i8"), ("i4",), ("i2", "i3"))
+EXTRAS = (("i4", "i5", "i6", "i8"), ("i4",), ("i2", "i3"))
 """Kinds that may have minima (i8: in groups), a book, zeros."""
 
 SLAB_NUMBERS = 2**22
@@ -86,8 +86,10 @@ class CpuMatrix:
         unknown = any(extra and self.kind not in EXTRAS[i] for i, extra in enumerate(extras))
         if sum(extras) > 1 or unknown or (self.kind == "i8" and scheme.has_min and not scheme.group):
             raise CheckpointError(f"{self.name}: codes of kind {self.kind} have no form {scheme}")
-        if self.kind == "i3" and self.group % 16:
-            raise CheckpointError(f"{self.name}: groups of {self.group}; those of 3 bits are multiples of 16")
+        if self.kind in ("i3", "i5") and self.group % 16:
+            raise CheckpointError(
+                f"{self.name}: groups of {self.group}; those of {scheme.bits} bits are multiples of 16"
+            )
         if self.kind == "k" and (scheme.dtype not in K_TYPES or self.num_in % K_BLOCK or self.group != K_GROUP):
             raise CheckpointError(
                 f"{self.name}: {self.num_in} inputs in groups of {self.group}, type {scheme.dtype}, are no K-quants"

@@ -20,7 +20,7 @@ from headrace.backends.graph import Value
 KINDS: dict[Activation, int] = {
     "silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4, "relu2": 5, "identity": 6, "clamped_swiglu": 7,
 }  # fmt: skip
-KIND_CODES = {"i4": 0, "i6": 1, "i8": 2, "k": 3, "f8": 4, "i3": 5, "i2": 6}
+KIND_CODES = {"i4": 0, "i6": 1, "i8": 2, "k": 3, "f8": 4, "i3": 5, "i2": 6, "i5": 7}
 """HR_KIND of csrc/include/kernels.h."""
 FLOAT_KINDS = ("f", "f8", "i3", "i2")
 """Kinds that are multiplied with floats alone."""

@@ -350,7 +350,10 @@ def scheme_for(kinds: set[str], schemes: Collection[Scheme] = SCHEMES) -> Scheme
         return blocks
     group = min(min(TYPES[kind].group, 64) for kind in kinds)
     forms = [Scheme("i4", group), *[Scheme("i4", group, book=book) for book in LEVELS], Scheme("i4", group, True)]
-    forms += [Scheme("i6", group), Scheme("i6", group, True), Scheme("i8", group)]
+    forms += [
+        *(Scheme(kind, group, has_min) for kind in ("i5", "i6") for has_min in (False, True)),
+        Scheme("i8", group),
+    ]
     forms = [scheme for scheme in forms if scheme in schemes]
     rounded = forms[-1] if forms and forms[-1].kind == "i8" else None
     return next((scheme for scheme in forms if all(keeps_codes(kind, scheme) for kind in kinds)), rounded)
