@@ -72,6 +72,8 @@ def test_I_13_linear(seed: int, rows: int, num_in: int, num_out: int, bias: bool
     matrix = matrix_of(QWeight(randn(seed, num_out, num_in)), bias=randn(seed + 1, num_out) if bias else None)
     x = randn(seed + 2, rows, num_in)
     assert_rows_independent(lambda x: OPS.linear(x, matrix), x)
+    heads = torch.randn(x.shape[0], 3 * (matrix.num_in + 5))
+    assert_rows_independent(lambda x: OPS.by_head(x, [matrix] * 3, tail=5), heads)
     expected = F.linear(x.double(), matrix.dense().double(), None if matrix.bias is None else matrix.bias.double())
     assert torch.allclose(OPS.linear(x, matrix).double(), expected, rtol=0, atol=1e-5 * math.sqrt(num_in))
 

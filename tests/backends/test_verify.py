@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.formats.gguf.test_models import BIG, MIXTURES, quantised
-from tests.support.harness import load, random_ids, save_random, scattered_tables
+from tests.support.harness import RandomModels, load, random_ids, save_random, scattered_tables
 
 from headrace import models
 from headrace.backends.base import Chunks
@@ -46,10 +46,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {name: tmp_path_factory.mktemp(name) for name in models.names()}
-    for name, directory in folders.items():
-        save_random(models.find(name).TINY, directory)
-    return folders
+    return RandomModels(tmp_path_factory.mktemp("models"))
 
 
 def program_of(directory: Path, cache: str = "float32", **options: Any) -> TapedProgram:
@@ -167,6 +164,12 @@ PLANTS: list[tuple[str, dict[str, Any], str, str, Callable[[Any], Any]]] = [
     ("ministral3", {}, "multiply", "gate_width", lambda old: old + 1),
     ("llama4_text", {}, "attention", "window", lambda old: old + 1),
     ("llama4_text", {}, "moe_gather", "weights", lambda old: None),
+    ("nemotron_h", {}, "activation", "kind", lambda old: 0),
+    ("deepseek_v3", {}, "rope_store", "first", lambda old: old - 1),
+    ("deepseek_v3", {}, "spread", "step_x", lambda old: old - 1),
+    ("mistral4", {}, "spread", "width", lambda old: old - 1),
+    ("deepseek_v3", {}, "linear_each", "count", lambda old: old - 1),
+    ("deepseek_v3", {"quantization": "int8"}, "linear_each", "count", lambda old: old - 1),
     ("granite", {}, "scale", "factor", lambda old: old * 1.001),
     ("gpt_oss", {}, "attention", "sinks", lambda old: old + np.float32(0.01)),
     ("gpt_oss", {}, "attention", "sinks", lambda old: None),

@@ -1,4 +1,4 @@
-"""The determinism law for models whose layers look back differently far: windows, and states.
+"""The determinism law for models whose layers look back differently far (windows, states), or keep latents.
 
 Requests run alone on a cold cache; then together, in chunks, from a warm prefix and after preemptions, while blocks
 behind windows are freed, written over at once, and used again. The bits must be equal.
@@ -20,7 +20,7 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 
-TYPES = ("gemma3_text", "qwen3_5_text", "falcon_h1", "lfm2_moe")
+TYPES = ("gemma3_text", "qwen3_5_text", "falcon_h1", "lfm2_moe", "deepseek_v3")
 NUM_BLOCKS = 96
 
 

@@ -184,7 +184,7 @@ def test_I_13_samplers_on_a_restarted_engine(requests: list[Request], reference:
         config = EngineConfig(model=shallow(), max_num_seqs=64, num_gpu_blocks_override=1024, num_threads=1)
         client = ProcessClient(config, ServerConfig(crash_report_dir=""))
         await client.start()
-        link = client._link
+        link = client.replicas[0].link
         assert isinstance(link, ProcessLink)
         tokens: list[list[int]] = [[] for _ in requests]
         logprobs: list[list[TokenLogprob]] = [[] for _ in requests]

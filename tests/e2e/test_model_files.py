@@ -48,7 +48,7 @@ def test_R_28_model_files_that_vanish_are_cut_short_and_come_back(tmp_path: Path
         assert client.num_restarts == 0
         # The engine that runs has the file that is gone; the next one takes that which is there.
         put_back()
-        os.kill(client._link.pid, 9)  # type: ignore[attr-defined]
+        os.kill(client.replicas[0].link.pid, 9)  # type: ignore[attr-defined]
         assert await ask(client) == first
         assert await ask(client, {5: cut_and_put_back}) == first
         assert client.num_restarts == 2

@@ -24,7 +24,7 @@ from tests.support.harness import (
 from headrace import models
 
 TOLERANCE = 1e-4
-NUM_PROMPT, NUM_DECODE = 150, 64
+NUM_PROMPT, NUM_DECODE = 190, 24
 LENGTH = NUM_PROMPT + NUM_DECODE
 
 
@@ -87,6 +87,9 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("as Llama", "granite", {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}),
     ("GELU as the first releases say it", "gemma", {"hidden_act": "gelu"}),
     ("layers of their own cache", "gemma4_text", {"num_kv_shared_layers": 0, "num_key_value_heads": 2}),
+    ("keys that are values", "gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 2}),
+    ("two caches of a type", "gemma4_text", {"num_kv_shared_layers": 1, "layer_types": [
+        "full_attention", "full_attention", "sliding_attention", "full_attention"]}),
     ("no wide MLP, no cap", "gemma4_text", {"use_double_wide_mlp": False, "final_logit_softcapping": None}),
     ("one value head each", "qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False, "layer_types": None,
                                            "full_attention_interval": 2, "decoder_sparse_step": 2}),
@@ -108,6 +111,13 @@ RARE_VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("biases", "nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("as released", "llama4_text", {"no_rope_layers": None, "layer_types": ["full_attention"] * 4, "use_qk_norm": False,
                                     "attn_temperature_tuning": False, "moe_layers": [0], "attention_bias": True}),
+    ("greedy, latent queries, halves", "deepseek_v2", {"q_lora_rank": 20, "topk_method": "greedy", "n_group": None,
+                                                       "topk_group": None, "attention_bias": True} | rope(**YARN)),
+    ("no latent queries, halves", "deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "n_group": 1,
+                                                  "topk_group": 1, "norm_topk_prob": False, "attention_bias": True}),
+    ("one group, all experts", "mistral4", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+    ("own layers", "glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"], "attention_bias": True}),
+    ("wide experts, biases", "nemotron_h", {"moe_latent_size": None, "use_bias": True, "n_group": 3, "topk_group": 2}),
     ("rope as given", "apertus", rope(**LLAMA3) | {"attention_bias": True}),
 ]  # fmt: skip
 CASES: list[Any] = [(name, {}) for name in models.names()] + [(name, changes) for _, name, changes in VARIANTS]
@@ -135,6 +145,19 @@ def test_logits_equal_transformers(model_type: str, changes: dict[str, Any], tmp
         found = follow(runner, token_ids, chunk_sizes(NUM_PROMPT, [13, 1, 64, 7]) + [1] * NUM_DECODE)
         assert (found - expected).abs().max() <= TOLERANCE, backend
     assert expected.std() > 0.3  # lively enough for the comparison to mean something
+
+
+def test_steps_of_mamba_are_bounded(tmp_path: Path) -> None:
+    """As in transformers' form for prompts; its form for single tokens leaves the bounds out, so it is no reference."""
+    config = models.find("granitemoehybrid").TINY | {"time_step_limit": [0.4, 0.8]}
+    theirs, token_ids = save_random(config, tmp_path), random_ids(LENGTH, 199, 1)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    for backend in BACKENDS:
+        found = follow(
+            load(tmp_path, block_size=8, backend=backend), token_ids, [LENGTH - NUM_DECODE] + [1] * NUM_DECODE
+        )
+        assert (found - expected).abs().max() <= 1e-3, backend
 
 
 def test_dynamic_ntk_equals_transformers_token_by_token(tmp_path: Path, backend: str) -> None:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tests.support.harness import (
     WITH_STATES,
+    RandomModels,
     Recorder,
     chunk_sizes,
     load,
     make_batch,
     random_ids,
     run,
-    save_random,
     scattered_tables,
 )
 
@@ -54,10 +54,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {name: tmp_path_factory.mktemp(name) for name in models.names()}
-    for name, directory in made.items():
-        save_random(models.find(name).TINY, directory)
-    return made
+    return RandomModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module", params=[name for name in models.names() if name not in WITH_STATES])
@@ -68,6 +65,7 @@ def model_type(request: pytest.FixtureRequest) -> str:
 NOT_ON_CUDA = {
     "gpt_oss", "olmo2", "olmo3", "cohere2", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
     "afmoe", "apertus", "nemotron", "glm4_moe", "minimax_m2", "llama4_text", "gemma4", "gemma4_text",
+    "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4", "muse_glimmer",
 }  # fmt: skip
 """Types for whose operators the cuda backend has no kernels."""
 

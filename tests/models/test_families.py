@@ -22,7 +22,8 @@ TYPES = (
     "glm glm4 cohere2 exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 afmoe apertus nemotron "
     "glm4_moe minimax_m2 llama4_text gemma gemma3 gemma4 gemma4_text"
 ).split()
-TYPES += "qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe granitemoehybrid falcon_h1".split()
+TYPES += "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite mistral4 muse_glimmer".split()
+TYPES += "qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe granitemoehybrid falcon_h1 nemotron_h".split()
 LENGTH = 40
 
 
@@ -51,6 +52,16 @@ def test_quantised_weights_are_packed_and_mapped(
     assert 0 < (first - plain).std() < (0.5 if quantization == "int8" else 1.5) * plain.std()
 
 
+@pytest.mark.sampled(5, 3)
+def test_what_a_config_leaves_out_is_what_transformers_takes(directory: Path, tmp_path: Path) -> None:
+    """The test model's own config.json has the numbers of `TINY` alone; transformers wrote all that it took instead."""
+    config = json.loads((directory / "config.json").read_text())
+    tiny = models.find(config["model_type"]).TINY
+    assert len(tiny) < len(config)
+    rewritten(directory, tmp_path, lambda tensors, _: (tensors, tiny))
+    assert torch.equal(logits_of(tmp_path), logits_of(directory))
+
+
 def rewritten(source: Path, target: Path, change: Any) -> Path:
     """A checkpoint with the tensors and the config that `change` returns."""
     tensors, config = change(load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text()))
@@ -65,6 +76,18 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mixture")
     save_random(models.find("qwen3_moe").TINY, directory)
     return directory
+
+
+def test_layers_named_by_letters_have_the_bits_of_those_named_by_words(tmp_path: Path) -> None:
+    """As the releases of Nemotron-H name them."""
+    save_random(models.find("nemotron_h").TINY, tmp_path / "words")
+    letters = {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5, "layers_block_type": None}
+    rewritten(tmp_path / "words", tmp_path / "letters", lambda tensors, config: (tensors, config | letters))
+    assert torch.equal(logits_of(tmp_path / "letters"), logits_of(tmp_path / "words"))
+    wrong = letters | {"hybrid_override_pattern": "ME*?M"}
+    rewritten(tmp_path / "words", tmp_path / "wrong", lambda tensors, config: (tensors, config | wrong))
+    with pytest.raises(CheckpointError, match=r"hybrid_override_pattern is 'ME\*\?M', expected letters of ME\*-"):
+        load(tmp_path / "wrong", backend="cpu")
 
 
 def test_experts_in_one_tensor_have_the_bits_of_those_apart(mixture: Path, tmp_path: Path) -> None:

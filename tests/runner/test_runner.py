@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from tests.support.checkpoints import write_llama
+from tests.support.harness import save_random
 from tests.support.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, make_runner, sick
 from torch import Tensor
 
+from headrace import models
 from headrace.backends import make_backend
 from headrace.backends.base import Chunks
 from headrace.backends.graph import LOGITS
@@ -292,3 +294,25 @@ def test_a_small_model_gets_one_thread() -> None:
     backend: Any = make_backend("torch_ref", "cpu", "float32")
     assert backend.num_threads(64 * 2**20 - 1) == 1
     assert backend.num_threads(64 * 2**20) == torch.get_num_threads()
+
+
+def test_a_chunk_without_its_blocks_of_a_kind_fails_alone(tmp_path: Path) -> None:
+    save_random(models.find("gemma3_text").TINY, tmp_path)
+    runner = make_runner(tmp_path, "cpu", max_model_len=100)
+    chunks = [(0, IDS[:7], A), (0, IDS[:7], B), (0, IDS[:7], C)]
+    result = runner.run(batch_of(*chunks, more_tables=[[A, B[:1], [40, *C]]]))
+    assert result.errors == {
+        1: "invalid_chunk: 1 blocks of 4 do not hold 7 positions",
+        2: "invalid_chunk: block ids reach from 10 to 40, the cache has 0 to 39",
+    }
+
+
+def test_a_chunk_without_the_state_it_goes_on_from_fails_alone(tmp_path: Path) -> None:
+    save_random(models.find("qwen3_5_text").TINY, tmp_path)
+    runner = make_runner(tmp_path, "cpu", max_model_len=100)
+    num_slots = runner.program.pool_sizes[-1]
+    chunks = [(0, IDS[:7], A), (4, IDS[4:7], B), (4, IDS[4:7], C)]
+    slots = [(6, 0), (9, 1), (12, 2)]
+    result = runner.run(batch_of(*chunks, state_reads=[-1, -1, num_slots], state_writes=slots))
+    text = "invalid_chunk: the state before position 4 is in slot {}, no slot of the cache"
+    assert result.errors == {1: text.format(-1), 2: text.format(num_slots)}

@@ -63,10 +63,12 @@ class HeadNorm(NamedTuple):
 
 
 class RopeTable(NamedTuple):
-    """Rotary embedding: cos and sin [max_model_len, P] of every position; the first 2 * P numbers of a head turn."""
+    """Rotary embedding: cos and sin [max_model_len, P] of every position; numbers first ... first + 2 * P - 1 of a head
+    turn."""
 
     cos: Array
     sin: Array
+    first: int = 0
 
 
 class Routing(NamedTuple):
@@ -131,6 +133,12 @@ class Ops(RecurrentOps, Protocol):
         """x [R, in] -> [R, out]."""
         ...
 
+    def by_head(self, x: Array, matrices: Sequence[Matrix], tail: int = 0) -> Array:
+        """x [R, heads * (in + tail)] -> [R, heads * (out + tail)], by a matrix [out, in] for each head: of a head's
+        numbers the first `in` are multiplied, and the last `tail` follow the product as they are. Inputs are never
+        quantised. Raises `CheckpointError` where the backend has no kernels for it."""
+        ...
+
     def embedding(self, ids: Array, table: Array, scale: float = 1.0) -> Array:
         """ids [R] and table [V, H] -> [R, H], times `scale` rounded to the model's dtype."""
         ...
@@ -172,7 +180,8 @@ class Ops(RecurrentOps, Protocol):
     ) -> Array:
         """qkv [R, heads] -> queries [R, num_heads * D]; keys and values go to the rows' slots of the cache.
 
-        Queries and keys are first normed (`q_norm`, `k_norm`) and rotated (`rope_table`) in pairs (i, i + P).
+        Queries and keys are first normed (`q_norm`, `k_norm`) and rotated (`rope_table`) in pairs (first + i,
+        first + i + P). There may be no queries: then nothing is returned that may be used.
         """
         ...
 
@@ -237,8 +246,9 @@ class Ops(RecurrentOps, Protocol):
         kind: Activation,
         seen: Array | None = None,
     ) -> Array:
-        """Sum over a row's best experts e, in ascending id, of weight * down[e](gated(gate_up[e](x))). -> [R, H].
-        `seen` [R, H]: what the router sees, where that is not x.
+        """Sum over a row's best experts e, in ascending id, of weight * down[e](gated(gate_up[e](x))) -> [R, H], or of
+        weight * down[e](act(gate_up[e](x))) where the first matrix gives no more than the second takes. `seen`: what
+        the router sees, where that is not x.
 
         Raises `CheckpointError` for a routing or a form of the matrices that the backend has no kernels for.
         """

@@ -69,7 +69,7 @@ class StepRows:
                     slots[at] = table[start // size] * size + start % size
                 else:
                     slots[at:stop] = block_ids[positions // size] * size + positions % size
-                if min(table) < 0:
+                if table[0] < 0:  # freed blocks are the first ones
                     np.maximum(block_ids, 0, out=block_ids)
             at = stop
             blocks_at += needed

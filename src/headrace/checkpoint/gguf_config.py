@@ -14,11 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
-
-from headrace.checkpoint import gguf_recurrent
+from headrace.checkpoint import gguf_latent, gguf_recurrent
 from headrace.checkpoint.gguf_families import FAMILIES
-from headrace.checkpoint.gguf_parts import FLOATS, Part, parts_of
+from headrace.checkpoint.gguf_parts import FLOATS, Part, divisors, parts_of
 from headrace.gguf import GGUF
 
 MAX_LAYERS = 4096
@@ -133,6 +131,9 @@ class _Keys:
 
     def real(self, name: str) -> float | None:
         return self.file.real(self.prefix + name)
+
+    def flag(self, name: str) -> bool | None:
+        return self.file.flag(self.prefix + name)
 
     def refuse(self, name: str, value: object, bound: str) -> NoReturn:
         raise self.file.fault(self.prefix + name, value, bound)
@@ -371,10 +372,31 @@ def _family(keys: _Keys) -> Reading:
     for name, part in parts.items():
         if name.endswith("moe_statics.e_score_correction_bias"):  # the model has a dimension more
             parts[name] = part._replace(shape=(1, part.shape[-1]))
+    if family.model_type == "hy_v3":
+        sparse = [f"model.layers.{i}.mlp.router.gate.weight" in parts for i in range(last)]
+        values["mlp_layer_types"] = ["sparse" if one else "dense" for one in sparse]
+        inner = keys.integer("expert_shared_feed_forward_length")
+        values["num_shared_experts"] = inner // values["moe_intermediate_size"]
     for flag, end in family.flags.items():
         values[flag] = any(name.endswith("." + end) for name in parts)
     turned = keys.optional("rope.dimension_count", values["head_dim"]) or values["head_dim"]
     return Reading(values, parts, turned if family.pairs else 0, family.norm_offset)
+
+
+def _latent(keys: _Keys) -> Reading:
+    latent = gguf_latent.config(keys)
+    values = _decoder(keys, gguf_latent.model_type(keys), head_dim=latent["qk_rope_head_dim"]) | latent
+    values |= {"num_key_value_heads": values["num_attention_heads"]}
+    if values["rope_scaling"] is not None:
+        values["rope_scaling"] |= gguf_latent.rope(keys)
+    values["num_hidden_layers"] -= keys.optional("nextn_predict_layers", values["num_hidden_layers"] - 1, 0) or 0
+    experts = values["n_routed_experts"]
+    parts = parts_of(
+        keys.file, gguf_latent.LAYER, DECODER_ENDS, "model.layers", experts, "mlp.experts", gguf_latent.OF_EXPERT
+    )
+    last = values["num_hidden_layers"]
+    parts = {name: part for name, part in gguf_latent.by_head(parts).items() if _layer_of(name) < last}
+    return Reading(values, parts, reorders=True)
 
 
 def _of_each_layer(keys: _Keys, key: str, num_layers: int) -> list[float]:
@@ -403,16 +425,18 @@ ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gpt2": _gpt2,
+    **dict.fromkeys(gguf_latent.ARCHITECTURES, _latent),
     **dict.fromkeys(FAMILIES, _family),
 }
 
 
-def _decoder(keys: _Keys, model_type: str, epsilon_name: str = "rms_norm_eps") -> dict[str, Any]:
+def _decoder(keys: _Keys, model_type: str, epsilon_name: str = "rms_norm_eps", head_dim: int = 0) -> dict[str, Any]:
+    """`head_dim`: where that is not the file's length of keys, which then need not be that of values."""
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
-    head_dim = keys.optional("attention.key_length") or hidden // heads
+    is_latent, head_dim = head_dim > 0, head_dim or keys.optional("attention.key_length") or hidden // heads
     if head_dim < 1:
         keys.refuse("attention.head_count", heads, f"at most embedding_length, {hidden}")
-    if (keys.optional("attention.value_length") or head_dim) != head_dim:
+    if not is_latent and (keys.optional("attention.value_length") or head_dim) != head_dim:
         keys.refuse("attention.value_length", keys.optional("attention.value_length"), f"{head_dim}, as the keys'")
     epsilon_key = "attention.layer_norm_" + ("rms_epsilon" if epsilon_name == "rms_norm_eps" else "epsilon")
     epsilon = keys.real(epsilon_key)
@@ -447,10 +471,10 @@ def _vocabulary(keys: _Keys) -> dict[str, Any]:
 
 def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
     """`rope_scaling`: from the metadata, or from a tensor with a divisor for each frequency (Llama 3.1)."""
-    same = _divisors(keys, "rope_freqs.weight", turned)
+    same = divisors(keys.file, "rope_freqs.weight", turned)
     if same is not None:
         return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
-    short, long = (_divisors(keys, f"rope_factors_{part}.weight", turned) for part in ("short", "long"))
+    short, long = (divisors(keys.file, f"rope_factors_{part}.weight", turned) for part in ("short", "long"))
     if short is not None and long is not None:
         values: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         values["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length", MAX_CONTEXT)
@@ -472,16 +496,3 @@ def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
         if attention is not None and factor > 1:
             values["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _divisors(keys: _Keys, name: str, turned: int) -> list[float] | None:
-    """A tensor of what each frequency is divided by, or None."""
-    info = keys.file.tensors.get(name)
-    if info is None:
-        return None
-    if info.type != "F32" or info.shape != (turned // 2,):
-        raise keys.file.fault(name, (info.type, info.shape), f"F32 of shape ({turned // 2},)")
-    factors = np.frombuffer(keys.file.data, "<f4", turned // 2, info.start)
-    if not bool(np.all((factors >= 1e-6) & (factors <= 1e6))):
-        raise keys.file.fault(name, factors.tolist(), "from 1e-6 to 1e6 throughout")
-    return [float(factor) for factor in factors]

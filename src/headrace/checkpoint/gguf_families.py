@@ -131,6 +131,29 @@ FAMILIES: dict[str, Family] = {
         pairs=True,
         flags=BIASES,
     ),
+    "chatglm": Family(
+        "glm",
+        ATTENTION | PRE_NORMS | {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"},
+        pairs=True,
+        flags=BIASES,
+    ),
+    "hy_v3": Family(
+        "hy_v3",
+        LLAMA
+        | HEAD_NORMS
+        | {
+            "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b.bias": "mlp.expert_bias",
+            "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+            "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+            "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+        },
+        integers=MIXTURE | {"num_experts_per_tok": "expert_used_count"},
+        reals={"router_scaling_factor": "expert_weights_scale"},
+        flags=BIASES,
+        expert_root="mlp.experts",
+        num_experts="num_experts",
+    ),
     "glm4moe": Family(
         "glm4_moe",
         ATTENTION

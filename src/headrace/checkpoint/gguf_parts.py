@@ -96,3 +96,16 @@ def float_rows(raw: NDArray[np.uint8], kind: str) -> NDArray[Any]:
     raw = np.ascontiguousarray(raw)
     # An alignment below the element's size is legal, but the kernels read whole numbers.
     return (raw.copy() if raw.ctypes.data % VIEWS[kind].itemsize else raw).view(VIEWS[kind])
+
+
+def divisors(file: GGUF, name: str, turned: int) -> list[float] | None:
+    """A tensor of what each frequency is divided by, or None."""
+    info = file.tensors.get(name)
+    if info is None:
+        return None
+    if info.type != "F32" or info.shape != (turned // 2,):
+        raise file.fault(name, (info.type, info.shape), f"F32 of shape ({turned // 2},)")
+    factors = np.frombuffer(file.data, "<f4", turned // 2, info.start)
+    if not bool(np.all((factors >= 1e-6) & (factors <= 1e6))):
+        raise file.fault(name, factors.tolist(), "from 1e-6 to 1e6 throughout")
+    return [float(factor) for factor in factors]

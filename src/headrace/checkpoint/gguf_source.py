@@ -23,6 +23,7 @@ from headrace.checkpoint.quantising import QuantisingReader
 from headrace.checkpoint.reader import Progress, ResidentBytes
 from headrace.gguf import GGUF
 from headrace.models.rope import pair_order
+from headrace.models.weights import ByHead
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.arrays import blocks_of, cast, floats, type_name
@@ -120,6 +121,19 @@ class Rows:
         return self.raw[first:last] if self.order is None else self.raw[self.order[first:last]]
 
 
+class Transposed(Rows):
+    """Columns of a small part of the file as rows of floats."""
+
+    def __init__(self, file: GGUFFile, part: Part) -> None:
+        super().__init__(file, part)
+        whole = super().read(0, self.num_out)
+        self.numbers = np.ascontiguousarray(whole.dequantize().T)
+        self.kind, self.num_out, self.num_in = "F32", *self.numbers.shape
+
+    def read(self, first: int, last: int) -> QWeight:
+        return QWeight(self.numbers[first:last])
+
+
 class GGUFFile:
     """A mapped file, of which little is in memory at a time."""
 
@@ -212,6 +226,20 @@ class GGUFWeights(QuantisingReader["Rows"]):
     def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> Rows:
         # The file has every matrix as [out, in], so `transposed` changes nothing.
         return Rows(self._file, self._part(f"{name}.weight", (num_out, num_in)), self._order(name, num_out))
+
+    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        names = [ByHead.names(name, head) for head in range(num_heads)]
+        if not self.has(names[0][0] + ".weight"):
+            return super().by_head(name, num_in, num_heads, turned, straight)
+        # Files of today have the two apart, and the one transposed.
+        return ByHead(
+            [self.linear([first], turned, [num_in]) for first, _ in names],
+            [self.linear([second], num_in, [straight]) for _, second in names],
+        )
+
+    def _piece(self, layer: Rows, first: int, last: int, transposed: bool) -> Rows:
+        part = layer.part._replace(first=layer.part.first + first, shape=(last - first, layer.num_in))
+        return Transposed(self._file, part) if transposed else Rows(self._file, part)
 
     def _ordered(self, layer: Rows, order: NDArray[np.int64]) -> Rows:
         # Else the file's converter put the rows in the model's order, or `_order` does.

@@ -23,7 +23,7 @@ from headrace.models.weights import SplitWeights
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import rtn
 from headrace.quant.arrays import PLAIN, bits_of, cast, floats, joined, type_name
-from headrace.quant.base import QWeight, Stacked, concatenated, find_format
+from headrace.quant.base import QWeight, SplitWeight, Stacked, concatenated, find_format
 from headrace.quant.fit import Fit, fit_of, fitted
 from headrace.quant.placements import Placements
 from headrace.quant.schemes import Quantization, Scheme
@@ -169,6 +169,13 @@ class SafetensorsWeights(QuantisingReader[QWeight], SplitWeights):
             layer = QWeight(layer.codes.T)
         verify_shape(f"{name}.weight", layer.shape, (num_out, num_in))
         return layer
+
+    def _piece(self, layer: QWeight, first: int, last: int, transposed: bool) -> QWeight:
+        piece = layer.rows(first, last)
+        # An order of the inputs and outliers are those of the whole layer, which kernels for heads do not have.
+        if piece.scales is not None and (transposed or piece.permutation is not None or isinstance(piece, SplitWeight)):
+            piece = QWeight(piece.dequantize())
+        return QWeight(piece.codes.T) if transposed else piece
 
     def _ordered(self, layer: QWeight, order: NDArray[np.int64]) -> QWeight:
         return layer.ordered(order)

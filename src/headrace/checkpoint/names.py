@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 TOWER = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|audio_tower|audio_model|multi_modal_projector"
-    r"|mm_projector|embed_vision|embed_audio|patch_merger)\..*"
+    r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_adapter|vision_projection|audio_tower|audio_model"
+    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|patch_merger)\..*"
 )
 EXPERTS = re.compile(r"(.+\.experts)\.(\w+_proj)(_bias)?")
 GRANITE = {

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.mapped import MappedFile, stacked_name, verify_shape
 from headrace.checkpoint.packing import Origin, Packable, PackedBackend
 from headrace.checkpoint.reader import Progress, Reader
+from headrace.models.weights import ByHead
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import METHOD, Scheme, native_flag, scheme_of_flag
 
@@ -239,9 +240,6 @@ class PackedWeights(Reader):
     def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
         return self._backend.constant(self.numbers(name, shape), is_weight=True)
 
-    def number(self, name: str, shape: tuple[int, ...]) -> float:
-        return float(self.numbers(name, shape).reshape(-1)[0])
-
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         values = self._packed.tensors.get(name)
         if values is None:
@@ -280,6 +278,13 @@ class PackedWeights(Reader):
             matrices.append(self._backend.ops.packed(matrix))
             begin = end
         return matrices[0] if len(matrices) == 1 else self._backend.ops.stacked(stacked_name(names), matrices)
+
+    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        names = [ByHead.names(name, head) for head in range(num_heads)]
+        return ByHead(
+            [self.linear([first], turned, [num_in]) for first, _ in names],
+            [self.linear([second], num_in, [straight]) for _, second in names],
+        )
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Any, Any]:
         first, last = f"{embedding}.weight", f"{head}.weight"

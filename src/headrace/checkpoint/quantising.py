@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.mapped import stacked_name
 from headrace.checkpoint.packing import mixes
 from headrace.checkpoint.reader import Progress, Reader
+from headrace.models.weights import ByHead
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.arrays import floats
 from headrace.quant.schemes import NAMES, Quantization, Scheme, parse
@@ -74,9 +75,6 @@ class QuantisingReader(Reader, Generic[P]):
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
         return self._backend.constant(self._kept(name, shape), is_weight=True)
 
-    def number(self, name: str, shape: tuple[int, ...]) -> float:
-        return float(self.numbers(name, shape).reshape(-1)[0])
-
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         return np.array(floats(self._kept(name, shape)), np.float32)
 
@@ -104,6 +102,18 @@ class QuantisingReader(Reader, Generic[P]):
         biases = self._biases(names, num_outs, orders) if bias else None
         return self._matrix(names, layers, self._scheme(plain), biases, plain)
 
+    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        """As `Weights.by_head`. What is transposed can not keep codes, whose scales go along the other side."""
+        each = turned + straight
+        layer = self._layer(name, num_heads * each, num_in, False)
+        matrices = ByHead([], [])
+        for head in range(num_heads):
+            first, middle, last = head * each, head * each + turned, (head + 1) * each
+            pieces = self._piece(layer, first, middle, True), self._piece(layer, middle, last, False)
+            for part, of_head, piece in zip(matrices, ByHead.names(name, head), pieces, strict=True):
+                part.append(self._matrix([of_head], [piece], self._scheme(), None, plain=False))
+        return matrices
+
     def finish(self) -> None:
         """Raise `CheckpointError` if the file has tensors that the model did not take and that are not spare."""
         names = [name for name in self._not_taken() if not self._is_spare(name)]
@@ -114,6 +124,11 @@ class QuantisingReader(Reader, Generic[P]):
     @abstractmethod
     def _layer(self, name: str, num_out: int, num_in: int, transposed: bool) -> P:
         """The weight of one linear layer [num_out, num_in]."""
+        ...
+
+    @abstractmethod
+    def _piece(self, layer: P, first: int, last: int, transposed: bool) -> P:
+        """Outputs first ... last - 1 of the layer; transposed: as floats [num_in, last - first]."""
         ...
 
     @abstractmethod

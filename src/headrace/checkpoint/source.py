@@ -60,10 +60,11 @@ def with_weights(
     return model
 
 
-def prediction_layers(values: dict[str, Any]) -> re.Pattern[str] | None:
-    """A pattern for tensors of the layers for multi-token prediction of a config.json, which only a drafter reads."""
+def prediction_layers(values: dict[str, Any]) -> re.Pattern[str]:
+    """A pattern for tensors of the layers for multi-token prediction of a config.json, which only a drafter reads.
+    Those of Qwen's checkpoints have a root of their own, and not each config speaks of them."""
     first, num = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
     if type(first) is not int or type(num) is not int or not 0 < num <= MAX_PREDICTION_LAYERS:
-        return None
+        return re.compile(r"mtp\..*")
     layers = "|".join(str(layer) for layer in range(first, first + num))
     return re.compile(rf"model\.(mtp_\w+\.\d+|layers\.({layers}))\..*|mtp\..*")

@@ -51,7 +51,7 @@ LAYOUTS = (
         "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
         state_first=True, feeds_normed=True,
     ),
-    # Qwen3-Next
+    # Qwen3-Next, Qwen3.5 and 3.6
     Layout(
         "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", block="layers.0.", feeds_normed=True
     ),

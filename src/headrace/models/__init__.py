@@ -19,7 +19,7 @@ from headrace.protocol.kinds import CacheKind
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
 
-NOT_MODELS = {"config", "decoder", "gemma4_layers", "mamba", "recurrent", "rope", "weights"}
+NOT_MODELS = {"config", "decoder", "gemma4_layers", "mamba", "mla", "recurrent", "rope", "weights"}
 
 
 class Model(Protocol):
@@ -40,7 +40,7 @@ class Model(Protocol):
     feature_size: int = 0
     """Width of `Rows.features`, which drafters take beside token ids; 0 for models that are no drafters."""
     layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]
-    """x [R, H] -> x [R, H] each; layer i owns cache i."""
+    """x [R, H] -> x [R, H] each; layer i owns cache i, or of models with layers that keep nothing the next one."""
 
     def enter(self, rows: Rows) -> Array:
         """Rows -> what the first layer takes [R, H]."""

@@ -31,13 +31,23 @@ TINY = {
 
 
 class GatedAttention(Attention):
-    """Attention whose heads are multiplied by sigmoids of the layer's input."""
+    """Attention whose heads are multiplied by sigmoids of the layer's input. `rotates`: None for those with windows."""
 
-    def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        name: str,
+        layer_id: int,
+        *,
+        rotates: bool | None = None,
+        qk_norm_offset: float | None = 0.0,
+        scale: float | None = None,
+    ) -> None:
         bias, window = decoder.config.flag("attention_bias", False), decoder.window(layer_id)
         super().__init__(
             decoder, name, layer_id,
-            qkv_bias=bias, out_bias=bias, qk_norm_offset=0.0, window=window, rotates=window is not None,
+            qkv_bias=bias, out_bias=bias, qk_norm_offset=qk_norm_offset, window=window, scale=scale,
+            rotates=window is not None if rotates is None else rotates,
         )  # fmt: skip
         width = decoder.num_heads * decoder.head_dim
         self.gate = decoder.weights.linear([f"{name}.gate_proj"], decoder.hidden_size, [width])
@@ -72,6 +82,7 @@ class Layer(gemma2.Layer):
 
 class Model(Decoder):
     Layer = Layer
+    default_eps = 1e-5
     default_head_dim = 128
     default_window = 1024
 

@@ -41,7 +41,7 @@ class BentMLP(MLP):
         self.positive, self.negative = softplus(alpha_p), self.beta + softplus(alpha_n)
         if "xielu_beta" not in decoder.config.values:
             # A bound just below zero for exp's argument, which changes nothing that float32 can tell.
-            decoder.weights.number(f"{name}.act_fn.eps", ())
+            decoder.weights.numbers(f"{name}.act_fn.eps", ())
 
     def bend(self, x: Array) -> Array:
         return self.ops.xielu(x, self.positive, self.negative, self.beta)
@@ -51,7 +51,7 @@ def number_of(decoder: Decoder, name: str, layer_id: int, part: str) -> float:
     """A number of the activation: a tensor, or of a list in the config that a GGUF file's metadata became."""
     listed = decoder.config.values.get(f"xielu_{part}")
     if listed is None:
-        return decoder.weights.number(f"{name}.{part}", () if part == "beta" else (1,))
+        return float(decoder.weights.numbers(f"{name}.{part}", () if part == "beta" else (1,)).item())
     if not isinstance(listed, list) or len(listed) != decoder.num_layers:
         raise CheckpointError(f"config.json: xielu_{part} must be a list of {decoder.num_layers} numbers")
     return ModelConfig({"number": listed[layer_id]}).number("number", low=-1e30)

@@ -176,12 +176,17 @@ class GatedMLP:
 
 
 class MLP:
-    """down(act(up(x))). `parts` are the last names of both layers."""
+    """down(act(up(x))). `parts` are the last names of both layers. `inner`: as `GatedMLP` has it."""
 
     def __init__(
-        self, decoder: Decoder, name: str, bias: bool = False, parts: tuple[str, str] = ("up_proj", "down_proj")
+        self,
+        decoder: Decoder,
+        name: str,
+        bias: bool = False,
+        parts: tuple[str, str] = ("up_proj", "down_proj"),
+        inner: int = 0,
     ) -> None:
-        weights, hidden, inner = decoder.weights, decoder.hidden_size, decoder.intermediate_size
+        weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
         self.up = weights.linear([f"{name}.{parts[0]}"], hidden, [inner], bias=bias)
         self.down = weights.linear([f"{name}.{parts[1]}"], inner, [hidden], bias=bias)
         self.ops, self.kind = decoder.ops, decoder.activation
@@ -195,7 +200,8 @@ class MLP:
 
 class Experts:
     """The mixture of a layer: `routing` chooses `num` experts of width `inner` by the router `router`. `parts` are the
-    last names of an expert's gate, up and down."""
+    last names of an expert's gate, up and down, or of up and down where they have no gate. `outer`: the width of what
+    experts take and give, where it is not that of the model's rows."""
 
     def __init__(
         self,
@@ -206,19 +212,21 @@ class Experts:
         routing: Routing,
         *,
         router: str = "gate",
-        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+        outer: int = 0,
     ) -> None:
-        weights, hidden = decoder.weights, decoder.hidden_size
+        weights, outer = decoder.weights, outer or decoder.hidden_size
         self.ops, self.kind, self.routing = decoder.ops, decoder.activation, routing
         if routing.top_k > num:
             raise CheckpointError(f"config.json: num_experts_per_tok is {routing.top_k}, expected at most {num}")
-        self.router = weights.linear([f"{name}.{router}"], hidden, [num], plain=True)
-        gate, up, down = parts
+        self.router = weights.linear([f"{name}.{router}"], decoder.hidden_size, [num], plain=True)
+        *first, down = parts
         names = [f"{name}.experts.{e}" for e in range(num)]
         self.gate_up = [
-            stacked(weights, [f"{n}.{gate}", f"{n}.{up}"], "gate_up_proj", hidden, [inner, inner]) for n in names
+            stacked(weights, [f"{n}.{part}" for part in first], "gate_up_proj", outer, [inner] * len(first))
+            for n in names
         ]
-        self.down = [weights.linear([f"{n}.{down}"], inner, [hidden]) for n in names]
+        self.down = [weights.linear([f"{n}.{down}"], inner, [outer]) for n in names]
 
     def __call__(self, x: Array, seen: Array | None = None) -> Array:
         """`seen`: what the router sees, where that is not x."""
@@ -250,7 +258,10 @@ class Decoder(Model):
     default_rotary_factor = 1.0
     default_eps = 1e-6
     eps_key = "rms_norm_eps"
+    table = "embed_tokens"
     final_norm = "norm"
+    roots: tuple[str, ...] = ("model.",)
+    """What the names of all tensors but the head's may begin with."""
     default_window: int | None = 4096
     default_head_dim: int | None = None
     has_mlp = True
@@ -260,9 +271,9 @@ class Decoder(Model):
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         self.measure(config, weights, ops, max_model_len)
-        root = "model." if weights.has_prefix("model.") else ""
+        root = next((root for root in self.roots if weights.has_prefix(root)), "")
         self.embedding, self.head = weights.ends(
-            f"{root}embed_tokens", "lm_head", (self.vocab_size, self.hidden_size),
+            f"{root}{self.table}", "lm_head", (self.vocab_size, self.hidden_size),
             tied=config.flag("tie_word_embeddings", self.default_tied),
         )  # fmt: skip
         self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
@@ -358,7 +369,7 @@ class PreNormLayer:
         self.mlp_norm = decoder.make_norm(f"{name}.post_attention_layernorm")
         self.mlp = self.make_mlp(decoder, name)
 
-    def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
+    def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> DecoderLayer:
         return Attention(decoder, name, layer_id)
 
     def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:

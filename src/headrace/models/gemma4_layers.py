@@ -135,7 +135,7 @@ class Layer:
             self.gate = weights.linear([f"{name}.per_layer_input_gate"], hidden, [width])
             self.project = weights.linear([f"{name}.per_layer_projection"], width, [hidden])
             self.extra_norm = norm(f"{name}.post_per_layer_input_norm")
-        self.scalar = weights.number(f"{name}.layer_scalar", (1,))
+        self.scalar = float(weights.numbers(f"{name}.layer_scalar", (1,)).item())
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache], extra: Array | None = None) -> Array:
         before, after, mlp_norm = self.norms

@@ -39,6 +39,23 @@ TINY = {
 }
 
 
+def sigmoid_routing(
+    decoder: Decoder, name: str, num: int, top_k: int = 8, groups: tuple[int, int] = (1, 1), scale: float = 1.0
+) -> Routing:
+    """Scores are sigmoids; a bias is added to them for the choice, first of groups by their two best, then of experts.
+    `top_k`, `groups` and `scale` are those of a config that does not say them."""
+    config = decoder.config
+    num_groups, chosen = config.integer("n_group", groups[0]), config.integer("topk_group", groups[1])
+    return Routing(
+        config.integer("num_experts_per_tok", top_k),
+        "sigmoid",
+        bias=decoder.weights.tensor(f"{name}.gate.e_score_correction_bias", (num,)),
+        groups=(num_groups, chosen, 2) if num_groups > 1 else None,
+        renormalise=config.flag("norm_topk_prob", True),
+        scale=config.number("routed_scaling_factor", scale),
+    )
+
+
 class Layer(PreNormLayer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         config = decoder.config
@@ -48,24 +65,16 @@ class Layer(PreNormLayer):
         )  # fmt: skip
 
     def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        """Scores are sigmoids; a bias is added to them for the choice, first of groups, then of experts."""
         config, layer_id, name = decoder.config, int(name.rpartition(".")[2]), f"{name}.mlp"
         if layer_id < config.integer("first_k_dense_replace", 1, low=0):
             return GatedMLP(decoder, name)
         num, inner = config.integer("n_routed_experts", 128, high=MAX_EXPERTS), config.integer("moe_intermediate_size")
-        groups = config.integer("n_group", 1), config.integer("topk_group", 1), 2
-        routing = Routing(
-            config.integer("num_experts_per_tok", 8),
-            "sigmoid",
-            bias=decoder.weights.tensor(f"{name}.gate.e_score_correction_bias", (num,)),
-            groups=groups if groups[0] > 1 else None,
-            renormalise=config.flag("norm_topk_prob", True),
-            scale=config.number("routed_scaling_factor", 1.0),
-        )
+        routing = sigmoid_routing(decoder, name, num)
         shared = GatedMLP(decoder, f"{name}.shared_experts", inner=config.integer("n_shared_experts", 1) * inner)
         return SharedExperts(Experts(decoder, name, num, inner, routing), shared)
 
 
 class Model(Decoder):
     Layer = Layer
+    default_eps = 1e-5
     default_rotary_factor = 0.5

@@ -44,3 +44,4 @@ class Layer(PreNormLayer):
 
 class Model(Decoder):
     Layer = Layer
+    default_eps = 1e-5

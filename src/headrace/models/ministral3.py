@@ -31,14 +31,18 @@ def query_scale(decoder: Decoder, factors: np.ndarray[tuple[int], np.dtype[np.fl
     return decoder.weights.constant_table(factors.astype(np.float32)[:, None])
 
 
+def position_scale(decoder: Decoder) -> Array:
+    """The factors of queries: the logarithm's argument grows by one with each length of the pretraining."""
+    rope = decoder.global_rope(decoder.config)
+    length = rope.integer("original_max_position_embeddings", decoder.config.integer("max_position_embeddings"))
+    times = np.arange(decoder.max_model_len) // length
+    return query_scale(decoder, 1 + rope.number("llama_4_scaling_beta", 0.0) * np.log(1 + times))
+
+
 class Layer(mistral.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
-        rope = decoder.config.rope
-        # The logarithm's argument grows by one with each length of the pretraining.
-        length = rope.integer("original_max_position_embeddings", decoder.config.integer("max_position_embeddings"))
-        times = np.arange(decoder.max_model_len) // length
-        scale = query_scale(decoder, 1 + rope.number("llama_4_scaling_beta", 0.0) * np.log(1 + times))
-        return Attention(decoder, name, layer_id, window=decoder.window(layer_id), query_scale=scale)
+        window = decoder.window(layer_id)
+        return Attention(decoder, name, layer_id, window=window, query_scale=position_scale(decoder))
 
 
 class Model(mistral.Model):

@@ -46,11 +46,11 @@ def make_rope_table(
     return RopeTable((np.cos(wide) * magnitude).astype(np.float32), (np.sin(wide) * magnitude).astype(np.float32))
 
 
-def pair_order(num_rows: int, head_dim: int, turned: int) -> NDArray[np.int64]:
-    """Return for each row of q or k its place in a checkpoint where `turned` rows of each head lie in pairs that turn
-    together, (2i, 2i + 1); for the operators they are i and i + turned / 2."""
+def pair_order(num_rows: int, head_dim: int, turned: int, first: int = 0) -> NDArray[np.int64]:
+    """Return for each row of q or k its place in a checkpoint where `turned` rows of each head, from `first` on, lie in
+    pairs that turn together, (2i, 2i + 1); for the operators they are i and i + turned / 2."""
     within_head = np.arange(head_dim)
-    within_head[:turned] = np.arange(turned).reshape(turned // 2, 2).T.ravel()
+    within_head[first : first + turned] = first + np.arange(turned).reshape(turned // 2, 2).T.ravel()
     order: NDArray[np.int64] = (np.arange(0, num_rows, head_dim)[:, None] + within_head).ravel()
     return order
 
@@ -129,6 +129,11 @@ def _llama3(rope: ModelConfig, base: float, dim: int, max_positions: int, max_mo
     return (frequencies * share + frequencies / factor * (1 - share)).astype(np.float32), 1.0
 
 
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's magnitude of what is stretched by `factor`, section 3.4."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
     """YaRN (Peng et al. 2023), sections 3.2 to 3.4."""
     original = rope.integer("original_max_position_embeddings", max_positions)
@@ -145,11 +150,8 @@ def _yarn(rope: ModelConfig, base: float, dim: int, max_positions: int, max_mode
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
     frequencies = _frequencies(base, dim)
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     one, all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
-    magnitude = mscale(one) / mscale(all_dim) if one and all_dim else mscale(1.0)
+    magnitude = mscale(factor, one) / mscale(factor, all_dim) if one and all_dim else mscale(factor, 1.0)
     return (frequencies / factor * ramp + frequencies * (1 - ramp)).astype(np.float32), rope.number(
         "attention_factor", magnitude
     )

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from headrace.backends.base import Array, Matrix
+
+
+class ByHead(NamedTuple):
+    """Two matrices for each head, as `Weights.by_head` gives them."""
+
+    turned: list[Matrix]
+    straight: list[Matrix]
+
+    @staticmethod
+    def names(name: str, head: int) -> tuple[str, str]:
+        """What the matrices of a head are called."""
+        return f"{name}.k.{head}", f"{name}.v.{head}"
 
 
 class Weights(Protocol):
@@ -49,11 +61,6 @@ class Weights(Protocol):
         ...
 
     @abstractmethod
-    def number(self, name: str, shape: tuple[int, ...]) -> float:
-        """A tensor of one number."""
-        ...
-
-    @abstractmethod
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """A small tensor as float32, to compute a constant from."""
         ...
@@ -80,6 +87,12 @@ class Weights(Protocol):
         transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
         orders: for each layer None, or if it is stored in another order: for each output its place in the checkpoint.
         """
+        ...
+
+    @abstractmethod
+    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        """The linear layer `name`, whose outputs are for each head `turned` numbers and then `straight` ones, as two
+        matrices a head: the transposed weights [num_in, turned] of the first, and [straight, num_in] of the others."""
         ...
 
     @abstractmethod

@@ -158,17 +158,17 @@ class Runner:
                 f"token ids reach from {min(token_ids)} to {max(token_ids)}, "
                 f"the model has 0 to {program.vocab_size - 1}"
             )
-        if len(batch.block_tables[chunk_id]) * program.block_size < start + length:
-            return f"{len(table)} blocks of {program.block_size} do not hold {start + length} positions"
-        tables = [table, *(more[chunk_id] for more in batch.more_tables)]
-        for kind, table, size in zip(program.kinds, tables, program.pool_sizes, strict=False):
+        tables = [batch.block_tables[chunk_id], *[more[chunk_id] for more in batch.more_tables]]
+        if (shortest := min(map(len, tables))) * program.block_size < start + length:
+            return f"{shortest} blocks of {program.block_size} do not hold {start + length} positions"
+        tables[0] = table
+        for kind, seen, size in zip(program.kinds, tables, program.pool_sizes, strict=False):
             # Blocks behind the window of the first row are not read.
-            behind = max(0, start + 1 - kind.window) // program.block_size if kind.window else 0
-            seen = table[behind:]
-            if len(table) * program.block_size < start + length or not 0 <= min(seen) <= max(seen) < size:
+            seen = seen[max(0, start + 1 - kind.window) // program.block_size :] if kind.window else seen
+            if not 0 <= min(seen) <= max(seen) < size:
                 return f"block ids reach from {min(seen)} to {max(seen)}, the cache has 0 to {size - 1}"
-        if batch.state_reads and not -1 <= batch.state_reads[chunk_id] < program.pool_sizes[-1]:
-            return f"the state is read from slot {batch.state_reads[chunk_id]} of {program.pool_sizes[-1]}"
+        if batch.state_reads and not (-1 if start == 0 else 0) <= batch.state_reads[chunk_id] < program.pool_sizes[-1]:
+            return f"the state before position {start} is in slot {batch.state_reads[chunk_id]}, no slot of the cache"
         return ""
 
     def _compute_what_fits(

@@ -67,7 +67,7 @@ class Cpu:
     def layouts(self) -> dict[str, str]:
         """Return the name of each format's layout: a packed file with other names does not fit."""
         native = require_native()
-        return {kind: native.layout(kind) for kind in ("i2", "i3", "i4", "i6", "i8", "f8", "k", "f")}
+        return {kind: native.layout(kind) for kind in ("i2", "i3", "i4", "i5", "i6", "i8", "f8", "k", "f")}
 
     def packed_bytes(self, scheme: Scheme, num_out: int, num_in: int) -> int:
         group = scheme.group or ACT_GROUP

@@ -34,6 +34,8 @@ class Recording(Protocol):
 
     def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool: ...
 
+    def activation(self, x: Value, kind: Activation) -> Value: ...
+
     def gated(self, x: Value, kind: Activation) -> Value: ...
 
     def permuted(self, x: Value, columns: NDArray[np.int32], begin: NDArray[np.int32], count: int) -> Value: ...
@@ -79,7 +81,8 @@ class Experts:
         fields |= {"num_experts": self.num_experts, "rows": rows, "places": places, "pair_weights": pair_weights}
         graph.put("moe_group", x.dim, None, fields)
         gathered = self._gather(x, rows, pair_weights, gate_up)
-        y = self._each(self.ops.gated(self._each(gathered, gate_up), kind), down)
+        bend = self.ops.activation if gate_up[0].num_out == down[0].num_in else self.ops.gated
+        y = self._each(bend(self._each(gathered, gate_up), kind), down)
         out = graph.value(y.width, x.dim)
         fields = {"places": graph.touch(places), "top_k": top_k, "x": graph.read(y), "ld_x": y.ld, "width": y.width}
         fields |= {"weights": None if routing.scale_input else graph.touch(pair_weights)}

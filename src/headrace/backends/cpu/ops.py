@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
 from headrace.backends.cpu.codes import Quantised, quantised
 from headrace.backends.cpu.experts import Experts
+from headrace.backends.cpu.heads import by_head
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix, parts_of
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.cpu.products import FLOAT_KINDS, KINDS, NO_Q, NO_RESIDUAL, Pair, product
@@ -202,10 +203,14 @@ class CpuOps:
         parts = [part for matrix in matrices for part in parts_of(matrix)]
         return any(part.kind in FLOAT_KINDS or part in self.wide for part in parts)
 
+    def by_head(self, x: Value, matrices: Sequence[Matrix], tail: int = 0) -> Value:
+        return by_head(self.graph, x, [cpu_matrix(matrix) for matrix in matrices], tail)
+
     def rope(self, x: Value, num_heads: int, head_dim: int, rows: StepRows, rope_table: RopeTable) -> Value:
         """A record of `rope_store` without keys and values, which turns what it takes for queries."""
         fields = {"x": self.graph.read(x), "ld_x": x.ld, "heads": num_heads, "kv_heads": 0, "head_dim": head_dim}
         fields |= {"cos": rope_table.cos, "sin": rope_table.sin, "pairs": rope_table.cos.shape[1]}
+        fields["first"] = rope_table.first
         fields |= {"positions": rows.positions, "slots": rows.slots[0], "eps": 0.0, "offset": 0.0, "kv_type": 0}
         pointers = ("q_norm", "k_norm", "copy_begin", "copy_slots", "k", "v", "k_scale", "v_scale", "k_mean")
         self.graph.put("rope_store", x.dim, None, fields | {"value_dim": 0} | dict.fromkeys(pointers))
@@ -236,6 +241,7 @@ class CpuOps:
             "cos": None if rope_table is None else rope_table.cos,
             "sin": None if rope_table is None else rope_table.sin,
             "pairs": 0 if rope_table is None else rope_table.cos.shape[1],
+            "first": 0 if rope_table is None else rope_table.first,
             "positions": rows.positions,
             "slots": rows.slots[cache.kind],
             "copy_begin": rows.copy_begin,

@@ -212,7 +212,9 @@ def _rope_store(view: View) -> Expected:
     heads = Heads(view["heads"], view["kv_heads"], view["head_dim"], view["value_dim"])
     num_values = 0 if view["v"] is None else heads.num_kv_heads * heads.value_size
     qkv = view.rows((heads.num_heads + heads.num_kv_heads) * heads.head_dim + num_values)
-    rope_table = RopeTable(torch.from_numpy(view["cos"]), torch.from_numpy(view["sin"])) if view["pairs"] else None
+    rope_table = None
+    if view["pairs"]:
+        rope_table = RopeTable(torch.from_numpy(view["cos"]), torch.from_numpy(view["sin"]), view["first"])
     norms = [view.constant(name) for name in ("q_norm", "k_norm")]
     q_norm, k_norm = (None if w is None else HeadNorm(w, view["eps"], view["offset"]) for w in norms)
     # A cache with a slot for each row, in its order.
@@ -285,6 +287,8 @@ def _linear(view: View) -> Expected:
 def _linear_each(view: View) -> Expected:
     """What the table's products write. Rows of experts without an entry keep what they have."""
     _, op, calls = view["args"]
+    if view["begin"] is None:
+        return _by_head(view, op, calls)
     first = view.node.fields["args"][2][0]
     whole = View(view.tape, Node(op, 0, first, view.node.index), view.num_rows, view.sizes)
     out = whole.rows(first["num_out"], "out", "ld_out")
@@ -294,6 +298,30 @@ def _linear_each(view: View) -> Expected:
             part = View(view.tape, Node(op, 0, call, view.node.index), end, view.sizes)
             out[begin:end] = _linear(part)["out"][begin:end]
     view.node = whole.node  # where the results lie
+    return {"out": out}
+
+
+def _by_head(view: View, op: str, calls: list[dict[str, Any]]) -> Expected:
+    """Products of all rows, in columns of their own; those between them keep what they have."""
+    places = [call["out"][2] if isinstance(call["out"], tuple) else 0 for call in calls]
+    whole = {"out": calls[0]["out"][1] if isinstance(calls[0]["out"], tuple) else calls[0]["out"]}
+    nodes = [Node(op, 0, call, view.node.index) for call in calls]
+    view.node = Node(op, 0, calls[0] | whole, view.node.index)
+    out = view.rows(max(places) + calls[0]["num_out"], "out", "ld_out")
+    for place, node in zip(places, nodes, strict=True):
+        y = _linear(View(view.tape, node, view.num_rows, view.sizes))["out"]
+        out[:, place : place + y.shape[1]] = y
+    return {"out": out}
+
+
+def _spread(view: View) -> Expected:
+    """The pieces in their columns. Between them nothing is written yet, and zeros can be compared."""
+    heads, width, steps = view["heads"], view["width"], (view["step_x"], view["step_out"])
+    x, last = view.rows((heads - 1) * steps[0] + width), (heads - 1) * steps[1] + width
+    view.array("out", np.float32, view.num_rows, view["ld_out"])[:, :last] = 0
+    out = torch.zeros(view.num_rows, last)
+    for head in range(heads):
+        out[:, head * steps[1] :][:, :width] = x[:, head * steps[0] :][:, :width]
     return {"out": out}
 
 
@@ -441,6 +469,7 @@ REFERENCE: dict[str, Callable[[View], Expected]] = {
     "rope_store": _rope_store,
     "attention": _attention,
     "linear_i4": _linear,
+    "linear_i5": _linear,
     "linear_i6": _linear,
     "linear_i8": _linear,
     "linear_k": _linear,
@@ -464,4 +493,5 @@ REFERENCE: dict[str, Callable[[View], Expected]] = {
     "delta": _delta,
     "scan": _scan,
     "softplus": _softplus,
+    "spread": _spread,
 }

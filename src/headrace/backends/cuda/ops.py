@@ -105,6 +105,9 @@ class CudaOps:
             out.node.row_ops = 2 * weights.num_in * weights.num_out
         return out
 
+    def by_head(self, x: Value, matrices: Sequence[Matrix], tail: int = 0) -> Value:
+        raise CheckpointError("backend cuda has no kernels for products by head; use cpu or torch_ref")
+
     def rope(self, x: Value, num_heads: int, head_dim: int, rows: StepRows, rope_table: RopeTable) -> Value:
         raise CheckpointError("backend cuda has no kernels for rope beside the cache; use cpu or torch_ref")
 
@@ -154,6 +157,8 @@ class CudaOps:
         kind: Activation,
         seen: Value | None = None,
     ) -> Value:
+        if gate_up[0].num_out == down[0].num_in:
+            raise CheckpointError("backend cuda has no kernels for experts without a gate; use cpu or torch_ref")
         if routing != Routing(routing.top_k, renormalise=routing.renormalise):
             raise CheckpointError(f"backend cuda has no kernels for experts chosen by {routing}; use cpu or torch_ref")
         logits = self.linear(seen or x, router)

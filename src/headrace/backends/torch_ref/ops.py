@@ -146,6 +146,14 @@ class RefOps:
             a = F.pad(a, (0, matrix.data.shape[0] - matrix.num_in))
         return products(a.unsqueeze(1), matrix.data.expand(a.shape[0], -1, -1)).squeeze(1)[:, : matrix.num_out]
 
+    def by_head(self, x: Tensor, matrices: Sequence[Matrix], tail: int = 0) -> Tensor:
+        heads = x.reshape(len(x), len(matrices), -1)
+        width = heads.shape[2] - tail
+        parts = []
+        for head, matrix in enumerate(matrices):
+            parts += [self.linear(heads[:, head, :width], matrix), heads[:, head, width:]]
+        return torch.cat(parts, dim=1)
+
     def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         x = table.index_select(0, ids)
         # The factor is rounded to the model's dtype, as in training.
@@ -179,20 +187,24 @@ class RefOps:
         pieces = x[:, first:last].reshape(len(x), num, -1)
         return torch.cat([x[:, :first], self.rms_norm(pieces, *norm).flatten(1), x[:, last:]], dim=1)
 
-    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turn the first 2 * P of D numbers in each head: x [R, heads, D], cos and sin [R, P]; pairs are (i, i + P)."""
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
+        """Turn 2 * P of D numbers in each head, from `first` on: x [R, heads, D], cos and sin [R, P]; pairs are
+        (first + i, first + i + P)."""
         half = cos.shape[-1]
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        left, right = x[..., :half].float(), x[..., half : 2 * half].float()
-        parts = [left * cos - right * sin, right * cos + left * sin]
-        if 2 * half < x.shape[-1]:
-            parts.append(x[..., 2 * half :].float())
+        sizes = [first, half, half, x.shape[-1] - first - 2 * half]
+        before, left, right, behind = torch.split(x.float(), sizes, dim=-1)
+        parts = [before, left * cos - right * sin, right * cos + left * sin, behind]
         return torch.cat(parts, dim=-1).to(self.dtype)
+
+    def turned(self, x: Tensor, rows: ForwardBatch, rope_table: RopeTable) -> Tensor:
+        """x [R, heads, D] turned by the rows' positions."""
+        return self.turn(x, *self.angles(rows, rope_table), rope_table.first)
 
     def rope(self, x: Tensor, num_heads: int, head_dim: int, rows: ForwardBatch, rope_table: RopeTable) -> Tensor:
         width = num_heads * head_dim
         heads = x[:, :width].reshape(len(x), num_heads, head_dim)
-        return torch.cat([self.turn(heads, *self.angles(rows, rope_table)).flatten(1), x[:, width:]], dim=1)
+        return torch.cat([self.turned(heads, rows, rope_table).flatten(1), x[:, width:]], dim=1)
 
     def angles(self, rows: ForwardBatch, rope_table: RopeTable) -> tuple[Tensor, Tensor]:
         """cos and sin [R, P] of the rows' positions."""
@@ -214,15 +226,15 @@ class RefOps:
     ) -> Tensor:
         by_kind = [heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim]
         query, key, rest = torch.split(qkv, [*by_kind, qkv.shape[1] - sum(by_kind)], dim=1)
-        query, key = (part.reshape(len(qkv), -1, heads.head_dim) for part in (query, key))
+        query = query.reshape(len(qkv), heads.num_heads, heads.head_dim)
+        key = key.reshape(len(qkv), heads.num_kv_heads, heads.head_dim)
         value = rest.reshape(len(qkv), -1, heads.value_size) if rest.shape[1] else None
         if q_norm is not None:
             query = self.rms_norm(query, *q_norm)
         if k_norm is not None:
             key = self.rms_norm(key, *k_norm)
         if rope_table is not None:
-            angles = self.angles(rows, rope_table)
-            query, key = self.turn(query, *angles), self.turn(key, *angles)
+            query, key = self.turned(query, rows, rope_table), self.turned(key, rows, rope_table)
         cache.rope_table = rope_table
         cache.store(key, value, rows.slot_mapping[cache.kind])
         if rows.copies is not None:
@@ -360,10 +372,11 @@ class RefOps:
     ) -> Tensor:
         weights, ids = self.route(self.linear(x if seen is None else seen, router), routing)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        bend = self.activation if gate_up[0].num_out == down[0].num_in else self.gated
         for expert_id in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert_id).nonzero(as_tuple=True)
             weight = weights[row, place].unsqueeze(1)
             rows = (x[row].float() * weight).to(self.dtype) if routing.scale_input else x[row]
-            y = self.linear(self.gated(self.linear(rows, gate_up[expert_id]), kind), down[expert_id])
+            y = self.linear(bend(self.linear(rows, gate_up[expert_id]), kind), down[expert_id])
             out[row] += y.float() if routing.scale_input else y.float() * weight
         return out.to(self.dtype)

@@ -261,7 +261,7 @@ def rope_store(
     """
     head_dim = heads.head_dim
     pairs = head_dim // 2 if rope_table is None else rope_table.cos.shape[1]
-    cos, sin = (None, None) if rope_table is None else rope_table
+    cos, sin = (None, None) if rope_table is None else rope_table[:2]
     of_query, of_key = q_norm or HeadNorm(None, 0.0, 0.0), k_norm or HeadNorm(None, 0.0, 0.0)
     copy_begin, copy_slots = copies or (None, None)
     keys, values = cache.keys, cache.values
