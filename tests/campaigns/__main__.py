@@ -109,6 +109,16 @@ def live_faults(num: int, seed: int) -> Counts:
     return found | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
 
 
+def faults_of_replicas(size: tuple[int, int], seed: int) -> Counts:
+    from tests.campaigns.fleets import run
+
+    report = run(*size, seed)
+    known = {name: report[name] for name in ("replicas", "streams_at_once", "watchdog_s", "restarts", "recovery_s")}
+    counts = report["counts"]
+    found = {"faults": counts.get("faults", 0), "streams_compared": counts.get("streams", 0), "by_kind": counts}
+    return found | known | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
+
+
 def faults_of_children(num: int, seed: int) -> Counts:
     from tests.campaigns.children import run_campaign
 
@@ -205,6 +215,11 @@ CAMPAIGNS: dict[str, Campaign] = {
         "faults of a live engine's process under 32 streams",
         {"commit": 40, "nightly": 1000, "release": 20_000},
         live_faults,
+    ),
+    "C-5-fleet": Campaign(
+        "replicas of a fleet that are killed and stopped under 32 streams (kills, stops)",
+        {"commit": (5, 2), "nightly": (50, 20), "release": (1000, 400)},
+        faults_of_replicas,
     ),
     "C-5-children": Campaign(
         "faults of the processes of templates and grammars, and of the server",

@@ -247,9 +247,9 @@ RELIABILITY = [
     ),
     Removal(
         "R-27",
-        SRC + "engine/client.py",
-        "        return self._alive and self._proven\n",
-        "        return self._alive\n",
+        SRC + "engine/replica.py",
+        "        return self.is_up and self.is_proven\n",
+        "        return self.is_up\n",
         "serve/test_operations.py::test_R_27_not_ready_before_a_token_was_made",
     ),
     Removal(

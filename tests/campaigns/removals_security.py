@@ -185,8 +185,8 @@ SECURITY = [
     Removal(
         "S-23",
         SRC + "core/prefix.py",
-        'return self._digest(b"root", salt.encode("utf-8", "surrogatepass"), self._fingerprint)',
-        'return self._digest(b"root", salt.encode("utf-8", "surrogatepass"))',
+        'return digest(self._key, b"root", salt.encode("utf-8", "surrogatepass"), self._fingerprint)',
+        'return digest(self._key, b"root", salt.encode("utf-8", "surrogatepass"))',
         "core/test_prefix_cache.py::test_S_23_every_part_of_the_key_changes_it",
     ),
     Removal(
@@ -340,5 +340,47 @@ SECURITY = [
         "            num_items and self._num_items[owner] + num_items > self.max_items\n",
         "            num_items and self._num_items.total() + num_items > self.max_items\n",
         "security/test_interference.py::test_S_40_anothers_files_fail_no_batch",
+    ),
+    Removal(
+        "S-41",
+        SRC + "fleet/remote/handshake.py",
+        'b"".join((*nonces, *ends))',
+        'b"".join(nonces)',
+        "fleet/remote/test_refusals.py::test_S_41_a_relayed_proof_opens_nothing",
+    ),
+    Removal(
+        "S-41",
+        SRC + "fleet/remote/handshake.py",
+        'b"".join((*nonces, *ends))',
+        'b"".join(ends)',
+        "fleet/remote/test_refusals.py::test_S_41_an_old_proof_opens_nothing",
+    ),
+    Removal(
+        "S-41",
+        SRC + "fleet/remote/credentials.py",
+        "        context.verify_mode = ssl.CERT_REQUIRED\n",
+        "        context.verify_mode = ssl.CERT_OPTIONAL\n",
+        "fleet/remote/test_refusals.py::test_S_41_a_front_of_another_ca_or_none_is_refused",
+    ),
+    Removal(
+        "S-42",
+        SRC + "fleet/remote/handshake.py",
+        "        if length > MAX_BYTES:\n",
+        "        if length > 2**30:\n",
+        "fleet/remote/test_refusals.py::test_S_42_nothing_but_a_small_proof_is_read_before_it",
+    ),
+    Removal(
+        "S-42",
+        SRC + "fleet/remote/server.py",
+        "        self._ready.clear()\n        for request_id in self._open:\n",
+        "        for request_id in self._open:\n",
+        "fleet/remote/test_link.py::test_nothing_of_an_earlier_connection_reaches_the_next",
+    ),
+    Removal(
+        "S-43",
+        SRC + "fleet/remote/server.py",
+        "            if len(self._pending) >= MAX_PENDING:\n",
+        "            if len(self._pending) >= 100 * MAX_PENDING:\n",
+        "fleet/remote/test_refusals.py::test_S_43_idle_connectors_do_not_block_the_port",
     ),
 ]

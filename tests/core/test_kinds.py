@@ -13,12 +13,14 @@ from tests.programs.sim.bench import Bench
 from tests.programs.sim.planting import Bugs, expect_caught, register
 from tests.programs.sim.simulation import Simulation
 
-from headrace.core.kinds import Kind
+from headrace.core.kinds import Kind, fit_windows, make_kinds
 from headrace.core.prefix import Miss
+from headrace.core.sequence import NEVER
 from headrace.core.tables import BlockTables
 from headrace.protocol.beam import BeamSearchParams
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import InvariantError, RequestError
 from headrace.protocol.kinds import CacheKind
+from headrace.protocol.step import Draft
 
 ALL, STATE = CacheKind(), CacheKind(is_state=True)
 WINDOW = CacheKind(window=64)
@@ -121,6 +123,35 @@ def test_a_prefix_without_its_window_is_cut_to_where_it_has_one():
     assert bench.scheduler.notes.admitted[-1][2].miss is Miss.OTHER_KIND
 
 
+def test_a_draft_is_no_longer_than_the_window_kinds_pool_has_room_for():
+    bench = windowed(num_blocks=5, speculates=True, enable_prefix_caching=False)
+    bench.executor._guess = lambda step_id, index, next_token: Draft([next_token([])] * 4)
+    _, stream = bench.add("a", 90, max_tokens=40, ignore_eos=True)
+    rows = set()
+    while bench.scheduler.has_work():
+        batch = bench.scheduler.schedule()
+        rows |= {len(batch.token_ids) + len(draft.token_ids) for draft in batch.drafts.values()}
+        bench.commit(batch, bench.executor.run(batch))
+    assert rows == {2}  # 5 blocks hold 64 - 1 + 2 positions wherever they begin
+    assert bench.tokens["a"] == stream
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 64])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_a_sequence_holds_the_blocks_of_its_window_and_its_longest_chunk_at_most(window, size):
+    def most_held(kind, chunk):
+        return max(kind.pool.blocks_for(num + chunk) - kind.behind(num) for num in range(4 * size + window))
+
+    for num_blocks in range(1, 3 + 80 // size):
+        (kind,) = make_kinds([CacheKind(window)], [num_blocks], size)
+        longest, chunk = fit_windows([kind], 48)
+        if longest < NEVER:
+            assert num_blocks < most_held(kind, 1)
+            continue
+        assert most_held(kind, chunk) == kind.most <= num_blocks
+        assert chunk == 48 or most_held(kind, chunk + 1) > num_blocks
+
+
 # -- states ------------------------------------------------------------------------------------------------------
 
 
@@ -141,9 +172,10 @@ def test_requests_that_share_1500_tokens_hit_from_the_third_on():
     assert set(hits) == {1488}
 
 
-def test_a_prefix_of_300_tokens_hits_at_the_last_block_boundary():
+@pytest.mark.parametrize("num", [300, 304])
+def test_a_prefix_hits_at_the_last_block_boundary_after_which_a_token_remains(num):
     bench = recurrent()
-    prompt = [3 + i % 200 for i in range(300)]
+    prompt = [3 + i % 200 for i in range(num)]
     for name in "ab":
         bench.add(name, prompt, max_tokens=2)
         bench.drain()
@@ -172,6 +204,15 @@ def test_a_step_reads_one_slot_and_writes_another():
     assert rows == [[31], [7], [0], [0]]
     assert reads == [[-1], *([slot] for slot in slots[:-1])]
     assert all(left != right for left, right in pairwise(slots))
+
+
+def test_a_sequence_without_the_state_it_goes_on_from_is_an_error_and_does_not_begin_again():
+    bench = recurrent(enable_prefix_caching=False)
+    seq, _ = bench.add("a", 40, max_tokens=3, ignore_eos=True)
+    bench.step()
+    seq.states = {41: seq.states.pop(40)}
+    with pytest.raises(InvariantError, match="I-22: a has no state after 40 tokens"):
+        bench.scheduler.schedule()
 
 
 def test_siblings_begin_with_the_state_at_the_prompts_last_block():

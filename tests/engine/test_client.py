@@ -94,7 +94,7 @@ def run(client: EngineClient, work: Callable[[EngineClient], Awaitable[object]])
 
 
 def pid_of(client: EngineClient) -> int:
-    pid = client._link.pid  # type: ignore[attr-defined]
+    pid = client.replicas[0].link.pid  # type: ignore[attr-defined]
     assert pid is not None
     return int(pid)
 
@@ -134,7 +134,7 @@ def test_what_follows_the_engine_hears_which_requests_go_on_in_the_next_one() ->
     ends: list[list[str]] = []
 
     class Ends:
-        def on_end(self, request_ids: Collection[str]) -> None:
+        def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
             ends.append(list(request_ids))
 
         def __getattr__(self, name: str) -> Callable[..., None]:
@@ -172,7 +172,7 @@ def test_R_02_a_frozen_engine_is_killed_and_its_streams_go_on(caplog: pytest.Log
     """SIGSTOP in mid-answer: found by the steps that do not come, stacks shown, replaced; same bits as undisturbed."""
     made = requests(8, LONG)
     client = child(delay=0.01)
-    client.watchdog = Watchdog(1.0)
+    client.replicas[0].watchdog = Watchdog(1.0)
 
     async def work(client: EngineClient) -> object:
         return await read(client.submit(made), {3: lambda: os.kill(pid_of(client), signal.SIGSTOP)})
@@ -185,7 +185,7 @@ def test_R_02_a_frozen_engine_is_killed_and_its_streams_go_on(caplog: pytest.Log
 
 def test_R_02_an_engine_that_freezes_while_idle_is_found_too() -> None:
     client = child()
-    client.watchdog = Watchdog(1.0)
+    client.replicas[0].watchdog = Watchdog(1.0)
 
     async def work(client: EngineClient) -> object:
         os.kill(pid_of(client), signal.SIGSTOP)
@@ -198,13 +198,13 @@ def test_R_02_an_engine_that_freezes_while_idle_is_found_too() -> None:
 
 def test_R_02_an_engine_that_freezes_while_it_starts_is_found_too(caplog: pytest.LogCaptureFixture) -> None:
     client = child()
-    client.watchdog = Watchdog(1.0)
+    client.replicas[0].watchdog = Watchdog(1.0)
 
     async def work(client: EngineClient) -> object:
-        client._start_seconds = 1000.0  # A start may take long.
+        client.replicas[0].start_seconds = 1000.0  # A start may take long.
         first = pid_of(client)
         os.kill(first, signal.SIGKILL)
-        while client._link.pid in (None, first):  # type: ignore[attr-defined]
+        while client.replicas[0].link.pid in (None, first):  # type: ignore[attr-defined]
             await asyncio.sleep(0.005)
         os.kill(pid_of(client), signal.SIGSTOP)
         async with asyncio.timeout(60):
@@ -216,7 +216,7 @@ def test_R_02_an_engine_that_freezes_while_it_starts_is_found_too(caplog: pytest
 
 def test_control_without_a_watchdog_a_frozen_engine_hangs() -> None:
     client = child(delay=0.005)
-    client.watchdog = Watchdog(0)
+    client.replicas[0].watchdog = Watchdog(0)
 
     async def work(client: EngineClient) -> object:
         stream = client.submit([request(max_tokens=1500)])
@@ -360,7 +360,7 @@ def test_R_05_aborts_that_hit_nothing_harm_nobody() -> None:
             for request_id in ("nobody", ended.request_id):
                 client.abort(request_id)
                 # An abort on its way when the request ends.
-                client._link.post(Abort(request_id))
+                client.replicas[0].link.post(Abort(request_id))
         done = await read(stream)
         assert client.num_restarts == 0
         return done
@@ -397,7 +397,7 @@ def test_the_engines_own_refusal_reaches_its_caller_alone() -> None:
 def test_R_23_no_orphan_stays_when_the_server_is_killed() -> None:
     code = (
         "import asyncio\nfrom tests.support.server import child\n"
-        "async def go():\n    c = child()\n    await c.start()\n    print(c._link.pid, flush=True)\n"
+        "async def go():\n    c = child()\n    await c.start()\n    print(c.replicas[0].link.pid, flush=True)\n"
         "    await asyncio.sleep(60)\nasyncio.run(go())"
     )
     server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

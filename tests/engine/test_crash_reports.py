@@ -54,8 +54,8 @@ def die(folder: Path, kind: int) -> dict[str, Any]:
     engine = EngineConfig(model="fake", max_num_seqs=7)
     server = ServerConfig(api_key=[WORDS[1]], admin_api_key=WORDS[2], port=8123)
     client = EngineClient(ProcessLink(engine, deadly.command(0.001)))
-    client.watchdog = Watchdog(0.5)
-    client.reports = CrashReports(str(folder / "made" / "here"), engine, server)
+    client.replicas[0].watchdog = Watchdog(0.5)
+    client.replicas[0].reports = CrashReports(str(folder / "made" / "here"), engine, server)
     killer = request([kind, 6, *PROMPT], max_tokens=50, stop=[WORDS[0]])
     other = msgspec.structs.replace(request([*PROMPT, *PROMPT], max_tokens=300), cache_salt=WORDS[3])
 
@@ -173,9 +173,9 @@ def test_a_reason_quotes_nobody(said: str, told: str | None) -> None:
 
 def test_a_server_writes_them_unless_told_not_to(tmp_path: Path) -> None:
     client = ProcessClient(EngineConfig(model="fake"), ServerConfig(crash_report_dir=str(tmp_path)))
-    assert client.reports is not None
-    assert client.reports.folder == tmp_path
-    assert ProcessClient(EngineConfig(model="fake"), ServerConfig(crash_report_dir="")).reports is None
+    assert client.replicas[0].reports is not None
+    assert client.replicas[0].reports.folder == tmp_path
+    assert ProcessClient(EngineConfig(model="fake"), ServerConfig(crash_report_dir="")).replicas[0].reports is None
 
 
 def test_what_an_engine_writes_to_stderr_is_logged_line_by_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,7 @@ from headrace.protocol.watchdog import Watchdog
 def mortal(max_restarts: int = 5, delay: float = 0.002, **config: int) -> EngineClient:
     link = ProcessLink(EngineConfig(model="fake", **config), deadly.command(delay))
     client = EngineClient(link, max_restarts=max_restarts)
-    client.watchdog = Watchdog(1.5)
+    client.replicas[0].watchdog = Watchdog(1.5)
     return client
 
 
@@ -67,7 +67,7 @@ def test_a_request_that_kills_the_engine_is_failed_alone(
     assert client.num_restarts <= most_deaths
     assert client.num_quarantined == 1
     # Its deaths are not held against the engine.
-    assert not client._deaths
+    assert not client.replicas[0].deaths
     # S-22: the log has the places and the kind of the error, and nothing that it quotes.
     said = capfd.readouterr().err + caplog.text
     assert deadly.CANARY not in said

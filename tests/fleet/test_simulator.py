@@ -14,6 +14,7 @@ import pytest
 from headrace.cli import simulate
 from headrace.cli.main import main
 from headrace.fleet import traces
+from headrace.fleet.figures import figures
 from headrace.fleet.simulator import Run, Simulation, Sizes, percentile, smallest_fleet
 from headrace.fleet.traces import Call
 from headrace.protocol.errors import RequestError
@@ -75,11 +76,14 @@ def test_a_small_cache_preempts_and_loses_nothing() -> None:
 def test_requests_that_no_replica_can_hold_are_counted() -> None:
     run = play([Call(0.0, 300, 1), Call(0.0, 4, 1)])
     assert (run.num_refused, len(run.lives)) == (1, 1)
+    # A refused request keeps no goal.
+    assert figures(run, 1, {"ttft": 1e9}, 0.0)["kept_share"] == 0.5
+    assert play([Call(0.0, 300, 1), Call(0.0, 4, 1)], goals={"ttft": 1e9}, most_failures=0).has_failed
 
 
 def test_a_run_is_the_same_every_time() -> None:
     calls = [Call(3.0 * i, 5 + i % 7, 1 + i % 5, (i % 3,)) for i in range(50)]
-    for router in ("round-robin", "least-loaded", "prefix"):
+    for router in ("round-robin", "least-work", "prefix"):
         assert play(calls, 3, router) == play(calls, 3, router)
 
 
@@ -171,7 +175,7 @@ def test_the_command_plays_a_real_trace(
     assert result["dollars"] == pytest.approx(2 * result["duration"] / 3600)
     code, out, _ = run_command(monkeypatch, capsys, *words)
     assert code == 0
-    assert "1 x l4, least-loaded" in out
+    assert "1 x l4, least-work" in out
 
 
 def test_the_command_prints_hits_and_finds_a_fleet(
@@ -204,6 +208,8 @@ def test_the_command_prints_hits_and_finds_a_fleet(
         (("--replicas", "0"), "--replicas: 0"),
         (("--block-size", "0"), "--block-size: 0"),
         (("--speed-up", "0"), "--speed-up: 0.0 is not allowed; it must be above 0"),
+        (("--dtype", "int5"), "--dtype: 'int5' is not allowed; it must be one of auto"),
+        (("--quantization", "int5"), "--quantization: 'int5'"),
         (("--slo", "x"), "--slo: 'x'"),
         (("--trace", "nothing.csv"), "--trace: 'nothing.csv'"),
     ],

@@ -302,7 +302,7 @@ def test_R_15_a_stream_that_breaks_ends_with_an_error_and_no_done(tokenizer: Tok
 
 
 def test_R_02_a_frozen_engine_is_not_ready(mortal: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    dog = mortal.client.watchdog
+    dog = mortal.client.replicas[0].watchdog
     monkeypatch.setattr(dog, "timeout", 4.0)
     monkeypatch.setattr(dog, "interval", 0.05)
     pid = pid_of(mortal.client)

@@ -213,7 +213,7 @@ def test_the_machine_is_measured_once_and_never_beside_a_request(
     monkeypatch.setattr(BoundedProcess, "run", fake_run)
     client = inproc(delay=0.002)
     with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as live:
-        client._info = msgspec.structs.replace(client.info, weight_bytes=1000, kv_token_bytes=10)
+        client.replicas[0].info = msgspec.structs.replace(client.info, weight_bytes=1000, kv_token_bytes=10)
         live.app.state.lifespan.models.default.explainer.lives.reads.set_sizes(client.info)
         body = BODY | {"prompt": "Hello there", "max_tokens": 1500, "stream": True}
         with HTTP.stream("POST", f"{live.url}/v1/completions", json=body) as reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterable
@@ -11,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.mistral4.configuration_mistral4 import Mistral4Config
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
+from headrace import models
 from headrace.backends.base import Chunks
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
@@ -22,17 +26,29 @@ from headrace.sampling.sampler import F32, Drawn, Row
 
 BACKENDS = ("cpu", "torch_ref")
 WITH_STATES = tuple(
-    "falcon_h1 granitemoehybrid lfm2 lfm2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next".split()
+    "falcon_h1 granitemoehybrid lfm2 lfm2_moe nemotron_h "
+    "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next".split()
 )
 """Types with layers whose memory is a state."""
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Types that transformers has under another name."""
 DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+def their_model(config: dict[str, Any], **options: Any) -> Any:
+    """A model of transformers with the weights that it happens to have."""
+    kind: Any = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
+    model_type = config["model_type"]
+    theirs = AutoConfig.for_model(**(config | {"model_type": SAME_AS.get(model_type, model_type)}))
+    if type(theirs) is Mistral4Config:  # the text of a model with images, which transformers loads by that alone
+        return Mistral4ForCausalLM._from_config(theirs, **options)
+    return kind.from_config(theirs, **options)
 
 
 def save_random(config: dict[str, Any], directory: Path, seed: int = 0) -> Any:
     """Write a checkpoint with lively random weights (logits of about unit size), and return the transformers model."""
     sizes = config.get("text_config", config)
-    kind = AutoModelForCausalLM if sizes is config else AutoModelForImageTextToText
-    model = kind.from_config(AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32).eval()
+    model = their_model(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -45,7 +61,23 @@ def save_random(config: dict[str, Any], directory: Path, seed: int = 0) -> Any:
             if name.endswith("bias"):  # of the choice of experts
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(directory)
+    if config["model_type"] in SAME_AS:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": config["model_type"]}))
     return model
+
+
+class RandomModels(dict[str, Path]):
+    """Directories of the TINY model of each model_type, with random weights. Each is written when first read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, name: str) -> Path:
+        save_random(models.find(name).TINY, self.root / name)
+        self[name] = self.root / name
+        return self[name]
 
 
 def stepped(theirs: Any, token_ids: list[int]) -> Tensor:

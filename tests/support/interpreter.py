@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
+from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -36,6 +39,9 @@ STORED = {"bf16": np.uint16, "fp16": np.float16, "fp32": np.float32, "fp8e4nv": 
 """What the interpreter's arrays hold for each type."""
 
 _convert_float = interpreter._convert_float
+_numpy_dtype_of = interpreter._get_np_dtype
+_type_of_values = core._type_for_tuple_values
+_without_constexpr = core._unwrap_shape
 
 
 def run_interpreted(launch: Launch, order: Callable[[int], list[int]] | None = None) -> None:
@@ -59,11 +65,18 @@ def interpret(
 
 @contextlib.contextmanager
 def mended() -> Iterator[None]:
-    """Mend the interpreter while the context lasts. The compiler is left alone, so one process may do both."""
+    """Mend the interpreter while the context lasts. The compiler is left alone, so one process may do both.
+
+    The language is patched here, once, and not at each call of a function; types of shapes, which each operation makes
+    anew, are kept. The rest computes the same without it, three times as long.
+    """
     patched = [
         (interpreter, "_convert_float", convert_float),
+        (interpreter, "_get_np_dtype", _numpy_dtype),
         (interpreter.InterpreterBuilder, "create_dot", dot),
         (JITFunction, "__call__", _call),
+        (core, "_type_for_tuple_values", _type_of),
+        (core, "_unwrap_shape", _shape),
     ]
     before = [getattr(owner, name) for owner, name, _ in patched]
     index = interpreter._patch_lang_tensor
@@ -71,7 +84,12 @@ def mended() -> Iterator[None]:
         for owner, name, value in patched:
             setattr(owner, name, value)
         interpreter._patch_lang_tensor = _with_index(index)
-        yield
+        # Kernels name the language `tl`, and the functions of its library `core`.
+        scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": core}))
+        try:
+            yield
+        finally:
+            scope.restore()
     finally:
         for (owner, name, _), value in zip(patched, before, strict=True):
             setattr(owner, name, value)
@@ -79,12 +97,38 @@ def mended() -> Iterator[None]:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function that a kernel calls. What is patched for it is restored, or a later compilation would fail."""
-    scope = interpreter._patch_lang(self.fn)
-    try:
-        return interpreter.InterpretedFunction(self.fn).rewrite()(*args, **kwargs)
-    finally:
-        scope.restore()
+    """Run a function that a kernel calls."""
+    rewritten = interpreter.InterpretedFunction.rewritten_fn.get(self.fn)
+    return (rewritten or interpreter.InterpretedFunction(self.fn).rewrite())(*args, **kwargs)
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    scalar = dtype.element_ty if isinstance(dtype, core.block_type) else dtype
+    if scalar.name not in _numpy_dtypes:
+        _numpy_dtypes[scalar.name] = _numpy_dtype_of(dtype)
+    return _numpy_dtypes[scalar.name]
+
+
+def _type_of(values: Sequence[Any], fields: Sequence[str] | None = None) -> Any:
+    if fields is not None or not _are_ints(values):
+        return _type_of_values(values, fields)
+    shape = tuple(values)
+    if shape not in _types:
+        _types[shape] = _type_of_values(values)
+    return _types[shape]
+
+
+def _shape(shape: Any) -> list[int]:
+    values = shape.values if isinstance(shape, core.tuple) else shape
+    return list(values) if _are_ints(values) else _without_constexpr(shape)
+
+
+def _are_ints(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(type(value) is int for value in values)
+
+
+_numpy_dtypes: dict[str, Any] = {}
+_types: dict[tuple[int, ...], Any] = {}
 
 
 def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:

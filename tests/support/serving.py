@@ -26,13 +26,14 @@ class Served(NamedTuple):
 
     def engine(self) -> psutil.Process:
         """The engine's process. The renderer of templates is a child of the server too."""
-        return next(self._engines())
+        return next(self.engines())
 
     def num_engines(self) -> int:
         """How many engines the server has: one, but for the time of a restart."""
-        return len(list(self._engines()))
+        return len(list(self.engines()))
 
-    def _engines(self) -> Iterator[psutil.Process]:
+    def engines(self) -> Iterator[psutil.Process]:
+        """The processes of all engines."""
         for child in psutil.Process(self.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "headrace.engine.child" in child.cmdline():

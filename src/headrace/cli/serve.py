@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from headrace import builtin
+from headrace.cli.engine import FrontFlags, remote_client
 from headrace.cli.options import build, options
 from headrace.other_engines import translate
 from headrace.protocol.config import EngineConfig, ServerConfig
@@ -27,7 +28,7 @@ class ServeCommand(TyperCommand):
         return super().parse_args(ctx, words)
 
 
-@options(EngineConfig, ServerConfig)
+@options(EngineConfig, ServerConfig, FrontFlags)
 def serve(
     ctx: typer.Context,
     model: Annotated[
@@ -44,10 +45,12 @@ def serve(
     """
     engine_config = build(EngineConfig, fields | {"model": model or EngineConfig().model})
     server_config = build(ServerConfig, fields)
+    make_client = remote_client(engine_config, server_config, build(FrontFlags, fields))
     # Bad values are refused above, before the server's libraries are loaded.
     from headrace.serve.app import serve as run
 
     has_model = model is not None or server_config.models_dir is None
     is_builtin = has_model and engine_config.model == "builtin"
     notes = [f"{builtin.ABOUT}; give another: headrace serve MODEL"] if is_builtin else []
-    run(engine_config, server_config, [*ctx.meta["notes"], *notes], has_model)
+    remote = () if make_client is None else (make_client,)
+    run(engine_config, server_config, [*ctx.meta["notes"], *notes], has_model, *remote)

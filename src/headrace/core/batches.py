@@ -6,6 +6,7 @@ Decides nothing and changes no sequence. Called by the scheduler alone, once per
 from __future__ import annotations
 
 from headrace.core.sequence import Sequence
+from headrace.protocol.errors import InvariantError
 from headrace.protocol.step import UNDRAWN, Draft, Pooling, ScheduledBatch
 
 
@@ -81,11 +82,15 @@ def make_batch(
 
 
 def add_states(batch: ScheduledBatch, flight: list[Sequence]) -> None:
-    """Add the columns of the state kind: one slot to read, and one to write after the last token and each guess."""
+    """Add the columns of the state kind: one slot to read, and one to write after the last token and each guess.
+
+    Raises `InvariantError` where a sequence lacks the state that it goes on from: it would begin again."""
     row = -1
     for i, seq in enumerate(flight):
         start, length = batch.starts[i], batch.lens[i]
-        batch.state_reads.append(seq.states.get(start, -1))
+        if start and start not in seq.states:
+            raise InvariantError("I-22", f"{seq.request_id} has no state after {start} tokens")
+        batch.state_reads.append(seq.states[start] if start else -1)
         num_guesses = len(batch.drafts[i].token_ids) if i in batch.drafts else 0
         row += length
         batch.state_writes += [(row + k, seq.states[start + length + k]) for k in range(num_guesses + 1)]

@@ -34,7 +34,7 @@ def check_blocks(
     if tables.state is not None:
         tables.state.pool.check(list(seq.states.values()) for seq in holders)
     check_cache(cache, sequences, running, tables.windows[:1] != tables.kinds[:1])
-    check_tables(tables, holders, steps.stops())
+    check_tables(tables, holders, steps)
 
 
 def count_holes(table: list[int]) -> int:
@@ -80,7 +80,7 @@ def check_ledger(sequences: Mapping[str, Sequence], finished: Mapping[str, Finis
 
 def check_lists(
     sequences: Collection[Sequence],
-    waiting: WaitingQueue,
+    waiting: WaitingQueue[Sequence],
     running: Collection[Sequence],
     searches: Searches,
     families: Mapping[bytes, Collection[Sequence]],
@@ -104,21 +104,19 @@ def check_lists(
         raise InvariantError("I-10", "the families are not those of the running sequences")
 
 
-def check_tables(tables: BlockTables, holders: Iterable[Sequence], stops: Mapping[int, int]) -> None:
+def check_tables(tables: BlockTables, holders: Iterable[Sequence], steps: Flight) -> None:
     """I-4, I-5, I-8, I-19, I-21, I-22: tables are as long as they must be, and what the steps in flight write is not
-    shared.
-
-    `stops` are the positions of the sequences, by id, that are in flight.
-    """
+    shared."""
+    stops = steps.stops()
     for seq in holders:
         stop = stops.get(seq.seq_id, seq.num_computed)
         for kind in tables.kinds:
-            _check_table(kind, seq, stop)
+            _check_table(kind, seq, stop, is_ahead=len(steps.steps) > 1)
         if tables.state is not None:
             _check_states(tables.state, seq, stop)
 
 
-def _check_table(kind: Kind, seq: Sequence, num_slots: int) -> None:
+def _check_table(kind: Kind, seq: Sequence, num_slots: int, *, is_ahead: bool) -> None:
     pool, table = kind.pool, seq.tables[kind.index]
     num_scheduled, most = num_slots - seq.num_computed, kind.worst_case(seq)
     num_holes = count_holes(table)
@@ -130,8 +128,11 @@ def _check_table(kind: Kind, seq: Sequence, num_slots: int) -> None:
         raise InvariantError("I-8", f"{seq.request_id} computes {seq.num_ahead} tokens, {num_scheduled} in flight")
     if len(table) != pool.blocks_for(num_slots) or len(set(table[num_holes:])) != len(table) - num_holes:
         raise InvariantError("I-8", f"{seq.request_id} has {num_slots} slots in blocks {table}")
-    if (len(table) > most and not kind.window) or most > pool.num_blocks:
-        raise InvariantError("I-19", f"{seq.request_id} holds {len(table)} blocks of {most}")
+    # What lies behind a window is released when a step is committed: beside a second step there may be more, and a
+    # sequence that has ended keeps all.
+    is_bounded = not kind.window or (seq.status is Status.RUNNING and not is_ahead)
+    if (len(table) - num_holes > most and is_bounded) or most > pool.num_blocks:
+        raise InvariantError("I-19", f"{seq.request_id} holds {len(table) - num_holes} blocks of {most}")
     unfilled = table[seq.num_computed // pool.block_size :]
     # A beam may wait on a block that another has filled: the beam copies it before it writes, which I-4 covers.
     if not num_scheduled and not seq.is_beam and any(pool.cached[block] for block in unfilled):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import partial
 from hashlib import blake2b
@@ -60,13 +60,23 @@ class Verdict(NamedTuple):
     theirs: Sequence[int] = ()
 
 
+def digest(key: bytes, person: bytes, *parts: bytes) -> bytes:
+    """Return the BLAKE2b of `parts` under a secret key, for one purpose."""
+    hasher = blake2b(key=key, digest_size=32, person=person)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return hasher.digest()
+
+
 class PrefixCache:
     """Cached blocks of one pool, and those of the other `kinds` (all of them; `pool` is the first's).
 
     `key` is secret to the process (at most 64 bytes); `fingerprint` names the model and the form of its cache, so that
     blocks of another never match. `evicted` has the keys that were evicted last, with `now`, a time that the caller
     sets, and the sequence that needed the room. `hits` has the blocks at which lookups of admitted sequences ended: how
-    many, and when the last one did. Those of an evicted block go to its parent.
+    many, and when the last one did. Those of an evicted block go to its parent. `on_change` is called with each key
+    that comes or goes, and whether it is cached now; not at a reset, of which there were `num_resets`.
     """
 
     def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"", kinds: Sequence[Kind] = ()) -> None:
@@ -81,6 +91,8 @@ class PrefixCache:
         self.evicted: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self.hits: dict[int, tuple[int, int]] = {}
         self.now = 0
+        self.num_resets = 0
+        self.on_change: Callable[[bytes, bool], None] = lambda key, is_cached: None
         self._key = key
         self._fingerprint = fingerprint
         pool.on_evict = self._forget
@@ -90,20 +102,17 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def rekey(self, key: bytes) -> None:
+        """Use another secret key, which others have too, from now on. The cache must be empty, and no sequence live."""
+        self._key, self._fingerprint = key, b""
+
     def root(self, salt: str) -> bytes:
         """Return the key before the first block, for a salt."""
-        return self._digest(b"root", salt.encode("utf-8", "surrogatepass"), self._fingerprint)
+        return digest(self._key, b"root", salt.encode("utf-8", "surrogatepass"), self._fingerprint)
 
     def family_key(self, root: bytes, group: str, tokens: list[int]) -> bytes:
         """Return the key of the requests of one group with one prompt under one root."""
-        return self._digest(b"family", root, group.encode("utf-8", "surrogatepass"), array("q", tokens).tobytes())
-
-    def _digest(self, person: bytes, *parts: bytes) -> bytes:
-        hasher = blake2b(key=self._key, digest_size=32, person=person)
-        for part in parts:
-            hasher.update(len(part).to_bytes(8, "little"))
-            hasher.update(part)
-        return hasher.digest()
+        return digest(self._key, b"family", root, group.encode("utf-8", "surrogatepass"), array("q", tokens).tobytes())
 
     def child_key(self, parent: bytes, content: bytes) -> bytes:
         """Return the key of the tokens in `content` after all tokens of the key `parent`."""
@@ -236,6 +245,7 @@ class PrefixCache:
             other = self.blocks.get(key)
             if other is None:
                 self.blocks[key] = block
+                self.on_change(key, True)
                 self.entries[block] = Entry(key, parent, content)
                 children = self.children.setdefault(parent, {})
                 siblings = children.pop(tokens[index * size], {})
@@ -259,6 +269,7 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Forget all keys. Blocks that are held stay held, uncached."""
+        self.num_resets += 1
         self.blocks.clear()
         self.entries.clear()
         self.children.clear()
@@ -273,6 +284,7 @@ class PrefixCache:
     def _forget(self, block: int) -> None:
         key, parent, content = self.entries.pop(block)
         del self.blocks[key]
+        self.on_change(key, False)
         for kind in self.others:
             other = kind.known.pop(key, None)
             if other is not None:

@@ -1,7 +1,8 @@
 """The order in which sequences wait: `WaitingQueue` keeps it, and `Ranks` gives each new request its place by policy.
 
 The queue is sorted by (rank, arrival). Where ranks differ, later sequences can overtake an earlier one; after
-`max_overtaking` times its rank becomes minus infinity, so waiting is bounded (I-18). Called by the scheduler alone.
+`max_overtaking` times its rank becomes minus infinity, so waiting is bounded (I-18). Called by the scheduler, and by
+the queue in front of a fleet.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
 
-from headrace.core.sequence import Sequence
 from headrace.protocol.step import Request
 
 ORDER = attrgetter("order")
@@ -19,7 +20,21 @@ ANSWER = 256
 """Predicted tokens of an answer, where the front end predicts none and max_tokens is more."""
 
 
-class WaitingQueue:
+class Waiter(Protocol):
+    """What the queue needs of a sequence, or of a request before it has a replica."""
+
+    rank: float
+    arrival: int
+    num_overtaken: int
+
+    @property
+    def order(self) -> tuple[float, int]: ...
+
+
+T = TypeVar("T", bound=Waiter)
+
+
+class WaitingQueue(Generic[T]):
     """A sorted list of sequences that do not run; `queue[0]` is the next to run.
 
     Raises `ValueError` for a `max_overtaking` below 1.
@@ -29,12 +44,12 @@ class WaitingQueue:
         if max_overtaking < 1:
             raise ValueError(f"max_overtaking must be at least 1, got {max_overtaking}")
         self.max_overtaking = max_overtaking
-        self._seqs: list[Sequence] = []
+        self._seqs: list[T] = []
 
     def __len__(self) -> int:
         return len(self._seqs)
 
-    def __getitem__(self, index: int) -> Sequence:
+    def __getitem__(self, index: int) -> T:
         return self._seqs[index]
 
     @property
@@ -42,14 +57,14 @@ class WaitingQueue:
         """The smallest rank in the queue; infinity if the queue is empty."""
         return self._seqs[0].rank if self._seqs else float("inf")
 
-    def add(self, seq: Sequence) -> None:
+    def add(self, seq: T) -> None:
         insort(self._seqs, seq, key=ORDER)
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: T) -> None:
         """Take out a sequence that is in the queue."""
         del self._seqs[bisect_left(self._seqs, seq.order, key=ORDER)]
 
-    def count_overtaking(self, by: Sequence, passed_by: Callable[[Sequence], bool]) -> bool:
+    def count_overtaking(self, by: T, passed_by: Callable[[T], bool]) -> bool:
         """Count that `by` left the queue before those that arrived earlier. Returns whether the order has changed.
 
         A sequence that waits for a sibling (`passed_by`) is not overtaken.

@@ -85,7 +85,7 @@ class Scheduler:
         self.chunk_limit = chunk or NEVER
 
         self.sequences: dict[str, Sequence] = {}
-        self.waiting = WaitingQueue(max_overtaking)
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue(max_overtaking)
         self.running: list[Sequence] = []
         self.tables = BlockTables(parts, self.cache, enable_prefix_caching, max_chunk)
         self._next_id = count(1).__next__

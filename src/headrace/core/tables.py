@@ -111,7 +111,7 @@ class BlockTables:
         return num
 
     def _next_snapshot(self, seq: Sequence, start: int) -> int:
-        """Return the first position after `start` at which the state of `seq` is kept."""
+        """Return the first position after `start` at which the state of `seq` is kept; a block ends there."""
         size = self.pool.block_size
         marks = ((seq.num_prompt - 1) // size * size, seq.num_matched)
         later = (start // self._snapshot_every + 1) * self._snapshot_every
@@ -301,7 +301,7 @@ class BlockTables:
         done, size = seq.num_computed, self.pool.block_size
         if seq.publish_at < NEVER:
             for num, slot in seq.states.items():
-                if 0 < num <= done and not num % size and self._next_snapshot(seq, num - 1) == num:
+                if 0 < num <= done and self._next_snapshot(seq, num - 1) == num:
                     self.cache.publish_state(kind, seq.keys[num // size], slot)
         needed = {done, done + seq.num_ahead}
         kind.pool.users = (seq.arrival,)

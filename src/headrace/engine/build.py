@@ -17,6 +17,7 @@ import msgspec
 from headrace import env, hub
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
+from headrace.engine.fingerprint import fingerprint_of
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
@@ -41,9 +42,11 @@ def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
     make_core: Callable[..., EngineCore] = EngineCore
     if config.record_schedule is not None:
         make_core = recorded(config, config.record_schedule, info, runner.speculator, runner.matchers, is_restart)
-    return make_core(
+    core = make_core(
         scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
     )
+    core.fingerprint = functools.partial(fingerprint_of, config, info)
+    return core
 
 
 def make_scheduler(
@@ -68,7 +71,8 @@ def make_scheduler(
         eos_token_ids=info.eos_token_ids,
         speculates=speculates,
         runs_ahead=runs_ahead,
-        # A key of this process alone, so that the keys of its cache can not be computed outside (S-23).
+        # A key of this process alone, so that the keys of its cache can not be computed outside (S-23). A fleet
+        # sets one that its engines share.
         cache_key=os.urandom(32),
         cache_fingerprint="/".join(
             (info.model, str(config.revision), info.dtype, info.quantization, info.kv_cache_dtype, info.backend)

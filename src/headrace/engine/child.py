@@ -12,6 +12,8 @@ import contextlib
 import faulthandler
 import gc
 import logging
+import os
+import secrets
 import signal
 import socket
 import sys
@@ -24,6 +26,7 @@ from headrace.engine.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Executor, Ticket
 from headrace.engine.parts import parts_of
+from headrace.fleet.reports import KeyReports
 from headrace.insight.journal import Journal
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
@@ -47,6 +50,7 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
     """
     debug = env.debug_level()
     journal = core.journal = core.journal or Journal(core.scheduler, core.clock)
+    reports: KeyReports | None = None
     send(frames.Ready(core.info))
     while True:
         if core.on_idle is not None and not core.has_work() and core.num_steps:
@@ -73,6 +77,8 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                     core.reset_prefix_cache()
                 case frames.Watch(is_watched):
                     journal.watch(is_watched)
+                case frames.ShareKeys(secret):
+                    reports = share_keys(core, secret, reports)
                 case frames.Order(order_id, body):
                     send(frames.Reply(order_id, orders.carry_out(core, body)))
                 case frames.Shutdown():
@@ -82,10 +88,22 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
         # After aborts alone there is no step to compute, but the gauges have changed.
         output = core.step() if core.has_work() else StepOutput(step_id=-1)
         output.stats = output.stats or core.stats()
+        output.cache_keys = None if reports is None else reports.take()
         for part in parts_of(output):
             send(frames.Output(part))
         if debug:
             show(output)
+
+
+def share_keys(core: EngineCore, secret: bytes, reports: KeyReports | None) -> KeyReports:
+    """Return the reports of what the prefix cache has, of which the next has all keys."""
+    if reports is not None and reports.secret == secret:
+        reports.request_all()
+        return reports
+    if core.scheduler.sequences:
+        raise frames.TransportError("the keys of the cache can not change while requests are open")
+    core.reset_prefix_cache()
+    return KeyReports(core.scheduler.cache, secret, secrets.randbits(62))
 
 
 def show(output: StepOutput) -> None:
@@ -160,6 +178,8 @@ def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] = build_engi
             box = BlackBox.inherit(start.black_box)
             faulthandler.enable(box.stacks_file)
             faulthandler.register(frames.LAST_WORDS_SIGNAL, box.stacks_file, all_threads=True)
+        if start.cpus:
+            os.sched_setaffinity(0, start.cpus)
         core = build(start.config, start.is_restart)
         if box is not None:
             core.executor = BlackBoxExecutor(core, box)

@@ -59,7 +59,7 @@ class EngineCore:
         check_every: run `Scheduler.check()` after each n-th step (0: only when idle).
         on_idle: called by the engine's process or thread when the work has run out.
 
-    `journal`, if set, notes each step; it changes none.
+    `journal`, if set, notes each step; it changes none. `fingerprint` returns what decides the bits of its answers.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class EngineCore:
         self._tickets: deque[tuple[ScheduledBatch, Ticket]] = deque()
         self.on_idle = on_idle
         self.journal: Journal | None = None
+        self.fingerprint: Callable[[], str] = lambda: "unknown"
         self.clock = clock
         self._check_every = check_every
 

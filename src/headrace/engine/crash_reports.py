@@ -2,7 +2,7 @@
 
 A report has the reason, the stacks, the last steps as shapes, the open requests as ids and counts, the counters, the
 versions and the configuration without its keys. A bounded number of files of bounded size, readable by their owner
-alone. Called by `engine.client`.
+alone. Called by `engine.replica`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Links carry messages to the engine: over a socket to a child process, or through a queue to a thread.
 
 A link starts the engine, carries messages both ways in order, and calls back once when the engine is gone. Knows no
-requests; `engine.client.EngineClient` is its only caller, on one event loop.
+requests; `engine.replica.Replica` is its only caller, on one event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import IO, Protocol
 
 from headrace.engine import logs
@@ -68,6 +68,8 @@ class Link(Protocol):
     """Whether a SIGKILL from outside ended the last engine."""
     black_box: BlackBox | None
     """The record of the engine, alive or dead; None for an engine in this process."""
+    load_seconds: float
+    """How long the engine took to load, if it was loaded before `start`; else 0."""
 
     @property
     def pid(self) -> int | None:
@@ -104,10 +106,14 @@ class ProcessLink:
 
     `command` is the program; its last argument is the number of its end of the socket. With `logs_stderr` each line
     that the process writes to stderr is logged here, and each record that it logs is logged as such. `log_level` is the
-    lowest level that the process logs.
+    lowest level that the process logs. `cpus` are the processors that the engine is bound to; none: it is not bound.
+
+    Attributes:
+        drain: awaited after each message of the engine, so that a slow reader of these makes it wait.
     """
 
     in_process = False
+    load_seconds = 0.0
     was_killed = False
 
     def __init__(
@@ -116,12 +122,15 @@ class ProcessLink:
         command: Sequence[str] = ENGINE_COMMAND,
         logs_stderr: bool = False,
         log_level: str = "warning",
+        cpus: Sequence[int] = (),
     ) -> None:
         self.black_box: BlackBox | None = None
+        self.drain: Callable[[], Awaitable[None]] | None = None
         self._config = config
         self._command = command
         self._logs_stderr = logs_stderr
         self._log_level = log_level
+        self._cpus = list(cpus)
         self._errors: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -133,6 +142,11 @@ class ProcessLink:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """How much of what was posted the process has not read, but for what is not encoded yet."""
+        return self._writer.transport.get_write_buffer_size() if self._writer else 0
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
         await self._reap()
@@ -154,7 +168,8 @@ class ProcessLink:
         reader, self._writer = await asyncio.open_connection(sock=server_end)
         read_small(self._writer.transport)
         form = "json" if self._logs_stderr else "text"
-        self._writer.write(frames.encode(frames.Start(self._config, box.fds, self._is_restart, form, self._log_level)))
+        start = frames.Start(self._config, box.fds, self._is_restart, form, self._log_level, self._cpus)
+        self._writer.write(frames.encode(start))
         messages = _messages(reader)
         try:
             first = await anext(messages, None)
@@ -250,6 +265,8 @@ class ProcessLink:
                     reason = ": ".join(filter(None, (message.kind, message.message)))
                 else:
                     on_message(message)
+                    if self.drain is not None:
+                        await self.drain()
         except frames.TransportError as error:
             reason = str(error)
         except Exception as error:  # a defect of the server; the engine is of no use without its reader
@@ -263,10 +280,12 @@ class ProcessLink:
         """End the child, by closing its socket and if need be by SIGKILL, and return how it ended."""
         process = self._process
         self._posted.clear()
-        if self._writer is not None:
+        # What is posted from now on is dropped.
+        writer, self._writer = self._writer, None
+        if writer is not None:
             with contextlib.suppress(OSError):
-                if self._writer.can_write_eof():
-                    self._writer.write_eof()
+                if writer.can_write_eof():
+                    writer.write_eof()
         status = "no process"
         if process is not None:
             try:
@@ -280,9 +299,8 @@ class ProcessLink:
             self.was_killed = process.returncode == -signal.SIGKILL
             # Only now, so that `usage` and `pid` still find the process in the meantime.
             self._process = None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if writer is not None:
+            writer.close()
         return status
 
 
@@ -326,6 +344,7 @@ class InprocLink:
     """The same loop on a thread, without bytes: messages are passed as objects."""
 
     in_process = True
+    load_seconds = 0.0
     was_killed = False
     pid = None
 

@@ -11,9 +11,11 @@ from headrace.protocol.step import StepOutput
 class Observer(Protocol):
     """Takes measurements. Called on the event loop, so it must be quick."""
 
-    def on_step(self, output: StepOutput) -> None: ...
+    def on_step(self, output: StepOutput, replica: int = 0) -> None:
+        """Note a step of one of the engines."""
+        ...
 
-    def on_end(self, request_ids: Collection[str]) -> None:
+    def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
         """Note that the engine has ended. These requests go on in the next one, whose steps count from the first."""
         ...
 

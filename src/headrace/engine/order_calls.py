@@ -1,6 +1,6 @@
 """`Orders`: the server's side of `engine.orders`: sends an order to the engine, and waits for its result.
 
-Knows no files and no HTTP. `engine.client` owns it and passes on the replies.
+Knows no files and no HTTP. `engine.replica` owns it and passes on the replies.
 """
 
 from __future__ import annotations

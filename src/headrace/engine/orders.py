@@ -1,4 +1,5 @@
-"""Orders: what an engine does between two steps, besides computing: session files, and views of the prefix cache.
+"""Orders: what an engine does between two steps, besides computing: session files, views of the
+prefix cache, and the fingerprint.
 
 `carry_out` runs in the engine's process; `engine.order_calls` is the server's side. Called by `engine.child`.
 """
@@ -13,7 +14,12 @@ from headrace.engine.core import EngineCore
 from headrace.engine.sessions import MoveSession
 from headrace.protocol import frames
 
-Body = MoveSession | ReadCache
+
+class ReadFingerprint(msgspec.Struct, frozen=True, tag="read_fingerprint"):
+    """Order: return what decides the bits of the engine's answers (`engine.fingerprint`)."""
+
+
+Body = MoveSession | ReadCache | ReadFingerprint
 
 _decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
 
@@ -29,3 +35,5 @@ def carry_out(core: EngineCore, body: bytes) -> bytes:
             return msgspec.msgpack.encode(sessions.move(core, order))
         case ReadCache():
             return msgspec.msgpack.encode(cache_tree.read(core.scheduler, order))
+        case ReadFingerprint():
+            return msgspec.msgpack.encode(core.fingerprint())

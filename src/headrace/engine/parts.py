@@ -22,8 +22,9 @@ def parts_of(output: StepOutput) -> Iterator[StepOutput]:
     """Yield `output` in parts, each with about `PART_NUMBERS` log-probabilities and hidden numbers at most.
 
     The parts of a request come in order, its prompt's log-probabilities first and its end last; the `note` comes before
-    all ends, and `stats` are in the last part. The tokens that a step sampled for a request stay together, with their
-    log-probabilities. The alternatives of a row that is too large by itself come before it (`StepOutput.alternatives`).
+    all ends, and `stats` and `cache_keys` are in the last part. The tokens that a step sampled for a request stay
+    together, with their log-probabilities. The alternatives of a row that is too large by itself come before it
+    (`StepOutput.alternatives`).
     """
     if not (output.prompt_logprobs or output.logprobs or output.pooled):
         yield output
@@ -60,7 +61,7 @@ def parts_of(output: StepOutput) -> Iterator[StepOutput]:
                 getattr(part, name)[request_id] = column[request_id]
         size += sum(1 + len(entry.top) for entry in part.logprobs.get(request_id, ()))
         size += len(part.pooled.get(request_id, ()))
-    part.stats = output.stats
+    part.stats, part.cache_keys = output.stats, output.cache_keys
     yield part
 
 

@@ -3,14 +3,14 @@
 `OpenRequest` holds what a new engine must get. `Resumption` sends it: the requests that may have been in the step that
 killed the engine one at a time, each when the one before has shown a token. An engine computes the same again, so a
 request that killed it will do so again at the same token, and then it is the only suspect; after so many deaths
-(`STRIKES`) it alone fails. Holds no sockets and no clock; `engine.client` is the only caller.
+(`STRIKES`) it alone fails. Holds no sockets and no clock; called by `engine.client` and `engine.replica`.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,9 @@ class PoisonedRequestError(HeadraceError):
 class OpenRequest:
     """One open request: where its deltas go, and what a new engine must get.
 
-    `work` and `name` are those of its admission. `is_sent`: the present engine has it. `deaths` are the times of deaths
-    that it may have caused, `num_strikes` those of them in a row, at one token, without another suspect.
+    `work` and `name` are those of its admission. `replica` is the number of the one that has it or gets it next, -1 for
+    none; `is_sent`: its present engine has it; `was_sent`: some engine had it. `deaths` are the times of deaths that it
+    may have caused, `num_strikes` those of them in a row, at one token, without another suspect.
     """
 
     request: Request
@@ -51,7 +52,9 @@ class OpenRequest:
     name: str
     tokenised_time: float = 0.0
     started: bool = False
+    replica: int = -1
     is_sent: bool = False
+    was_sent: bool = False
     is_suspect: bool = False
     deaths: list[float] = field(default_factory=list)
     num_strikes: int = 0
@@ -134,9 +137,7 @@ class Resumption:
         """
         open_entries = [entry for entry in entries if entry.is_sent]
         sole = self._trial if self._trial is not None else open_entries[0] if len(open_entries) == 1 else None
-        self._trial = None
-        self._suspects.clear()
-        self._rest.clear()
+        self.clear()
         num_fresh = 0
         for entry in open_entries:
             entry.is_sent = False
@@ -149,6 +150,12 @@ class Resumption:
         sole.strike()
         return sole if sole.num_strikes >= (STRIKES_BY_SIGKILL if by_sigkill else STRIKES) else None
 
+    def clear(self) -> None:
+        """Forget what is held back."""
+        self._trial = None
+        self._suspects.clear()
+        self._rest.clear()
+
     def begin(self, entries: Iterable[OpenRequest], most: int) -> None:
         """Send the open requests to a new engine, which has shown that it works. It takes `most` at once."""
         self._num_trials = most
@@ -159,8 +166,14 @@ class Resumption:
         self._go_on()
 
     def add(self, entry: OpenRequest) -> None:
-        """Send a new request, at once or after those that are held back."""
-        if self.is_over:
+        """Send a request, at once or after those that are held back. One that may have killed another replica waits
+        until the one before it has shown a token."""
+        if entry.is_suspect:
+            self._suspects.append(entry)
+            self._num_trials += 1
+            if self._trial is None:
+                self._go_on()
+        elif self.is_over:
             self._send(entry)
         else:
             self._rest.append(entry)
@@ -193,6 +206,7 @@ OTHERS = frozenset(
     "num_running num_waiting num_blocks num_blocks_held num_blocks_cached num_beam_blocks num_beam_blocks_unshared "
     "num_accepted_per_pos more_blocks".split()
 )
+GAUGES = OTHERS - {"num_accepted_per_pos", "more_blocks"}
 COUNTERS = tuple(name for name in Stats.__struct_fields__ if name not in OTHERS)
 
 
@@ -202,6 +216,17 @@ def summed(past: Stats, now: Stats) -> Stats:
     both = itertools.zip_longest(past.num_accepted_per_pos, now.num_accepted_per_pos, fillvalue=0)
     counters["num_accepted_per_pos"] = [before + since for before, since in both]
     return msgspec.structs.replace(now, **counters)
+
+
+def added(all_stats: Sequence[Stats]) -> Stats:
+    """Return the gauges and counters of several engines together."""
+    total = all_stats[0]
+    for stats in all_stats[1:]:
+        gauges = {name: getattr(total, name) + getattr(stats, name) for name in GAUGES}
+        both = itertools.zip_longest(total.more_blocks, stats.more_blocks, fillvalue=(0, 0, 0))
+        more = [tuple(map(sum, zip(*each, strict=True))) for each in both]
+        total = msgspec.structs.replace(summed(total, stats), **gauges, more_blocks=more)
+    return total
 
 
 def negated(stats: Stats) -> Stats:

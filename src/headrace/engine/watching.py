@@ -1,4 +1,4 @@
-"""`Watching`: whether the engine sends the events of its blocks, also after a restart. Called by `engine.client`."""
+"""`Watching`: whether the engine sends the events of its blocks, also after a restart. Called by `engine.replica`."""
 
 from __future__ import annotations
 

@@ -1,104 +1,161 @@
-"""`Router`: chooses the replica of a request, by turns, by load, or by what a replica has of its prompt already.
+"""`Router`: chooses the replica of a request, by turns, by work, or by what a replica has of its prompt already.
 
-Pure: it knows what it routed and which answers began and ended, and reads no clock, file or socket, so that a
-simulation and a fleet run the same code. The prefix policy is a cost: the prompt tokens that a replica still has to
-compute before the request, and of the request, less those that it probably has cached (compare Srivatsa et al. 2024,
-Preble, arXiv:2407.00023, section 3.1).
+Pure: it gets keys, lengths and events, and reads no clock, file or socket, so that a simulation and a fleet run the
+same code. The policies by work and by prefix choose the replica where the first token is predicted to come first: the
+prompt tokens that it still has to compute, and those of this prompt, over its measured speed (compare Srivatsa et al.
+2024, Preble, arXiv:2407.00023, section 3.1; Qin et al. 2024, Mooncake, arXiv:2407.00079, section 6).
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from hashlib import blake2b
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-ROUTERS = ("round-robin", "least-loaded", "prefix")
+from headrace.fleet.index import PrefixIndex
+from headrace.protocol.kinds import ROUTERS
+
 OPEN_TOKENS = 64
 """Prompt tokens that an open request counts as: what decoding it costs the steps of a new prompt."""
+SPEED_WEIGHT = 0.02
+"""Weight of the newest step in the measured speed."""
+MIN_TOKENS = 256
+"""Tokens of prompts in a step whose speed counts. What a shorter one takes says nothing of a long prompt."""
 
 
-class _Replica:
-    """What the router knows of one replica: open requests, prompt tokens not computed yet, and keys of prefixes by
-    last use."""
+@dataclass(slots=True, eq=False)
+class Route:
+    """A request on its replica `index`, which has still to compute `num_pending` tokens of its prompt. It runs as
+    `width` sequences."""
+
+    index: int
+    keys: Sequence[bytes]
+    num_pending: int
+    width: int = 1
+
+
+class Load:
+    """What the router knows of one replica: open sequences, prompt tokens not computed yet, and its speed."""
 
     def __init__(self) -> None:
         self.num_open = 0
         self.num_pending = 0
-        self.keys: OrderedDict[Hashable, None] = OrderedDict()
+        self.speed = 0.0
+        self._prompts: deque[Route] = deque()
 
     @property
-    def load(self) -> int:
-        return self.num_pending + OPEN_TOKENS * self.num_open
+    def has_prompts(self) -> bool:
+        """Whether there are prompts to compute."""
+        return bool(self._prompts)
+
+    def enter(self, route: Route) -> None:
+        self.num_open += route.width
+        self.num_pending += route.num_pending
+        self._prompts.append(route)
+
+    def compute(self, num_tokens: int) -> None:
+        """Count prompt tokens as computed, of the oldest prompts first."""
+        while num_tokens > 0 and self._prompts:
+            oldest = self._prompts[0]
+            part = min(num_tokens, oldest.num_pending)
+            oldest.num_pending -= part
+            self.num_pending -= part
+            num_tokens -= part
+            if not oldest.num_pending:
+                self._prompts.popleft()
+
+    def finish(self, route: Route) -> None:
+        """Count the rest of a prompt as computed."""
+        if route.num_pending:
+            self._prompts.remove(route)
+            self.num_pending -= route.num_pending
+            route.num_pending = 0
+
+    def leave(self, route: Route) -> None:
+        self.finish(route)
+        self.num_open -= route.width
 
 
 class Router:
     """Routes requests to `num_replicas` replicas under a `policy` of `ROUTERS`.
 
-    A prompt is known by the keys of its blocks of `block_tokens` tokens, each of which stands for all tokens up to its
-    end; the router remembers the last `max_keys` of a replica, as many as its cache has room for.
+    A prompt is known by the keys of its blocks of `block_tokens` tokens (`index.prefix_keys`).
 
     Raises `ValueError` for an unknown policy, and for numbers below 1.
     """
 
-    def __init__(self, policy: str, num_replicas: int, block_tokens: int, max_keys: int) -> None:
+    def __init__(self, policy: str, num_replicas: int, block_tokens: int) -> None:
         if policy not in ROUTERS:
             raise ValueError(f"policy is {policy!r}, expected one of {', '.join(ROUTERS)}")
-        if min(num_replicas, block_tokens, max_keys) < 1:
-            raise ValueError("num_replicas, block_tokens and max_keys must be at least 1")
+        if min(num_replicas, block_tokens) < 1:
+            raise ValueError("num_replicas and block_tokens must be at least 1")
         self.policy = policy
-        self.block_tokens, self.max_keys = block_tokens, max_keys
-        self.replicas = [_Replica() for _ in range(num_replicas)]
-        self._turn = 0
+        self.block_tokens = block_tokens
+        self.loads = [Load() for _ in range(num_replicas)]
+        self.index = PrefixIndex(num_replicas)
+        self._last = -1
+        self._longest = 0
 
-    def route(self, keys: Sequence[Hashable], num_prompt: int) -> int:
-        """Return the replica of a request of `num_prompt` tokens, and count the request there. Of equals, the first."""
-        index = self._choose(keys, num_prompt)
-        replica = self.replicas[index]
-        replica.num_open += 1
-        replica.num_pending += num_prompt
-        if self.policy == "prefix":
-            for key in keys:
-                replica.keys[key] = None
-                replica.keys.move_to_end(key)
-            while len(replica.keys) > self.max_keys:
-                replica.keys.popitem(last=False)
-        return index
+    def route(
+        self,
+        keys: Sequence[bytes],
+        num_prompt: int,
+        among: Collection[int] | None = None,
+        rooms: Collection[int] | None = None,
+        width: int = 1,
+    ) -> Route | None:
+        """Return the replica of a request of `num_prompt` tokens, and count the request there. Of equals, the first.
 
-    def _choose(self, keys: Sequence[Hashable], num_prompt: int) -> int:
+        It is one of `among`, by default of all; None if that is empty. `rooms` are those that can begin it now: by
+        prefix it may be better to wait for another.
+        """
+        candidates = range(len(self.loads)) if among is None else among
+        if self.policy != "prefix" and rooms is not None:
+            candidates = [index for index in candidates if index in rooms]
+        if not candidates:
+            return None
+        num_known = self._num_known(keys, num_prompt)
+        index = self._choose(sorted(candidates), num_prompt, num_known)
+        route = Route(index, keys, num_prompt - num_known[index], width)
+        self.loads[index].enter(route)
+        self.index.expect(index, keys)
+        return route
+
+    def _num_known(self, keys: Sequence[bytes], num_prompt: int) -> list[int]:
+        """Return the tokens of a prompt that each replica has, or was sent before."""
+        if self.policy != "prefix" or not keys:
+            return [0] * len(self.loads)
+        return [min(depth * self.block_tokens, num_prompt - 1) for depth in self.index.depths(keys)]
+
+    def _choose(self, candidates: list[int], num_prompt: int, num_known: list[int]) -> int:
         if self.policy == "round-robin":
-            self._turn += 1
-            return (self._turn - 1) % len(self.replicas)
-        if self.policy == "least-loaded":
-            costs = [replica.load for replica in self.replicas]
-        else:
-            costs = [each.load - self._num_known(each, keys, num_prompt) for each in self.replicas]
-        return costs.index(min(costs))
+            self._last = next((index for index in candidates if index > self._last), candidates[0])
+            return self._last
+        speeds = [load.speed for load in self.loads if load.speed]
+        usual = sum(speeds) / len(speeds) if speeds else 1.0
 
-    def _num_known(self, replica: _Replica, keys: Sequence[Hashable], num_prompt: int) -> int:
-        """Tokens of the prompt that the replica was sent before."""
-        num = 0
-        for key in keys:
-            if key not in replica.keys:
-                break
-            num += 1
-        return min(num * self.block_tokens, num_prompt - 1)
+        def seconds(index: int) -> float:
+            load = self.loads[index]
+            work = load.num_pending + OPEN_TOKENS * load.num_open + num_prompt - num_known[index]
+            return work / (load.speed or usual)
 
-    def computed(self, index: int, num_tokens: int) -> None:
-        """Count prompt tokens as done on replica `index`: the first token of an answer came, or its end without one."""
-        replica = self.replicas[index]
-        replica.num_pending = max(0, replica.num_pending - num_tokens)
+        return min(candidates, key=seconds)
 
-    def ended(self, index: int) -> None:
-        """Count the end of a request on replica `index`."""
-        self.replicas[index].num_open -= 1
+    def measure(self, index: int, num_tokens: int, seconds: float) -> None:
+        """Note that a step of replica `index` computed so many tokens of prompts."""
+        load = self.loads[index]
+        load.compute(num_tokens)
+        self._longest = max(self._longest, num_tokens)
+        # A step that is not full looks slow, and a replica with few requests would get fewer.
+        if num_tokens >= max(MIN_TOKENS, self._longest / 2) and seconds > 0:
+            speed = num_tokens / seconds
+            load.speed += SPEED_WEIGHT * (speed - load.speed) if load.speed else speed
 
+    def computed(self, route: Route) -> None:
+        """Count a prompt as computed: the first token of its answer came."""
+        self.loads[route.index].finish(route)
 
-def prefix_keys(token_ids: Sequence[int], block_tokens: int, key: bytes = b"") -> list[bytes]:
-    """Return the keys of the whole blocks of a prompt. With a secret `key` they can not be computed elsewhere."""
-    keys, parent = list[bytes](), b""
-    for end in range(block_tokens, len(token_ids) + 1, block_tokens):
-        content = array("q", token_ids[end - block_tokens : end]).tobytes()
-        parent = blake2b(parent + content, key=key, digest_size=16).digest()
-        keys.append(parent)
-    return keys
+    def ended(self, route: Route) -> None:
+        """Count the end of a request, or that it leaves its replica."""
+        self.loads[route.index].leave(route)
+        self.index.forget(route.index, route.keys)

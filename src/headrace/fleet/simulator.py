@@ -1,8 +1,8 @@
 """A fleet by a modelled clock: each replica is the engine's own scheduler and blocks, and a step takes what a formula
 says. No host time enters, so a run gives the same figures everywhere. Called by `headrace simulate`.
 
-A request meets the router when it comes. A replica computes one step at a time; requests that come in between join the
-next one. Everything outside the engine (network, text, Python) takes no time here.
+A request waits in front of the router until a replica has room. A replica computes one step at a time; requests that
+come in between join the next one. Everything outside the engine (network, text, Python) takes no time here.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from headrace.core.requests import verify_fit
 from headrace.core.scheduler import Scheduler
-from headrace.fleet.router import Router
-from headrace.fleet.traces import MOONCAKE_TOKENS, Call
+from headrace.fleet.dispatch import Dispatcher, has_room
+from headrace.fleet.index import prefix_keys, root_key
+from headrace.fleet.reports import KeyReports
+from headrace.fleet.router import Route, Router
+from headrace.fleet.traces import Call
 from headrace.protocol.errors import RequestError
+from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request, ScheduledBatch, StepResult
 
 StepTime = Callable[[Sequence[int], Sequence[int], int], float]
 """Seconds of a step, of where its chunks start, how long they are, and its rows of logits."""
 TOKEN = 7
+SECRET = b"simulation"
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a replica's scheduler."""
+    """The numbers of a replica's scheduler. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the
+    others: blocks of windows, slots of states."""
 
     num_blocks: int
     block_size: int = 16
@@ -34,6 +41,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     max_model_len: int = 32768
     enable_prefix_caching: bool = True
+    kinds: tuple[CacheKind, ...] = (CacheKind(),)
+    more_blocks: tuple[int, ...] = ()
 
 
 class Life(msgspec.Struct):
@@ -42,7 +51,7 @@ class Life(msgspec.Struct):
     arrival: float
     num_prompt: int
     num_new: int
-    replica: int
+    replica: int = -1
     first: float = math.inf
     end: float = math.inf
     num_cached: int = 0
@@ -86,18 +95,26 @@ class _Replica:
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_model_len=sizes.max_model_len,
             enable_prefix_caching=sizes.enable_prefix_caching,
-            cache_key=b"simulation",
+            kinds=sizes.kinds,
+            more_blocks=sizes.more_blocks,
         )
+        self.reports = KeyReports(self.scheduler.cache, SECRET, 1)
         self.batch: ScheduledBatch | None = None
-        self.awaiting = 0
+        self.start = 0.0
+        self.num_prompt_tokens = 0
 
 
 class Simulation:
     """Replicas of some `sizes` behind a router of a `policy`, whose steps take `step_time`."""
 
     def __init__(self, num_replicas: int, policy: str, sizes: Sizes, step_time: StepTime) -> None:
-        slots = sizes.num_blocks * sizes.block_size
-        self.router = Router(policy, num_replicas, MOONCAKE_TOKENS, max(1, slots // MOONCAKE_TOKENS))
+        self.router = Router(policy, num_replicas, sizes.block_size)
+        self._sizes = sizes
+        self._queue: Dispatcher[str] = Dispatcher(self.router, "fcfs")
+        self._requests: dict[str, Request] = {}
+        self._routes: dict[str, Route] = {}
+        self._all = range(num_replicas)
+        self._root = root_key(SECRET, "")
         self.replicas = [_Replica(sizes) for _ in range(num_replicas)]
         self._time = step_time
         self._ends: list[tuple[float, int]] = []
@@ -136,29 +153,45 @@ class Simulation:
         return Run(self._done, num_refused, self._num_steps, num_preemptions, now, failed)
 
     def _arrive(self, call: Call, number: int) -> bool:
-        """Route a call to its replica; False if it is refused there."""
-        index = self.router.route(call.keys, call.num_prompt)
-        replica = self.replicas[index]
+        """Queue a call; False if no replica can hold it."""
         request = Request(
             request_id=str(number),
             prompt_token_ids=call.token_ids(number),
             params=SamplingParams(seed=1, max_tokens=call.num_new, ignore_eos=True),
         )
+        sizes, scheduler = self._sizes, self.replicas[0].scheduler
         try:
-            replica.scheduler.add(request)
+            verify_fit(request, scheduler.max_model_len, scheduler.max_num_seqs, sizes.num_blocks, sizes.block_size)
         except RequestError:
-            self.router.computed(index, call.num_prompt)
-            self.router.ended(index)
             return False
-        self._lives[request.request_id] = Life(call.time, call.num_prompt, call.num_new, index)
-        replica.awaiting += 1
-        if replica.batch is None:
-            self._start(index, call.time)
+        keys: list[bytes] = []
+        if self.router.policy == "prefix" and sizes.enable_prefix_caching:
+            keys = prefix_keys(request.prompt_token_ids, sizes.block_size, SECRET, self._root)
+        self._lives[request.request_id] = Life(call.time, call.num_prompt, call.num_new)
+        self._requests[request.request_id] = request
+        self._queue.add(request.request_id, request, keys)
+        self._dispatch(call.time)
         return True
+
+    def _dispatch(self, now: float) -> None:
+        """Send requests from the queue to replicas that have room."""
+        for request_id, route in self._queue.dispatch(self._is_free, lambda item: self._all):
+            replica = self.replicas[route.index]
+            replica.scheduler.add(self._requests.pop(request_id))
+            self._routes[request_id] = route
+            self._lives[request_id].replica = route.index
+            if replica.batch is None:
+                self._start(route.index, now)
+
+    def _is_free(self, index: int) -> bool:
+        if len(self.replicas) == 1:  # One engine has no queue in front of it.
+            return True
+        return has_room(self.router.loads[index], self._sizes.max_num_seqs, self._sizes.max_num_batched_tokens)
 
     def _start(self, index: int, now: float) -> None:
         replica = self.replicas[index]
         batch = replica.batch = replica.scheduler.schedule()
+        replica.start = now
         seconds = self._time(batch.starts, batch.lens, sum(batch.samples)) if batch.lens else 0.0
         heapq.heappush(self._ends, (now + seconds, index))
         self._num_steps += 1
@@ -170,24 +203,34 @@ class Simulation:
             return
         tokens = [TOKEN if samples else -1 for samples in batch.samples]
         output = replica.scheduler.commit(batch, StepResult(step_id=batch.step_id, token_ids=tokens))
+        num_before, replica.num_prompt_tokens = (
+            replica.num_prompt_tokens,
+            replica.scheduler.counters.num_prompt_tokens,
+        )
+        router.measure(index, replica.num_prompt_tokens - num_before, now - replica.start)
         lives = self._lives
         for request_id, num_cached in output.started.items():
             lives[request_id].num_cached = num_cached
-        if replica.awaiting:
+        if router.loads[index].has_prompts:
             for request_id in output.request_ids:
-                life = lives[request_id]
-                if life.first == math.inf:
-                    life.first = now
-                    replica.awaiting -= 1
-                    router.computed(index, life.num_prompt)
+                router.computed(self._routes[request_id])
+        for request_id in output.request_ids:
+            life = lives[request_id]
+            if life.first == math.inf:
+                life.first = now
         for request_id in output.finished:
             life = lives.pop(request_id)
             life.end = now
             self._done.append(life)
-            router.ended(index)
+            router.ended(self._routes.pop(request_id))
+        report = replica.reports.take()
+        if report is not None and router.policy == "prefix":
+            router.index.update(index, report)
         replica.batch = None
         if replica.scheduler.has_work():
             self._start(index, now)
+        if len(self._queue):
+            self._dispatch(now)
 
 
 def smallest_fleet(runs: Callable[[int], Run], most: int) -> tuple[int, Run] | None:

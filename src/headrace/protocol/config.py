@@ -12,6 +12,7 @@ import re
 import msgspec
 
 from headrace.protocol.errors import RequestError
+from headrace.protocol.kinds import ROUTERS
 from headrace.protocol.speculation import SpeculativeConfig, speculative_config
 
 LOG_FORMATS = ("text", "json")
@@ -20,6 +21,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
 ACTIVATIONS = ("auto", "int8", "16bit", "fp8")
 KV_ALIASES = {"fp8": "fp8_e4m3"}
+MAX_REPLICAS = 64
 POLICIES = ("fcfs", "priority", "fair")
 MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""
@@ -118,6 +120,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning_parser: str | None = None
     max_num_queued_reqs: int = 1024
     max_num_queued_tokens: int = 2**20
+    data_parallel_size: str = "1"
+    router: str = "prefix"
     max_restarts: int = 5
     watchdog_timeout: float = 60.0
     max_request_timeout: float = 0.0
@@ -145,6 +149,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         for name in ("max_request_timeout", "shutdown_delay", "shutdown_timeout", "watchdog_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise RequestError(name, getattr(self, name), "0 or more seconds")
+        size = self.data_parallel_size
+        if size != "auto" and not (size.isdecimal() and 1 <= int(size) <= MAX_REPLICAS):
+            raise RequestError("data_parallel_size", size, f"auto, or an integer from 1 to {MAX_REPLICAS}")
+        _member("router", self.router, ROUTERS)
         _member("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
         _member("log_format", self.log_format, LOG_FORMATS)
         if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^\s/]", self.otlp_traces_endpoint):

@@ -34,13 +34,15 @@ class TransportError(HeadraceError):
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """To the engine, first: what to load, the `fds` of its `black_box.BlackBox` if it has one, whether it replaces an
-    engine that has died, and the form of its log, one of `logs.FORMATTERS`, with the level, one of `LOG_LEVELS`."""
+    engine that has died, the form of its log, one of `logs.FORMATTERS`, with the level, one of `LOG_LEVELS`, and the
+    processors that it is bound to (none: all that its parent may use)."""
 
     config: EngineConfig
     black_box: tuple[int, int] | None = None
     is_restart: bool = False
     log_format: str = "text"
     log_level: str = "warning"
+    cpus: list[int] = []
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -51,6 +53,13 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     """To the engine: note the events of its blocks from now on, or no longer."""
 
     is_watched: bool
+
+
+class ShareKeys(msgspec.Struct, frozen=True, tag="share_keys"):
+    """To the engine: report the keys of its prefix cache, all of them first, under the `secret` of a deployment. With
+    another secret than before no request may be open."""
+
+    secret: bytes
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -94,7 +103,7 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     body: bytes
 
 
-ToEngine = Start | Add | Abort | ResetPrefixCache | Watch | Order | Shutdown
+ToEngine = Start | Add | Abort | ResetPrefixCache | Watch | ShareKeys | Order | Shutdown
 FromEngine = Ready | Failed | Output | Rejected | Reply
 
 _encoder = msgspec.msgpack.Encoder()

@@ -14,3 +14,7 @@ class CacheKind(msgspec.Struct, frozen=True):
 
     window: int = 0
     is_state: bool = False
+
+
+ROUTERS = ("round-robin", "least-work", "prefix")
+"""Ways to choose the replica of a request (`fleet.router`)."""

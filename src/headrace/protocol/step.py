@@ -319,15 +319,28 @@ class Stats(msgspec.Struct, kw_only=True):
         return max(num_held / num if num else 0.0 for num, num_held in kinds)
 
 
+class CacheKeys(msgspec.Struct, frozen=True, array_like=True):
+    """What a replica's prefix cache has, for a router: keys of equal length, joined (`fleet.reports`). They are those
+    of all blocks if it `is_full`, else those that came and went since the report before, which had the same `epoch` and
+    `number` - 1.
+    """
+
+    epoch: int
+    number: int
+    is_full: bool
+    added: bytes
+    evicted: bytes = b""
+
+
 class StepOutput(msgspec.Struct, kw_only=True):
     """The output of a step for its requests: columns over those that got tokens, dicts for the rarer things.
 
-    `started` maps a request to the number of its prompt tokens in the prefix cache, in the step that first ran it.
-    A request appears in `finished` exactly once, and never again in any later output. `states` are the samplers' states
+    `started` maps a request to the number of its prompt tokens in the prefix cache, in the step that first ran it. A
+    request appears in `finished` exactly once, and never again in any later output. `states` are the samplers' states
     with which a request can be resumed elsewhere (`Request.resume_state`). `beams` has the answers of a search, in the
-    output that has its end. `note` is for viewers (`insight.journal.Note`). Times are monotonic seconds. An output may
-    come in parts (`engine.parts`): `alternatives` are then the next of `TokenLogprob.top` of a row, by its index, in
-    the next part that has log-probabilities of that request.
+    output that has its end. `cache_keys` are for a router. `note` is for viewers (`insight.journal.Note`). Times are
+    monotonic seconds. An output may come in parts (`engine.parts`): `alternatives` are then the next of
+    `TokenLogprob.top` of a row, by its index, in the next part that has log-probabilities of that request.
     """
 
     step_id: int
@@ -344,6 +357,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     finished: dict[str, Finish] = {}
     beams: dict[str, BeamResult] = {}
     stats: Stats | None = None
+    cache_keys: CacheKeys | None = None
     note: bytes = b""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,13 +22,14 @@ from starlette.responses import Response
 
 from headrace import __version__, env
 from headrace.engine import logs
-from headrace.engine.client import EngineClient, ProcessClient
+from headrace.engine.client import EngineClient
 from headrace.engine.model_folder import ModelFolder
 from headrace.engine.tenants import Limits, Rates
+from headrace.fleet.engines.local import client_of
 from headrace.insight.explainer import Explainers
 from headrace.insight.metrics import render
 from headrace.insight.tracing import otlp
-from headrace.inspector import page
+from headrace.inspector import page, planning
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import aliases, explanations, inspector, openapi, process, routing, tokenize
@@ -52,6 +53,8 @@ from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.server")
+
+MakeClient = Callable[[EngineConfig, ServerConfig], EngineClient]
 
 
 def create_app(
@@ -108,7 +111,9 @@ def create_app(
     inspection = Inspection(models)
     inspector.add_routes(app, models, inspection)
     add_inspection_routes(app, inspection)
-    lifespan.at_end.append(inspection.close)
+    plans = planning.Planning(models, inspection.machine)
+    planning.add_routes(app, plans)
+    lifespan.at_end += [inspection.close, plans.close]
     if server.inspector:
         page.add_routes(app)
     aliases.add_routes(app)
@@ -223,11 +228,17 @@ def _add_operations(app: Starlette, models: RunningModels, lifespan: Lifespan) -
     routing.get(app, "/is_sleeping", is_sleeping, gives=Sleeping)
 
 
-def serve(engine: EngineConfig, server: ServerConfig, notes: Sequence[str] = (), has_model: bool = True) -> None:
+def serve(
+    engine: EngineConfig,
+    server: ServerConfig,
+    notes: Sequence[str] = (),
+    has_model: bool = True,
+    make_client: MakeClient = client_of,
+) -> None:
     """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
 
     `notes` are warnings about the command line; they are logged first. Without `has_model`, no model is loaded at the
-    start: all are those of the models folder.
+    start: all are those of the models folder. `make_client` makes the client of the model that stays.
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
@@ -235,7 +246,7 @@ def serve(engine: EngineConfig, server: ServerConfig, notes: Sequence[str] = (),
     for note in notes:
         logger.warning("%s", note)
     try:
-        _serve(engine, server, has_model)
+        _serve(engine, server, has_model, make_client)
     except HeadraceError as error:
         if server.log_format != "json":
             raise
@@ -244,7 +255,7 @@ def serve(engine: EngineConfig, server: ServerConfig, notes: Sequence[str] = (),
         sys.exit(2 if isinstance(error, RequestError) else 1)
 
 
-def _serve(engine: EngineConfig, server: ServerConfig, has_model: bool) -> None:
+def _serve(engine: EngineConfig, server: ServerConfig, has_model: bool, make_client: MakeClient) -> None:
     with contextlib.ExitStack() as stack:
         # First: a port in use is known at once, and a client that connects from now on waits for its answer.
         sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
@@ -255,7 +266,7 @@ def _serve(engine: EngineConfig, server: ServerConfig, has_model: bool) -> None:
             exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
             tokenizer, template = load_text(engine, server)
             defaults = default_params(engine, server)
-            client, audits = ProcessClient(engine, server), load_audits(engine)
+            client, audits = make_client(engine, server), load_audits(engine)
             about = (server, engine.model, defaults, engine.seed, audits, exporter, engine, folder)
             app = create_app(client, tokenizer, template, *about)
         status = process.run(app, server, sockets)

@@ -72,6 +72,11 @@ class Inspection:
             self._measuring = asyncio.create_task(self._measure())
         return self._measuring
 
+    async def machine(self) -> Machine:
+        """Return what was measured of the machine, and measure it first if that can be done now."""
+        await self.measure()
+        return self._machine
+
     def _is_idle(self) -> bool:
         return not any(model.client.num_unfinished for model in self._models.running)
 

@@ -43,7 +43,7 @@ class Source:
         self.client = client
         self._explainer = explainer
         self._models = models
-        self.feed = explainer.feed = Feed(client.watching.watch)
+        self.feed = explainer.feed = Feed(client.watch)
         self._state, self._time = b"", 0.0
 
     @property

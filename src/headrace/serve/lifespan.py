@@ -89,7 +89,7 @@ class Lifespan:
             return "loading"
         if not client.is_alive:
             return "restarting" if client.num_restarts or client.is_proven_once else "loading"
-        if client.watchdog.is_stalled:
+        if client.is_stalled:
             return "stalled"
         return next((worker.status for worker in self._default.served.workers if worker.status != "ready"), "ready")
 

@@ -117,7 +117,7 @@ class RunningModel:
 
     def memory(self) -> int:
         """Return the resident bytes of the engine's process and of those beside it; 0 where that is unknown."""
-        pids = [self.client.pid, *(worker.process.pid for worker in self.served.workers)]
+        pids = [*self.client.pids, *(worker.process.pid for worker in self.served.workers)]
         return sum(_resident(pid) for pid in pids if pid is not None)
 
     async def close(self, at_once: bool = False) -> None:

@@ -17,6 +17,7 @@ import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 from headrace.engine import context
@@ -61,6 +62,9 @@ class Running(Protocol):
 
     @property
     def client(self) -> EngineClient: ...
+
+    @property
+    def path(self) -> Path | None: ...
 
     def facts(self) -> ModelFacts | None:
         """Return what its files say; None where there are none. Blocks."""

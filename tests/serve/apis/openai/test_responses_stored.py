@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,11 @@ from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
+from headrace.serve.apis.openai.conversations import Conversations
 from headrace.serve.apis.openai.responses_events import Event
 from headrace.serve.apis.openai.responses_replay import Kept, Replay
+from headrace.serve.storage.store import Store
+from headrace.serve.storage.writers import Writers
 from headrace.text.tokenizer import Tokenizer
 
 TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}]
@@ -206,6 +210,19 @@ def test_conversations_are_changed_and_deleted(live: Live, client: openai.OpenAI
             call(made.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="fake", input="x", conversation=made.id)
+
+
+def test_items_that_were_kept_as_one_list_are_read_and_kept_as_lines() -> None:
+    store = Store("conv_", None, max_items=2, max_bytes=10_000)
+    conversations = Conversations(store, Writers())
+    made = store.new_id()
+    for body, ids in ((b'[{"id":"a"}, {"id":"b"}]', ["a", "b"]), (b"[]", []), (b"", []), (b'{"id":"c"}\n', ["c"])):
+        store.put(made, {}, body)
+        assert [json.loads(bytes(item))["id"] for item in conversations._items(made)] == ids
+        asyncio.run(conversations.append(made, [{"id": "d"}]))
+        lines = store.body(made).decode().splitlines()
+        assert [json.loads(line)["id"] for line in lines] == [*ids, "d"]
+        store.delete(made)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ class Conversations:
         if conversation_id not in self.store:
             raise NotFoundError("conversation", conversation_id)
         body = self.store.body(conversation_id)
+        if body.startswith(b"["):  # written as one list, before items had lines
+            return msgspec.json.decode(body, type=list[msgspec.Raw])
         items, begin, view = [], 0, memoryview(body)
         while begin < len(body):
             end = body.index(b"\n", begin)

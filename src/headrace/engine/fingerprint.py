@@ -1,0 +1,34 @@
+"""`fingerprint_of`: what decides the bits of an engine's answers, as one digest. Never a path or a name.
+
+Two engines with the same fingerprint give the same request the same bits, so that one can go on where the other
+stopped. Called in the engine's process, by an order of a fleet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from headrace import hub
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.step import EngineInfo
+
+LAW = 1
+"""The version of the law by which kernels and sampler compute. A change that changes any bit raises it."""
+
+
+def fingerprint_of(config: EngineConfig, info: EngineInfo) -> str:
+    """Return the digest of weights, tokenizer, number formats and the kernels' law. Reads all weights, a second for
+    each gigabyte. Raises `CheckpointError`."""
+    path = hub.resolve(config.model, config.revision)
+    spec = config.speculative_config
+    facts = {
+        "law": LAW,
+        "weights": hub.digest(path),
+        "formats": (info.dtype, info.quantization, info.activations, info.kv_cache_dtype, info.backend),
+        "eos_token_ids": info.eos_token_ids,
+        # By rejection the guesses decide which tokens are drawn; in the coupled mode they do not.
+        "drafts": None if spec is None or spec.mode != "rejection" else spec,
+    }
+    return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()
