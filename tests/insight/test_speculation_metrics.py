@@ -24,6 +24,7 @@ def test_counters_of_speculation_survive_a_restart() -> None:
 def test_metrics_tell_them_by_vllms_names() -> None:
     client: Any = SimpleNamespace(
         stats=NOW,
+        replicas=[],
         total=summed(PAST, NOW),
         is_alive=True,
         is_started=False,

@@ -118,11 +118,11 @@ def test_the_numbers_are_those_of_the_server(open_page: OpenPage, server: Any) -
     count = "async () => (await import('/inspector/live.js')).live.steps.length"
     num_steps = metric(server, "num_steps_total") - before
     page.wait_for_function(f"async (num) => await ({count})() === num", arg=num_steps)
-    page.wait_for_function("document.querySelector('[data-fact=running]').textContent === '0'")
+    page.wait_for_function("document.querySelector('[data-fact=running]')?.textContent === '0'")
     live = HTTP.get(f"{server.url}/inspect/live").text
     state = json.loads(next(line for line in live.splitlines() if line.startswith("data: "))[6:])["state"]
     page.wait_for_function(
-        "(num) => document.querySelector('[data-fact=cached]').textContent === String(num)",
+        "(num) => document.querySelector('[data-fact=cached]')?.textContent === String(num)",
         arg=state["num_blocks_cached"],
     )
     assert fact(page, "blocks") == state["num_blocks"] == 2048

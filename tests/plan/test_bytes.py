@@ -9,7 +9,8 @@ from tests.plan import configs
 
 from headrace.plan import hardware, steps
 from headrace.plan.counting import Counts
-from headrace.plan.planner import Planner, Subject, Wish, counts_of
+from headrace.plan.planner import Planner, Subject, counts_of
+from headrace.plan.plans import Wish
 
 GB = 1e9
 
@@ -61,6 +62,13 @@ def test_kv_of_7b_at_8k_for_32_sequences(num_kv_heads: int, gigabytes: float) ->
 )
 def test_parameters(config: dict[str, Any], parameters: int) -> None:
     assert counts(config).parameters == parameters
+
+
+def test_a_tied_head_in_a_form_of_its_own_takes_bytes_and_is_no_further_parameters() -> None:
+    plain, quantised = counts(configs.QWEN_3_06B), counts(configs.QWEN_3_06B, "int8")
+    assert (plain.tables, quantised.parameters) == (0, plain.parameters)
+    assert quantised.tables == plain.head == 2 * 151936 * 1024
+    assert quantised.weight_bytes == pytest.approx(sum(quantised.forms.values()))
 
 
 def test_a_token_of_mixtral_meets_12_88_g_parameters() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import random
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from headrace.cli import checking
-from headrace.cli import plan as command
+from headrace import LLM
+from headrace.cli import checking, plan, planning
 from headrace.cli.main import main
-from headrace.plan import fitted, hardware
-from headrace.plan.fitted import Sample, StepModel, fit
-from headrace.plan.planner import Planner, Wish, read
+from headrace.plan import hardware, step_model
+from headrace.plan.fitted import Sample, fit
+from headrace.plan.planner import Planner, read
+from headrace.plan.plans import Wish
+from headrace.plan.step_model import StepModel
 from headrace.protocol.errors import CheckpointError, HeadraceError
 
 
@@ -42,6 +45,8 @@ def test_a_fit_says_how_far_off_it_is() -> None:
     noise = random.Random(2)
     rough = [sample._replace(seconds=sample.seconds * noise.choice((0.8, 1.25))) for sample in made_samples(400)]
     assert 0.1 < fit(rough).median_error < 0.4
+    few = [each._replace(seconds=each.seconds * noise.choice((1, 1, 1, 1, 2))) for each in made_samples(400)]
+    assert fit(few).median_error < 0.2 < 0.4 < fit(few).p90_error
 
 
 def test_too_few_steps_are_refused() -> None:
@@ -51,24 +56,24 @@ def test_too_few_steps_are_refused() -> None:
 
 def test_a_kept_model_is_read_again_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x" / "model.json"
-    assert fitted.load(path) is None
+    assert step_model.load(path) is None
     model = fit(made_samples(100))
-    fitted.save(path, model)
-    assert fitted.load(path) == model
+    step_model.save(path, model)
+    assert step_model.load(path) == model
     path.write_text('{"base": 1}')
     with pytest.raises(CheckpointError, match="--check writes it anew"):
-        fitted.load(path)
+        step_model.load(path)
     path.write_text('{"base": 1, "knots": [1], "slopes": [], "logits": 0, "seen": 0}')
     with pytest.raises(CheckpointError, match="differ in number"):
-        fitted.load(path)
+        step_model.load(path)
 
 
 def test_check_compares_and_the_plan_then_uses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fitted, "FOLDER", tmp_path)
-    monkeypatch.setattr(command, "CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(command, "this_machine", lambda: hardware.TABLE["l4"])
+    monkeypatch.setattr(step_model, "FOLDER", tmp_path)
+    monkeypatch.setattr(plan, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(planning, "this_machine", lambda: hardware.TABLE["l4"])
     monkeypatch.setattr(checking, "LENGTHS", (4, 8))
     monkeypatch.setattr(checking, "NUM_REPEATS", 2)
     monkeypatch.setattr(checking, "CASES", ((2, 16, 4),))
@@ -80,7 +85,11 @@ def test_check_compares_and_the_plan_then_uses_it(
     result = json.loads(capsys.readouterr().out)
     assert [row["what"].split()[0] for row in result["rows"]] == ["TTFT", "TPOT", "memory"]
     assert all(row["measured"] > 0 for row in result["rows"])
-    assert list(tmp_path.iterdir()) == [Path(result["path"])]
+    # One file for the planner, and one that the explanations of such an engine find.
+    with closing(LLM("builtin")) as llm:
+        path = step_model.path_of_engine(llm.core.info)
+    assert {*tmp_path.iterdir()} == {Path(result["path"]), path}
+    assert step_model.load(path) == step_model.load(Path(result["path"]))
     one = Planner(read("builtin"), hardware.TABLE["l4"], Wish())
     before = one.speed(1).tpot
     one.use_measured_steps()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.plan import configs
+from tests.support.harness import load, save_random
 
 from headrace import models
 from headrace.backends.base import Ops
 from headrace.checkpoint.names import text_config
-from headrace.plan.counting import CountingOps, count
+from headrace.plan.counting import CountingOps, _State, count
 from headrace.plan.forms import Forms
 from headrace.protocol.errors import CheckpointError, RequestError
 
@@ -19,10 +22,11 @@ from headrace.protocol.errors import CheckpointError, RequestError
 def parameters_of(config: dict[str, Any]) -> int:
     """Counted by transformers, which has model files of its own, without memory for the weights."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    kind = transformers.AutoModelForCausalLM
+    pytest.importorskip("transformers")
+    from tests.support.harness import their_model
+
     with torch.device("meta"):
-        model = kind.from_config(transformers.AutoConfig.for_model(**config))
+        model = their_model(config)
     # What a checkpoint has; tied tensors once.
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() for tensor in tensors.values())
@@ -72,6 +76,43 @@ def test_cache_bytes_are_those_of_the_engine() -> None:
         core = build_engine(config)
         assert core.info.kv_token_bytes == counts.kv_token_bytes(kv_dtype), kv_dtype
         core.close()
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "qwen3_5_text", "falcon_h1", "lfm2"])
+def test_bytes_of_kinds_are_those_of_the_program(model_type: str, tmp_path: Path) -> None:
+    tiny = models.find(model_type).TINY
+    save_random(tiny, tmp_path)
+    program: Any = load(tmp_path, backend="cpu", block_size=8).program
+    counts = count(tiny, Forms("float32"))
+    sizes = [len(program.cache.read_block(0, kind)) for kind in range(len(program.kinds))]
+    num_states = sizes.pop() if program.kinds[-1].is_state else 0
+    assert counts.state_bytes == num_states
+    assert 8 * counts.kv_token_bytes("float32") == sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "of_states"),
+    [
+        # Layers by what is looked up in their states: each number by the key, changed, and by the query.
+        ("qwen3_5_text", 2 * 3 * (6 * 20 * 12)),
+        ("lfm2", 0),
+    ],
+)
+def test_a_row_is_multiplied_with_matrices_convolutions_and_states(
+    model_type: str, of_states: int, tmp_path: Path
+) -> None:
+    model = save_random(models.find(model_type).TINY, tmp_path)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    weights = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) > 1 and "embed" not in name)
+    counts = count(models.find(model_type).TINY, Forms("float32"))
+    head = math.prod(shapes["lm_head.weight"])
+    assert (counts.macs, counts.head_macs) == (weights - head + of_states, head)
+
+
+def test_a_scan_changes_its_state_and_reads_it() -> None:
+    ops = CountingOps()
+    ops.scan(ops._new(12), None, None, None, None, None, None, None, _State((3, 20, 4)))
+    assert ops.macs == 2 * 3 * 20 * 4
 
 
 @pytest.mark.parametrize(

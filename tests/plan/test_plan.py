@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from tests.plan import configs
 
+from headrace import models
 from headrace.cli.main import main
 from headrace.plan import hardware
 from headrace.plan.counting import count
 from headrace.plan.forms import Forms
-from headrace.plan.planner import Planner, Subject, Wish, read
+from headrace.plan.planner import Planner, Subject, read
+from headrace.plan.plans import Wish
 from headrace.plan.steps import Roofline
 
 
@@ -75,6 +77,24 @@ def test_a_window_bounds_what_is_read_and_computed() -> None:
     near, far = step.num_bytes([1024], [1], 0), step.num_bytes([2048], [1], 0)
     assert far - near == 10 * 8192 * 1024
     assert step.num_macs([2048], [1], 0) - step.num_macs([1024], [1], 0) == pytest.approx(10 * 8192 * 1024, rel=1e-3)
+
+
+def test_a_step_reads_and_writes_the_states_of_its_sequences() -> None:
+    counts = count(models.find("qwen3_5_text").TINY, Forms("bfloat16"))
+    step = Roofline(counts, hardware.find("h100"), "bfloat16")
+    one, two = step.num_bytes([0], [1], 0), step.num_bytes([0, 0], [1, 1], 0)
+    # Two layers: three inputs of a convolution, and a matrix of each head.
+    states = 2 * 4 * (3 * (2 * 2 * 20 + 6 * 12) + 6 * 20 * 12)
+    assert two - one == 2 * states + counts.kv_token_bytes("bfloat16")
+
+
+def test_a_layer_that_reads_the_cache_of_another_keeps_nothing_and_reads_as_much() -> None:
+    tiny = models.find("gemma4_text").TINY
+    each = count(tiny | {"num_kv_shared_layers": 0}, Forms("bfloat16")), count(tiny, Forms("bfloat16"))
+    own, shared = (Roofline(counts, hardware.find("h100"), "bfloat16") for counts in each)
+    assert each[1].kv_token_bytes("bfloat16") < each[0].kv_token_bytes("bfloat16")
+    read = [step.num_bytes([64], [1], 0) - step.num_bytes([32], [1], 0) for step in (own, shared)]
+    assert read[0] == read[1] > 0
 
 
 def test_goodput_is_of_a_batch_that_keeps_the_goals() -> None:

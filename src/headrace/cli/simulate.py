@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.options import integer
-from headrace.protocol.config import DTYPES, KV_ALIASES, KV_DTYPES, QUANTIZATIONS
+from headrace.cli.planning import AsJson, CacheForm, Dtype, Goals, ModelFiles, Price, WeightForm, make_planner
+from headrace.protocol.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.fleet.simulator import Run
+    from headrace.plan.planner import Planner
+    from headrace.protocol.kinds import CacheKind
 
 MOST_REPLICAS = 1024
 
 
 def simulate(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a config.json, a .gguf file, a hub id, or 'builtin'; no weights are read.")
-    ] = "builtin",
+    model: ModelFiles = "builtin",
     *,
     trace: Annotated[
         Path, typer.Option(metavar="FILE", help="Requests and when they came: Azure's CSV or Mooncake's JSON lines.")
@@ -30,17 +32,14 @@ def simulate(
         int | None,
         typer.Option(parser=integer, metavar="INT", help="Replicas; by default 1, or with --slo as few as keep it."),
     ] = None,
-    router: Annotated[str, typer.Option(help="round-robin, least-loaded or prefix.")] = "least-loaded",
+    router: Annotated[str, typer.Option(help="round-robin, least-work or prefix.")] = "least-work",
     hardware: Annotated[
         str,
         typer.Option(metavar="NAME", help="Of each replica: h100, h200, a100, l4, rtx4090, this, or a JSON file."),
     ] = "this",
-    dtype: Annotated[str, typer.Option(help=f"Number format of the weights: {', '.join(DTYPES)}.")] = "auto",
-    quantization: Annotated[
-        str | None,
-        typer.Option("--quantization", "-q", help=f"Form of the weights: {', '.join(QUANTIZATIONS)}, or none."),
-    ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help=f"Form of the KV cache: {', '.join(KV_DTYPES)}.")] = "auto",
+    dtype: Dtype = "auto",
+    quantization: WeightForm = None,
+    kv_cache_dtype: CacheForm = "auto",
     max_num_seqs: Annotated[int, typer.Option(parser=integer, metavar="INT", help="Sequences running at once.")] = 128,
     max_num_batched_tokens: Annotated[
         int, typer.Option(parser=integer, metavar="INT", help="Tokens computed in one step.")
@@ -50,34 +49,39 @@ def simulate(
     ] = 16,
     duration: Annotated[float, typer.Option(help="Seconds of the trace to play; 0 for all.", min=0)] = 0.0,
     speed_up: Annotated[float, typer.Option(help="How many times as fast as in the trace requests come.")] = 1.0,
-    slo: Annotated[
-        str | None, typer.Option(metavar="GOALS", help="Goals in ms with commas between, such as ttft:500,tpot:50.")
-    ] = None,
+    slo: Goals = None,
     slo_share: Annotated[
         float, typer.Option(help="Percent of the requests that must keep all goals.", min=0, max=100)
     ] = 99.0,
-    price: Annotated[float, typer.Option(help="Dollars that a replica costs in an hour.", min=0)] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    price: Price = 0.0,
+    check: Annotated[
+        int | None,
+        typer.Option(
+            parser=integer,
+            metavar="N",
+            help="Play the slice N times on this machine's engine in real time, with a large and a small cache, and "
+            "compare predicted with measured.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Play a trace of real traffic on a fleet that there need not be: latencies, goodput, cache hits and cost.
 
     Scheduler, blocks, prefix cache and router are those that run; how long a step takes is a formula's (headrace plan).
     With --slo and without --replicas, the smallest fleet is searched; exit status 1 if there is none.
     """
-    from headrace.cli.bench.stats import parse_goodput
-    from headrace.cli.plan import machine_of
     from headrace.engine.progress import progress_bar
     from headrace.fleet import traces
     from headrace.fleet.figures import figures, text_of
-    from headrace.fleet.router import ROUTERS
     from headrace.fleet.simulator import Simulation, Sizes, smallest_fleet
-    from headrace.plan import planner
-    from headrace.protocol.errors import RequestError
+    from headrace.plan.plans import parse_goals
+    from headrace.protocol.kinds import ROUTERS
 
     if router not in ROUTERS:
         raise RequestError("--router", router, "one of " + ", ".join(ROUTERS))
     for flag, number in (
         ("--replicas", 1 if replicas is None else replicas),
+        ("--check", 1 if check is None else check),
         ("--max-num-seqs", max_num_seqs),
         ("--max-num-batched-tokens", max_num_batched_tokens),
         ("--block-size", block_size),
@@ -86,26 +90,39 @@ def simulate(
             raise RequestError(flag, number, f"from 1 to {2**20}")
     if not speed_up > 0:
         raise RequestError("--speed-up", speed_up, "above 0")
-    try:
-        goals = parse_goodput(slo.split(",") if slo else [])
-    except RequestError as error:
-        raise error.renamed("--slo") from None
+    goals = parse_goals(slo.split(",") if slo else [], "--slo")
+    if check is not None and (hardware != "this" or (replicas or 1) > 1 or goals):
+        raise RequestError("--check", check, "left out beside --slo, --replicas and --hardware other than this")
     calls = traces.read(trace, duration, speed_up)
-    wish = planner.Wish(
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=KV_ALIASES.get(kv_cache_dtype, kv_cache_dtype),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
-    one = planner.Planner(planner.read(model), machine_of(hardware), wish)
-    if hardware == "this":
+    one = make_planner(
+        model, hardware, dtype, quantization, kv_cache_dtype,
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+    )  # fmt: skip
+    if hardware == "this" and check is None:
         one.use_measured_steps()
-    num_blocks = int(one.free // (one.counts.kv_token_bytes(one.kv_dtype) * block_size))
-    if num_blocks < 1:
+    kinds, num_blocks = pools_of(one, block_size, max_num_seqs, max_num_batched_tokens)
+    if num_blocks[0] < 1:
         raise RequestError("--hardware", hardware, "a machine with room for the model: see headrace plan")
+    if check is not None:
+        if len(kinds) > 1:
+            raise RequestError("--check", check, "left out for a model with windows or states")
+        from headrace.cli import trace_check
+        from headrace.protocol.config import EngineConfig
+
+        config = EngineConfig(
+            model=model, dtype=dtype, quantization=quantization, kv_cache_dtype=one.wish.kv_cache_dtype,
+            block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=any(call.keys for call in calls),
+        )  # fmt: skip
+        # No more than all sequences fill at their longest: what is allocated is touched.
+        most = max_num_seqs * -(-max(call.num_prompt + call.num_new for call in calls) // block_size)
+        checked = trace_check.check_trace(one, config, calls, min(num_blocks[0], most), check)
+        print(json.dumps(trace_check.json_of(checked)) if as_json else trace_check.text_of(checked))
+        return
     sizes = Sizes(
-        num_blocks=num_blocks,
+        num_blocks=num_blocks[0],
+        more_blocks=num_blocks[1:],
+        kinds=kinds,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -134,6 +151,36 @@ def simulate(
     num, run = fleet
     result = figures(run, num, goals, price) | {
         "model": one.subject.name, "hardware": one.machine.name, "router": router, "trace": str(trace),
-        "num_blocks": num_blocks, "prefixes": sizes.enable_prefix_caching,
+        "num_blocks": num_blocks[0], "more_blocks": num_blocks[1:], "prefixes": sizes.enable_prefix_caching,
     }  # fmt: skip
     print(json.dumps(result) if as_json else text_of(result, goals))
+
+
+def pools_of(
+    one: Planner, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> tuple[tuple[CacheKind, ...], tuple[int, ...]]:
+    """Return the kinds of a model's cache, and the blocks (or slots) of each, for which the memory is divided as an
+    engine divides it."""
+    from headrace.engine.pools import bounds_of, divide
+    from headrace.protocol.config import EngineConfig
+    from headrace.protocol.kinds import CacheKind
+
+    bytes_of: dict[int, float] = {}
+    for layer, num in one.counts.layers:
+        if not layer.keeps:
+            continue
+        # A window that no sequence is longer than is none.
+        window = layer.window if layer.window is not None and layer.window < one.max_context else 0
+        bytes_of[window] = bytes_of.get(window, 0.0) + layer.kept_bytes(one.kv_dtype) * num * block_size
+    kinds = tuple(CacheKind(window) for window in sorted(bytes_of))
+    each = [bytes_of[kind.window] for kind in kinds]
+    if one.counts.state_bytes:
+        kinds, each = (*kinds, CacheKind(is_state=True)), [*each, one.counts.state_bytes]
+    config = EngineConfig(
+        block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    bounds = [bounds_of(kind, config, one.max_context) for kind in kinds]
+    sizes = [math.ceil(size) for size in each]
+    others = divide(int(one.free) - bounds[0][0] * sizes[0], bounds[1:], sizes[1:])
+    left = one.free - sum(num * size for num, size in zip(others, each[1:], strict=True))
+    return kinds, (int(left // each[0]), *others)

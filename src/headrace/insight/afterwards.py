@@ -20,6 +20,7 @@ from headrace.insight.journal import Step
 from headrace.insight.live import BlockMap, as_dict
 from headrace.insight.lives import Life, Lives
 from headrace.insight.summaries import MAX_REQUESTS, summary_of
+from headrace.plan import step_model
 from headrace.protocol.errors import HeadraceError
 from headrace.text.bounded import serve
 
@@ -59,6 +60,7 @@ def replay(path: Path) -> bytes:
     info = recording.head.info
     lives, blocks = Lives(), BlockMap()
     lives.reads.set_sizes(info)
+    lives.step_model = step_model.load(step_model.path_of_engine(info))
     steps: deque[Step] = deque()
     num_steps = first = 0
     for note in notes_of(recording, is_watched=True):

@@ -60,7 +60,7 @@ MISSES = {
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the latency. `estimated`: a share of steps that others used too, by rows."""
+    """A part of the latency. `estimated`: a share of steps that others used too, split as `Explanation.split` says."""
 
     name: str
     seconds: float
@@ -81,15 +81,20 @@ class CacheVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """`parts` sum to `latency`, in seconds. Accepted draft tokens and cached tokens are time saved, outside of the sum.
-    `preemptions` counts those of the request itself. `spans` are [name, begin, end] of what it did, one after the
-    other, in seconds from its arrival. `memory` compares the decoding steps between its first and its last token with
-    the machine, None where that is unknown."""
+    """`parts` sum to `latency`, in seconds; `split` is what steps of several requests are split by: "fitted step times"
+    where `headrace plan --check` has measured this model on this machine, and else "rows".
+
+    Accepted draft tokens and cached tokens are time saved, outside of the sum. `preemptions` counts those of the
+    request itself. `spans` are [name, begin, end] of what it did, one after the other, in seconds from its arrival.
+    `memory` compares the decoding steps between its first and its last token with the machine, None where that is
+    unknown. `replica` computed the end of the answer."""
 
     id: str
+    replica: int
     latency: float
     ttft: float | None
     parts: list[Part]
+    split: str
     spans: list[tuple[str | float, ...]]
     memory: Share | None
     prefix_cache: list[CacheVerdict]
@@ -118,8 +123,10 @@ def explain(
     return Explanation(
         id=life.call_id or life.request_id,
         latency=life.latency,
+        replica=life.replica,
         ttft=life.first_token - arrived if life.first_token else None,
         parts=parts,
+        split=lives.split,
         spans=[(name, begin - arrived, end - arrived) for name, begin, end in life.spans],
         memory=share_of(*life.reads, lives.reads, machine or Machine()) if life.first_token else None,
         prefix_cache=verdicts,
@@ -165,7 +172,8 @@ def _sentences(life: Life, lives: Lives, name_of: Callable[[Life | None], str]) 
             break
         words = WORDS[part]
         if part == "beside_prefill":
-            words = "waited beside " + _chunks(life, lives, name_of, life.arrival.times[3], life.ended) + " (estimated)"
+            words = "waited beside " + _chunks(life, lives, name_of, life.arrival.times[3], life.ended)
+            words += f" (estimated by {lives.split})"
         elif part in ("queued", "preempted"):
             words += _reason(life, lives, name_of)
         sentences.append(f"{1e3 * seconds:.0f} of {1e3 * total:.0f} ms: {words}")

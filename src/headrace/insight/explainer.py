@@ -9,6 +9,7 @@ keys are set, reads all. Made by `serve.loading`. Knows no HTTP.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -21,9 +22,13 @@ from headrace.insight.journal import Step, decode_note
 from headrace.insight.limits import Machine
 from headrace.insight.live import Feed
 from headrace.insight.lives import MAX_LIVES, Life, Lives
+from headrace.plan import step_model
+from headrace.protocol.errors import CheckpointError
 from headrace.protocol.step import EngineInfo, StepOutput
 from headrace.text.outputs import RequestState
 from headrace.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("headrace.server")
 
 ANOTHER = "another request"
 
@@ -64,7 +69,7 @@ class Calls:
         return calls
 
     def _explain(self, life: Life) -> Explanation:
-        return explain(life, self.lives, name_of, self.text_of, self.machine)
+        return explain(life, self.lives.of(life), name_of, self.text_of, self.machine)
 
 
 class Explainers:
@@ -112,26 +117,35 @@ class Explainer:
         self._observer = observer
         self._after = after
         self._info = info
-        self._is_followed = False
+        self._followed: set[int] = set()
         self._readers: dict[str, OnProgress] = {}
 
-    def on_step(self, output: StepOutput) -> None:
+    def on_step(self, output: StepOutput, replica: int = 0) -> None:
         if output.note:
-            note = decode_note(output.note)
-            if not self._is_followed:
-                self.lives.reads.set_sizes(self._info())
-                self._is_followed = True
-            self.lives.follow(note)
-            if self.feed is not None:
+            note, lives = decode_note(output.note), self.lives.beside(replica)
+            if replica not in self._followed:
+                self._begin(lives, self._info())
+                self._followed.add(replica)
+            lives.follow(note)
+            # A viewer sees the blocks of one engine.
+            if self.feed is not None and replica == 0:
                 self.feed.follow(note.step)
             if self._readers:
-                self._report_prompts(note.step)
-        self._observer.on_step(output)
+                self._report_prompts(lives, note.step)
+        self._observer.on_step(output, replica)
 
-    def on_end(self, request_ids: Collection[str]) -> None:
-        self.lives.restart(request_ids)
-        self._is_followed = False
-        self._observer.on_end(request_ids)
+    def _begin(self, lives: Lives, info: EngineInfo) -> None:
+        """Note the numbers of an engine that sends its first step."""
+        lives.reads.set_sizes(info)
+        try:
+            lives.step_model = step_model.load(step_model.path_of_engine(info))
+        except CheckpointError as error:
+            logger.warning("explanations split steps by rows: %s", error)
+
+    def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
+        self.lives.beside(replica).restart(request_ids)
+        self._followed.discard(replica)
+        self._observer.on_end(request_ids, replica)
 
     def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None:
         self._observer.on_first_token(num_prompt_tokens, num_cached_tokens, seconds)
@@ -156,9 +170,9 @@ class Explainer:
             self._report(life, life.position, time.monotonic())
         return functools.partial(self._readers.pop, request_id, None)
 
-    def _report_prompts(self, step: Step) -> None:
+    def _report_prompts(self, lives: Lives, step: Step) -> None:
         for seq_id, start, length in zip(step.seq_ids, step.starts, step.lens, strict=True):
-            life = self.lives.life_of(seq_id)
+            life = lives.life_of(seq_id)
             if life is not None and life.request_id in self._readers and start < life.arrival.num_prompt:
                 self._report(life, start + length, step.times[3])
 

@@ -17,6 +17,8 @@ import msgspec
 
 from headrace.insight.journal import Admission, Arrival, Note, Step, Wait
 from headrace.insight.limits import Reads
+from headrace.insight.shares import BY_FIT, BY_ROWS, Shares, by_fit, by_rows
+from headrace.plan.step_model import StepModel
 
 MAX_LIVES = 10_000
 """Ended requests that are kept."""
@@ -24,7 +26,7 @@ MAX_CHUNKS = 8192
 MAX_SPANS = 256
 
 ESTIMATES = frozenset(("beside_prefill", "beside_guesses"))
-"""Parts that are a share of steps which others used too, by rows."""
+"""Parts that are a share of steps which others used too (`insight.shares`)."""
 
 
 class Sums(NamedTuple):
@@ -60,11 +62,12 @@ class Life(msgspec.Struct):
     """One request. Times are monotonic seconds, 0 for what has not happened; `parts` are seconds by name.
 
     `waits` are the seconds in the queue by what its head lacked. `spans` are (name, begin, end), the first `MAX_SPANS`.
-    `holder` is the name of the caller's key. `reads`: those of all steps before the first token, at the end those of
-    the steps that decoded its answer (`limits.Reads.total`).
+    `replica` has it, or had it last. `holder` is the name of the caller's key. `reads`: those of all steps before the
+    first token, at the end those of the steps that decoded its answer (`limits.Reads.total`).
     """
 
     arrival: Arrival
+    replica: int = 0
     holder: str = ""
     call_id: str = ""
     parts: dict[str, float] = {}
@@ -111,12 +114,21 @@ class Life(msgspec.Struct):
 
 
 class Lives:
-    """The lives of open requests by sequence and request id, and of the last `MAX_LIVES` that ended by request id."""
+    """The lives of open requests by sequence and request id, and of the last `MAX_LIVES` that ended by request id.
+
+    `step_model` has the fitted times of the engine's steps, by which they are split; None: they are split by rows.
+
+    In a fleet each replica has its own, made by `beside` of the first: sequences are numbered by each, and requests are
+    those of all.
+    """
 
     def __init__(self, max_lives: int | None = None) -> None:
+        self.replica = 0
+        self.replicas = [self]
         self.ended: OrderedDict[str, Life] = OrderedDict()
         self.chunks: deque[Chunk] = deque(maxlen=MAX_CHUNKS)
         self.reads = Reads()
+        self.step_model: StepModel | None = None
         self._max_lives = MAX_LIVES if max_lives is None else max_lives
         self._open: dict[int, Life] = {}
         self._open_requests: dict[str, Life] = {}
@@ -127,6 +139,24 @@ class Lives:
         self._prefilled: set[int] = set()
         self._decoding: set[int] = set()
         self._previous: Step | None = None
+
+    @property
+    def split(self) -> str:
+        """What steps are split by, in words."""
+        return BY_ROWS if self.step_model is None else BY_FIT
+
+    def beside(self, replica: int) -> Lives:
+        """Return the lives of another replica."""
+        for number in range(len(self.replicas), replica + 1):
+            lives = Lives(self._max_lives)
+            lives.replica, lives.replicas = number, self.replicas
+            lives.ended, lives._open_requests = self.ended, self._open_requests
+            self.replicas.append(lives)
+        return self.replicas[replica]
+
+    def of(self, life: Life) -> Lives:
+        """Return the lives of the replica that has the request, or had it last."""
+        return self.replicas[life.replica]
 
     def life_of(self, seq_id: int) -> Life | None:
         """Return the life of a sequence, open or among those that ended last."""
@@ -141,12 +171,16 @@ class Lives:
 
     def phase_of(self, life: Life) -> str:
         """Return what an open request does: queued, preempted, no_budget, prefill or decode."""
+        if life.replica != self.replica:
+            return self.of(life).phase_of(life)
         if life.state in ("queued", "preempted", "no_budget"):
             return life.state
         return "decode" if life.arrival.seq_id in self._prefilled else "prefill"
 
     def num_generated(self, life: Life) -> int:
         """Return how many tokens of the answer were drawn, as far as computed steps tell."""
+        if life.replica != self.replica:
+            return self.of(life).num_generated(life)
         known = max(life.position, self._position(life.arrival.seq_id), life.high_water)
         return max(0, known - life.arrival.num_prompt + 1) if life.first_token else 0
 
@@ -154,7 +188,7 @@ class Lives:
         """Note that the engine has ended: its sequences are gone, and the next one counts from the beginning. These
         requests go on, and arrive there again; any other was aborted, which its engine did not come to note."""
         for life in [life for life in self._open_requests.values() if life.request_id not in request_ids]:
-            self._break_off(life, "abort")
+            self.of(life)._break_off(life, "abort")
         self._open.clear()
         self._running.clear()
         self._prefilled.clear()
@@ -168,7 +202,7 @@ class Lives:
         if life is None:
             life = self._open_requests.get(request_id)
             if life is not None:
-                self._break_off(life, reason)
+                self.of(life)._break_off(life, reason)
         if life is not None:
             life.add("delivery", now - (life.delivered or life.ended))
             life.span("delivery", life.ended, now)
@@ -206,12 +240,16 @@ class Lives:
         last = self._last = self._last or read
         life = self._open_requests.get(arrival.request_id)
         if life is not None:
-            # It was in an engine that died.
-            self._leave(life, last)
-            life.add("restarting", read - last)
+            # It was in an engine that died, or gave it up.
+            before = self.of(life)
+            before._leave(life, before._last)
+            life.add("restarting", read - before._last)
+            if before is not self and before._open.get(life.arrival.seq_id) is life:
+                before._remove(life.arrival.seq_id)
+            life.replica = self.replica
             life.arrival = msgspec.structs.replace(arrival, times=life.arrival.times)
         else:
-            life = self._open_requests[arrival.request_id] = Life(arrival)
+            life = self._open_requests[arrival.request_id] = Life(arrival, self.replica)
             life.add("tokenising", tokenised - came)
             life.add("sending", posted - tokenised)
             life.add("mid_step", in_step)
@@ -290,9 +328,8 @@ class Lives:
             self._change(seq_id, "busy", start_time)
         self._decoding = plain
         prompts = {i: step.lens[i] for i in special if step.seq_ids[i] not in self._prefilled}
-        num_guesses = sum(num for num, _ in guesses.values())
-        num_rows = max(1, sum(step.lens) + num_guesses)
-        prefill, guessing = (seconds * num / num_rows for num in (sum(prompts.values()), num_guesses))
+        shares = self._shares(step, seconds, prompts, {i: num for i, (num, _) in guesses.items()})
+        prefill, guessing = shares.prefill, shares.guesses
         sums = self._sums
         waits = list(sums.waits)
         waits[step.head[1]] += seconds
@@ -306,17 +343,29 @@ class Lives:
         )
         counted: set[int] = set()
         for i in sorted(special):
-            self._work(step, i, seconds, num_rows, (prefill, guessing), guesses.get(i), counted)
+            self._work(step, i, seconds, shares, guesses.get(i), counted)
         for i, num in prompts.items():
             self.chunks.append(Chunk(start_time, ended, step.seq_ids[i], num))
+
+    def _shares(self, step: Step, seconds: float, prompts: Collection[int], guesses: dict[int, int]) -> Shares:
+        """Return the seconds of the prompts in these columns, and of draft tokens by column."""
+        if self.step_model is None:
+            return by_rows(step, seconds, prompts, sum(guesses.values()))
+        lives = {i: self._open.get(step.seq_ids[i]) for i in prompts}
+        ends = {i for i, life in lives.items() if life and step.starts[i] + step.lens[i] >= self._num_known(life)}
+        return by_fit(self.step_model, step, seconds, prompts, ends, guesses)
+
+    @staticmethod
+    def _num_known(life: Life) -> int:
+        """Return the tokens that are computed before the request goes on."""
+        return max(life.arrival.num_known, life.high_water + 1)
 
     def _work(
         self,
         step: Step,
         column: int,
         seconds: float,
-        num_rows: int,
-        shares: tuple[float, float],
+        shares: Shares,
         guess: tuple[int, int] | None,
         counted: set[int],
     ) -> None:
@@ -331,15 +380,14 @@ class Lives:
             life.num_guessed += guess[0]
             life.num_kept += guess[1]
         is_prompt = seq_id not in self._prefilled
-        num_known = max(life.arrival.num_known, life.high_water + 1)
+        num_known = self._num_known(life)
         if seq_id not in counted:  # a search has several columns, and one life
             counted.add(seq_id)
             if column in step.late:
                 life.add("mask_late", seconds)
                 life.span("mask_late", start_time, ended)
             else:
-                prefill, guessing = shares
-                prefill -= seconds * length / num_rows if is_prompt else 0.0
+                prefill, guessing = shares.prefill - shares.prompts.get(column, 0.0), shares.guesses
                 rest = seconds - prefill - guessing
                 num_again = max(0, min(life.high_water, stop) - start)
                 again = rest * min(1.0, num_again / length)

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from headrace.engine import context, logs
 from headrace.engine.client import EngineClient
-from headrace.protocol.step import StepOutput
+from headrace.protocol.step import Stats, StepOutput
 from headrace.text.outputs import RequestState
 
 LABELS = ("model_name", "engine")
@@ -33,7 +33,7 @@ class ServerMetrics:
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
         self._values = (model_name, "0")
-        self._num_batched = 0
+        self._num_batched: dict[int, int] = {}
         self.num_helper_faults: Callable[[], Mapping[str, int]] = dict
         """Returns how often each kind of process beside the engine failed."""
         self.registry = CollectorRegistry(auto_describe=False)
@@ -70,15 +70,15 @@ class ServerMetrics:
 
     # -- the observer of `EngineClient` and `TextClient`
 
-    def on_step(self, output: StepOutput) -> None:
-        stats = output.stats
-        if stats is not None and stats.num_batched_tokens != self._num_batched:
-            self._iteration.observe(stats.num_batched_tokens - self._num_batched)
-            self._num_batched = stats.num_batched_tokens
+    def on_step(self, output: StepOutput, replica: int = 0) -> None:
+        stats, before = output.stats, self._num_batched.get(replica, 0)
+        if stats is not None and stats.num_batched_tokens != before:
+            self._iteration.observe(stats.num_batched_tokens - before)
+            self._num_batched[replica] = stats.num_batched_tokens
 
-    def on_end(self, request_ids: Collection[str]) -> None:
+    def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
         # The next engine counts from zero again.
-        self._num_batched = 0
+        self._num_batched[replica] = 0
 
     def on_lag(self, seconds: float) -> None:
         self._lag.observe(seconds)
@@ -135,8 +135,12 @@ class ServerMetrics:
             ),
             "engine_up": ("1 while the engine runs and makes tokens.", float(client.is_alive)),
         }
+        if len(client.replicas) > 1:
+            yield from self._of_replicas()
         for name, (doc, value) in gauges.items():
             yield self._family(GaugeMetricFamily, name, doc, {(): value})
+        doc = "Blocks of each kind of cache (slots, of states), by what they are used for."
+        yield self._family(GaugeMetricFamily, "cache_blocks", doc, blocks_by_use(now), ("kind", "use"))
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", total.prefix_cache_queries),
             "prefix_cache_hits": ("Prompt tokens found there.", total.prefix_cache_hits),
@@ -171,6 +175,33 @@ class ServerMetrics:
             doc = "The engine's sizes."
             yield self._family(GaugeMetricFamily, "cache_config_info", doc, {tuple(facts.values()): 1}, tuple(facts))
 
+    def _of_replicas(self) -> Iterable[Metric]:
+        """Yield the metrics of each replica of a fleet."""
+        replicas = self._client.replicas
+        gauges: dict[str, tuple[str, list[float]]] = {
+            "replica_up": ("1 while the replica runs and makes tokens.", [float(each.is_alive) for each in replicas]),
+            "replica_requests": ("Open requests of the replica.", [len(each.entries) for each in replicas]),
+            "replica_kv_cache_usage_perc": (
+                "Share of its KV blocks that requests hold, 0 to 1.",
+                [each.stats.kv_cache_usage for each in replicas],
+            ),
+        }
+        counters = {
+            "replica_restarts": ("Times the replica was restarted.", [each.num_restarts for each in replicas]),
+            "replica_generation_tokens": (
+                "Tokens that it generated.",
+                [max(0, each.total.num_generated_tokens) for each in replicas],
+            ),
+            "replica_prefix_cache_hits": (
+                "Prompt tokens found in its prefix cache.",
+                [each.total.prefix_cache_hits for each in replicas],
+            ),
+        }
+        for name, (doc, values) in gauges.items():
+            yield self._family(GaugeMetricFamily, name, doc, _numbered(values), ("replica",))
+        for name, (doc, counts) in counters.items():
+            yield self._family(CounterMetricFamily, name, doc, _numbered(counts), ("replica",))
+
     def _family(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
@@ -198,6 +229,10 @@ class ServerMetrics:
         return {value: counter.labels(*self._values, value) for value in values}
 
 
+def _numbered(values: Sequence[float]) -> dict[tuple[str, ...], float]:
+    return {(str(index),): value for index, value in enumerate(values)}
+
+
 class _Together:
     """The metrics of several models as one collector: each metric once, with the samples of all."""
 
@@ -218,3 +253,13 @@ class _Together:
 def render(metrics: Sequence[ServerMetrics]) -> bytes:
     """Return the exposition text of one scrape of all models."""
     return metrics[0].render() if len(metrics) == 1 else generate_latest(_Together(metrics))
+
+
+def blocks_by_use(stats: Stats) -> dict[tuple[str, ...], float]:
+    """Return the number of blocks of each kind that are held, cached (and held by none), and free."""
+    kinds = [(stats.num_blocks, stats.num_blocks_held, stats.num_blocks_cached), *stats.more_blocks]
+    return {
+        (str(kind), use): float(number)
+        for kind, (num, num_held, num_cached) in enumerate(kinds)
+        for use, number in (("held", num_held), ("cached", num_cached), ("free", num - num_held - num_cached))
+    }

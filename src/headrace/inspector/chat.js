@@ -41,7 +41,7 @@ function Why({ explain }) {
   const cache = explain.prefix_cache[0];
   return html`<details class="why"><summary>Why so slow?</summary>
     ${explain.sentences.length > 0 && html`<ul>${explain.sentences.map((sentence) => html`<li>${sentence}</li>`)}</ul>`}
-    <table><caption>Where ${seconds(explain.latency)} went${explain.parts.some(({ estimated }) => estimated) && " (≈ is an estimate)"}</caption>
+    <table><caption>Where ${seconds(explain.latency)} went${explain.parts.some(({ estimated }) => estimated) && ` (≈ is an estimate by ${explain.split})`}</caption>
       <tbody>${explain.parts.map(({ name, seconds: time, estimated }) => html`<tr>
         <th scope="row">${name.replaceAll("_", " ")}</th><td class="number">${estimated && "≈ "}${seconds(time)}</td>
         <td><${Bar} share=${time / explain.latency} /></td></tr>`)}</tbody></table>

@@ -6,6 +6,7 @@ import { Blocks } from "./views/blocks.js";
 import { Cache } from "./views/cache.js";
 import { Limits } from "./views/limits.js";
 import { Numbers } from "./views/numbers.js";
+import { Plan } from "./views/plan.js";
 import { Requests } from "./views/requests.js";
 import { Speculation } from "./views/speculation.js";
 import { Steps } from "./views/steps.js";
@@ -21,4 +22,5 @@ export const VIEWS = [
   ["speculation", "Speculation", within(Speculation)],
   ["numbers", "Numbers", within(Numbers)],
   ["limits", "Limits", within(Limits)],
+  ["plan", "Plan", Plan],
 ];

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace import models
 from headrace.models.config import ModelConfig
+from headrace.models.weights import ByHead
 from headrace.plan.forms import FLOAT_BITS, Forms, kv_bytes
 from headrace.protocol.errors import CheckpointError
 
@@ -24,17 +25,22 @@ NUM_POSITIONS = 16
 
 
 class LayerKV(NamedTuple):
-    """What a layer keeps of each position: keys and values [num_heads, dim], of the last `window` positions at least
-    (None: of all). A row multiplies `macs` numbers with each position that it sees."""
+    """What a layer reads of each position: keys and values [num_heads, dim], of the last `window` positions at least
+    (None: of all). A row multiplies `macs` numbers with each position that it sees. `keeps`: False for a layer that
+    reads the cache of another."""
 
     window: int | None
     num_heads: int
     key_dim: int
     value_dim: int
     macs: int
+    keeps: bool = True
 
-    def bytes(self, dtype: str) -> float:
+    def read_bytes(self, dtype: str) -> float:
         return kv_bytes(self.num_heads, self.key_dim, self.value_dim, dtype)
+
+    def kept_bytes(self, dtype: str) -> float:
+        return self.read_bytes(dtype) if self.keeps else 0.0
 
 
 class Mixture(NamedTuple):
@@ -79,12 +85,12 @@ class Counts(NamedTuple):
 
     def kv_token_bytes(self, dtype: str) -> float:
         """Return the bytes that a position takes over all layers."""
-        return sum(layer.bytes(dtype) * num for layer, num in self.layers)
+        return sum(layer.kept_bytes(dtype) * num for layer, num in self.layers)
 
     def kv_bytes(self, context: int, dtype: str, *, windowed: bool) -> float:
         """Return the bytes of a sequence of `context` tokens. windowed: layers keep what their windows show."""
         return self.state_bytes + sum(
-            layer.bytes(dtype) * num * (min(context, layer.window) if windowed and layer.window else context)
+            layer.kept_bytes(dtype) * num * (min(context, layer.window) if windowed and layer.window else context)
             for layer, num in self.layers
         )
 
@@ -162,6 +168,12 @@ class CountingOps:
         self.macs += matrix.num_in * matrix.num_out
         self.read[id(matrix)] = matrix
         return self._new(matrix.num_out)
+
+    def by_head(self, x: _Value, matrices: Sequence[_Matrix], tail: int = 0) -> _Value:
+        heads = len(matrices)
+        for matrix in matrices:
+            self.linear(_Value(x.width // heads - tail), matrix)
+        return self._new(heads * (matrices[0].num_out + tail))
 
     def embedding(self, ids: Any, table: _Table, scale: float = 1.0) -> _Value:
         return self._new(table.width)
@@ -251,10 +263,6 @@ class CountingWeights:
     def constant_table(self, values: Any) -> _Table:
         return _Table(values.shape[1])
 
-    def number(self, name: str, shape: tuple[int, ...]) -> float:
-        self.tensor(name, shape)
-        return 0.0
-
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         self.tensor(name, shape)
         return np.zeros(shape, np.float32)
@@ -273,6 +281,13 @@ class CountingWeights:
         num_out = sum(num_outs)
         form, bits = self._forms.bits(names[0], num_in, plain)
         return self._matrix(names[0], num_in, num_out, form, bits, bias)
+
+    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        names = [ByHead.names(name, head) for head in range(num_heads)]
+        return ByHead(
+            [self.linear([first], turned, [num_in]) for first, _ in names],
+            [self.linear([second], num_in, [straight]) for _, second in names],
+        )
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[_Table, _Matrix]:
         form, bits = self._forms.head_bits(shape[1])
@@ -323,9 +338,8 @@ def count(values: dict[str, Any], forms: Forms) -> Counts:
     layers = Counter(
         LayerKV(
             None if None in cache.windows else max(w for w in cache.windows if w is not None),
-            # A layer that reads the cache of another keeps nothing.
-            0 if shape.source is not None else shape.num_kv_heads,
-            shape.head_dim, 0 if shape.shares_key else shape.value_size, cache.macs,
+            shape.num_kv_heads, shape.head_dim, 0 if shape.shares_key else shape.value_size, cache.macs,
+            shape.source is None,
         )
         for cache, shape in zip(caches, shapes, strict=True)
         if isinstance(cache, _Cache)

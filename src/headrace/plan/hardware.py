@@ -1,13 +1,15 @@
 """What a machine has: memory, bandwidth and operations a second. The numbers of the table are the makers' (dense, at
-the usual power); a file or a measurement gives others. Called by `plan.planner` and `headrace plan`."""
+the usual power); a file or a measurement gives others. Must not import numpy. Called by `plan.planner`, `headrace plan`
+and `inspector.planning`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import HeadraceError, RequestError
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,3 +68,16 @@ def find(name: str) -> Hardware:
     if not path.is_file():
         raise RequestError("--hardware", name, f"one of {', '.join(TABLE)}, this, or a JSON file")
     return read(path)
+
+
+def measured(bandwidth: float, peaks: Mapping[str, float]) -> Hardware:
+    """Return this machine, of which the bandwidth of all cores and the operations of the native kernels' inner loops by
+    kind were measured. Raises `HeadraceError` where the native kernels are missing."""
+    import psutil
+
+    if "f32" not in peaks:
+        raise HeadraceError(
+            "this machine is not measured without the native kernels, which are missing: see headrace doctor"
+        )
+    memory = float(psutil.virtual_memory().total)
+    return Hardware(name="this machine", memory=memory, bandwidth=bandwidth, flops=peaks["f32"])

@@ -13,10 +13,11 @@ from headrace import gguf, hub, models
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.names import text_config
 from headrace.models.config import ModelConfig
-from headrace.plan import fitted, hardware, known
+from headrace.plan import hardware, known, step_model
 from headrace.plan.counting import Counts, count
-from headrace.plan.forms import KV_ITEM_BYTES, Forms
+from headrace.plan.forms import FLOAT_BITS, KV_ITEM_BYTES, Forms
 from headrace.plan.hardware import Hardware
+from headrace.plan.plans import Change, Plan, Speed, Wish
 from headrace.plan.steps import Roofline, dollars_per_million, latency
 from headrace.protocol.errors import CheckpointError, RequestError
 
@@ -25,23 +26,7 @@ StepTime = Callable[[Sequence[int], Sequence[int], int], float]
 """Seconds of a step, of where its chunks start, how long they are, and its rows of logits."""
 OTHERS = ("l4", "rtx4090", "a100", "h100", "h200")
 """Machines to look at when a model does not fit, the smallest first."""
-
-
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned: `concurrency` sequences of `context` tokens, of which `output_len` are the answer, in these
-    forms. `concurrency` 0: as many as fit, up to `max_num_seqs`. `slo`: goals in milliseconds by ttft, tpot, e2el.
-    `price`: dollars an hour."""
-
-    context: int = 0
-    output_len: int = 256
-    concurrency: int = 0
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
-    dtype: str = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    slo: dict[str, float] = {}
-    price: float = 0.0
+MAX_TOKENS, MAX_PRICE = 2**31, 1e9
 
 
 class Subject(NamedTuple):
@@ -50,66 +35,6 @@ class Subject(NamedTuple):
     name: str
     values: dict[str, Any]
     stored_bytes: float = 0.0
-
-
-class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of `batch` sequences that are replaced as they end, in seconds; tokens and requests a second.
-
-    `ttft` is that of a prompt alone, `tpot` that of steps of the whole batch, `tpot_mixed` with the prompts of the
-    sequences that come in between. `goodput`: requests a second that keep the goals, with the best batch for that.
-    """
-
-    batch: int
-    ttft: float
-    tpot: float
-    tpot_mixed: float
-    latency: float
-    tokens_per_second: float
-    requests_per_second: float
-    goodput: float | None = None
-    goodput_batch: int | None = None
-    dollars_per_million: float | None = None
-
-
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to change so that the plan fits, in the words of the flags, and what it leads to."""
-
-    flags: str
-    outcome: str
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of a plan: bytes, unless a name says otherwise. `fits`: whether weights and the planned sequences
-    have room; `needed_bytes`: the memory of a machine that just has it. `largest_context` is of one sequence,
-    `largest_batch` of sequences of `context` tokens. `step_source`: where the times come from, for the reader."""
-
-    model: str
-    model_type: str
-    source: str
-    parameters: int
-    active_parameters: int
-    form: str
-    forms: dict[str, float]
-    weight_bytes: float
-    kv_cache_dtype: str
-    kv_token_bytes: float
-    kv_sequence_bytes: float
-    kv_windowed_bytes: float
-    flops_per_token: float
-    machine: Hardware
-    working_bytes: float
-    free_bytes: float
-    needed_bytes: float
-    context: int
-    output_len: int
-    max_context: int
-    largest_context: int
-    largest_batch: int
-    concurrency: int
-    step_source: str
-    fits: bool
-    speed: Speed | None = None
-    changes: list[Change] = []
 
 
 def read(model: str) -> Subject:
@@ -155,23 +80,39 @@ def counts_of(subject: Subject, wish: Wish) -> tuple[Counts, Forms, dict[str, An
     return counts, forms, values
 
 
+def _check(wish: Wish) -> None:
+    """Raise `RequestError`, which names a field of the wish, for what no model and no machine has."""
+    for name, value, allowed in (
+        ("dtype", wish.dtype, ("auto", *FLOAT_BITS)),
+        ("kv_cache_dtype", wish.kv_cache_dtype, ("auto", *KV_ITEM_BYTES)),
+    ):
+        if value not in allowed:
+            raise RequestError(name, value, f"one of {', '.join(allowed)}")
+    for name, number in (("context", wish.context), ("output_len", wish.output_len), ("concurrency", wish.concurrency)):
+        if number is not None and not 1 <= number <= MAX_TOKENS:
+            raise RequestError(name, number, f"from 1 to {MAX_TOKENS}")
+    if not 0 <= wish.price <= MAX_PRICE:
+        raise RequestError("price", wish.price, f"from 0 to {MAX_PRICE:,.0f} dollars an hour")
+
+
 class Planner:
-    """Figures of one model, in its forms, on one machine."""
+    """Figures of one model, in its forms, on one machine.
+
+    Raises `RequestError` for a field of the wish, `CheckpointError` for a model that can not be planned."""
 
     def __init__(self, subject: Subject, machine: Hardware, wish: Wish) -> None:
+        _check(wish)
         self.subject, self.machine, self.wish = subject, machine, wish
         self.counts, forms, values = counts_of(subject, wish)
         self.model_type = str(values.get("model_type"))
         self.form = "gguf, as stored" if "gguf" in self.counts.forms else forms.name
         self.kv_dtype = forms.dtype if wish.kv_cache_dtype == "auto" else wish.kv_cache_dtype
-        if self.kv_dtype not in KV_ITEM_BYTES:
-            raise RequestError("--kv-cache-dtype", wish.kv_cache_dtype, f"one of auto, {', '.join(KV_ITEM_BYTES)}")
         self.max_context = ModelConfig(values).max_positions()
-        if wish.context > self.max_context:
-            raise RequestError("--context", wish.context, f"at most {self.max_context}, the model's own")
+        if wish.context is not None and wish.context > self.max_context:
+            raise RequestError("context", wish.context, f"at most {self.max_context}, the model's own")
         self.context = wish.context or min(self.max_context, 4096)
         if not 0 < wish.output_len < self.context:
-            raise RequestError("--output-len", wish.output_len, f"from 1 to {self.context - 1}, below the context")
+            raise RequestError("output_len", wish.output_len, f"from 1 to {self.context - 1}, below the context")
         self.working = 4.0 * self.counts.widest * wish.max_num_batched_tokens
         self.working += 4.0 * self.counts.vocab_size * wish.max_num_seqs
         usable = machine.memory * machine.utilization
@@ -183,7 +124,7 @@ class Planner:
 
     def use_measured_steps(self) -> None:
         """Take the times of steps from what `--check` measured of this model on this machine, if it did."""
-        model = fitted.load(fitted.path_of(self.subject.name, self.form, self.kv_dtype))
+        model = step_model.load(step_model.path_of(self.subject.name, self.form, self.kv_dtype))
         if model is not None:
             self.step, self.step_source = model, "by steps that --check measured here"
 

@@ -20,7 +20,9 @@ class Roofline:
         self._counts, self._overhead = counts, machine.step_overhead
         self._byte = 1 / (machine.bandwidth * machine.bandwidth_share)
         self._mac = 2 / (machine.flops * machine.flops_share)
-        self._layers = [(layer.window, layer.bytes(kv_dtype) * num, layer.macs * num) for layer, num in counts.layers]
+        self._layers = [
+            (layer.window, layer.read_bytes(kv_dtype) * num, layer.macs * num) for layer, num in counts.layers
+        ]
         self._whole_bytes = sum(num_bytes for window, num_bytes, _ in self._layers if window is None)
         self._whole_macs = sum(macs for window, _, macs in self._layers if window is None)
         self._token_bytes = counts.kv_token_bytes(kv_dtype)
@@ -66,12 +68,12 @@ def dollars_per_million(price: float, tokens_per_second: float) -> float:
     return price / (tokens_per_second * 3600) * 1e6
 
 
-def tokens_per_pass(alpha: float, num_guesses: int) -> float:
+def tokens_per_pass(alpha: float, num_guesses: float) -> float:
     """Return the tokens that a pass of the target gives when each of `num_guesses` guesses is right with probability
     `alpha` (Leviathan et al. 2023, equation 1): kept guesses, and the one token that the target draws itself."""
     return num_guesses + 1.0 if alpha >= 1 else (1 - alpha ** (num_guesses + 1)) / (1 - alpha)
 
 
-def kept_guesses(alpha: float, num_guesses: int) -> float:
+def kept_guesses(alpha: float, num_guesses: float) -> float:
     """Return the guesses that such a pass keeps: one fewer than its tokens."""
     return tokens_per_pass(alpha, num_guesses) - 1

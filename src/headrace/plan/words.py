@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.plan.planner import Plan
+from headrace.plan.plans import Plan
 
 
 def amount(num_bytes: float) -> str:

@@ -25,7 +25,7 @@ function useRest() {
 
 /** The parts of a latency over time: a row for each, in the order in which they began. */
 function Waterfall({ explanation }) {
-  const { latency, parts, spans } = explanation;
+  const { latency, parts, spans, split } = explanation;
   const first = (name) => spans.find((span) => span[0] === name)?.[1] ?? latency;
   const share = (number) => `${(100 * number) / Math.max(latency, 1e-9)}%`;
   const rows = [...parts].sort((a, b) => first(a.name) - first(b.name));
@@ -43,7 +43,8 @@ function Waterfall({ explanation }) {
     <tfoot><tr><th scope="row">sum</th><td class="number">${seconds(parts.reduce((sum, part) => sum + part.seconds, 0))}</td>
       <td></td><td></td></tr></tfoot>
   </table></div>
-  <p class="hint">Hatched bars are spread over the request's life: their length is their time.</p>`;
+  <p class="hint">Hatched bars are spread over the request's life: their length is their time.${
+    parts.some(({ estimated }) => estimated) && ` Estimated parts: steps that others used too are split by ${split}.`}</p>`;
 }
 
 function Explanation({ explanation }) {

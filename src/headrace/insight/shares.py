@@ -1,0 +1,67 @@
+"""How the time of a step is split among what it computed: prompts, draft tokens, and the rest.
+
+By rows, each row takes an equal part. By fitted step times (`headrace plan --check`), prompts take what the step would
+have been shorter without them, and draft tokens what it would then have been shorter still: reading the weights, which
+a step does whatever its rows are, stays with the sequences that decode. Called by `insight.lives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from headrace.insight.journal import Step
+from headrace.plan.step_model import StepModel, num_seen
+
+BY_ROWS, BY_FIT = "rows", "fitted step times"
+
+
+class Shares(NamedTuple):
+    """Seconds of a step: of the chunks of prompts, by column, and of draft tokens."""
+
+    prompts: dict[int, float]
+    guesses: float
+
+    @property
+    def prefill(self) -> float:
+        """Those of all prompts."""
+        return sum(self.prompts.values())
+
+
+def by_rows(step: Step, seconds: float, prompts: Collection[int], num_guesses: int) -> Shares:
+    """Split `seconds` by rows. `prompts`: columns that compute prompts."""
+    row = seconds / max(1, sum(step.lens) + num_guesses)
+    return Shares({i: row * step.lens[i] for i in prompts}, row * num_guesses)
+
+
+def by_fit(
+    model: StepModel,
+    step: Step,
+    seconds: float,
+    prompts: Collection[int],
+    ends: Collection[int],
+    guesses: Mapping[int, int],
+) -> Shares:
+    """Split `seconds` in the proportions of the model's times. Prompts divide their part as each adds to the step.
+
+    prompts: columns that compute prompts; ends: those of them that compute the last token of theirs. guesses: draft
+    tokens by column. No part is below 0, and all together take no more than the step.
+    """
+    if not prompts and not guesses:
+        return Shares({}, 0.0)
+    starts, lens = step.starts, step.lens
+    num_guesses = sum(guesses.values())
+    rows, logits = sum(lens) + num_guesses, len(lens) - len(prompts) + len(ends) + num_guesses
+    stops = [starts[i] + lens[i] for i in guesses]
+    guess_seen = num_seen(stops, [*guesses.values()])
+    seen = num_seen(starts, lens) + guess_seen
+    parts = {i: (lens[i], int(i in ends), num_seen([starts[i]], [lens[i]])) for i in prompts}
+    whole = model.of(rows, logits, seen)
+    rest = rows - sum(p[0] for p in parts.values()), logits - len(ends), seen - sum(p[2] for p in parts.values())
+    without = min(whole, model.of(*rest))
+    decode = min(without, model.of(rest[0] - num_guesses, rest[1] - num_guesses, rest[2] - guess_seen))
+    added = {i: max(0.0, whole - model.of(rows - n, logits - end, seen - s)) for i, (n, end, s) in parts.items()}
+    if not any(added.values()):
+        added = {i: float(lens[i]) for i in prompts}
+    prefill, weight = seconds * (whole - without) / whole, sum(added.values()) or 1.0
+    return Shares({i: prefill * each / weight for i, each in added.items()}, seconds * (without - decode) / whole)
