@@ -1,0 +1,143 @@
+"""Labs of choosing tokens: what the sampling knobs leave of a distribution, and tokens a pass with speculation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from headrace.cli.bench.speculate import Synthetic, replace_drafter
+from headrace.labs.base import Lab
+from headrace.labs.engine import Bench, opened
+from headrace.plan.steps import kept_guesses, tokens_per_pass
+from headrace.protocol.errors import HeadraceError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.speculation import SpeculativeConfig
+from headrace.protocol.step import Request
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "temperature 0.5": {"temperature": 0.5},
+    "temperature 2": {"temperature": 2.0},
+    "temperature 0": {"temperature": 0.0},
+    "top_k 5": {"top_k": 5},
+    "top_p 0.8": {"top_p": 0.8},
+    "min_p 0.1": {"min_p": 0.1},
+    "temperature 2, top_p 0.8": {"temperature": 2.0, "top_p": 0.8},
+}
+NUM_GUESSES = 4
+
+
+def entropy_of(shares: dict[int, float]) -> float:
+    """Return the entropy of a distribution in bits."""
+    return 0.0 - sum(share * math.log2(share) for share in shares.values() if share > 0)
+
+
+def _shares(bench: Bench, known: list[int], fields: dict[str, Any]) -> dict[int, float]:
+    """Return the probability of each token that the knobs leave after the tokens `known`."""
+    params = SamplingParams(
+        **({"temperature": 1.0, "seed": 1} | fields), max_tokens=1, logprobs=-1, post_sampling_probs=True
+    )
+    bench.core.add(Request(request_id="shares", prompt_token_ids=known, params=params))
+    shares: dict[int, float] = {}
+    while bench.core.has_work():
+        for entries in bench.core.step().logprobs.values():
+            shares = {token: math.exp(value) for token, value in entries[0].top if value > -math.inf}
+    return shares
+
+
+def sampling(model: str, small: bool) -> Lab:
+    """What each knob leaves of the model's distribution."""
+    rows: list[list[str | int | float]] = []
+    with opened(model, max_logprobs=-1) as bench:
+        [text] = bench.run([bench.prompt(1, 5)], [12], temperature=1.0)
+        places = [text.token_ids[:length] for length in range(4, 13)]
+        # Where the model is certain, every knob leaves the same.
+        plain, known = max(((_shares(bench, each, {}), each) for each in places), key=lambda pair: entropy_of(pair[0]))
+        for name, fields in KNOBS.items():
+            shares = _shares(bench, known, fields)
+            mass = sum(plain[token] for token in shares)
+            rows.append([name, len(shares), entropy_of(shares), max(shares.values()), mass])
+    by_name = {str(row[0]): row for row in rows}
+    return Lab(
+        name="sampling",
+        title="What the sampling knobs leave of a distribution",
+        measured="The distribution of the token after a text that the model wrote, at the least certain of nine "
+        "places, after each knob, as the engine reports it (post_sampling_probs): tokens that are left, their "
+        "entropy, "
+        "the share of the likeliest, and the share that the left tokens had under the model alone.",
+        wrong="top-p keeps exactly p of the probability; temperature 0 divides by zero; the order of the knobs "
+        "is all "
+        "the same.",
+        right=[
+            "Top-p keeps the fewest tokens that have at least p: with 0.8 they had "
+            f"{float(by_name['top_p 0.8'][4]):.3f}.",
+            f"Temperature 0 means the likeliest token, {by_name['temperature 0'][1]} of {len(plain):,}: nothing is "
+            "divided.",
+            "Temperature comes before top-p here: at 2, top-p 0.8 leaves "
+            f"{by_name['temperature 2, top_p 0.8'][1]:,} tokens, and at 1 it leaves {by_name['top_p 0.8'][1]:,}.",
+        ],
+        columns=["knobs", "tokens left", "entropy, bits", "likeliest", "share under the model"],
+        rows=rows,
+        x="knobs",
+        series=["entropy, bits"],
+        y="bits",
+        counts=["tokens left"],
+    )
+
+
+def speculation(model: str, small: bool) -> Lab:
+    """Tokens of a pass with speculation, against the formula."""
+    num_new, num_texts, alphas = (24, 2, (0.5, 1.0)) if small else (128, 8, (0.3, 0.5, 0.7, 0.8, 0.9, 1.0))
+    spec = SpeculativeConfig(method="ngram", num_speculative_tokens=NUM_GUESSES, adaptive=False)
+    rows: list[list[str | int | float]] = []
+    with opened(model) as bench:
+        prompts = [bench.prompt(8, seed) for seed in range(num_texts)]
+        texts = [bench.run([prompt], [num_new])[0].token_ids for prompt in prompts]
+    for alpha in alphas:
+        with opened(model, speculative_config=spec) as bench:
+            drafter = Synthetic(alpha, bench.core.info.vocab_size)
+            for prompt, text in zip(prompts, texts, strict=True):
+                drafter.record(prompt, text)
+            replace_drafter(bench.core, drafter)
+            for prompt, text in zip(prompts, texts, strict=True):
+                [answer] = bench.run([prompt], [num_new])
+                if answer.token_ids != text:
+                    raise HeadraceError("speculation changed the answer: the engine breaks its law")
+            stats = bench.core.stats()
+        # Passes at the end of an answer have fewer guesses: the formula gets their mean number.
+        passes = max(1, stats.num_drafts)
+        guesses = stats.num_draft_tokens / passes
+        num_kept = stats.num_accepted_tokens / passes
+        rows.append(
+            [
+                alpha,
+                passes,
+                guesses,
+                num_kept + 1,
+                tokens_per_pass(alpha, guesses),
+                num_kept,
+                kept_guesses(alpha, guesses),
+            ]
+        )
+    last = rows[-1]
+    return Lab(
+        name="speculation",
+        title="Tokens of a pass with speculation",
+        measured=f"Answers of {num_new} tokens with {NUM_GUESSES} guesses a pass, each right with the probability α "
+        "(recorded answers, some of their tokens made wrong). Passes and kept guesses are the engine's counters, and "
+        "the answers are those without speculation, token by token.",
+        wrong="(1 - α^(k+1)) / (1 - α) guesses of a pass are kept.",
+        right=[
+            "The formula (Leviathan et al. 2023, equation 1) counts the tokens of a pass: the kept guesses, and the "
+            "one that the model adds itself. Kept guesses are one fewer.",
+            f"At α = {float(last[0]):g} a pass gives {float(last[3]):.2f} tokens and keeps {float(last[5]):.2f} "
+            "guesses "
+            f"of {float(last[2]):.2f}; the formula says {float(last[4]):.2f} tokens.",
+        ],
+        columns=["α", "passes", "guesses a pass", "tokens a pass", "formula", "kept a pass", "formula - 1"],
+        rows=rows,
+        x="α",
+        series=["tokens a pass", "formula", "kept a pass"],
+        y="a pass",
+        counts=["passes", "tokens a pass", "kept a pass"],
+    )
