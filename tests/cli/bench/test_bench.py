@@ -28,11 +28,11 @@ from headrace.cli.bench.stats import (
     check_percentiles,
     figures,
     meets,
-    parse_goodput,
     peaks,
     percentile,
     table,
 )
+from headrace.plan.plans import parse_goals
 from headrace.protocol.errors import HeadraceError, RequestError
 
 ONE = Timeline(sent=10.0, token_times=[10.2, 10.3, 10.5], done=10.5, num_prompt_tokens=4, num_output_tokens=3)
@@ -68,10 +68,10 @@ def test_goals_are_all_to_be_met() -> None:
 
 
 def test_goodput_is_parsed() -> None:
-    assert parse_goodput(["ttft:200", "tpot:50.5"]) == {"ttft": 200.0, "tpot": 50.5}
+    assert parse_goals(["ttft:200", "tpot:50.5"], "goodput") == {"ttft": 200.0, "tpot": 50.5}
     for bad in ("ttft", "ttft:", "itl:5", "ttft:-1", "ttft:nan", "ttft:inf", ":5"):
         with pytest.raises(RequestError, match="goodput"):
-            parse_goodput([bad])
+            parse_goals([bad], "goodput")
 
 
 def test_peaks() -> None:

@@ -63,6 +63,31 @@ def test_a_sweep_needs_goals_and_a_rate(
     assert ("--request-rate" if words else "--goodput: None") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["sweep", "speculate"])
+def test_a_picture_that_can_not_be_drawn_is_refused_before_anything_is_measured(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = ("--goodput", "ttft:200", "--request-rate", "1") if command == "sweep" else ()
+    monkeypatch.setattr(sys, "argv", ["headrace", "bench", command, *words, "--plot", "rates.svg"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "--plot: 'rates.svg' is not allowed; it must be left out" in capsys.readouterr().err
+
+
+def test_a_report_that_can_not_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    words = [str(tmp_path / "a.json"), "--output", str(tmp_path / "none" / "r.html")]
+    monkeypatch.setattr(sys, "argv", ["headrace", "bench", "report", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "a file that can be written (No such file or directory)" in capsys.readouterr().err
+
+
 def test_a_report_has_a_column_for_each_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,5 @@
-"""`headrace bench latency|throughput|quality|speculate|serve|sweep|report`: the commands. Each makes a plan from the
-flags, calls its module to measure it, and prints a table (vLLM's, where it has one), or with --json one object with
+"""`headrace bench latency|throughput|quality|speculate|ablate|serve|sweep|report`: the commands. Each makes a plan from
+the flags, calls its module to measure it, and prints a table (vLLM's, where it has one), or with --json one object with
 vLLM's field names.
 
 Each result carries what it was measured on: model, dtype, backend, version and date.
@@ -7,6 +7,7 @@ Each result carries what it was measured on: model, dtype, backend, version and 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import time
@@ -19,12 +20,24 @@ import typer
 
 import headrace
 from headrace.cli.bench.data import TRACES
-from headrace.cli.bench.plans import LatencyPlan, QualityPlan, ServePlan, SpeculatePlan, SweepPlan, ThroughputPlan
+from headrace.cli.bench.plans import (
+    AblatePlan,
+    LatencyPlan,
+    QualityPlan,
+    ServePlan,
+    SpeculatePlan,
+    SweepPlan,
+    ThroughputPlan,
+)
 from headrace.cli.options import build, options
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 
 app = typer.Typer(help="Measure latency, throughput, quality, speculation, or a running server.", no_args_is_help=True)
+
+# What the rungs of an ablation set themselves.
+KEPT = ("seed", "revision", "backend", "device", "num_threads", "speculative_config")
+ABLATED = tuple(name for name in EngineConfig.__struct_fields__ if name not in KEPT)
 
 Show = Callable[[dict[str, Any]], None]
 # `--goodput ttft:200 tpot:50`: an option takes one value, so the ones after it arrive as arguments.
@@ -79,12 +92,31 @@ def speculate(
     """Time decoding with and without speculation, in turns, and count how many guesses are kept."""
     plan = build(SpeculatePlan, fields)
     config = build(EngineConfig, fields | {"model": model})
+    _check_plot(plan.plot)
     from headrace.cli.bench.speculate import measure_speculation, plot, print_speculation
 
     result = _header(model) | measure_speculation(plan, config)
+    _report(result, plan.json, plan.output_json, print_speculation)
     if plan.plot is not None:
         plot(result, Path(plan.plot))
-    _report(result, plan.json, plan.output_json, print_speculation)
+
+
+@app.command()
+@options(AblatePlan, EngineConfig, skip=ABLATED)
+def ablate(
+    model: Annotated[str, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = "builtin",
+    **fields: Any,
+) -> None:
+    """Time the same requests on a naive loop, with each technique added up to the whole engine, and without each."""
+    plan = build(AblatePlan, fields)
+    config = build(EngineConfig, fields | {"model": model})
+    from headrace.cli.bench.ablate import measure_ablation
+    from headrace.cli.bench.ablation_text import plot, print_ablation
+
+    result = _header(model) | measure_ablation(plan, config)
+    _report(result, plan.json, plan.output_json, print_ablation)
+    if plan.plot is not None:
+        plot(result, Path(plan.plot))
 
 
 @app.command()
@@ -93,7 +125,7 @@ def serve(more_goals: MoreGoals = None, **fields: Any) -> None:
     """Send requests to any OpenAI-compatible server; report throughput and latencies as its client sees them."""
     plan = build(ServePlan, fields)
     goals = _goals(plan.goodput, more_goals)
-    from headrace.cli.bench.serve import measure_server
+    from headrace.cli.bench.serve import measure_server, plot
     from headrace.cli.bench.stats import check_metrics, check_percentiles
 
     metrics, percentiles = check_metrics(plan.percentile_metrics), check_percentiles(plan.metric_percentiles)
@@ -104,7 +136,11 @@ def serve(more_goals: MoreGoals = None, **fields: Any) -> None:
         name = str(result["model_id"]).strip("/").split("/")[-1]
         path = str(Path(plan.result_dir) / (plan.result_filename or f"{plan.backend}-{name}-{result['date']}.json"))
     show = _table("Serving Benchmark Result", metrics, percentiles)
+    if plan.plot is not None:
+        plot(result, detail, Path(plan.plot))
     _report(result, plan.json, path, show, detail if plan.save_detailed else {})
+    for warning in result["warnings"]:
+        typer.echo(f"warning: {warning}", err=True)
     errors = [error for error in detail["errors"] if error]
     if errors:
         typer.echo(f"{len(errors)} of {plan.num_prompts} requests failed; the first: {errors[0]}", err=True)
@@ -121,6 +157,7 @@ def sweep(more_goals: MoreGoals = None, **fields: Any) -> None:
         raise RequestError("--goodput", one.goodput, "given: the goals that a rate must keep, such as ttft:200")
     if math.isinf(one.request_rate) or one.dataset_name in TRACES:
         raise RequestError("--request-rate", one.request_rate, "a finite rate, and not that of a trace")
+    _check_plot(plan.plot)
     from headrace.cli.bench.serve import measure_server
     from headrace.cli.bench.sweep import plot, print_sweep
     from headrace.cli.bench.sweep import sweep as walk
@@ -132,9 +169,12 @@ def sweep(more_goals: MoreGoals = None, **fields: Any) -> None:
 
     result = walk(measure, one.request_rate, plan.slo_share / 100, plan.num_rates)
     result = _header(result["runs"][0]["model_id"]) | {"goodput": goals} | result
+    for run in result["runs"]:
+        for warning in run["warnings"]:
+            typer.echo(f"warning: at {run['request_rate']:.2f} requests/s: {warning}", err=True)
+    _report(result, one.json, plan.output_json, print_sweep)
     if plan.plot is not None:
         plot(result, Path(plan.plot))
-    _report(result, one.json, plan.output_json, print_sweep)
 
 
 @app.command()
@@ -146,8 +186,17 @@ def report(
     from headrace.cli.bench.report import page, read
 
     text = page([path.stem for path in files], read(files))
-    output.write_text(text, encoding="utf-8")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError("--output", str(output), f"a file that can be written ({error.strerror})") from None
     print(f"{output}: {len(files)} results")
+
+
+def _check_plot(path: str | None) -> None:
+    """Raise `RequestError` where `--plot` could not be drawn in the end."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise RequestError("--plot", path, "left out, since matplotlib is not installed")
 
 
 def _header(model_id: str) -> dict[str, Any]:
@@ -155,11 +204,11 @@ def _header(model_id: str) -> dict[str, Any]:
 
 
 def _goals(goals: list[str] | None, more: list[str] | None) -> dict[str, float]:
-    from headrace.cli.bench.stats import parse_goodput
+    from headrace.plan.plans import parse_goals
 
     if more and not goals:
         raise typer.BadParameter(f"unexpected argument {more[0]!r}")
-    return parse_goodput([*(goals or []), *(more or [])])
+    return parse_goals([*(goals or []), *(more or [])], "goodput")
 
 
 def _table(

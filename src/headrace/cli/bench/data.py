@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from headrace.protocol.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.cli.bench.plans import ServePlan, ThroughputPlan
+    from headrace.fleet.traces import Call
     from headrace.text.tokenizer import Tokenizer
 
 DATASETS = ("random", "custom", "sharegpt")
@@ -54,7 +55,7 @@ def check_dataset(name: str, more: tuple[str, ...] = ()) -> None:
 def trace_samples(plan: ServePlan, vocab_size: int, avoid: frozenset[int] = frozenset()) -> list[Sample]:
     """Return the first requests of a trace as prompts of random token ids, which share what the trace says that they
     share: block k of Mooncake's is always the same. Raises `RequestError`."""
-    from headrace.fleet.traces import MOONCAKE_TOKENS, read
+    from headrace.fleet.traces import read
 
     try:
         calls = read(Path(plan.dataset_path or ""), speed_up=plan.speed_up)[: plan.num_prompts]
@@ -63,13 +64,21 @@ def trace_samples(plan: ServePlan, vocab_size: int, avoid: frozenset[int] = froz
     allowed = [token_id for token_id in range(vocab_size) if token_id not in avoid]
     samples = []
     for number, call in enumerate(calls):
-        prompt = list[int]()
-        for key in call.keys or [-1 - number]:
-            noise = random.Random(1_000_003 * plan.seed + key)
-            prompt += noise.choices(allowed, k=MOONCAKE_TOKENS if call.keys else call.num_prompt)
-        prompt = (prompt + prompt[-1:] * (call.num_prompt - len(prompt)))[: call.num_prompt]
+        prompt = trace_prompt(call, number, plan.seed, allowed)
         samples.append(Sample(prompt, len(prompt), plan.output_len or call.num_new, call.time))
     return samples
+
+
+def trace_prompt(call: Call, number: int, seed: int, allowed: Sequence[int]) -> list[int]:
+    """Return a prompt of `allowed` token ids for request `number` of a trace: each of its keys gives the same block."""
+    from headrace.fleet.traces import MOONCAKE_TOKENS
+
+    prompt = list[int]()
+    for key in call.keys or [-1 - number]:
+        # Of an integer, `Random` takes the absolute value: -2 would give the block of key 2.
+        noise = random.Random(f"{seed} {key}")
+        prompt += noise.choices(allowed, k=MOONCAKE_TOKENS if call.keys else call.num_prompt)
+    return (prompt + prompt[-1:] * (call.num_prompt - len(prompt)))[: call.num_prompt]
 
 
 def random_samples(

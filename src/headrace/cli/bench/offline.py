@@ -46,31 +46,45 @@ def run_batch(
     params: SamplingParams,
     *,
     clock: Callable[[], float] = time.monotonic,
+    first_seed: int = 0,
+    max_tokens: int = 0,
+    answers: list[list[int]] | None = None,
 ) -> list[Timeline]:
     """Give all samples (token ids) to an idle engine at once, run it dry, and return their timelines in order.
 
-    `params` is used for every request, with max_tokens set from the sample and the seed from its index. Raises
-    `RequestError` if the engine refuses one, `HeadraceError` if one ends in an error.
+    `params` is used for every request, with max_tokens set from the sample (or `max_tokens`, of which those after the
+    sample's are not counted) and the seed from its index after `first_seed`. The counted tokens are appended to
+    `answers`. Raises `RequestError` if the engine refuses a request, `HeadraceError` if one ends in an error.
     """
     timelines: dict[str, Timeline] = {}
+    texts: dict[str, list[int]] = {}
     for index, sample in enumerate(samples):
         if isinstance(sample.prompt, str):
             raise HeadraceError("offline benchmarks take token ids, not text")
         request_id = str(index)
-        request_params = msgspec.structs.replace(params, max_tokens=sample.output_len, seed=index)
+        request_params = msgspec.structs.replace(
+            params, max_tokens=max_tokens or sample.output_len, seed=first_seed + index
+        )
         core.add(Request(request_id=request_id, prompt_token_ids=sample.prompt, params=request_params))
         timelines[request_id] = Timeline(sent=0.0, num_prompt_tokens=len(sample.prompt))
+        texts[request_id] = []
     start = clock()
     for timeline in timelines.values():
         timeline.sent = start
     for output in steps(core):
         now = clock()
         for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
-            if token_ids:
-                timelines[request_id].token_times.append(now)
-                timelines[request_id].num_output_tokens += len(token_ids)
+            timeline = timelines[request_id]
+            counted = token_ids[: samples[int(request_id)].output_len - timeline.num_output_tokens]
+            if counted:
+                timeline.token_times.append(now)
+                timeline.num_output_tokens += len(counted)
+                timeline.done = now
+                texts[request_id] += counted
         for request_id in output.finished:
-            timelines[request_id].done = now
+            timelines[request_id].done = timelines[request_id].done or now
+    if answers is not None:
+        answers += texts.values()
     return list(timelines.values())
 
 

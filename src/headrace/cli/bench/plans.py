@@ -118,6 +118,33 @@ class SpeculatePlan(msgspec.Struct, frozen=True, kw_only=True):
     json: Json = False
 
 
+class AblatePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The same requests with one technique after the other. Lengths are spread around their means, up to three times
+    as long."""
+
+    num_prompts: Annotated[int, Meta(description="Requests, all at once.", ge=2)] = 64
+    streams: Annotated[int, Meta(description="Sequences running at once at most.", ge=1)] = 32
+    input_len: Annotated[int, Meta(description="Mean tokens of each prompt beside the shared prefix.", ge=1)] = 128
+    output_len: Annotated[int, Meta(description="Mean tokens of each answer.", ge=2)] = 128
+    prefix_len: Annotated[int, Meta(description="Tokens that all prompts share.", ge=0)] = 128
+    cache_seqs: Annotated[
+        int,
+        Meta(description="Sequences of the whole context that the KV cache has room for, in every batched rung.", ge=1),
+    ] = 8
+    chunk: Annotated[int, Meta(description="Tokens of a step with chunked prefill.", ge=1)] = 256
+    sample: Annotated[
+        int, Meta(description="Requests that the rungs without batches run; the others' times are derived.", ge=1)
+    ] = 2
+    rounds: Annotated[int, Meta(description="Rounds; in each, every rung runs once.", ge=1)] = 3
+    quick: Annotated[
+        bool, Meta(description="Fewer and shorter requests: at most 3 minutes with the built-in model.")
+    ] = False
+    plot: Annotated[str | None, Meta(description="File for a picture (SVG); needs matplotlib.")] = None
+    seed: Seed = 0
+    output_json: OutputJson = None
+    json: Json = False
+
+
 class SweepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Rates at which `ServePlan` is run."""
 
@@ -174,5 +201,6 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     save_detailed: Annotated[bool, Meta(description="The same, with the times and texts of each request.")] = False
     result_dir: Annotated[str, Meta(description="Folder of that file.")] = "."
     result_filename: Annotated[str | None, Meta(description="Its name, if not made of date and model.")] = None
+    plot: Annotated[str | None, Meta(description="File for a picture (SVG); needs matplotlib.")] = None
     disable_tqdm: Annotated[bool, Meta(description="Show no progress bar.")] = False
     json: Json = False

@@ -62,10 +62,14 @@ def measure_quality(plan: QualityPlan, config: EngineConfig) -> dict[str, Any]:
     Raises `HeadraceError` for a reference that can not be compared with, `RequestError` for a text that is not there,
     and for outliers in a model that they can not be planted in.
     """
+    texts = plan.text or [WRITTEN]
+    for name in texts:  # before a model is loaded
+        if name != WRITTEN and not Path(name).is_file():
+            raise RequestError("text", name, f"a file, or {WRITTEN}")
     plain = reference_config(plan, config)
     with closing(opened(config)) as llm:
         with nullcontext() if plain is None else closing(opened(plain)) as reference:
-            first, *others = [text_of(plan, name, reference or llm) for name in plan.text or [WRITTEN]]
+            first, *others = [text_of(plan, name, reference or llm) for name in texts]
             result = judge(llm, reference, first)
             if others:
                 result["texts"] = [{"text": text.name} | scored(llm, reference, text) for text in others]
@@ -110,14 +114,11 @@ def is_quantised(path: Path) -> bool:
 
 
 def text_of(plan: QualityPlan, name: str, writer: LLM) -> Text:
-    """Return the text of a file, or for WRITTEN one that `writer` generates. Raises `RequestError` for no file."""
+    """Return the text of a file, or for WRITTEN one that `writer` generates."""
     window = min(plan.window, writer.core.info.max_model_len - 1)
     if name == WRITTEN:
         return written_text(writer, window, plan.max_tokens)
-    path = Path(name)
-    if not path.is_file():
-        raise RequestError("text", name, f"a file, or {WRITTEN}")
-    return file_text(writer, path, window, plan.max_tokens)
+    return file_text(writer, Path(name), window, plan.max_tokens)
 
 
 def file_text(llm: LLM, path: Path, window: int, max_tokens: int) -> Text:

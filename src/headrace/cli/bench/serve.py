@@ -14,6 +14,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,6 +30,7 @@ from headrace.cli.bench.data import (
     random_samples,
     trace_samples,
 )
+from headrace.cli.bench.pitfalls import warnings_of
 from headrace.cli.bench.plans import ServePlan
 from headrace.cli.bench.stats import Timeline, figures
 from headrace.engine.progress import progress_bar
@@ -140,6 +142,7 @@ async def send(client: httpx.AsyncClient, target: Target, sample: Sample, queue_
         timeline.error = "the stream ended without [DONE]"
     if usage:
         timeline.num_prompt_tokens = usage.get("prompt_tokens", timeline.num_prompt_tokens)
+        timeline.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     # Without a usage report, pieces of text are the nearest thing to tokens that a client can count.
     timeline.num_output_tokens = (usage or {}).get("completion_tokens", len(timeline.token_times))
     return timeline
@@ -164,8 +167,11 @@ async def run(
     # No request may wait for the pool: the wait would count as the server's.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.max_concurrency or len(samples))
     async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(target.timeout), trust_env=False) as client:
+        prompt = samples[0].prompt
+        # Token ids backwards: the same prompt would find itself in the server's prefix cache when it is measured.
+        warmup = samples[0] if isinstance(prompt, str) else samples[0]._replace(prompt=prompt[::-1])
         for _ in range(plan.num_warmups):
-            warm = await send(client, target, samples[0])
+            warm = await send(client, target, warmup)
             if warm.error:
                 raise HeadraceError(f"the warm-up request failed: {warm.error}")
         slots = asyncio.Semaphore(plan.max_concurrency or max(1, len(samples)))
@@ -176,6 +182,7 @@ async def run(
             arrived = time.perf_counter()
             async with slots:
                 timeline = await send(client, target, sample, time.perf_counter() - arrived)
+            timeline.late = max(0.0, timeline.sent - start - due)
             on_done()
             return timeline
 
@@ -222,6 +229,7 @@ def measure_server(
     result: dict[str, Any] = {
         "model_id": target.model,
         "backend": plan.backend,
+        "endpoint_type": plan.backend,
         "endpoint": target.endpoint,
         "label": plan.label,
         "tokenizer_id": tokenizer_id,
@@ -239,6 +247,10 @@ def measure_server(
     queued = [timeline.queue_time * 1000 for timeline in timelines]
     result["mean_client_queue_time_ms"] = sum(queued) / len(queued)
     result["max_client_queue_time_ms"] = max(queued)
+    result["warnings"] = warnings_of(
+        timelines, samples, has_rate=plan.dataset_name in TRACES or not math.isinf(plan.request_rate),
+        is_token_ids=target.endpoint == ENDPOINTS["openai"],
+    )  # fmt: skip
     first = min(timeline.sent for timeline in timelines)
     detail = {
         "input_lens": [timeline.num_prompt_tokens for timeline in timelines],
@@ -252,6 +264,31 @@ def measure_server(
         "errors": [timeline.error for timeline in timelines],
     }
     return result, detail
+
+
+def plot(result: dict[str, Any], detail: dict[str, Any], path: Path) -> None:
+    """Draw the latencies of each request by when it was sent, and their distributions. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    good = [index for index, error in enumerate(detail["errors"]) if not error]
+    starts = [detail["start_times"][index] for index in good]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    for name, label in (("ttfts", "TTFT"), ("latencies", "end to end")):
+        times = [1000 * detail[name][index] for index in good]
+        left.plot(starts, times, ".", label=label)
+        right.step(sorted(times), [(rank + 1) / len(times) for rank in range(len(times))], label=label)
+    gaps = sorted(1000 * gap for index in good for gap in detail["itls"][index])
+    right.step(gaps, [(rank + 1) / len(gaps) for rank in range(len(gaps))], label="between tokens")
+    left.set(xlabel="sent at [s]", ylabel="ms", yscale="log")
+    right.set(xlabel="ms", ylabel="share of requests (of gaps)", xscale="log", ylim=(0, 1))
+    right.legend(fontsize=8)
+    figure.suptitle(f"{result['model_id']}, {result['output_throughput']:,.0f} tokens/s", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
 
 
 def _samples(plan: ServePlan, tokenizer: Tokenizer) -> list[Sample]:

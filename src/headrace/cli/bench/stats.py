@@ -29,15 +29,18 @@ TITLES = {
 class Timeline(msgspec.Struct, kw_only=True):
     """One request as its client saw it. `sent` and the members of `token_times` are readings of one clock.
 
-    `sent` is when the request left, after any waiting for a free slot in the client, which is `queue_time`. The
-    entries of `token_times` are arrivals of text: one for each token, or one for several that came together.
+    `sent` is when the request left, after any waiting for a free slot in the client, which is `queue_time`; `late` is
+    all that lies between when it was due and when it left. `num_cached_tokens` is the server's count. The entries of
+    `token_times` are arrivals of text: one for each token, or one for several that came together.
     """
 
     sent: float
     queue_time: float = 0.0
+    late: float = 0.0
     token_times: list[float] = []
     done: float = 0.0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
     error: str = ""
@@ -65,18 +68,6 @@ class Timeline(msgspec.Struct, kw_only=True):
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` percent lie, by linear interpolation; 0.0 for no values."""
     return float(np.percentile(values, share)) if values else 0.0
-
-
-def parse_goodput(goals: Sequence[str]) -> dict[str, float]:
-    """['ttft:200', 'tpot:50'] -> {'ttft': 200.0, 'tpot': 50.0}, in ms. Raises `RequestError`."""
-    parsed: dict[str, float] = {}
-    for goal in goals:
-        name, _, text = goal.partition(":")
-        limit = _number(text)
-        if name not in ("ttft", "tpot", "e2el") or not 0 < limit < math.inf:
-            raise RequestError("goodput", goal, "ttft, tpot or e2el, a colon and milliseconds, such as ttft:200")
-        parsed[name] = limit
-    return parsed
 
 
 def _number(text: str) -> float:
@@ -136,7 +127,7 @@ def figures(
         duration: seconds from the first request to the last answer.
         metrics: which of ttft, tpot, itl, e2el.
         percentiles: which ones, 0 to 100.
-        goals: milliseconds, from `parse_goodput`.
+        goals: milliseconds, by ttft, tpot, e2el.
     """
     good = [timeline for timeline in timelines if not timeline.error]
     total_input = sum(timeline.num_prompt_tokens for timeline in good)
