@@ -26,7 +26,7 @@ def engine_config(**fields: Any) -> EngineConfig:
 # Engine flags of `vllm serve` beside headrace's own, as scripts have them.
 VLLM_LINES = [
     "--trust-remote-code", "--enforce-eager", "--tensor-parallel-size 1", "-tp 1", "--pipeline-parallel-size=1",
-    "--data-parallel-size 1", "--swap-space 16", "--cpu-offload-gb 0", "--load-format auto", "--tokenizer-mode auto",
+    "--swap-space 16", "--cpu-offload-gb 0", "--load-format auto", "--tokenizer-mode auto",
     "--disable-log-requests", "--disable-log-stats", "--enable-log-requests", "--max-seq-len-to-capture 8192",
     "--disable-custom-all-reduce", "--distributed-executor-backend mp", "--model-impl auto", "--runner generate",
     "--task generate", "--limit-mm-per-prompt image=0", "--structured-outputs-config {}", "-O 3",

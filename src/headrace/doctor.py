@@ -168,7 +168,7 @@ def native_state() -> Section:
     by_isa: dict[str, list[str]] = {}
     for op, isa in sorted(module.served().items()):
         by_isa.setdefault(f"served_by_{isa}", []).append(op)
-    layouts = [module.layout(kind) for kind in ("i2", "i3", "i4", "i6", "i8", "f8", "k", "f")]
+    layouts = [module.layout(kind) for kind in ("i2", "i3", "i4", "i5", "i6", "i8", "f8", "k", "f")]
     return {"isas": module.isas(), "threads": module.num_threads(), "layouts": layouts, **by_isa}
 
 

@@ -86,7 +86,6 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _switch("--enforce-eager", "the program of a step is recorded once; there is no slower mode to fall back to"),
     _no_effect("--tensor-parallel-size -tp", _ONE_RANK, "1"),
     _no_effect("--pipeline-parallel-size -pp", _ONE_RANK, "1"),
-    _no_effect("--data-parallel-size -dp", "one process computes the model; start more servers behind a proxy", "1"),
     _no_effect("--decode-context-parallel-size -dcp", _ONE_RANK, "1"),
     _no_effect("--nnodes", _ONE_RANK, "1"),
     _no_effect("--node-rank", _ONE_RANK, "0"),

@@ -46,6 +46,8 @@ NOT_RUN = {
     "python -c": "prints a new key",
     "headrace plan builtin --check": "minutes; tests/plan/test_check.py runs it",
     "headrace plan path/to/model --quantization int8 --check": "minutes; tests/plan/test_check.py runs it",
+    "headrace engine": "a server; tests/fleet/remote/test_commands.py runs it",
+    "openssl": "tests/support/remote.py runs them",
     "headrace pull": "needs the hub; tests/serve/test_models_folder.py runs it",
     "npm install": "changes the environment",
     "export": "sets a variable of the shell",
@@ -55,6 +57,9 @@ NOT_RUN = {
     "cn": "an agent of others; tests/serve/test_agents.py replays its first request",
     "open-webui": "a server of others",
     "python -m tests.support.scripted": "a server",
+    "headrace bench ablate": "minutes; tests/cli/bench/test_ablate.py runs it",
+    "headrace simulate path/to/model --trace trace.jsonl --duration 120": "minutes; tests/cli/test_trace_check.py",
+    "python -m bench.ablation": "minutes, and it writes into the repository",
     "headrace bench speculate": "minutes; tests/cli/test_verify_speculation.py runs it",
     "headrace verify": "ten seconds; tests/cli/test_verify_speculation.py runs it",
     "headrace replay": "a log of a server; tests/e2e/test_replay.py runs it",
@@ -68,6 +73,7 @@ LIMITS = {
     "headrace bench serve": ["--num-prompts", "2", "--random-output-len", "4", "--request-rate", "100"],
     "headrace bench sweep": ["--num-prompts", "2", "--random-output-len", "4", "--num-rates", "1"],
     "headrace quantize": ["--num-calibration-tokens", "64"],
+    "headrace lab": ["--small"],
 }
 """Flags added to commands that are run, so that they take little time."""
 PLACES = {"path/to/model.gguf": "made.gguf", "path/to/model": shallow(), "./model": shallow()}

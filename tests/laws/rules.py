@@ -21,27 +21,14 @@ PACKAGE = ROOT / "src" / "headrace"
 
 MAX_FILE_LINES = 500
 # The hall is what a step passes through; the other folders are wings, each API, backend and model its own. A step
-# passes through one backend and one model: the largest of each counts with the hall (ADR 0017, 0019, 0021, 0025, 0026).
-MAX_HALL_CODE_LINES = 9_860
+# passes through one backend and one model: the largest of each counts with the hall (ADR 0017, 0026, 0030, 0033 ...).
+MAX_HALL_CODE_LINES = 9_940
 MAX_WING_CODE_LINES = 4_000
 MAX_MODEL_LINES = 150
-MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700, "cli": 4_300}
-HALL = (
-    "protocol",
-    "core",
-    "sampling",
-    "runner",
-    "engine.core",
-    "models",
-    "models.config",
-    "models.decoder",
-    "models.rope",
-    "models.weights",
-    "backends",
-    "backends.base",
-    "backends.graph",
-    "backends.arena",
-    "backends.step",
+MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700}
+HALL = tuple(
+    "protocol core sampling runner engine.core models models.config models.decoder models.rope "
+    "models.weights backends backends.base backends.graph backends.arena backends.step".split()
 )
 SPLIT = ("backends", "models", "serve.apis")
 # JavaScript and CSS of the page, without the libraries in vendor/.
@@ -61,10 +48,9 @@ class Room(NamedTuple):
     must_not: frozenset[str] = frozenset()
 
 
-NO_TENSORS = HEAVY
-NO_SERVING = SERVING
 NO_TORCH = SERVING | {"torch", "transformers"}
 PURE = HEAVY | SERVING | {"typer", "rich", "psutil", "huggingface_hub"}
+PLANS = "plan.step_model plan.hardware plan.plans"
 APIS = "protocol engine text serve.errors serve.gates serve.routing serve.call serve.storage"
 
 # The storeys from the ground up. A room may import itself and what `may` names, all of it on lower floors; rooms of one
@@ -75,8 +61,11 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("builtin", "protocol", PURE),
         Room("gguf", "protocol", PURE | {"msgspec"}),
         Room("other_engines", "protocol", PURE),
+        # Of plans, what the server's process reads.
+        Room("plan.step_model", "protocol", PURE),
+        Room("plan.hardware", "protocol", HEAVY | SERVING),
     ),
-    (Room("hub", "protocol builtin gguf", HEAVY | SERVING),),
+    (Room("hub", "protocol builtin gguf", HEAVY | SERVING), Room("plan.plans", "protocol plan.hardware", PURE)),
     (Room("core.blocks", "protocol", PURE | {"msgspec"}),),
     (
         Room("core", "protocol core.blocks", PURE | {"msgspec"}),
@@ -104,13 +93,12 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         # They may run models of their own, but know neither scheduler nor requests.
         Room("drafters", "protocol builtin hub core.blocks quant sampling backends checkpoint models", NO_TORCH),
         # It runs model files over operators that count.
-        Room("plan", "protocol gguf hub quant checkpoint models", NO_TORCH),
+        Room("plan", f"protocol gguf hub text quant checkpoint models {PLANS}", NO_TORCH),
     ),
     (
         Room("runner", "protocol sampling grammar backends drafters", NO_TORCH),
         # What the engine writes of its steps, and insight reads.
         Room("insight.journal", "protocol core core.blocks", PURE),
-        # The scheduler by a modelled clock, and the router of replicas.
         Room("fleet", "protocol core core.blocks", PURE - {"msgspec"}),
     ),
     (
@@ -118,12 +106,15 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "engine",
             "protocol env gguf hub core quant sampling grammar text backends checkpoint models drafters runner "
-            "insight.journal",
+            "insight.journal fleet",
             NO_TORCH | {"numpy"},
         ),
     ),
     (
-        Room("insight", "protocol hub core core.blocks text engine insight.journal", HEAVY),
+        # An engine behind a connection instead of a socketpair.
+        Room("fleet.remote", "protocol engine insight.journal", HEAVY | SERVING),
+        Room("fleet.engines", "protocol core engine fleet", NO_TORCH | {"numpy"}),
+        Room("insight", "protocol hub core core.blocks text engine insight.journal plan.step_model", HEAVY),
         Room(
             "quantize",
             "protocol gguf hub quant text backends backends.torch_ref checkpoint models",
@@ -134,7 +125,6 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (Room("serve.gates", "protocol engine serve.errors", HEAVY),),
     (Room("serve.routing", "protocol engine serve.errors serve.gates", HEAVY),),
     (
-        Room("inspector", "protocol engine insight serve.errors serve.gates serve.routing", HEAVY),
         Room("serve.call", "protocol engine text", HEAVY),
         Room("serve.storage", "protocol engine text serve.errors serve.gates", HEAVY),
     ),
@@ -144,12 +134,13 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("serve.apis.anthropic", APIS, HEAVY),
         Room("serve.apis.ollama", APIS, HEAVY),
         Room("serve.apis.llama_server", APIS, HEAVY),
+        Room("inspector", f"{APIS} {PLANS} insight", HEAVY),
     ),
     (
         Room(
             "serve",
             APIS
-            + " env hub insight inspector"
+            + " env hub fleet.engines insight inspector"
             + " serve.apis.openai serve.apis.anthropic serve.apis.ollama serve.apis.llama_server",
             HEAVY,
         ),
@@ -158,9 +149,9 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
 ROOMS = {room.name: room for floor in FLOORS for room in floor}
 
 # The composition roots, above all floors: they put the parts together and may import anything.
-ROOTS = ("llm", "async_llm", "cli", "doctor", "__main__", "__init__")
+ROOTS = ("llm", "async_llm", "cli", "doctor", "labs", "__main__", "__init__")
 # Other rooms are handed their numbers, never the config object.
-CONFIG_ROOMS = ("protocol", "engine", "serve")
+CONFIG_ROOMS = ("protocol", "engine", "fleet.engines", "serve")
 
 # core computes; it does not read clocks, files, sockets, or noise.
 CORE_FORBIDDEN_MODULES = frozenset(
@@ -441,7 +432,9 @@ def area(module: str) -> str:
     if module in HALL or any(under(module, name) for name in HALL if name not in SPLIT):
         return "hall"
     folder = next((name for name in SPLIT if under(module, name)), "")
-    return ".".join(module.split(".")[: folder.count(".") + 2]) if folder else module.split(".")[0]
+    # What measures an engine is no part of the commands that run one (ADR 0032).
+    num = folder.count(".") + 2 if folder else 2 if under(module, "cli.bench") else 1
+    return ".".join(module.split(".")[:num])
 
 
 def hall_lines(lines: Mapping[str, int]) -> int:

@@ -96,6 +96,8 @@ def test_a_model_is_a_short_file() -> None:
         ("backends.torch_ref.ops", "backends.torch_ref"),
         ("serve.apis.ollama.reply", "serve.apis.ollama"),
         ("serve.gates.auth", "serve"),
+        ("cli.bench.serve", "cli.bench"),
+        ("cli.serve", "cli"),
         ("llm", "llm"),
     ],
 )

@@ -62,6 +62,7 @@ ACCESS |= dict.fromkeys(
         "GET /inspect/limits",
         "GET /inspect/numbers",
         "POST /inspect/recording",
+        "POST /inspect/plan",
         "GET /server_info",
         "POST /v1/load_lora_adapter",
         "POST /v1/unload_lora_adapter",

@@ -17,7 +17,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Ticket
 from headrace.fleet.simulator import Simulation, Sizes
 from headrace.fleet.traces import Call
-from headrace.plan import fitted
+from headrace.plan import fitted, step_model
 from headrace.plan.planner import Planner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.step import Request, ScheduledBatch, StepResult
@@ -51,12 +51,12 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """The result: the fitted model, where it is kept, and the comparisons."""
 
-    model: fitted.StepModel
+    model: step_model.StepModel
     path: str
     rows: list[Compared]
 
 
-class _Timed:
+class TimedExecutor:
     """An executor that notes the batch of each step."""
 
     def __init__(self, inner: Any) -> None:
@@ -91,7 +91,7 @@ def measured_steps(core: EngineCore, seconds: float) -> Steps:
     """Return the steps of bursts of random requests, for about `seconds`, but as many at least as a fit needs."""
     num_blocks = 0
     noise, samples = random.Random(3), list[fitted.Sample]()
-    executor = core.executor = _Timed(core.executor)
+    executor = core.executor = TimedExecutor(core.executor)
     most = core.info.max_model_len - 1
     deadline, number = time.monotonic() + seconds, 0
     while time.monotonic() < deadline or len(samples) < fitted.MIN_SAMPLES:
@@ -110,7 +110,7 @@ def measured_steps(core: EngineCore, seconds: float) -> Steps:
         core.step()
         elapsed, batch = time.perf_counter() - start, executor.take()
         if batch is not None and batch.lens:
-            seen = fitted.num_seen(batch.starts, batch.lens)
+            seen = step_model.num_seen(batch.starts, batch.lens)
             samples.append(fitted.Sample(sum(batch.lens), sum(batch.samples), seen, elapsed))
             num_blocks = max(num_blocks, core.scheduler.pool.num_held)
     for request_id in list(core.scheduler.sequences):
@@ -139,8 +139,10 @@ def check(one: Planner, config: EngineConfig, seconds: float) -> Check:
         deadline = time.monotonic() + seconds
         steps = measured_steps(core, seconds / 2)
         model = fitted.fit(steps.samples)
-        path = fitted.path_of(one.subject.name, one.form, one.kv_dtype)
-        fitted.save(path, model)
+        path = step_model.path_of(one.subject.name, one.form, one.kv_dtype)
+        step_model.save(path, model)
+        # The explanations of an engine find it by what the engine says of itself.
+        step_model.save(step_model.path_of_engine(core.info), model)
         rows = list[Compared]()
         for number, (batch, num_prompt, num_new) in enumerate(CASES):
             if num_prompt + num_new > core.info.max_model_len or time.monotonic() > deadline:
@@ -156,7 +158,7 @@ def check(one: Planner, config: EngineConfig, seconds: float) -> Check:
 
 
 def _compared(
-    core: EngineCore, config: EngineConfig, model: fitted.StepModel, number: int, batch: int, num_prompt: int,
+    core: EngineCore, config: EngineConfig, model: step_model.StepModel, number: int, batch: int, num_prompt: int,
     num_new: int,
 ) -> list[Compared]:  # fmt: skip
     """Run a case `NUM_REPEATS` times, and through the scheduler with the model's times."""

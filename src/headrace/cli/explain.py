@@ -34,10 +34,12 @@ def explain(
     from headrace.insight.lives import Life, Lives
     from headrace.insight.trace import trace_of
     from headrace.insight.without import simulate
+    from headrace.plan import step_model
     from headrace.protocol.errors import RequestError
 
     lives, recording = Lives(max_lives=2**62), open_recording(log)
     lives.reads.set_sizes(recording.head.info)
+    lives.step_model = step_model.load(step_model.path_of_engine(recording.head.info))
     steps = []
     for note in notes_of(recording):
         lives.follow(note)
@@ -67,7 +69,7 @@ def explain(
     ttft = "" if explanation.ttft is None else f", the first token after {1e3 * explanation.ttft:.1f} ms"
     print(f"{explanation.id}: {1e3 * explanation.latency:.3f} ms{ttft}, {explanation.finish_reason}")
     for each in explanation.parts:
-        print(f"  {1e3 * each.seconds:10.3f} ms  {each.name}{' (estimated)' * each.estimated}")
+        print(f"  {1e3 * each.seconds:10.3f} ms  {each.name}{f' (estimated by {explanation.split})' * each.estimated}")
     for verdict in explanation.prefix_cache:
         print(f"prefix cache: {verdict.num_cached_tokens} of {verdict.num_prompt_tokens} tokens; {verdict.sentence}")
     if explanation.num_draft_tokens:

@@ -17,8 +17,10 @@ import headrace
 from headrace.cli import (
     chat,
     doctor,
+    engine,
     explain,
     generate,
+    lab,
     models,
     plan,
     quantize,
@@ -43,6 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=serve.ServeCommand)(serve.serve)
+app.command()(engine.engine)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command(name="list")(models.list_models)
@@ -58,6 +61,7 @@ app.command()(explain.explain)
 app.command()(top.top)
 app.command()(plan.plan)
 app.command()(simulate.simulate)
+app.command()(lab.lab)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

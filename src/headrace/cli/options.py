@@ -102,6 +102,10 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "trust_request_chat_template": "Take a chat_template in a chat request, and render it in the sandbox.",
         "slot_save_path": "A folder for session files: POST /slots/ID?action=save and restore, as in llama-server.",
         "max_batch_concurrency": "Requests of batches that are open at once; none starts while other requests wait.",
+        "data_parallel_size": "Engines on this host behind one address, each with processors of its own; auto: one "
+        "for each NUMA node (not measured on two sockets).",
+        "router": "What chooses the engine of a request: round-robin, least-work, or prefix, which counts what each "
+        "has cached.",
         "max_restarts": "Restarts of the engine in ten minutes before the server gives up.",
         "watchdog_timeout": "Seconds without a step or processor time after which an engine with open requests "
         "is killed and restarted; ten times that if it computes. 0 turns it off.",
@@ -122,7 +126,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
     },
 }
 
-SHORT = {"quantization": "-q", "speculative_config": "-sc"}
+SHORT = {"quantization": "-q", "speculative_config": "-sc", "data_parallel_size": "-dp"}
 """Letters of vLLM's."""
 
 PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampling"}
@@ -188,7 +192,7 @@ def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, defau
     # --no-json would be of no use.
     opposite = words.get("opposite", f"no-{name[2:]}")
     decls = [f"{name}/--{opposite}"] if kind is bool and field.name != "json" else [name]
-    if struct is EngineConfig and field.name in SHORT:
+    if struct in (EngineConfig, ServerConfig) and field.name in SHORT:
         decls.append(SHORT[field.name])
     if many:
         kind = list[kind]
