@@ -28,6 +28,7 @@ from bench.compare.disturbance import FOREIGN_LIMIT, Sample, is_disturbed, until
 from bench.compare.environments import PEERS, ROOT, THREADS, Workshop
 from bench.compare.shapes import SHAPES
 from bench.compare.workers import Watch, Worker, WorkerError, wait_until_quiet
+from bench.formats import LEVELS, gguf_file
 from headrace import hub
 
 NUM_TRIES = 3
@@ -98,11 +99,14 @@ class Bench:
         model: a directory that `headrace.LLM` takes.
         shape: its name and `vocab` the number of its tokens, for `bench.peers.protocol`.
         quant: a value of `--quantization`, or "none".
+        file: of weights that are loaded in place of the directory's.
         quiet_seconds: the longest wait for a quiet moment before each sample.
     """
 
-    def __init__(self, model: Path, shape: str, vocab: int, quant: str, log: Path, quiet_seconds: float) -> None:
-        self._job = {"do": "work", "shape": shape, "vocab": vocab, "source": str(model), "model": str(model)}
+    def __init__(
+        self, model: Path, shape: str, vocab: int, quant: str, log: Path, quiet_seconds: float, file: Path | None = None
+    ) -> None:
+        self._job = {"do": "work", "shape": shape, "vocab": vocab, "source": str(model), "model": str(file or model)}
         self._job |= {"quant": quant, "threads": THREADS, "max_len": 1024}
         self._log = log
         self._quiet_seconds = quiet_seconds
@@ -248,6 +252,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rounds", type=int, default=7, help="pairs of each work (default: %(default)s)")
     options.add_argument("--model", default="builtin", help=f"builtin, or a shape: {', '.join(SHAPES)}")
     options.add_argument("--quantization", default="", help="default: int4 for a shape, none for builtin")
+    options.add_argument("--gguf", default="", metavar="LEVEL", help="a GGUF file of the shape, such as Q4_K_M")
     options.add_argument("--work", type=Path, default=Path("~/.cache/headrace/compare"), help="folder of the shapes")
     options.add_argument(
         "--quiet-seconds", type=float, default=10.0, help="wait for a quiet moment (default: %(default)s)"
@@ -265,6 +270,10 @@ def main() -> None:
         raise SystemExit(f"--rounds: {args.rounds} is less than 1")
     if args.model not in ("builtin", *SHAPES):
         raise SystemExit(f"--model: {args.model!r} is none of builtin, {', '.join(SHAPES)}")
+    if args.gguf and (args.gguf not in LEVELS or args.model == "builtin" or args.quantization):
+        raise SystemExit(
+            f"--gguf: {args.gguf!r}, with a shape and without --quantization, is one of {', '.join(LEVELS)}"
+        )
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -275,9 +284,10 @@ def main() -> None:
     else:
         model = Workshop(args.work.expanduser().resolve(), say).checkpoint(SHAPES[args.model])
     vocab = int(json.loads((model / "config.json").read_text())["vocab_size"])
-    quant = args.quantization or ("none" if args.model == "builtin" else "int4")
+    quant = args.quantization or ("none" if args.model == "builtin" or args.gguf else "int4")
+    file = gguf_file(SHAPES[args.model], args.gguf) if args.gguf else None
     with tempfile.NamedTemporaryFile(prefix="headrace-pairs-", suffix=".log") as log:
-        bench = Bench(model, args.model, vocab, quant, Path(log.name), args.quiet_seconds)
+        bench = Bench(model, args.model, vocab, quant, Path(log.name), args.quiet_seconds, file)
         try:
             for work in works:
                 for side in sides:
@@ -292,7 +302,14 @@ def main() -> None:
         result = [dataclasses.asdict(line) | {"ratio": line.ratio} for line in lines]
         print(
             json.dumps(
-                {"bench": "pairs", "model": args.model, "limit": FOREIGN_LIMIT, "pairs": result, "samples": samples}
+                {
+                    "bench": "pairs",
+                    "model": args.model,
+                    "gguf": args.gguf,
+                    "limit": FOREIGN_LIMIT,
+                    "pairs": result,
+                    "samples": samples,
+                }
             )
         )
         return
