@@ -107,6 +107,24 @@ def with_other_order(out: Path, source: Path) -> None:
     edit(out, change)
 
 
+def as_nvfp4(out: Path, source: Path) -> None:
+    """Make NVFP4 of MXFP4: a scale of E4M3 for each 16 codes, and one of float32 for the matrix. The codes stay."""
+
+    def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        for key in [key for key in tensors if key.endswith(".weight_packed")]:
+            name = key.removesuffix("_packed")
+            scales = tensors[f"{name}_scale"].float().sub(127).exp2().repeat_interleave(2, 1)
+            outer = 256 / scales.max()
+            tensors[f"{name}_scale"] = (scales * outer).to(torch.float8_e4m3fn)
+            tensors[f"{name}_global_scale"] = outer.reshape(1)
+        weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+        config["format"] = "nvfp4-pack-quantized"
+        for group in config["config_groups"].values():
+            group |= {"format": config["format"], "weights": weights}
+
+    edit(out, change)
+
+
 ORDERED = {"method": "gptq", "act_order": "group"}
 MXFP4 = {"method": "mxfp4", "group_size": 32}
 
@@ -134,6 +152,7 @@ FORMS: tuple[Form, ...] = (
     Form("NF4 (bitsandbytes)", "bitsandbytes", {"method": "nf4", "group_size": 64}),
     Form("LLM.int8() with outliers", "bitsandbytes", {"method": "llm_int8", "bits": 8, "group_size": -1}),
     Form("MXFP4 (compressed-tensors)", "compressed-tensors", MXFP4, None, "scales of 8 bits are held in 16"),
+    Form("NVFP4 (compressed-tensors)", "compressed-tensors", MXFP4, as_nvfp4, "scales of 8 bits are held in 16"),
     Form("compressed-tensors int3-g128", "compressed-tensors", {"bits": 3}),
     Form("GPTQ int3-g128, asymmetric", "gptq", {"bits": 3, "symmetric": False}),
     Form("GPTQ int2-g128, asymmetric", "gptq", {"bits": 2, "symmetric": False}),

@@ -54,6 +54,11 @@ def test_replicas_compute_beside_each_other() -> None:
     assert sorted(life.replica for life in play(calls, 2).lives) == [0, 1]
 
 
+def test_requests_of_one_moment_are_in_one_step() -> None:
+    run = play([Call(0.0, 4, 1), Call(0.0, 4, 1), Call(0.5, 4, 1)])
+    assert [life.first for life in run.lives] == [8.0, 8.0, 12.0]
+
+
 def test_prompts_share_what_their_keys_share() -> None:
     sizes = Sizes(num_blocks=1024, block_size=16, max_num_batched_tokens=2048, max_model_len=8192)
     calls = [Call(0.0, 1100, 1, (1, 2, 3)), Call(5000.0, 1100, 1, (1, 2, 4))]

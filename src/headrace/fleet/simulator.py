@@ -133,10 +133,14 @@ class Simulation:
         at, now, checked = 0, 0.0, 0
         while at < len(calls) or ends:
             while at < len(calls) and (not ends or calls[at].time <= ends[0][0]):
-                call, at = calls[at], at + 1
-                if not self._arrive(call, at):
-                    num_refused += 1
-                    num_failures += 1
+                moment = calls[at].time
+                # What comes at one time is in one step.
+                while at < len(calls) and calls[at].time == moment:
+                    call, at = calls[at], at + 1
+                    if not self._arrive(call, at):
+                        num_refused += 1
+                        num_failures += 1
+                self._dispatch(moment)
             if not ends:
                 continue
             now, index = heapq.heappop(ends)
@@ -170,18 +174,20 @@ class Simulation:
         self._lives[request.request_id] = Life(call.time, call.num_prompt, call.num_new)
         self._requests[request.request_id] = request
         self._queue.add(request.request_id, request, keys)
-        self._dispatch(call.time)
         return True
 
     def _dispatch(self, now: float) -> None:
-        """Send requests from the queue to replicas that have room."""
+        """Send requests from the queue to replicas that have room, and let those that idle begin a step."""
+        idle = dict[int, None]()
         for request_id, route in self._queue.dispatch(self._is_free, lambda item: self._all):
             replica = self.replicas[route.index]
             replica.scheduler.add(self._requests.pop(request_id))
             self._routes[request_id] = route
             self._lives[request_id].replica = route.index
             if replica.batch is None:
-                self._start(route.index, now)
+                idle[route.index] = None
+        for index in idle:
+            self._start(index, now)
 
     def _is_free(self, index: int) -> bool:
         if len(self.replicas) == 1:  # One engine has no queue in front of it.
