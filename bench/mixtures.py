@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from bench.mixture_files import SHAPES, active_bytes, tensors_of, write
 
 PROMPT, NEW = 512, 48
