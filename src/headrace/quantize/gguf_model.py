@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import models
-from headrace.checkpoint.gguf_config import DECODER, DECODER_ENDS, GEMMA, GPT2, GPT2_ENDS
+from headrace.checkpoint.gguf_config import GEMMA, GPT2, GPT2_ENDS
+from headrace.checkpoint.gguf_families import DECODER, DECODER_ENDS
 from headrace.checkpoint.gguf_parts import EXPERTS
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
