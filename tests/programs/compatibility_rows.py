@@ -411,10 +411,9 @@ APIS = (
 
 EQUAL, LAW = "transformers:test_logits_equal_transformers", "bits:test_I_13_bits_through_the_runner"
 PACKED, GGUF = "families:test_quantised_weights_are_packed_and_mapped", "gguf:test_floats_have_the_bits_of_safetensors"
-WARM = "kinds:test_I_13_of_every_type_from_a_warm_prefix_and_after_preemption"
-SHOWN, SHOWN_GGUF = (EQUAL, LAW, WARM), (EQUAL, LAW, WARM, GGUF)
+SHOWN, SHOWN_GGUF = (EQUAL, LAW), (EQUAL, LAW, GGUF)
 NOT_CUDA = "backends cpu and torch_ref"
-STATES = (EQUAL, "states:test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads", WARM, PACKED)
+STATES = (EQUAL, "states:test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads", PACKED)
 STATES_GGUF = (*STATES, "gguf_states:test_a_file_is_the_model_of_its_safetensors")
 HYBRID_GGUF = (*STATES, "gguf_hybrids:test_a_hybrids_file_is_the_model_of_its_safetensors")
 
@@ -499,6 +498,16 @@ MODELS = (
     Row("nemotron", "partly", f"Nemotron-4, Minitron; GGUF nemotron; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("minimax_m2", "partly", f"MiniMax-M2; GGUF minimax-m2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("llama4_text", "partly", f"Llama 4, its text; GGUF llama4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row(
+        "the same bits for every type",
+        "yes",
+        "alone, in company, from a warm prefix and after preemption",
+        (
+            "kinds:test_I_13_of_every_type_from_a_warm_prefix_and_after_preemption",
+            "kinds:test_I_13_in_chunks",
+            "kinds:test_I_13_with_two_threads",
+        ),
+    ),
     Row(
         "native kernels of every type",
         "yes",
