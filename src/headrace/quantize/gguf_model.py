@@ -63,7 +63,10 @@ def metadata(config: ModelConfig) -> Metadata:
     """Return the metadata. Raises `CheckpointError` for a model that GGUF, or headrace's reader, can not express."""
     model_type = config.values.get("model_type")
     if model_type not in ARCHITECTURES:
-        refuse("model_type", model_type, "one of " + ", ".join(ARCHITECTURES))
+        raise CheckpointError(
+            f"config.json: model_type is {model_type!r:.80}; headrace writes GGUF files of {', '.join(ARCHITECTURES)}, "
+            "and reads those of others"
+        )
     architecture = ARCHITECTURES[str(model_type)]
     return _gpt2(config) if architecture == "gpt2" else _decoder(config, str(model_type), architecture)
 
