@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -67,12 +68,12 @@ def test_a_file_answers_the_same_each_time(name: str, tmp_path: Path) -> None:
     write(SHAPES[name], path)
     read = gguf.GGUFReader(path)
     assert {tensor.name for tensor in read.tensors} == {tensor.name for tensor in tensors_of(SHAPES[name])}
-    answers = []
+    answers: list[list[int]] = []
     for prompts in ([[5, 6, 7]], [[5, 6, 7], [1] * 40]):
         llm = headrace.LLM(str(path), skip_tokenizer_init=True, max_model_len=128, num_gpu_blocks_override=64)
         params = headrace.SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-        outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        answers.append(outs[0].outputs[0].token_ids)
+        inputs: Any = [{"prompt_token_ids": ids} for ids in prompts]
+        answers.append(list(llm.generate(inputs, params, use_tqdm=False)[0].outputs[0].token_ids))
         assert len(set(answers[-1])) > 4, "an answer from weights, not one token"
     assert answers[0] == answers[1]
 
