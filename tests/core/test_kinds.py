@@ -235,18 +235,22 @@ def full_of_snapshots(num_slots, **numbers):
     return bench
 
 
-@pytest.mark.parametrize("counts_snapshots", [True, False])
-def test_no_sequence_waits_for_slots_of_snapshots_and_control_if_they_were_not_available(counts_snapshots, monkeypatch):
+def test_no_sequence_waits_for_a_slot_that_holds_a_snapshot():
     bench = full_of_snapshots(8, max_num_seqs=4)
-    if not counts_snapshots:
-        monkeypatch.setattr(BlockPool, "num_available", property(lambda pool: len(pool.free)))
     streams = {name: bench.add(name, [7] * 10, seed=5, max_tokens=30, ignore_eos=True)[1] for name in "abcd"}
     bench.step()
-    assert len(bench.scheduler.running) == (4 if counts_snapshots else 0)
-    if counts_snapshots:
-        bench.drain()
-        assert {name: bench.tokens[name] for name in "abcd"} == streams
-        assert bench.scheduler.counters.num_preemptions == 0
+    assert len(bench.scheduler.running) == 4
+    bench.drain()
+    assert {name: bench.tokens[name] for name in "abcd"} == streams
+    assert bench.scheduler.counters.num_preemptions == 0
+
+
+def test_control_a_sequence_that_waits_for_slots_of_snapshots_is_noticed(monkeypatch):
+    bench = full_of_snapshots(8, max_num_seqs=4)
+    monkeypatch.setattr(BlockPool, "num_available", property(lambda pool: len(pool.free)))
+    bench.add("a", 10, max_tokens=30, ignore_eos=True)
+    with pytest.raises(InvariantError, match="I-16: an empty step, and 1 sequences could run"):
+        bench.step()
 
 
 @pytest.mark.parametrize("num_spare", [2, 1])

@@ -238,7 +238,7 @@ def _any_ends(parts: Mapping[str, Part], end: str) -> bool:
 def _of_states(parts: Mapping[str, Part], root: str, mixer: str, num_layers: int) -> dict[str, Part]:
     """The parts of the first `num_layers` layers, with the model's names and shapes of those of a `mixer` with a state:
     files leave out the kind of some names, and have a dimension of one more or less."""
-    found: dict[str, Part] = {}
+    named: dict[str, Part] = {}
     for name, part in parts.items():
         if layer_of(name) >= num_layers:
             continue
@@ -255,5 +255,5 @@ def _of_states(parts: Mapping[str, Part], root: str, mixer: str, num_layers: int
             part = part._replace(shape=(part.shape[0], 1, part.shape[-1]))
         elif name.endswith((".rates", ".D", f".{mixer}.norm.weight")):
             part = part._replace(shape=(prod(part.shape),))
-        found[name] = part
-    return found
+        named[name] = part
+    return named

@@ -74,10 +74,10 @@ class Keys:
     def of_some_layers(self, name: str, num_layers: int) -> tuple[list[bool], int]:
         """Which layers have it, and the one number that those have (0 if none has): the others say 0."""
         values = self.by_layer(name, num_layers, low=0)
-        found = sorted({value for value in values if value})
-        if len(found) > 1:
-            self.refuse(name, found[:8], "the same for all layers that have it")
-        return [value > 0 for value in values], found[0] if found else 0
+        distinct = sorted({value for value in values if value})
+        if len(distinct) > 1:
+            self.refuse(name, distinct[:8], "the same for all layers that have it")
+        return [value > 0 for value in values], distinct[0] if distinct else 0
 
     def slides(self, num_layers: int) -> list[bool]:
         """Whether each layer has a window."""

@@ -37,7 +37,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         "num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope",
     }),
     ("falcon-h1", "falcon_h1", {}),
-    ("falcon-h1", "falcon_h1", {"mamba_rms_norm": False, "tie_word_embeddings": True, "lm_head_multiplier": 1.0}),
+    # A head that is tied to the table has the table's factor in the file too.
+    ("falcon-h1", "falcon_h1", {
+        "mamba_rms_norm": False, "tie_word_embeddings": True, "lm_head_multiplier": 1.0, "embedding_multiplier": 1.0,
+    }),
     ("lfm2", "lfm2", {}),
     ("lfm2moe", "lfm2_moe", {"routed_scaling_factor": 1.0}),
 ]  # fmt: skip
@@ -216,7 +219,7 @@ def write(directory: Path, path: Path, architecture: str) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config.get("num_hidden_layers") or len(config["layers_block_type"]))
     writer.add_head_count(config["num_attention_heads"])
     rope = config.get("rope_parameters") or {}
     writer.add_rope_freq_base(float(rope.get("rope_theta") or 10000.0))
