@@ -67,7 +67,7 @@ def run_alone(directory: Path) -> dict[str, Bits]:
     for request in make_requests():
         found |= run(core, [request])
     core.close()
-    assert len({tuple(ids) for ids, _ in found.values()}) == len(found)
+    assert len({bits for _, bits in found.values()}) == len(found)
     return found
 
 
@@ -112,7 +112,7 @@ def test_I_13_with_two_threads(directory: Path, reference: dict[str, Bits]) -> N
     core.close()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model_type", models.names())
 def test_I_13_of_every_type_from_a_warm_prefix_and_after_preemption(model_type: str, tmp_path: Path) -> None:
     save_random(models.find(model_type).TINY, tmp_path)

@@ -106,9 +106,9 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
         fields(writer)
     experts: dict[str, dict[int, F32]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
-        weight = np.ascontiguousarray(converted(name, tensor.float(), config).numpy())
-        if ".visual." in name or ".vision_" in name:
+        if "visual." in name or ".vision_" in name:
             continue  # a file of its own, mmproj
+        weight = np.ascontiguousarray(converted(name, tensor.float(), config).numpy())
         if model_type in ("gpt_oss", "llama4_text") and ".experts." in name:
             whole_experts(writer, name, weight, form, model_type == "gpt_oss")
         elif ".act_fn." in name:
