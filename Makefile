@@ -83,7 +83,7 @@ docs: $(STAMP)  ## write docs/flags.md, docs/limits.md, docs/routes.md from the 
 	$(BIN)/python -m tests.programs.routes docs/routes.md
 
 compatibility: $(STAMP)  ## run the tests that docs/compatibility.md names, and write it (minutes)
-	$(BIN)/python -m tests.programs.compatibility docs/compatibility.md
+	$(BIN)/python -m tests.programs.compatibility docs/compatibility.md $(ARGS)
 
 test-openapi: $(STAMP)  ## schemathesis against the OpenAPI document of a live server over a fake engine
 	$(BIN)/python -m tests.programs.fuzz_openapi 10 $(ARGS)

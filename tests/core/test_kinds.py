@@ -13,6 +13,7 @@ from tests.programs.sim.bench import Bench
 from tests.programs.sim.planting import Bugs, expect_caught, register
 from tests.programs.sim.simulation import Simulation
 
+from headrace.core.blocks import BlockPool
 from headrace.core.kinds import Kind, fit_windows, make_kinds
 from headrace.core.prefix import Miss
 from headrace.core.sequence import NEVER
@@ -221,6 +222,59 @@ def test_siblings_begin_with_the_state_at_the_prompts_last_block():
     bench.drain()
     assert bench.tokens == streams
     assert bench.started == {"0": 0, "1": 8, "2": 8}
+
+
+def full_of_snapshots(num_slots, **numbers):
+    """A bench whose slots all hold a snapshot but one, of prompts of a token of their own each."""
+    bench = recurrent(more_blocks=(num_slots,), **numbers)
+    for number in range(num_slots + 2):
+        bench.add(f"{number}", [20 + number] * 40, max_tokens=1)
+        bench.drain()
+    pool = bench.scheduler.tables.state.pool
+    assert (len(pool.evictable), len(pool.free)) == (num_slots - 1, 1)
+    return bench
+
+
+def test_no_sequence_waits_for_a_slot_that_holds_a_snapshot():
+    bench = full_of_snapshots(8, max_num_seqs=4)
+    streams = {name: bench.add(name, [7] * 10, seed=5, max_tokens=30, ignore_eos=True)[1] for name in "abcd"}
+    bench.step()
+    assert len(bench.scheduler.running) == 4
+    bench.drain()
+    assert {name: bench.tokens[name] for name in "abcd"} == streams
+    assert bench.scheduler.counters.num_preemptions == 0
+
+
+def test_control_a_sequence_that_waits_for_slots_of_snapshots_is_noticed(monkeypatch):
+    bench = full_of_snapshots(8, max_num_seqs=4)
+    monkeypatch.setattr(BlockPool, "num_available", property(lambda pool: len(pool.free)))
+    bench.add("a", 10, max_tokens=30, ignore_eos=True)
+    with pytest.raises(InvariantError, match="I-16: an empty step, and 1 sequences could run"):
+        bench.step()
+
+
+@pytest.mark.parametrize("num_spare", [2, 1])
+def test_a_running_sequence_evicts_no_snapshot_while_two_slots_are_left_and_control_with_one(num_spare):
+    bench = recurrent(more_blocks=(3 + num_spare,))
+    for number in range(3):
+        bench.add(f"{number}", [20 + number] * 40, max_tokens=1)
+        bench.drain()
+    known = bench.scheduler.tables.state.known
+    before = len(known)
+    bench.add("a", 10, max_tokens=100, ignore_eos=True)
+    bench.drain()
+    assert (before, len(known)) == (3, 1 + num_spare)
+
+
+def test_the_snapshot_that_was_used_least_recently_goes_first():
+    bench = recurrent(more_blocks=(4,))
+    for token in (20, 21, 20, 22, 23):
+        bench.add(f"{len(bench.started)}", [token] * 40, max_tokens=1)
+        bench.drain()
+    for name, token in (("used", 20), ("old", 21)):
+        bench.add(name, [token] * 40, max_tokens=1)
+        bench.drain()
+    assert (bench.started["old"], bench.started["used"]) == (0, 32)
 
 
 def test_without_two_slots_nothing_could_run():

@@ -20,6 +20,7 @@ from torch import Tensor
 from headrace import models
 from headrace.drafters import mtp
 from headrace.engine.build import build_engine
+from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import SpeculativeConfig
@@ -101,10 +102,8 @@ def test_the_layer_in_the_targets_checkpoint(model_type: str, tmp_path: Path) ->
         frame.feeds_normed = not frame.feeds_normed
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_5_moe_text"])
-def test_an_engine_with_the_drafter_says_what_it_says_without(model_type: str, tmp_path: Path) -> None:
-    checkpoint(model_type, tmp_path)
-    requests = [
+def requests() -> list[Request]:
+    return [
         Request(
             request_id=f"r{i}",
             prompt_token_ids=list(range(3 + i, 40)),
@@ -112,15 +111,42 @@ def test_an_engine_with_the_drafter_says_what_it_says_without(model_type: str, t
         )
         for i in range(3)
     ]
+
+
+def engine(directory: Path, spec: SpeculativeConfig | None) -> EngineCore:
+    fields: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 8, "max_model_len": 200, "num_threads": 1}
+    return build_engine(EngineConfig(model=str(directory), speculative_config=spec, **fields))
+
+
+MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_5_moe_text"])
+def test_an_engine_with_the_drafter_says_what_it_says_without(model_type: str, tmp_path: Path) -> None:
+    checkpoint(model_type, tmp_path)
     results = []
-    for spec in (None, SpeculativeConfig(method="mtp", num_speculative_tokens=3)):
-        core = build_engine(
-            EngineConfig(
-                model=str(tmp_path), num_gpu_blocks_override=64, block_size=8, max_model_len=200, num_threads=1,
-                speculative_config=spec,
-            )
-        )  # fmt: skip
-        results.append(run(core, requests))
+    for spec in (None, MTP):
+        core = engine(tmp_path, spec)
+        results.append(run(core, requests()))
         assert (core.stats().num_draft_tokens > 0) == (spec is not None)
         core.close()
     assert_same(results[1], results[0])
+
+
+def test_a_release_for_images_drafts_as_its_text_does(tmp_path: Path) -> None:
+    """As Qwen3.5 and 3.6 are released: the text below a prefix, the layer beside it."""
+    text, whole = tmp_path / "text", tmp_path / "whole"
+    checkpoint("qwen3_5_moe_text", text)
+    whole.mkdir()
+    tensors = load_file(text / "model.safetensors")
+    names = {name: name.replace("model.", "model.language_model.", 1) for name in tensors if name.startswith("model.")}
+    save_file({names.get(name, name): tensor for name, tensor in tensors.items()}, str(whole / "model.safetensors"))
+    config = {"model_type": "qwen3_5_moe", "text_config": json.loads((text / "config.json").read_text())}
+    (whole / "config.json").write_text(json.dumps(config))
+    found = []
+    for directory in (text, whole):
+        core = engine(directory, MTP)
+        found.append((run(core, requests()), core.stats().num_draft_tokens, core.stats().num_accepted_tokens))
+        core.close()
+    assert found[0] == found[1]
+    assert found[0][1] > 0

@@ -1,4 +1,5 @@
-"""The determinism law for models whose layers look back differently far (windows, states), or keep latents.
+"""The determinism law through the engine for every type, in full for those whose layers look back differently far
+(windows, states) or keep latents.
 
 Requests run alone on a cold cache; then together, in chunks, from a warm prefix and after preemptions, while blocks
 behind windows are freed, written over at once, and used again. The bits must be equal.
@@ -66,7 +67,7 @@ def run_alone(directory: Path) -> dict[str, Bits]:
     for request in make_requests():
         found |= run(core, [request])
     core.close()
-    assert len({tuple(ids) for ids, _ in found.values()}) == len(found)
+    assert len({bits for _, bits in found.values()}) == len(found)
     return found
 
 
@@ -108,6 +109,20 @@ def test_I_13_in_pools_too_small_for_all(directory: Path, reference: dict[str, B
 def test_I_13_with_two_threads(directory: Path, reference: dict[str, Bits]) -> None:
     core = make_core(directory, num_threads=2)
     assert_same(run(core, make_requests()), reference)
+    core.close()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("model_type", models.names())
+def test_I_13_of_every_type_from_a_warm_prefix_and_after_preemption(model_type: str, tmp_path: Path) -> None:
+    save_random(models.find(model_type).TINY, tmp_path)
+    expected = run_alone(tmp_path)
+    core = make_core(tmp_path)
+    assert_same(run(core, make_requests()), expected)
+    before = core.stats().prefix_cache_hits
+    assert_same(run(core, make_requests(), preempt_every=3), expected)
+    assert core.stats().prefix_cache_hits > before + 200
+    assert core.stats().num_preemptions > 3
     core.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.laws.rules import ROOT
 from tests.programs import compatibility
 
@@ -22,7 +24,21 @@ def test_every_row_names_tests_that_exist() -> None:
 def test_every_type_of_a_model_has_a_row() -> None:
     rows = {row.feature for row in compatibility.TABLES["Models"]}
     assert set(models.names()) <= rows
-    assert rows - set(models.names()) == {"text of other types"}
+    more = {
+        "the same bits for every type",
+        "native kernels of every type",
+        "layers for multi-token prediction",
+        "text of other types",
+    }
+    assert rows - set(models.names()) == more
+
+
+def test_the_readme_counts_the_types() -> None:
+    match = re.search(
+        r"(\d+) \[types\]\(docs/compatibility\.md#models\)", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
+    assert match is not None
+    assert int(match[1]) == len(models.names())
 
 
 def test_the_page_is_up_to_date() -> None:

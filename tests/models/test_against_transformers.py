@@ -24,7 +24,7 @@ from tests.support.harness import (
 from headrace import models
 
 TOLERANCE = 1e-4
-NUM_PROMPT, NUM_DECODE = 190, 24
+NUM_PROMPT, NUM_DECODE = 150, 64
 LENGTH = NUM_PROMPT + NUM_DECODE
 
 

@@ -18,9 +18,11 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from tests.clients import page as clients
-from tests.programs.compatibility_rows import FILES, TABLES
+from tests.programs.compatibility_models import MODELS
+from tests.programs.compatibility_rows import APIS, DECODING, FILES
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLES = {"Models": MODELS, "Decoding": DECODING, "APIs and operation": APIS}
 
 HEAD = """# What works
 

@@ -24,6 +24,7 @@ from tests.formats.gguf.files import BOOL, F32, I32, STRING, U32, gguf_file, lis
 from headrace import hub, models
 from headrace.backends import make_backend
 from headrace.checkpoint import gguf_config
+from headrace.checkpoint.gguf_keys import Reading
 from headrace.checkpoint.gguf_source import GGUFWeights
 from headrace.gguf import GGUF, TENSOR_TYPES
 from headrace.models.config import ModelConfig
@@ -172,7 +173,7 @@ class Course:
         made = guarded(lambda _: Tokenizer(*tokenizer_gguf.read_metadata(file)), Path("fuzzed"))
         made.decode(made.encode("a bc"))
 
-    def _model(self, file: GGUF, reading: gguf_config.Reading) -> None:
+    def _model(self, file: GGUF, reading: Reading) -> None:
         config = ModelConfig(reading.values)
         weights = GGUFWeights(file, reading, self.backend)
         module = models.find(reading.values["model_type"])

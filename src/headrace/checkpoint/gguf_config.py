@@ -8,35 +8,25 @@ Called by `engine.load` and `checkpoint.gguf_source`.
 
 from __future__ import annotations
 
-import math
-import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-from headrace.checkpoint import gguf_latent, gguf_recurrent
-from headrace.checkpoint.gguf_families import FAMILIES
-from headrace.checkpoint.gguf_parts import FLOATS, Part, divisors, parts_of
+from headrace.checkpoint import gguf_hybrid, gguf_latent
+from headrace.checkpoint.gguf_families import DECODER, DECODER_ENDS, FAMILIES, PARTS, QWEN_MOE
+from headrace.checkpoint.gguf_keys import (
+    MAX_CONTEXT,
+    MAX_LAYERS,
+    Keys,
+    Reading,
+    decoder,
+    layer_of,
+    of_each_layer,
+    vocabulary,
+)
+from headrace.checkpoint.gguf_parts import FLOATS, parts_of, small_floats
 from headrace.gguf import GGUF
 
-MAX_LAYERS = 4096
-MAX_CONTEXT = 2**27
-MAX_SIZE = 2**24
-
-DECODER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-DECODER_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 GEMMA = DECODER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -59,6 +49,7 @@ GEMMA4_ENDS = DECODER_ENDS | {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
 GEMMA4_EXPERTS = {"ffn_gate_up": "gate_up_proj", "ffn_down": "down_proj"}
+MUSE = GEMMA | {"attn_gate": "self_attn.gate_proj"}
 GPT2 = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -68,75 +59,6 @@ GPT2 = {
     "ffn_down": "mlp.c_proj",
 }
 GPT2_ENDS = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
-QWEN_EXPERTS = {"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"}
-QWEN_MOE = DECODER | {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-
-
-class Reading(NamedTuple):
-    """values: a config.json. parts: the file's tensors by the model's names.
-
-    turned: rows of each head of q and k that are stored in pairs, as ggml rotates them, or 0. norm_offset: a number
-    that the file's weights of norms have more than the model's. reorders: whether rows that a model file asks for in
-    another order lie in the checkpoint's; elsewhere the file's converter put them in the model's.
-    """
-
-    values: dict[str, Any]
-    parts: dict[str, Part]
-    turned: int = 0
-    norm_offset: float = 0.0
-    reorders: bool = False
-
-
-class _Keys:
-    """Metadata of one architecture; every getter names the whole key in what it raises."""
-
-    def __init__(self, file: GGUF, architecture: str) -> None:
-        self.file = file
-        self.prefix = architecture + "."
-
-    def integer(self, name: str, high: int = MAX_SIZE, low: int = 1) -> int:
-        value = self.optional(name, high, low)
-        if value is None:
-            self.refuse(name, None, f"there, an integer from {low} to {high}")
-        return value
-
-    def optional(self, name: str, high: int = MAX_SIZE, low: int = 1) -> int | None:
-        """An integer, or None. An array with one for each layer is accepted if all are the same."""
-        field = self.file.fields.get(self.prefix + name)
-        if field is None or not field.is_array:
-            return self.file.integer(self.prefix + name, low, high)
-        values = set(self.file.integers(self.prefix + name, MAX_LAYERS) or ())
-        if len(values) != 1:
-            self.refuse(name, sorted(values)[:8], "the same for every layer")
-        value = int(values.pop())
-        if not low <= value <= high:
-            self.refuse(name, value, f"from {low} to {high}")
-        return value
-
-    def by_layer(self, name: str, num_layers: int) -> list[int]:
-        """An integer for each layer, all the same where the file has but one."""
-        field = self.file.fields.get(self.prefix + name)
-        if field is None or not field.is_array:
-            return [self.integer(name)] * num_layers
-        values = list(self.file.integers(self.prefix + name, MAX_LAYERS) or ())
-        if len(values) != num_layers or not all(1 <= value <= MAX_SIZE for value in values):
-            self.refuse(name, values[:8], f"{num_layers} integers from 1 to {MAX_SIZE}")
-        return values
-
-    def real(self, name: str) -> float | None:
-        return self.file.real(self.prefix + name)
-
-    def flag(self, name: str) -> bool | None:
-        return self.file.flag(self.prefix + name)
-
-    def refuse(self, name: str, value: object, bound: str) -> NoReturn:
-        raise self.file.fault(self.prefix + name, value, bound)
 
 
 def read(file: GGUF) -> Reading:
@@ -149,7 +71,7 @@ def read(file: GGUF) -> Reading:
         raise file.fault("general.type", kind, "model")
     if (file.integer("split.count") or 1) > 1:
         raise file.fault("split.count", file.integer("split.count"), "1: merge the parts first (llama-gguf-split)")
-    return ARCHITECTURES[architecture](_Keys(file, architecture))
+    return ARCHITECTURES[architecture](Keys(file, architecture))
 
 
 def choose_dtype(dtype: str, file: GGUF) -> str:
@@ -163,9 +85,9 @@ def choose_dtype(dtype: str, file: GGUF) -> str:
     return FLOATS[floats.most_common(1)[0][0]]
 
 
-def _llama(keys: _Keys) -> Reading:
+def _llama(keys: Keys) -> Reading:
     """Also Mistral and Mixtral, which differ from Llama by a window and by experts."""
-    values = _decoder(keys, "llama")
+    values = decoder(keys, "llama")
     layer = dict(DECODER)
     experts = keys.optional("expert_count", 4096, 0) or 0
     if experts:
@@ -182,19 +104,16 @@ def _llama(keys: _Keys) -> Reading:
     return Reading(values, parts, turned)
 
 
-def _qwen(keys: _Keys) -> Reading:
+def _qwen(keys: Keys) -> Reading:
+    """Of models for images the text; the tower is a file of its own."""
     model_type = keys.prefix.removesuffix(".")
-    return Reading(_decoder(keys, model_type), parts_of(keys.file, DECODER, DECODER_ENDS, "model.layers"))
+    model_type = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl"}.get(model_type, model_type)
+    return Reading(decoder(keys, model_type), parts_of(keys.file, DECODER, DECODER_ENDS, "model.layers"))
 
 
-def _qwen3_vl(keys: _Keys) -> Reading:
-    """The text; the tower for images is a file of its own."""
-    return Reading(_decoder(keys, "qwen3_vl"), parts_of(keys.file, DECODER, DECODER_ENDS, "model.layers"))
-
-
-def _qwen_moe(keys: _Keys) -> Reading:
+def _qwen_moe(keys: Keys) -> Reading:
     has_shared = keys.prefix == "qwen2moe."
-    values = _decoder(keys, "qwen2_moe" if has_shared else "qwen3_moe")
+    values = decoder(keys, "qwen2_moe" if has_shared else "qwen3_moe")
     experts = keys.integer("expert_count", 4096)
     values |= {"num_experts": experts, "num_experts_per_tok": keys.integer("expert_used_count", experts)}
     values |= {"moe_intermediate_size": keys.integer("expert_feed_forward_length"), "norm_topk_prob": not has_shared}
@@ -202,7 +121,7 @@ def _qwen_moe(keys: _Keys) -> Reading:
     values["mlp_only_layers"] = [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in keys.file.tensors]
     if has_shared:
         values["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
-    parts = parts_of(keys.file, QWEN_MOE, DECODER_ENDS, "model.layers", experts, "mlp.experts", QWEN_EXPERTS)
+    parts = parts_of(keys.file, QWEN_MOE, DECODER_ENDS, "model.layers", experts, "mlp.experts", PARTS)
     # A router with one output has lost a dimension in the file.
     for name, part in parts.items():
         if name.endswith(".shared_expert_gate.weight") and len(part.shape) == 1:
@@ -210,70 +129,29 @@ def _qwen_moe(keys: _Keys) -> Reading:
     return Reading(values, parts)
 
 
-def _gemma1(keys: _Keys) -> Reading:
-    values = _decoder(keys, "gemma")
+def _gemma1(keys: Keys) -> Reading:
+    values = decoder(keys, "gemma")
     return Reading(values, parts_of(keys.file, DECODER, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
-def _recurrent(keys: _Keys) -> Reading:
-    """Qwen's models with gated delta rules. Layers for multi-token prediction, which come last, are left out."""
-    architecture = keys.prefix.removesuffix(".")
-    values = _decoder(keys, gguf_recurrent.MODELS[architecture])
-    num_keys, num_values = keys.integer("ssm.group_count"), keys.integer("ssm.time_step_rank")
-    inner = keys.integer("ssm.inner_size")
-    if inner % num_values:
-        keys.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {num_values}")
-    values |= {"linear_num_key_heads": num_keys, "linear_num_value_heads": num_values}
-    values |= {"linear_key_head_dim": keys.integer("ssm.state_size"), "linear_value_head_dim": inner // num_values}
-    values |= {"linear_conv_kernel_dim": keys.integer("ssm.conv_kernel")}
-    values["linear_heads_tiled"] = architecture != "qwen3next" and num_keys != num_values
-    values["num_hidden_layers"] -= keys.optional("nextn_predict_layers", values["num_hidden_layers"] - 1, 0) or 0
-    num_layers, experts = values["num_hidden_layers"], keys.optional("expert_count", 4096, 0) or 0
-    if experts:
-        values |= {"num_experts": experts, "num_experts_per_tok": keys.integer("expert_used_count", experts)}
-        values["moe_intermediate_size"] = keys.integer("expert_feed_forward_length")
-        values["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
-        names = (f"blk.{i}.ffn_gate_inp.weight" for i in range(num_layers))
-        values["mlp_only_layers"] = [i for i, name in enumerate(names) if name not in keys.file.tensors]
-    of_expert = QWEN_EXPERTS | {"ffn_gate_up": "gate_up_proj"}
-    every = parts_of(
-        keys.file, QWEN_MOE | gguf_recurrent.LAYER, DECODER_ENDS, "model.layers", experts, "mlp.experts", of_expert
-    )
-    parts = {}
-    for name, part in ((gguf_recurrent.renamed(name), part) for name, part in every.items()):
-        layer = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
-        if layer is not None and int(layer[1]) >= num_layers:
-            continue
-        if name.endswith(".conv1d.weight"):  # the file leaves out a dimension of one, also of a router
-            part = part._replace(shape=(part.shape[0], 1, part.shape[-1]))
-        elif name.endswith(".shared_expert_gate.weight") and len(part.shape) == 1:
-            part = part._replace(shape=(1, *part.shape))
-        parts[name] = part
-    states = [f"model.layers.{i}.linear_attn.rates" in parts for i in range(num_layers)]
-    values["layer_types"] = ["linear_attention" if state else "full_attention" for state in states]
-    return Reading(values, parts, norm_offset=1.0, reorders=True)
-
-
-def _gemma2(keys: _Keys) -> Reading:
+def _gemma2(keys: Keys) -> Reading:
     values = _gemma(keys, "gemma2", big=46)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         values[name] = keys.real(name)
     return Reading(values, parts_of(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
-def _gemma3(keys: _Keys) -> Reading:
+def _gemma3(keys: Keys) -> Reading:
     values = _gemma(keys, "gemma3_text", big=62)
     values["final_logit_softcapping"] = keys.real("final_logit_softcapping")
     values["rope_local_base_freq"] = keys.real("rope.freq_base_swa") or 10000.0
     return Reading(values, parts_of(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
-def _gemma4(keys: _Keys) -> Reading:
+def _gemma4(keys: Keys) -> Reading:
     """Keys and values have sizes by layer; of layers with full attention the file has no rope settings but the base."""
     file, num = keys.file, keys.integer("block_count", MAX_LAYERS)
-    slides = file.flags(keys.prefix + "attention.sliding_window_pattern", MAX_LAYERS)
-    if slides is None or len(slides) != num:
-        keys.refuse("attention.sliding_window_pattern", slides, f"a flag for each of {num} layers")
+    slides = keys.slides(num)
     inner, kv_heads = (keys.by_layer(name, num) for name in ("feed_forward_length", "attention.head_count_kv"))
     experts = keys.optional("expert_count", 4096, 0) or 0
     parts = parts_of(file, GEMMA4, GEMMA4_ENDS, "model.layers", experts, "experts", GEMMA4_EXPERTS)
@@ -301,7 +179,7 @@ def _gemma4(keys: _Keys) -> Reading:
         "num_kv_shared_layers": keys.optional("attention.shared_kv_layers", num - 1, 0) or 0,
         "hidden_size_per_layer_input": keys.optional("embedding_length_per_layer_input", low=0) or 0,
         "final_logit_softcapping": keys.real("final_logit_softcapping"),
-        **_vocabulary(keys),
+        **vocabulary(keys),
     }
     if experts:
         values |= {"enable_moe_block": True, "num_experts": experts}
@@ -313,9 +191,9 @@ def _gemma4(keys: _Keys) -> Reading:
     return Reading(values, parts)
 
 
-def _gemma(keys: _Keys, model_type: str, big: int) -> dict[str, Any]:
+def _gemma(keys: Keys, model_type: str, big: int) -> dict[str, Any]:
     """`big`: layers of the one size (27B) whose scores are scaled by the width and not by the head."""
-    values = _decoder(keys, model_type)
+    values = decoder(keys, model_type)
     by_width = values["num_hidden_layers"] == big
     scalar = values["hidden_size"] // values["num_attention_heads"] if by_width else values["head_dim"]
     values |= {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
@@ -323,7 +201,30 @@ def _gemma(keys: _Keys, model_type: str, big: int) -> dict[str, Any]:
     return values
 
 
-def _gpt2(keys: _Keys) -> Reading:
+def _muse_glimmer(keys: Keys) -> Reading:
+    """The factor of the queries is the weight that the file gives their norm, which in the model has none."""
+    values = decoder(keys, "muse_glimmer")
+    num = values["num_hidden_layers"]
+    slides = keys.slides(num)
+    parts = parts_of(keys.file, MUSE, DECODER_ENDS, "model.layers")
+    factors: dict[str, set[float]] = {"q": set(), "k": set()}
+    for name in [name for name in parts if name.endswith((".q_norm.weight", ".k_norm.weight"))]:
+        part = parts.pop(name)
+        factors[name.removesuffix("_norm.weight")[-1]].update(small_floats(keys.file, part, name))
+    if len(factors["q"]) != 1 or factors["k"] != {1.0}:
+        raise keys.file.fault("weights of attn_q_norm and attn_k_norm", factors, "one number throughout, and 1")
+    values |= {
+        "qk_scale_factor": factors["q"].pop(),
+        "sliding_window": keys.integer("attention.sliding_window", MAX_CONTEXT),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "layer_rope_theta": [values["rope_theta"] if one else 0 for one in slides],
+        "output_multiplier": keys.real("logit_scale"),
+        "final_logit_softcapping": keys.real("final_logit_softcapping"),
+    }
+    return Reading(values, parts, values["head_dim"], norm_offset=1.0, offset_ends="layernorm.weight")
+
+
+def _gpt2(keys: Keys) -> Reading:
     values = {
         "model_type": "gpt2",
         "n_positions": keys.integer("context_length", MAX_CONTEXT),
@@ -332,15 +233,15 @@ def _gpt2(keys: _Keys) -> Reading:
         "n_head": keys.integer("attention.head_count"),
         "n_inner": keys.integer("feed_forward_length"),
         "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
-        **_vocabulary(keys),
+        **vocabulary(keys),
     }
     return Reading(values, parts_of(keys.file, GPT2, GPT2_ENDS, "h"))
 
 
-def _family(keys: _Keys) -> Reading:
+def _family(keys: Keys) -> Reading:
     """A family of the table. Layers for multi-token prediction, which come last, are left out."""
     family = FAMILIES[keys.prefix.removesuffix(".")]
-    values = _decoder(keys, family.model_type, family.epsilon) | dict(family.constants)
+    values = decoder(keys, family.model_type, family.epsilon) | dict(family.constants)
     values |= {name: keys.integer(key, low=0) for name, key in family.integers.items()}
     optional: dict[str, float | None] = {name: keys.optional(key, low=0) for name, key in family.optional.items()}
     optional |= {name: keys.real(key) for name, key in family.reals.items()}
@@ -362,13 +263,13 @@ def _family(keys: _Keys) -> Reading:
             values["use_qk_norm"] = experts != 128  # as llama.cpp tells Maverick, which has none, from Scout
     if family.model_type == "apertus":
         for name in ("alpha_p", "alpha_n", "beta"):
-            values["xielu_" + name] = _of_each_layer(keys, "xielu." + name, values["num_hidden_layers"])
+            values["xielu_" + name] = of_each_layer(keys, "xielu." + name, values["num_hidden_layers"])
         values["rope_scaling"] = values["rope_scaling"] or {"rope_type": "default"}
     parts = parts_of(
         keys.file, family.layer, DECODER_ENDS, "model.layers", experts, family.expert_root, family.expert_parts
     )  # fmt: skip
     last = values["num_hidden_layers"]
-    parts = {name: part for name, part in parts.items() if _layer_of(name) < last}
+    parts = {name: part for name, part in parts.items() if layer_of(name) < last}
     for name, part in parts.items():
         if name.endswith("moe_statics.e_score_correction_bias"):  # the model has a dimension more
             parts[name] = part._replace(shape=(1, part.shape[-1]))
@@ -383,9 +284,9 @@ def _family(keys: _Keys) -> Reading:
     return Reading(values, parts, turned if family.pairs else 0, family.norm_offset)
 
 
-def _latent(keys: _Keys) -> Reading:
+def _latent(keys: Keys) -> Reading:
     latent = gguf_latent.config(keys)
-    values = _decoder(keys, gguf_latent.model_type(keys), head_dim=latent["qk_rope_head_dim"]) | latent
+    values = decoder(keys, gguf_latent.model_type(keys), head_dim=latent["qk_rope_head_dim"]) | latent
     values |= {"num_key_value_heads": values["num_attention_heads"]}
     if values["rope_scaling"] is not None:
         values["rope_scaling"] |= gguf_latent.rope(keys)
@@ -395,104 +296,25 @@ def _latent(keys: _Keys) -> Reading:
         keys.file, gguf_latent.LAYER, DECODER_ENDS, "model.layers", experts, "mlp.experts", gguf_latent.OF_EXPERT
     )
     last = values["num_hidden_layers"]
-    parts = {name: part for name, part in gguf_latent.by_head(parts).items() if _layer_of(name) < last}
+    parts = {name: part for name, part in gguf_latent.by_head(parts).items() if layer_of(name) < last}
     return Reading(values, parts, reorders=True)
 
 
-def _of_each_layer(keys: _Keys, key: str, num_layers: int) -> list[float]:
-    """Reals under a key without the architecture's name."""
-    values = keys.file.reals(key, MAX_LAYERS)
-    if values is None or len(values) != num_layers:
-        raise keys.file.fault(key, None if values is None else f"{len(values)} numbers", f"{num_layers} numbers")
-    return list(values)
-
-
-def _layer_of(name: str) -> int:
-    match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
-    return int(match[1]) if match else -1
-
-
-ARCHITECTURES: dict[str, Callable[[_Keys], Reading]] = {
+ARCHITECTURES: dict[str, Callable[[Keys], Reading]] = {
     "llama": _llama,
     "qwen2": _qwen,
     "qwen3": _qwen,
-    "qwen3vl": _qwen3_vl,
+    "qwen2vl": _qwen,
+    "qwen3vl": _qwen,
     "qwen2moe": _qwen_moe,
     "qwen3moe": _qwen_moe,
     "gemma": _gemma1,
-    **dict.fromkeys(gguf_recurrent.MODELS, _recurrent),
+    **gguf_hybrid.ARCHITECTURES,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "muse-glimmer": _muse_glimmer,
     "gpt2": _gpt2,
     **dict.fromkeys(gguf_latent.ARCHITECTURES, _latent),
     **dict.fromkeys(FAMILIES, _family),
 }
-
-
-def _decoder(keys: _Keys, model_type: str, epsilon_name: str = "rms_norm_eps", head_dim: int = 0) -> dict[str, Any]:
-    """`head_dim`: where that is not the file's length of keys, which then need not be that of values."""
-    heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
-    is_latent, head_dim = head_dim > 0, head_dim or keys.optional("attention.key_length") or hidden // heads
-    if head_dim < 1:
-        keys.refuse("attention.head_count", heads, f"at most embedding_length, {hidden}")
-    if not is_latent and (keys.optional("attention.value_length") or head_dim) != head_dim:
-        keys.refuse("attention.value_length", keys.optional("attention.value_length"), f"{head_dim}, as the keys'")
-    epsilon_key = "attention.layer_norm_" + ("rms_epsilon" if epsilon_name == "rms_norm_eps" else "epsilon")
-    epsilon = keys.real(epsilon_key)
-    if epsilon is None:
-        keys.refuse(epsilon_key, None, "there")
-    turned = keys.optional("rope.dimension_count", head_dim) or head_dim
-    return {
-        "model_type": model_type,
-        "max_position_embeddings": keys.integer("context_length", MAX_CONTEXT),
-        "hidden_size": hidden,
-        "intermediate_size": 0 if model_type in gguf_recurrent.NO_MLP else keys.integer("feed_forward_length"),
-        "num_hidden_layers": keys.integer("block_count", MAX_LAYERS),
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys.optional("attention.head_count_kv") or heads,
-        "head_dim": head_dim,
-        epsilon_name: epsilon,
-        # A quarter too much, which is cut off where the product with head_dim becomes an integer.
-        "partial_rotary_factor": min((turned + 0.25) / head_dim, 1.0),
-        "rope_theta": keys.real("rope.freq_base") or 10000.0,
-        "rope_scaling": _rope(keys, turned),
-        **_vocabulary(keys),
-    }
-
-
-def _vocabulary(keys: _Keys) -> dict[str, Any]:
-    table = keys.file.tensors.get("token_embd.weight")
-    if table is None or len(table.shape) != 2:
-        raise keys.file.fault("token_embd.weight", None if table is None else table.shape, "there, with 2 dimensions")
-    tied = "output.weight" not in keys.file.tensors
-    return {"vocab_size": table.shape[1], "tie_word_embeddings": tied}
-
-
-def _rope(keys: _Keys, turned: int) -> dict[str, Any] | None:
-    """`rope_scaling`: from the metadata, or from a tensor with a divisor for each frequency (Llama 3.1)."""
-    same = divisors(keys.file, "rope_freqs.weight", turned)
-    if same is not None:
-        return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}
-    short, long = (divisors(keys.file, f"rope_factors_{part}.weight", turned) for part in ("short", "long"))
-    if short is not None and long is not None:
-        values: dict[str, Any] = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        values["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length", MAX_CONTEXT)
-        return values | {"attention_factor": keys.real("rope.scaling.attn_factor") or 1.0}
-    kind = keys.file.text(keys.prefix + "rope.scaling.type")
-    factor = keys.real("rope.scaling.factor") or keys.real("rope.scale_linear")
-    if kind is None:
-        kind = "none" if factor in (None, 1.0) else "linear"
-    if kind == "none" or factor is None:
-        return None
-    if kind not in ("linear", "yarn"):
-        keys.refuse("rope.scaling.type", kind, "none, linear or yarn")
-    values = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        values["original_max_position_embeddings"] = keys.optional("rope.scaling.original_context_length", MAX_CONTEXT)
-        for name in ("beta_fast", "beta_slow"):
-            values[name] = keys.real("rope.scaling.yarn_" + name)
-        attention = keys.real("rope.scaling.attn_factor")
-        if attention is not None and factor > 1:
-            values["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
-    return {name: value for name, value in values.items() if value is not None}

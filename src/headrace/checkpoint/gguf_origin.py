@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.backends.base import Backend
-from headrace.checkpoint.gguf_config import Reading
+from headrace.checkpoint.gguf_keys import Reading
 from headrace.checkpoint.gguf_parts import FLOATS, float_rows, raw_rows
 from headrace.gguf import GGUF
 from headrace.protocol.errors import CheckpointError

@@ -6,6 +6,7 @@ A tensor of the file may hold the matrices of all experts; a `Part` is those row
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -96,6 +97,13 @@ def float_rows(raw: NDArray[np.uint8], kind: str) -> NDArray[Any]:
     raw = np.ascontiguousarray(raw)
     # An alignment below the element's size is legal, but the kernels read whole numbers.
     return (raw.copy() if raw.ctypes.data % VIEWS[kind].itemsize else raw).view(VIEWS[kind])
+
+
+def small_floats(file: GGUF, part: Part, name: str) -> list[float]:
+    """The numbers of a small tensor. Raises `CheckpointError` unless it is F32."""
+    if part.info.type != "F32" or math.prod(part.shape) > MAX_PARTS:
+        raise file.fault(f"type of {name}", (part.info.type, part.shape), f"F32 of at most {MAX_PARTS} numbers")
+    return [float(value) for value in np.frombuffer(file.data, "<f4", math.prod(part.shape), part.info.start)]
 
 
 def divisors(file: GGUF, name: str, turned: int) -> list[float] | None:

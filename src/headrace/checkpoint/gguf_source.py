@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.gguf_config import Reading
+from headrace.checkpoint.gguf_keys import Reading
 from headrace.checkpoint.gguf_parts import FLOATS, Part, float_rows, raw_rows
 from headrace.checkpoint.mapped import stacked_name
 from headrace.checkpoint.quantising import QuantisingReader
@@ -276,7 +276,7 @@ class GGUFWeights(QuantisingReader["Rows"]):
 
     def _small(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         values = self._vector(name, shape)
-        has_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        has_offset = name.endswith(self._reading.offset_ends) and not name.endswith("linear_attn.norm.weight")
         offset = self._reading.norm_offset if has_offset else 0.0
         return values - offset if offset else values
 

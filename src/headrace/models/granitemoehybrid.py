@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.backends.base import Array, Cache, Matrix, Routing, Rows
 from headrace.models import granite
-from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, SharedExperts
+from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, SharedExperts, stacked
 from headrace.models.mamba import Mamba2, heads_of, step_limits
 
 TINY = {
@@ -39,12 +39,13 @@ KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 class SharedMLP:
-    """output(act(gate) * up), gate and up out of one layer."""
+    """output(act(gate) * up), gate and up out of one layer, which GGUF files have as two."""
 
     def __init__(self, decoder: Decoder, name: str) -> None:
         inner, hidden = decoder.config.integer("shared_intermediate_size", 1024), decoder.hidden_size
         self.ops, self.kind = decoder.ops, decoder.activation
-        self.gate_up: Matrix = decoder.weights.linear([f"{name}.input_linear"], hidden, [2 * inner])
+        names = [f"{name}.gate_proj", f"{name}.up_proj"]
+        self.gate_up: Matrix = stacked(decoder.weights, names, "input_linear", hidden, [inner, inner])
         self.down: Matrix = decoder.weights.linear([f"{name}.output_linear"], inner, [hidden])
 
     def __call__(self, x: Array) -> Array:

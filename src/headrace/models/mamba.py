@@ -82,7 +82,11 @@ class Mamba2:
         self.weight = conv_weight(weights, f"{name}.conv1d", self.width, conv_size, by_column)
         self.bias = weights.constant(weights.numbers(f"{name}.conv1d.bias", (self.width,))) if conv_bias else None
         self.steps = weights.constant(weights.numbers(f"{name}.dt_bias", (heads.num_heads,)))
-        self.rates = weights.constant(-np.exp(weights.numbers(f"{name}.A_log", (heads.num_heads,))))
+        if weights.has(f"{name}.rates"):  # as GGUF files have them
+            rates = weights.numbers(f"{name}.rates", (heads.num_heads,))
+        else:
+            rates = -np.exp(weights.numbers(f"{name}.A_log", (heads.num_heads,)))
+        self.rates = weights.constant(rates)
         self.skip = weights.constant(weights.numbers(f"{name}.D", (heads.num_heads,)))
         self.norm = weights.tensor(f"{name}.norm.weight", (self.inner,)) if has_norm else None
         self.out = weights.linear([f"{name}.out_proj"], self.inner, [decoder.hidden_size], bias=bias)

@@ -23,7 +23,7 @@ from headrace.protocol.errors import CheckpointError
 from headrace.quantize import shards
 
 U8 = NDArray[np.uint8]
-Value = bool | int | float | str | Sequence[str] | Sequence[int] | Sequence[float]
+Value = bool | int | float | str | Sequence[str] | Sequence[bool] | Sequence[int] | Sequence[float]
 
 ALIGNMENT = 32
 NOTED_BYTES = 32 * 2**20
@@ -169,6 +169,8 @@ def _value(key: str, value: Value) -> bytes:
         raise CheckpointError(f"{key} is an empty array, expected one element at least")
     if isinstance(value[0], str):
         number, data = _STRING, b"".join(_text(str(text)) for text in value)
+    elif isinstance(value[0], bool):
+        number, data = _BOOL, np.asarray(value, np.uint8).tobytes()
     elif isinstance(value[0], float):
         number, data = _FLOAT32, np.asarray(value, "<f4").tobytes()
     else:

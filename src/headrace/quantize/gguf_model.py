@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import models
-from headrace.checkpoint.gguf_config import DECODER, DECODER_ENDS, GEMMA, GPT2, GPT2_ENDS
+from headrace.checkpoint.gguf_config import GEMMA, GPT2, GPT2_ENDS
+from headrace.checkpoint.gguf_families import DECODER, DECODER_ENDS, PARTS
 from headrace.checkpoint.gguf_parts import EXPERTS
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
@@ -26,9 +27,11 @@ from headrace.quantize.gguf_file import Value
 
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2",
+    "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2",
 }  # fmt: skip
 """GGUF's name of each model_type."""
+MIXTURES = {"mixtral": ("block_sparse_moe", EXPERTS), "qwen3_moe": ("mlp", PARTS)}
+"""What the names of routers and experts begin with, and GGUF's names of an expert's parts with theirs."""
 WINDOWED = ("mistral", "mixtral", "gemma2", "gemma3_text")
 IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 
@@ -62,7 +65,10 @@ def metadata(config: ModelConfig) -> Metadata:
     """Return the metadata. Raises `CheckpointError` for a model that GGUF, or headrace's reader, can not express."""
     model_type = config.values.get("model_type")
     if model_type not in ARCHITECTURES:
-        refuse("model_type", model_type, "one of " + ", ".join(ARCHITECTURES))
+        raise CheckpointError(
+            f"config.json: model_type is {model_type!r:.80}; headrace writes GGUF files of {', '.join(ARCHITECTURES)}, "
+            "and reads those of others"
+        )
     architecture = ARCHITECTURES[str(model_type)]
     return _gpt2(config) if architecture == "gpt2" else _decoder(config, str(model_type), architecture)
 
@@ -110,6 +116,11 @@ def _decoder(config: ModelConfig, model_type: str, architecture: str) -> Metadat
     if model_type == "mixtral":
         values["expert_count"] = config.integer("num_local_experts", 8)
         values["expert_used_count"] = config.integer("num_experts_per_tok", 2)
+    if model_type == "qwen3_moe":
+        key = "num_local_experts" if config.values.get("num_experts") is None else "num_experts"
+        values["expert_count"] = config.integer(key)
+        values["expert_used_count"] = config.integer("num_experts_per_tok")
+        values["expert_feed_forward_length"] = config.integer("moe_intermediate_size")
     tied = config.flag("tie_word_embeddings", kind.default_tied)
     return Metadata(architecture, _named(architecture, values), head_dim, turned, tied, factors)
 
@@ -151,10 +162,12 @@ def _verify(config: ModelConfig, kind: Any, model_type: str, head_dim: int) -> N
     if activation != expected:
         refuse(kind.activation_key, config.values[kind.activation_key], expected)
     num_layers = config.integer("num_hidden_layers")
-    if model_type in ("qwen2", "qwen3") and config.flag("use_sliding_window", False):
+    if model_type in ("qwen2", "qwen3", "qwen3_moe") and config.flag("use_sliding_window", False):
         refuse("use_sliding_window", True, "false")
-    if model_type in ("qwen3", "gemma2", "gemma3_text") and config.flag("attention_bias", False):
+    if model_type in ("qwen3", "qwen3_moe", "gemma2", "gemma3_text") and config.flag("attention_bias", False):
         refuse("attention_bias", True, "false")
+    if model_type == "qwen3_moe" and not config.flag("norm_topk_prob", False):
+        refuse("norm_topk_prob", False, "true")
     if gemma:
         big = {"gemma2": 46, "gemma3_text": 62}[model_type]
         heads = config.integer("num_attention_heads")
@@ -220,10 +233,11 @@ def planned(names: Iterable[str], metadata: Metadata, model_type: str, *, with_h
     gpt2, gemma = metadata.architecture == "gpt2", model_type.startswith("gemma")
     layer = GPT2 if gpt2 else GEMMA if gemma else DECODER
     stems = {theirs: ours for ours, theirs in layer.items()}
-    if model_type == "mixtral":
-        stems["block_sparse_moe.gate"] = "ffn_gate_inp"
+    mixture, of_expert = MIXTURES.get(model_type, ("", {}))
+    if mixture:
+        stems[f"{mixture}.gate"] = "ffn_gate_inp"
     ends = {theirs.removeprefix("model."): ours for ours, theirs in (GPT2_ENDS if gpt2 else DECODER_ENDS).items()}
-    inner = {theirs: ours for ours, theirs in EXPERTS.items()}
+    inner = {theirs: ours for ours, theirs in of_expert.items()}
     root = re.compile(r"transformer\." if gpt2 else r"model\.")
     block = re.compile(r"h\.(\d+)\.(.+)" if gpt2 else r"layers\.(\d+)\.(.+)")
     plans: dict[tuple[int, str], Planned] = {}
@@ -234,14 +248,14 @@ def planned(names: Iterable[str], metadata: Metadata, model_type: str, *, with_h
             continue
         stem, _, part = root.sub("", name, count=1).rpartition(".")
         match = block.fullmatch(stem)
-        expert = re.fullmatch(r"block_sparse_moe\.experts\.(\d+)\.(w[123])", match[2]) if match else None
+        expert = re.fullmatch(rf"{mixture}\.experts\.(\d+)\.(\w+)", match[2]) if match and mixture else None
         if stem in ends:
             if ends[stem] != "output" or with_head:
                 where = -1 if ends[stem].endswith("_embd") else 1 << 30
                 offset = 1.0 if gemma and stem == "norm" else 0.0
                 target = f"{ends[stem]}.{part}"
                 plans[where, target] = Planned(target, (name,), offset=offset)
-        elif match is not None and expert is not None and part == "weight":
+        elif match is not None and expert is not None and expert[2] in inner and part == "weight":
             target = f"blk.{match[1]}.{inner[expert[2]]}_exps.weight"
             experts.setdefault((int(match[1]), target), {})[int(expert[1])] = name
         elif match is not None and match[2] in stems and part in ("weight", "bias"):

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "gpt2": "gpt2",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "qwen3_vl": "qwen3vl", "hy_v3": "hy_v3",
+    "qwen2_5_vl": "qwen2vl", "muse_glimmer": "muse-glimmer",
 }  # fmt: skip
 FAMILIES = {
     "gpt_oss": "GPT_OSS", "phi3": "PHI3", "smollm3": "SMOLLM3", "seed_oss": "SEED_OSS", "granite": "GRANITE",
@@ -35,13 +36,13 @@ FAMILIES = {
     "ernie4_5_moe": "ERNIE4_5_MOE", "hunyuan_v1_dense": "HUNYUAN_DENSE", "hunyuan_v1_moe": "HUNYUAN_MOE",
     "afmoe": "AFMOE", "nemotron": "NEMOTRON", "minimax_m2": "MINIMAXM2", "llama4_text": "LLAMA4", "apertus": "APERTUS",
     "gemma4_text": "GEMMA4", "glm": "CHATGLM", "deepseek_v2": "DEEPSEEK2", "deepseek_v3": "DEEPSEEK2",
-    "glm4_moe_lite": "DEEPSEEK2", "mistral4": "MISTRAL4",
+    "glm4_moe_lite": "DEEPSEEK2", "kimi_k2": "DEEPSEEK2", "mistral4": "MISTRAL4",
 }  # fmt: skip
 """The names of these types' tensors are those of gguf-py's own table."""
 ARCHITECTURES |= {
     model_type: gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[name]] for model_type, name in FAMILIES.items()
 }  # fmt: skip
-PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite", "ministral3")
+PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite", "ministral3", "muse_glimmer")
 """Whose rows of q and k the converter puts in pairs; those of other types lie as they do in the checkpoint."""
 NAMES = (
     ("model.language_model.", "model."),
@@ -52,7 +53,7 @@ NAMES = (
     ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"), ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
     ("mlp.shared_expert.up_proj", "ffn_up_shexp"), ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
     ("mlp.gate.", "ffn_gate_inp."), ("model.layers.", "blk."),
-    ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"),
+    ("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"), ("self_attn.gate_proj", "attn_gate"),
     ("self_attn.v_proj", "attn_v"), ("self_attn.o_proj", "attn_output"), ("self_attn.q_norm", "attn_q_norm"),
     ("self_attn.k_norm", "attn_k_norm"), ("mlp.gate_proj", "ffn_gate"), ("mlp.up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"), ("input_layernorm", "attn_norm"), ("block_sparse_moe.gate", "ffn_gate_inp"),
@@ -83,7 +84,8 @@ def gguf_name(name: str, model_type: str) -> str:
         found = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         return str(found)
-    others = GEMMA if model_type in ("gemma2", "gemma3_text") else (("post_attention_layernorm", "ffn_norm"),)
+    is_framed = model_type in ("gemma2", "gemma3_text", "muse_glimmer")
+    others = GEMMA if is_framed else (("post_attention_layernorm", "ffn_norm"),)
     for theirs, ours in (*NAMES, *others):
         name = name.replace(theirs, ours)
     return name
@@ -104,9 +106,9 @@ def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[A
         fields(writer)
     experts: dict[str, dict[int, F32]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
-        weight = np.ascontiguousarray(converted(name, tensor.float(), config).numpy())
-        if ".visual." in name:
+        if "visual." in name or ".vision_" in name:
             continue  # a file of its own, mmproj
+        weight = np.ascontiguousarray(converted(name, tensor.float(), config).numpy())
         if model_type in ("gpt_oss", "llama4_text") and ".experts." in name:
             whole_experts(writer, name, weight, form, model_type == "gpt_oss")
         elif ".act_fn." in name:
@@ -179,6 +181,8 @@ def converted(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.
         "norm.weight"
     ):
         return tensor + 1
+    if model_type == "muse_glimmer" and name.endswith("layernorm.weight"):
+        return tensor + 1
     if name.endswith("shared_expert_gate.weight"):
         return tensor[0]  # the converter leaves out a dimension of one
     if model_type in PAIRED and ("q_proj" in name or "k_proj" in name):
@@ -235,7 +239,7 @@ def add_metadata(writer: Any, config: dict[str, Any], directory: Path) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if config["model_type"] in (*FAMILIES, "hy_v3"):
+    if config["model_type"] in (*FAMILIES, "hy_v3", "muse_glimmer"):
         add_of_family(writer, config, directory)
     num_experts = next((config[key] for key in EXPERT_COUNTS if config.get(key)), 0)
     if num_experts:
@@ -280,7 +284,7 @@ def add_of_latent(writer: Any, config: dict[str, Any]) -> None:
         writer.add_expert_weights_norm(True)
     writer.add_expert_group_count(config["n_group"])
     writer.add_expert_group_used_count(config["topk_group"])
-    sigmoid = model_type in ("deepseek_v3", "glm4_moe_lite")
+    sigmoid = model_type in ("deepseek_v3", "glm4_moe_lite", "kimi_k2")
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
     if "mscale_all_dim" in rope:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
@@ -308,7 +312,7 @@ def add_of_family(writer: Any, config: dict[str, Any], directory: Path) -> None:
     rope = rope.get("full_attention") or rope
     if config.get("sliding_window") and model_type not in ("starcoder2", "smollm3", "minimax_m2"):
         writer.add_sliding_window(config["sliding_window"])
-    if model_type in ("olmo3", "exaone4") and config.get("sliding_window"):
+    if model_type in ("olmo3", "exaone4", "muse_glimmer") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if rope.get("partial_rotary_factor") or config.get("rotary_dim"):
         writer.add_rope_dimension_count(config.get("rotary_dim") or int(dim * rope["partial_rotary_factor"]))
@@ -327,6 +331,11 @@ def add_of_family(writer: Any, config: dict[str, Any], directory: Path) -> None:
         writer.add_logit_scale(config["logits_scaling"])
     if model_type == "cohere2":
         writer.add_logit_scale(config["logit_scale"])
+    if model_type == "muse_glimmer":
+        writer.add_logit_scale(config["output_multiplier"])
+        for i in range(config["num_hidden_layers"]):
+            for part, factor in (("q", config["qk_scale_factor"]), ("k", 1.0)):
+                writer.add_tensor(f"blk.{i}.attn_{part}_norm.weight", np.full(dim, factor, np.float32))
     if model_type == "llama4_text":
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if model_type == "apertus":

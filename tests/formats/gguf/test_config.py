@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tests.formats.gguf.files import BOOL, F32, I32, STRING, U32, gguf_file, lis
 
 from headrace import hub
 from headrace.checkpoint import gguf_config
+from headrace.checkpoint.gguf_keys import Reading
 from headrace.gguf import GGUF
 from headrace.protocol.errors import CheckpointError
 
@@ -28,7 +30,7 @@ TABLE = {"token_embd.weight": [32, 9]}
 
 def read(
     changes: dict[str, Any] | None = None, shapes: dict[str, list[int]] | None = None, more: tuple[bytes, ...] = ()
-) -> gguf_config.Reading:
+) -> Reading:
     """A file with `KEYS` and `changes` (None leaves a key out), F32 tensors of `shapes`, all numbers 2."""
     keys = {name: value for name, value in (KEYS | (changes or {})).items() if value is not None}
     entries, data = [], b""
@@ -86,7 +88,7 @@ def test_one_number_for_each_layer_is_fine_if_all_are_the_same() -> None:
         read({key: None}, more=(listed(key, I32, [-1, -1]),))
 
 
-def of(architecture: str, changes: dict[str, Any], shapes: dict[str, list[int]] | None = None) -> gguf_config.Reading:
+def of(architecture: str, changes: dict[str, Any], shapes: dict[str, list[int]] | None = None) -> Reading:
     """As `read`, of another architecture, whose keys are Llama's."""
     keys = {name: None for name in KEYS if name.startswith("llama.")}
     own = {name.replace("llama", architecture): value for name, value in KEYS.items() if name.startswith("llama.")}
@@ -223,3 +225,8 @@ def test_ends_of_text_and_of_turns() -> None:
         ends(scalar("tokenizer.ggml.eos_token_id", U32, 5))
     with pytest.raises(CheckpointError, match="eos_token_id is 'a bool'"):
         ends(scalar("tokenizer.ggml.eos_token_id", BOOL, 1))
+
+
+def test_the_page_names_every_architecture() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "howto-gguf.md").read_text(encoding="utf-8")
+    assert [name for name in gguf_config.ARCHITECTURES if f"`{name}`" not in page] == []

@@ -11,7 +11,7 @@ from tests.programs.fuzz_gguf import Course, campaign, damaged, seeds
 
 from headrace import hub
 from headrace.checkpoint import gguf_source
-from headrace.checkpoint.gguf_config import Part
+from headrace.checkpoint.gguf_parts import Part
 from headrace.gguf import GGUF
 
 

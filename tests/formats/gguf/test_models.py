@@ -45,6 +45,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("qwen2_moe", {"use_sliding_window": False}),
     ("qwen3_vl", {}),
+    ("qwen2_5_vl", {}),
     ("gemma", {}),
     ("gemma2", {"query_pre_attn_scalar": 16}),
     ("gemma3_text", {"num_hidden_layers": 7}),
@@ -83,6 +84,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("glm4_moe_lite", {}),
     ("mistral4", {}),
+    ("kimi_k2", {}),
+    ("muse_glimmer", {"text_config": models.find("muse_glimmer").TINY["text_config"] | {"post_norm_eps": 1e-8}}),
 ]
 BIG = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,

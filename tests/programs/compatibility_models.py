@@ -1,0 +1,128 @@
+"""The rows of docs/compatibility.md about models: one for each type."""
+
+from __future__ import annotations
+
+from tests.programs.compatibility_rows import Row
+
+EQUAL, LAW = "transformers:test_logits_equal_transformers", "bits:test_I_13_bits_through_the_runner"
+PACKED, GGUF = "families:test_quantised_weights_are_packed_and_mapped", "gguf:test_floats_have_the_bits_of_safetensors"
+SHOWN, SHOWN_GGUF = (EQUAL, LAW), (EQUAL, LAW, GGUF)
+NOT_CUDA = "backends cpu and torch_ref"
+STATES = (EQUAL, "states:test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads", PACKED)
+STATES_GGUF = (*STATES, "gguf_states:test_a_file_is_the_model_of_its_safetensors")
+HYBRID_GGUF = (*STATES, "gguf_hybrids:test_a_hybrids_file_is_the_model_of_its_safetensors")
+
+MODELS = (
+    Row("llama", "yes", "Llama 1 to 3.3, SmolLM 1 and 2; GGUF llama", SHOWN_GGUF),
+    Row("mistral", "yes", "Mistral 7B; GGUF llama", SHOWN_GGUF),
+    Row("mixtral", "yes", "Mixtral; GGUF llama", SHOWN_GGUF),
+    Row("qwen2", "yes", "Qwen2, Qwen2.5; GGUF qwen2", SHOWN_GGUF),
+    Row("qwen2_moe", "yes", "Qwen1.5-MoE, Qwen2-57B-A14B; GGUF qwen2moe", (*SHOWN_GGUF, PACKED)),
+    Row("qwen2_5_vl", "partly", "Qwen2-VL and Qwen2.5-VL, their text; GGUF qwen2vl", (*SHOWN_GGUF, PACKED)),
+    Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
+    Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
+    Row("qwen3_vl", "partly", "Qwen3-VL, its text; GGUF qwen3vl", (*SHOWN_GGUF, PACKED)),
+    Row("falcon_h1", "partly", f"Falcon-H1; GGUF falcon-h1; {NOT_CUDA}", HYBRID_GGUF),
+    Row(
+        "nemotron_h",
+        "partly",
+        f"Nemotron-H, Nemotron Nano 2, Nemotron 3; GGUF nemotron_h, nemotron_h_moe; {NOT_CUDA}",
+        (*HYBRID_GGUF, "families:test_layers_named_by_letters_have_the_bits_of_those_named_by_words"),
+    ),
+    Row("lfm2", "partly", f"LFM2 350M to 2.6B; GGUF lfm2; {NOT_CUDA}", HYBRID_GGUF),
+    Row("lfm2_moe", "partly", f"LFM2-8B-A1B; GGUF lfm2moe; {NOT_CUDA}", HYBRID_GGUF),
+    Row("granitemoehybrid", "partly", f"Granite 4.0 H and Micro; GGUF granitehybrid; {NOT_CUDA}", HYBRID_GGUF),
+    Row("qwen3_next", "partly", f"Qwen3-Next-80B-A3B; GGUF qwen3next; {NOT_CUDA}", STATES_GGUF),
+    Row(
+        "qwen3_5", "partly", f"Qwen3.5 and 3.6, dense, their text; its GGUF is that of qwen3_5_text; {NOT_CUDA}", STATES
+    ),
+    Row("qwen3_5_text", "partly", f"the text of qwen3_5; GGUF qwen35; {NOT_CUDA}", STATES_GGUF),
+    Row(
+        "qwen3_5_moe",
+        "partly",
+        f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, their text; its GGUF is that of qwen3_5_moe_text; {NOT_CUDA}",
+        STATES,
+    ),
+    Row("qwen3_5_moe_text", "partly", f"the text of qwen3_5_moe; GGUF qwen35moe; {NOT_CUDA}", STATES_GGUF),
+    Row(
+        "gpt_oss",
+        "partly",
+        "gpt-oss-20b, gpt-oss-120b; GGUF gpt-oss; backends cpu and torch_ref",
+        (*SHOWN_GGUF, PACKED, "families:test_experts_of_mxfp4_are_read_from_their_blocks"),
+    ),
+    Row("gemma", "yes", "Gemma 1, CodeGemma; GGUF gemma", (*SHOWN_GGUF, PACKED)),
+    Row("gemma2", "yes", "Gemma 2; GGUF gemma2", SHOWN_GGUF),
+    Row("gemma3_text", "yes", "Gemma 3 1B; GGUF gemma3", SHOWN_GGUF),
+    Row("gemma3", "partly", "Gemma 3 4B to 27B, their text; its GGUF is that of gemma3_text", (*SHOWN, PACKED)),
+    Row("gemma4_text", "partly", f"Gemma 4's text alone; GGUF gemma4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row(
+        "gemma4",
+        "partly",
+        f"Gemma 4 E2B to 31B and 26B-A4B, their text; its GGUF is that of gemma4_text; {NOT_CUDA}",
+        (*SHOWN, PACKED),
+    ),
+    Row("gpt2", "yes", "GPT-2; GGUF gpt2", SHOWN_GGUF),
+    Row("phi3", "yes", "Phi-3, Phi-3.5, Phi-4; GGUF phi3", (*SHOWN_GGUF, PACKED)),
+    Row("smollm3", "yes", "SmolLM3; GGUF smollm3", (*SHOWN_GGUF, PACKED)),
+    Row("seed_oss", "yes", "Seed-OSS; GGUF seed_oss", (*SHOWN_GGUF, PACKED)),
+    Row("granite", "yes", "Granite 3 and 4 without experts; GGUF granite", (*SHOWN_GGUF, PACKED)),
+    Row("ministral3", "yes", "Ministral 3, Mistral Large 3's text; GGUF mistral3", (*SHOWN_GGUF, PACKED)),
+    Row("olmo2", "partly", f"OLMo 2; GGUF olmo2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("olmo3", "partly", f"OLMo 3; GGUF olmo2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("starcoder2", "yes", "StarCoder2; GGUF starcoder2", (*SHOWN_GGUF, PACKED)),
+    Row("glm", "yes", "GLM-4-9B; GGUF chatglm", (*SHOWN_GGUF, PACKED)),
+    Row("glm4", "yes", "GLM-4-0414; GGUF glm4", (*SHOWN_GGUF, PACKED)),
+    Row("glm4_moe", "partly", f"GLM-4.5 to 4.7; GGUF glm4moe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("glm4_moe_lite", "partly", f"GLM-4.7-Flash; GGUF deepseek2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("deepseek_v2", "partly", f"DeepSeek-V2, V2-Lite, V2.5; GGUF deepseek2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("deepseek_v3", "partly", f"DeepSeek-V3, V3.1, R1; GGUF deepseek2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("kimi_k2", "partly", f"Kimi K2, the text of K2.5 and K2.6; GGUF deepseek2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("mistral4", "partly", f"Mistral Small 4's text; GGUF mistral4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("cohere2", "partly", f"Command R7B, Command A; GGUF cohere2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("exaone4", "yes", "EXAONE 4.0; GGUF exaone4", (*SHOWN_GGUF, PACKED)),
+    Row("ernie4_5", "yes", "ERNIE 4.5 0.3B; GGUF ernie4_5", (*SHOWN_GGUF, PACKED)),
+    Row(
+        "ernie4_5_moe", "partly", f"ERNIE 4.5 21B-A3B, 300B-A47B; GGUF ernie4_5-moe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)
+    ),
+    Row("hunyuan_v1_dense", "partly", f"Hunyuan 0.5B to 7B; GGUF hunyuan-dense; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("hunyuan_v1_moe", "partly", f"Hunyuan-A13B; GGUF hunyuan-moe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("hy_v3", "partly", f"Hunyuan 3; GGUF hy_v3; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("afmoe", "partly", f"Trinity; GGUF afmoe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("muse_glimmer", "partly", f"Muse Glimmer's text; GGUF muse-glimmer; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("apertus", "partly", f"Apertus; GGUF apertus; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("nemotron", "partly", f"Nemotron-4, Minitron; GGUF nemotron; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("minimax_m2", "partly", f"MiniMax-M2; GGUF minimax-m2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("llama4_text", "partly", f"Llama 4, its text; GGUF llama4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row(
+        "the same bits for every type",
+        "yes",
+        "alone, in company, from a warm prefix and after preemption",
+        (
+            "kinds:test_I_13_of_every_type_from_a_warm_prefix_and_after_preemption",
+            "kinds:test_I_13_in_chunks",
+            "kinds:test_I_13_with_two_threads",
+        ),
+    ),
+    Row(
+        "native kernels of every type",
+        "yes",
+        "each record of the cpu backend's tape beside torch_ref, in 28 forms of weights and cache",
+        ("tape:test_every_record_agrees_with_torch_ref",),
+    ),
+    Row(
+        "layers for multi-token prediction",
+        "partly",
+        "of DeepSeek-V3, GLM-4.7-Flash, Qwen3-Next, Qwen3.5 and 3.6, for the drafter `mtp`; DeepSeek-V2, Kimi K2 and "
+        "Mistral Small 4 are released without; those in a GGUF file are left out",
+        (
+            "mtp:test_the_layer_in_the_targets_checkpoint",
+            "mtp:test_an_engine_with_the_drafter_says_what_it_says_without",
+        ),
+    ),
+    Row(
+        "text of other types",
+        "partly",
+        "a `text_config` of a type above runs; towers for images or sound are left out, which a line of the log says",
+        ("families:test_a_text_below_a_prefix_is_found_and_towers_are_left_out",),
+    ),
+)
