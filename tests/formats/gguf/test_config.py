@@ -88,12 +88,17 @@ def test_one_number_for_each_layer_is_fine_if_all_are_the_same() -> None:
         read({key: None}, more=(listed(key, I32, [-1, -1]),))
 
 
-def of(architecture: str, changes: dict[str, Any], shapes: dict[str, list[int]] | None = None) -> Reading:
+def of(
+    architecture: str,
+    changes: dict[str, Any],
+    shapes: dict[str, list[int]] | None = None,
+    more: tuple[bytes, ...] = (),
+) -> Reading:
     """As `read`, of another architecture, whose keys are Llama's."""
     keys = {name: None for name in KEYS if name.startswith("llama.")}
     own = {name.replace("llama", architecture): value for name, value in KEYS.items() if name.startswith("llama.")}
     own |= {f"{architecture}.{name}": value for name, value in changes.items()}
-    return read(keys | own | {"general.architecture": (STRING, architecture)}, shapes)
+    return read(keys | own | {"general.architecture": (STRING, architecture)}, shapes, more)
 
 
 MIXTURE = {
@@ -225,6 +230,17 @@ def test_ends_of_text_and_of_turns() -> None:
         ends(scalar("tokenizer.ggml.eos_token_id", U32, 5))
     with pytest.raises(CheckpointError, match="eos_token_id is 'a bool'"):
         ends(scalar("tokenizer.ggml.eos_token_id", BOOL, 1))
+
+
+def test_norms_that_are_no_factor_of_the_queries_are_refused() -> None:
+    """All numbers are 2: the queries' may be, the keys' must be 1."""
+    pattern = listed("muse-glimmer.attention.sliding_window_pattern", BOOL, [True, False])
+    keys = {"attention.sliding_window": (U32, 16), "logit_scale": (F32, 0.5), "final_logit_softcapping": (F32, 20.0)}
+    norms = {f"blk.0.attn_{part}_norm.weight": [8] for part in "qk"}
+    with pytest.raises(CheckpointError, match="weights of attn_q_norm and attn_k_norm"):
+        of("muse-glimmer", keys, norms, (pattern,))
+    with pytest.raises(CheckpointError, match="a flag for each of 2 layers"):
+        of("muse-glimmer", keys, norms)
 
 
 def test_the_page_names_every_architecture() -> None:
