@@ -2,11 +2,11 @@
 
     python -m bench.fleet --trace FILE
 
-Starts two servers with `--replicas` engines each, one with `--router prefix` and one with `round-robin`, and plays the
-same slice of Mooncake's trace against each in turn, `--runs` times; caches are empty before each run. A prompt's blocks of
-512 tokens become `512 / --scale` tokens each, answers are as much shorter, and what prompts share stays the same. Prints
-the hit rate and the TTFT of each run as JSON lines, and in how many runs `prefix` was better. Needs an otherwise idle
-machine: the engines of the server that waits take no time, the client is on the same processors.
+Starts two servers with `--replicas` engines each, one with `--router prefix` and one with `round-robin`, and plays
+the same slice of Mooncake's trace against each in turn, `--runs` times; caches are empty before each run. A prompt's
+blocks of 512 tokens become `512 / --scale` tokens each, answers are as much shorter, and what prompts share stays the
+same. Prints the hit rate and the TTFT of each run as JSON lines, and in how many runs `prefix` was better. Needs an
+otherwise idle machine: the engines of the server that waits take no time, the client is on the same processors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,14 @@ def started(router: str, num_replicas: int, num_blocks: int, log: Path) -> Itera
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     line = [sys.executable, "-m", "headrace", "serve", "builtin", "--port", str(port), "--crash-report-dir", ""]
-    line += ["--router", router, "--data-parallel-size", str(num_replicas), "--num-gpu-blocks-override", str(num_blocks)]
+    line += [
+        "--router",
+        router,
+        "--data-parallel-size",
+        str(num_replicas),
+        "--num-gpu-blocks-override",
+        str(num_blocks),
+    ]
     with server(line, dict(os.environ), port, log, START_S):
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + START_S

@@ -1,16 +1,16 @@
 """The campaign of a fleet (C-5-fleet): replicas are killed, stopped and replaced while streams of every kind run.
 
 `python -m tests.campaigns.fleets --kills 50 --stops 20 --seed 1 --out FILE` starts `headrace serve` with three
-replicas, lets 32 streams of C-5's kinds and beam searches run undisturbed, all with speculation, and then again and again
-with a replica killed (SIGKILL) or stopped (SIGSTOP; the watchdog has to find out) at a random moment. Every stream must
-end with the text, token ids and log-probabilities of the undisturbed run, to the bit, and `/health/ready` must stay green
-while a replica serves. `--isas scalar,avx2,avx512` gives each replica an instruction set of its own.
+replicas, lets 32 streams of C-5's kinds and beam searches run undisturbed, all with speculation, and then again and
+again with a replica killed (SIGKILL) or stopped (SIGSTOP; the watchdog has to find out) at a random moment. Every
+stream must end with the text, token ids and log-probabilities of the undisturbed run, to the bit, and `/health/ready`
+must stay green while a replica serves. `--isas scalar,avx2,avx512` gives each replica an instruction set of its own.
 
 `--updates N` replaces the engines N times while streams run, in turn by ones that compute other bits and the same ones.
 Then every stream must be that of the one or of the other engines, as a whole.
 
-What it counted it prints as JSON, with the pause of the streams whose engine was killed: between their last event before
-and their first one after. The exit status is 1 if anything was wrong.
+What it counted it prints as JSON, with the pause of the streams whose engine was killed: between their last event
+before and their first one after. The exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ def request_of(place: int, max_tokens: int) -> Asked:
     one = asked(place, max_tokens)
     if place % BEAMS_EVERY != BEAMS_EVERY - 1:
         return one
-    body = {"prompt": f"The {place} ships", "use_beam_search": True, "n": 2, "beam_width": 4, "max_tokens": max_tokens // 4}
+    body = {
+        "prompt": f"The {place} ships",
+        "use_beam_search": True,
+        "n": 2,
+        "beam_width": 4,
+        "max_tokens": max_tokens // 4,
+    }
     return Asked("beams", "/v1/completions", body | {"temperature": 0, "stream": True, "return_token_ids": True})
 
 

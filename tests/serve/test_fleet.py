@@ -19,10 +19,10 @@ from headrace.cli.main import main
 from headrace.engine.links import ProcessLink
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.engines.local import LocalFleet, client_of
+from headrace.fleet.engines.state import FleetState
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.serve import app
-from headrace.serve.fleet import FleetState
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -92,7 +92,8 @@ def test_an_update_under_load_is_not_noticed(local: Live) -> None:
         assert [answer.result() for answer in answers] == wanted * 3
     after = reply.json()
     assert after["update"] | {"seconds": 0} == {
-        "state": "done", "num_replaced": 2, "num_replicas": 2, "settings": {"max_num_seqs": 32}, "seconds": 0, "error": "",
+        "state": "done", "num_replaced": 2, "num_replicas": 2, "settings": {"max_num_seqs": 32}, "seconds": 0,
+        "error": "",
     }  # fmt: skip
     pids = {each["pid"] for each in before["replicas"]} & {each["pid"] for each in after["replicas"]}
     assert not pids

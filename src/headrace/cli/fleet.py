@@ -63,8 +63,8 @@ def update(
 ) -> None:
     """Put new engines into the place of a server's, one after the other, while requests run.
 
-    They read the model's files anew. Flags that are given hold for the new engines; for the others, those hold with which
-    the server was started. Exit status 1 if a new engine did not start; those that were replaced by then stay.
+    They read the model's files anew. Flags that are given hold for the new engines; for the others, those hold with
+    which the server was started. Exit status 1 if a new engine did not start; those that were replaced by then stay.
     """
     settings = {name: value for name, value in fields.items() if is_given(ctx, name)}
     body = {"settings": plain(settings), "wait": False} | ({} if patience is None else {"patience": patience})

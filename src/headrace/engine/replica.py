@@ -66,9 +66,9 @@ class Replica:
         watchdog_timeout: seconds without a step after which an engine with open requests is ended; see `Watchdog`.
 
     `entries` are the open requests that it has, or gets as soon as it is ready. `is_up`: it runs; `is_proven`: it has
-    made a token since it (re)started; `is_leaving`: it gets no new requests. `fingerprint` is that of `engine.fingerprint`
-    in a fleet, "" while the engine starts; `num_moved_away` and `num_moved_here` count requests that went on in another
-    replica, or came from one. `start_time` is when the engine was ready, in monotonic seconds.
+    made a token since it (re)started; `is_leaving`: it gets no new requests. `fingerprint` is a digest of
+    `engine.fingerprint` in a fleet, "" while the engine starts; `num_moved_away` and `num_moved_here` count requests
+    that went on in another replica, or came from one. `start_time` is when the engine was ready, in monotonic seconds.
     """
 
     def __init__(

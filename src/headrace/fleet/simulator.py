@@ -105,8 +105,8 @@ class _Replica:
 
 
 class Simulation:
-    """Replicas of some `sizes` behind a router of a `policy`, whose steps take `step_time`. `is_early`: a request goes to
-    a replica when it comes, as in fleets without a queue in front."""
+    """Replicas of some `sizes` behind a router of a `policy`, whose steps take `step_time`. `is_early`: a request goes
+    to a replica when it comes, as in fleets without a queue in front."""
 
     def __init__(
         self, num_replicas: int, policy: str, sizes: Sizes, step_time: StepTime, is_early: bool = False

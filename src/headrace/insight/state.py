@@ -26,36 +26,12 @@ class OpenCall(msgspec.Struct, kw_only=True):
     num_preemptions: int
 
 
-class ReplicaState(msgspec.Struct, kw_only=True):
-    """One of the engines. `phase`: loading, ready, leaving (it gets no new requests), restarting or lost. `age` is in
-    seconds since its engine was ready. Counters grow since the replica was added; `num_moved_away` and `num_moved_here`
-    count requests that went on in another replica, or came from one. `fingerprint` is that of what it computes, "" where
-    that is not known."""
-
-    replica: int
-    phase: str
-    fingerprint: str
-    pid: int | None
-    age: float
-    num_open: int
-    num_running: int
-    kv_cache_usage: float
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    num_moved_away: int
-    num_moved_here: int
-    num_restarts: int
-
-
 class State(msgspec.Struct, kw_only=True):
     """`time` is monotonic seconds. The counters of tokens and of the prefix cache grow since the server started;
     `num_blocks_cached` are blocks that the prefix cache has and no request holds. A step has at most
     `max_num_batched_tokens` tokens and `max_num_seqs` columns; a block has the keys and values of `block_size` tokens,
     `kv_token_bytes` each (0: unknown). `requests` are the oldest `MAX_REQUESTS`. `memory` compares the decoding of the
-    last seconds with the machine; None where there was none. `replicas` are the engines, and steps those of `replica`, the
-    first of them."""
+    last seconds with the machine; None where there was none. Steps are those of `replica`."""
 
     time: float
     model: str
@@ -76,7 +52,6 @@ class State(msgspec.Struct, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     requests: list[OpenCall]
-    replicas: list[ReplicaState]
     replica: int = 0
     memory: Share | None = None
 
@@ -121,34 +96,6 @@ def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -
         max_num_seqs=info.max_num_seqs if info else 0,
         max_num_batched_tokens=info.max_num_batched_tokens if info else 0,
         requests=requests[:MAX_REQUESTS],
-        replicas=replicas_of(client, now),
         replica=client.replicas[0].index if client.replicas else 0,
         memory=share_now(lives.reads, machine, now),
     )
-
-
-def replicas_of(client: EngineClient, now: float) -> list[ReplicaState]:
-    """Return the state of each engine at `now`, in monotonic seconds."""
-    states = []
-    for replica in client.replicas:
-        stats, total = replica.stats, replica.total
-        states.append(
-            ReplicaState(
-                replica=replica.index,
-                phase=replica.phase,
-                fingerprint=replica.fingerprint,
-                pid=replica.link.pid,
-                age=now - replica.start_time if replica.is_up else 0.0,
-                num_open=sum(not entry.is_probe for entry in replica.entries.values()),
-                num_running=stats.num_running,
-                kv_cache_usage=stats.kv_cache_usage,
-                prefix_cache_queries=max(0, total.prefix_cache_queries),
-                prefix_cache_hits=total.prefix_cache_hits,
-                num_prompt_tokens=max(0, total.num_prompt_tokens),
-                num_generated_tokens=max(0, total.num_generated_tokens),
-                num_moved_away=replica.num_moved_away,
-                num_moved_here=replica.num_moved_here,
-                num_restarts=replica.num_restarts,
-            )
-        )
-    return states

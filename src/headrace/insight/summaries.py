@@ -1,6 +1,6 @@
 """What the inspector lists: requests in a line each, the misses of the prefix cache, and its tree with texts.
 
-All lists are bounded. Called by `serve.inspector` and `insight.afterwards`. Knows no HTTP.
+All lists are bounded. Called by `serve.inspection` and `insight.afterwards`. Knows no HTTP.
 """
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ from headrace.fleet.engines.local import client_of
 from headrace.insight.explainer import Explainers
 from headrace.insight.metrics import render
 from headrace.insight.tracing import otlp
-from headrace.inspector import page, planning
+from headrace.inspector import explanations, live, page, planning
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.serve import aliases, explanations, fleet, inspector, openapi, process, routing, tokenize
+from headrace.serve import aliases, fleet, openapi, process, routing, tokenize
 from headrace.serve.apis.anthropic import paths as anthropic
 from headrace.serve.apis.llama_server import paths as llama_server
 from headrace.serve.apis.llama_server.slots import Folder
@@ -110,7 +110,7 @@ def create_app(
     explanations.add_routes(app, explainers.of_call)
     fleet.add_routes(app, models)
     inspection = Inspection(models)
-    inspector.add_routes(app, models, inspection)
+    live.add_routes(app, lambda: models.running, inspection.watched)
     add_inspection_routes(app, inspection)
     plans = planning.Planning(models, inspection.machine)
     planning.add_routes(app, plans)

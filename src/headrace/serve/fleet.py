@@ -1,15 +1,14 @@
 """`GET /fleet`: the engines behind the server, a row for each; `POST /fleet/update`: new ones in their place, while
 requests run (`fleet.engines.update`).
 
-Where keys are set, the first needs one of the class metrics, the second an administrator's. Both are about the model that
-stays loaded, whose engines they are.
+Where keys are set, the first needs one of the class metrics, the second an administrator's. Both are about the model
+that stays loaded, whose engines they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import time
 from typing import Any
 
 import msgspec
@@ -18,8 +17,8 @@ from starlette.applications import Starlette
 from headrace.engine.client import EngineClient
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.engines.local import LocalFleet
-from headrace.fleet.engines.update import PATIENCE_S, Progress, RollingUpdate, UpdateError
-from headrace.insight.state import ReplicaState, replicas_of
+from headrace.fleet.engines.state import FleetState, state_of
+from headrace.fleet.engines.update import PATIENCE_S, RollingUpdate, UpdateError
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.call.parsing import Body, convert
@@ -27,25 +26,12 @@ from headrace.serve.errors import CallError
 from headrace.serve.loading import RunningModel, RunningModels
 
 
-class FleetState(msgspec.Struct, kw_only=True):
-    """The engines. `num_queued` requests wait in front of them; `num_moved` went on in another engine than they began
-    in. `update` is the rolling update that runs, or the last one; None if there was none. `router` is None for a single
-    engine, which can not be updated."""
-
-    model: str
-    router: str | None
-    num_queued: int
-    num_moved: int
-    replicas: list[ReplicaState]
-    update: Progress | None = None
-
-
 class Update(Body, kw_only=True):
     """The body of `POST /fleet/update`. `settings` are those of the new engines that differ from the server's, by the
     names of the flags: {"max_num_seqs": 64}. For `patience` seconds requests may end in an old engine before they go on
     in another one. With `wait` the reply comes when the update has ended, without it at once."""
 
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
     patience: float = PATIENCE_S
     wait: bool = True
 
@@ -62,16 +48,7 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
     def state() -> FleetState:
         """The engines of the server, a row for each, and how far an update is."""
         model = default()
-        client = model.client
-        fleet = client if isinstance(client, Fleet) else None
-        return FleetState(
-            model=model.served.name,
-            router=None if fleet is None else fleet.router.policy,
-            num_queued=0 if fleet is None else fleet.num_queued,
-            num_moved=0 if fleet is None else fleet.num_moved,
-            replicas=replicas_of(client, time.monotonic()),
-            update=client.updates.progress if isinstance(client, LocalFleet) else None,
-        )
+        return state_of(model.client, model.served.name)
 
     async def update(body: dict[str, Any]) -> FleetState:
         """Put new engines into the place of the old ones, one after the other. Running answers go on."""

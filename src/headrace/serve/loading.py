@@ -122,8 +122,8 @@ class RunningModel:
         self._facts = None
 
     async def check_text(self) -> None:
-        """Check that the files have the tokenizer and templates that were loaded: new engines with other ones would read
-        other texts than are sent. Raises `CheckpointError`."""
+        """Check that the files have the tokenizer and templates that were loaded: new engines with other ones would
+        read other texts than are sent. Raises `CheckpointError`."""
         old, engine = self.served.front.tokenizer, self._engine
         if old is None or engine is None:
             return

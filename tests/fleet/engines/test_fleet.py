@@ -19,6 +19,7 @@ from headrace.engine import tenants
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.engine.links import ENGINE_COMMAND, InprocLink, Link, ProcessLink
+from headrace.engine.replica import Replica
 from headrace.engine.resumption import OpenRequest, PoisonedRequestError
 from headrace.engine.tenants import Tenant
 from headrace.fleet.engines.client import Fleet
@@ -194,7 +195,10 @@ def listen(fleet: Fleet, on_tokens: Callable[[int, list[str]], object]) -> None:
 
 
 def test_fingerprints_that_are_skipped_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fleet, "_candidates", lambda self, entry, usable: [each.index for each in usable])
+    def candidates(fleet: Fleet, entry: OpenRequest, usable: list[Replica]) -> list[int]:
+        return [each.index for each in usable if not each.is_leaving]
+
+    monkeypatch.setattr(Fleet, "_candidates", candidates)
     with pytest.raises(AssertionError):
         test_answers_go_on_only_with_the_same_fingerprint()
 

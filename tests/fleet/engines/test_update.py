@@ -13,6 +13,7 @@ from headrace.cli import fleet as commands
 from headrace.engine.core import EngineCore
 from headrace.engine.links import InprocLink, Link
 from headrace.engine.replica import Replica
+from headrace.engine.resumption import OpenRequest
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.engines.update import FIXED, RollingUpdate, UpdateError
 from headrace.protocol.config import EngineConfig
@@ -162,7 +163,10 @@ def test_answers_end_on_their_own_fingerprint() -> None:
 
 
 def test_an_update_that_skips_fingerprints_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fleet, "_candidates", lambda self, entry, usable: [each.index for each in usable])
+    def candidates(fleet: Fleet, entry: OpenRequest, usable: list[Replica]) -> list[int]:
+        return [each.index for each in usable if not each.is_leaving]
+
+    monkeypatch.setattr(Fleet, "_candidates", candidates)
 
     def drain(fleet: Fleet, index: int) -> None:
         fleet.replica(index).is_leaving = True
@@ -251,7 +255,7 @@ def test_the_command_has_the_flags_that_may_change() -> None:
 
 
 def test_a_request_goes_only_where_it_fits() -> None:
-    """The new replica has a shorter context; a stream that is longer than that ends in the old one, and is not moved."""
+    """The new replica has a shorter context: a stream that is longer ends in the old one, and is not moved."""
     fleet = threads([core(max_model_len=256)])
     long, short = request([1] * 8, max_tokens=200), requests(4)
 
@@ -285,5 +289,3 @@ def test_a_watched_fleet_goes_on_with_the_next_engine() -> None:
         assert [each.watching._is_watched for each in fleet.replicas] == [True]
 
     run(fleet, work)
-
-

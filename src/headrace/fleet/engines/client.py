@@ -379,19 +379,20 @@ class Fleet(EngineClient):
         return info is not None and has_room(load, info.max_num_seqs, info.max_num_batched_tokens)
 
     def _candidates(self, entry: OpenRequest, usable: list[Replica]) -> Collection[int]:
-        """Return the replicas that give a request the same bits as those that have run it. Of those that leave it may be
-        one only where no other is left."""
+        """Return the replicas that give a request the same bits as those that have run it. Of those that leave, it may
+        be one only where no other is left."""
         bound = entry.stream.fingerprint
         able = [each for each in usable if bound in ("", each.fingerprint) and self._serves(each, entry)]
         serving = [each.index for each in able if not each.is_leaving]
         return serving if serving or not bound else [each.index for each in able]
 
     def _serves(self, replica: Replica, entry: OpenRequest) -> bool:
-        """Whether a request is within the bounds of a replica, and gets as long an answer there as it does elsewhere. All
-        replicas were alike when it came, but that may be long ago."""
+        """Whether a request is within the bounds of a replica, and gets as long an answer there as it does elsewhere.
+        It was within those of all replicas when it came, but that may be long ago."""
         if not self._is_mixed or replica.info is None:
             return True
-        request, longest = entry.request, max(each.info.max_model_len for each in self.replicas if each.info is not None)
+        longest = max(each.info.max_model_len for each in self.replicas if each.info is not None)
+        request = entry.request
         num_tokens = len(request.prompt_token_ids) + (request.params.max_tokens or longest)
         if replica.info.max_model_len < min(num_tokens, longest):
             return False

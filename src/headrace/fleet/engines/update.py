@@ -27,7 +27,8 @@ logger = logging.getLogger("headrace.engine")
 PATIENCE_S = 30.0
 """Seconds that requests may end in an old engine before they go to another one."""
 FIXED = frozenset(
-    "model tokenizer revision seed skip_tokenizer_init scheduling_policy record_schedule max_record_bytes device".split()
+    "model tokenizer revision device seed skip_tokenizer_init scheduling_policy record_schedule "
+    "max_record_bytes".split()
 )
 """Settings that an update leaves as they are: the server has read them, or its queue follows them."""
 
@@ -46,7 +47,7 @@ class Starter(Protocol):
 
 class Progress(msgspec.Struct, kw_only=True):
     """An update that runs, or the last one. `state` is running, done or failed; `num_replaced` of `num_replicas` engines
-    are new. `settings` are those that differ from the server's. `error` says why it failed. `seconds` so far."""
+    are new. `settings` differ from the server's. `error` says why it failed. `seconds`: how long it took."""
 
     state: str
     num_replaced: int
