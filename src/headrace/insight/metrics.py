@@ -219,7 +219,9 @@ class ServerMetrics:
             yield self._family(GaugeMetricFamily, name, doc, _numbered(numbers, values), ("replica",))
         for name, (doc, counts) in counters.items():
             yield self._family(CounterMetricFamily, name, doc, _numbered(numbers, counts), ("replica",))
-        info = {(number, each.fingerprint): 1.0 for number, each in zip(numbers, replicas, strict=True)}
+        info: dict[tuple[str, ...], float] = {
+            (number, each.fingerprint): 1.0 for number, each in zip(numbers, replicas, strict=True)
+        }
         doc = "What the replica computes, as a digest; empty while it starts."
         yield self._family(GaugeMetricFamily, "replica_info", doc, info, ("replica", "fingerprint"))
 

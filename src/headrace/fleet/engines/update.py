@@ -46,7 +46,7 @@ class Starter(Protocol):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """An update that runs, or the last one. `state` is running, done or failed; `num_replaced` of `num_replicas` engines
+    """An update that runs, or the last one. `state`: running, done or failed; `num_replaced` of `num_replicas` engines
     are new. `settings` differ from the server's. `error` says why it failed. `seconds`: how long it took."""
 
     state: str
