@@ -7,8 +7,8 @@ import { useJson, useLive } from "../live.js";
 const POLL_MS = 1000;
 
 /** A time in its two largest units. */
-function age(number) {
-  if (number < 3600) return seconds(Math.round(number));
+export function age(number) {
+  if (number < 3600) return number < 60 ? `${Math.round(number)} s` : seconds(number);
   const hours = Math.floor(number / 3600);
   return hours < 24 ? `${hours} h ${Math.floor((number % 3600) / 60)} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
