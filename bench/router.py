@@ -55,13 +55,18 @@ def step_time(starts: Sequence[int], lens: Sequence[int], num_logits: int) -> fl
 
 
 def simulated(
-    calls: Sequence[traces.Call], num_replicas: int, policy: str, cache_tokens: int, block_size: int
+    calls: Sequence[traces.Call],
+    num_replicas: int,
+    policy: str,
+    cache_tokens: int,
+    block_size: int,
+    is_early: bool = False,
 ) -> dict[str, float]:
-    """Return the figures of one policy."""
+    """Return the figures of one policy; `is_early`: requests are sent to a replica when they come."""
     num_blocks = cache_tokens // block_size
     sizes = Sizes(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=2048, max_model_len=200_000)
     gc.disable()
-    run = Simulation(num_replicas, policy, sizes, step_time).run(calls)
+    run = Simulation(num_replicas, policy, sizes, step_time, is_early).run(calls)
     gc.enable()
     ttft = sorted(life.ttft for life in run.lives)
     num_cached, num_prompt = sum(life.num_cached for life in run.lives), sum(life.num_prompt for life in run.lives)
@@ -101,8 +106,10 @@ def main() -> None:
     calls = traces.read(options.trace, 60 * options.minutes, options.speed_up)
     print(json.dumps({"requests": len(calls), "replicas": options.replicas, "most_hits": most_hits(calls)}))
     for policy in options.routers:
-        figures = simulated(calls, options.replicas, policy, options.cache, options.block_size)
-        print(json.dumps({"router": policy} | figures), flush=True)
+        # Most fleets send by turns at once; with a queue in front, turns are better than that.
+        for is_early in (True, False) if policy == "round-robin" else (False,):
+            figures = simulated(calls, options.replicas, policy, options.cache, options.block_size, is_early)
+            print(json.dumps({"router": policy, "dispatch": "early" if is_early else "late"} | figures), flush=True)
 
 
 if __name__ == "__main__":

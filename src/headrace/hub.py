@@ -14,6 +14,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 """Of the GGUF files of one repository, that which is fetched if no tag chooses another."""
 DIGESTED = ("config.json", "*.safetensors", "*.gguf", "*.u8")
 """The files that decide what a model computes; *.u8 is the built-in one's."""
+TEXT_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model")
+"""Those that decide how texts and tokens correspond; of a GGUF file, the file itself."""
 MAX_JSON_BYTES = 64 * 2**20
 _TURN_ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> <|end_of_text|>".split()
@@ -74,10 +77,10 @@ def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = 
     return path if path.is_file() else resolve(tokenizer, weights=False)
 
 
-def digest(path: Path) -> str:
-    """Return a digest of a model's config and weights, in hex. Reads all of them, a second for each gigabyte. Raises
-    OSError."""
-    files = [path] if path.is_file() else [each for name in DIGESTED for each in sorted(path.glob(name))]
+def digest(path: Path, names: Iterable[str] = DIGESTED) -> str:
+    """Return a digest of the files of these names in a directory, in hex: of a model's config and weights. Or that of a
+    file. Reads all of them, a second for each gigabyte. Raises OSError."""
+    files = [path] if path.is_file() else [each for name in names for each in sorted(path.glob(name))]
     hasher = hashlib.blake2b(digest_size=16)
     for each in files:
         with open(each, "rb") as file:

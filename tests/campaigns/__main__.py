@@ -109,10 +109,11 @@ def live_faults(num: int, seed: int) -> Counts:
     return found | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
 
 
-def faults_of_replicas(size: tuple[int, int], seed: int) -> Counts:
+def faults_of_replicas(size: tuple[int, int, int], seed: int) -> Counts:
     from tests.campaigns.fleets import run
 
-    report = run(*size, seed)
+    num_kills, num_stops, num_updates = size
+    report = run(num_kills, num_stops, seed, num_updates=num_updates)
     known = {name: report[name] for name in ("replicas", "streams_at_once", "watchdog_s", "restarts", "recovery_s")}
     counts = report["counts"]
     found = {"faults": counts.get("faults", 0), "streams_compared": counts.get("streams", 0), "by_kind": counts}
@@ -217,8 +218,8 @@ CAMPAIGNS: dict[str, Campaign] = {
         live_faults,
     ),
     "C-5-fleet": Campaign(
-        "replicas of a fleet that are killed and stopped under 32 streams (kills, stops)",
-        {"commit": (5, 2), "nightly": (50, 20), "release": (1000, 400)},
+        "replicas of a fleet that are killed, stopped and replaced under 32 streams (kills, stops, updates)",
+        {"commit": (5, 2, 2), "nightly": (50, 20, 20), "release": (1000, 400, 200)},
         faults_of_replicas,
     ),
     "C-5-children": Campaign(

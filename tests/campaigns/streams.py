@@ -89,20 +89,24 @@ def asked(seed: int, max_tokens: int = 96) -> Asked:
     return kinds[seed % len(kinds)]()
 
 
-async def read(client: httpx.AsyncClient, url: str, one: Asked, seen: Callable[[], None] = lambda: None) -> Told:
-    """Open `one` as a stream and read it to its end. `seen` is called at each event. A connection that breaks, or is
-    silent for too long, is an error of what is told."""
+async def read(
+    client: httpx.AsyncClient, url: str, one: Asked, seen: Callable[[], object] = lambda: None, call_id: str = ""
+) -> Told:
+    """Open `one` as a stream and read it to its end. `seen` is called at each event, `call_id` is what the server calls
+    it, if given. A connection that breaks, or is silent for too long, is an error of what is told."""
     try:
-        return await _read(client, url, one, seen)
+        return await _read(client, url, one, seen, {"x-request-id": call_id} if call_id else {})
     except httpx.TransportError as error:
         return Told(0, {}, type(error).__name__)
 
 
-async def _read(client: httpx.AsyncClient, url: str, one: Asked, seen: Callable[[], None]) -> Told:
+async def _read(
+    client: httpx.AsyncClient, url: str, one: Asked, seen: Callable[[], object], headers: dict[str, str]
+) -> Told:
     answers: dict[int, dict[str, Any]] = {}
     error = ""
     ended = False
-    async with client.stream("POST", url + one.path, json=one.body) as reply:
+    async with client.stream("POST", url + one.path, json=one.body, headers=headers) as reply:
         if reply.status_code != 200:
             return Told(reply.status_code, {}, (await reply.aread()).decode()[:300])
         async for line in reply.aiter_lines():

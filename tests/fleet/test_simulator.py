@@ -70,6 +70,17 @@ def test_prompts_share_what_their_keys_share() -> None:
     assert [life.num_cached for life in play(calls, 2, "prefix", sizes).lives] == [0, 1024]
 
 
+def test_late_dispatch_sends_nothing_behind_a_long_prompt() -> None:
+    """Of four requests the first is long. By turns, the third waits behind it if it is sent at once."""
+    calls = [Call(0.0, 64, 1), Call(0.0, 4, 1), Call(1.0, 4, 1), Call(1.0, 4, 1)]
+    early = Simulation(2, "round-robin", SIZES, second_a_row, is_early=True).run(calls)
+    late = play(calls, 2)
+    assert [life.replica for life in sorted(early.lives, key=lambda life: life.arrival)].count(0) == 2
+    assert max(life.end for life in late.lives if life.num_prompt == 4) < max(
+        life.end for life in early.lives if life.num_prompt == 4
+    )
+
+
 def test_a_small_cache_preempts_and_loses_nothing() -> None:
     sizes = Sizes(num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64)
     run = play([Call(0.0, 8, 24) for _ in range(4)], sizes=sizes)

@@ -241,3 +241,21 @@ def test_a_file_that_is_no_recording_is_refused_in_words(open_page: OpenPage, tm
     page.set_input_files("input[type=file]", tmp_path / "no.log")
     page.get_by_role("alert").filter(has_text="no recording").wait_for()
     page.errors.clear()
+
+
+def test_the_fleet_has_a_row_for_each_engine(open_page: OpenPage, server: Any) -> None:
+    page = open_page("/inspect#fleet")
+    body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+    assert HTTP.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    [replica] = HTTP.get(f"{server.url}/fleet").json()["replicas"]
+    row = page.locator("tbody tr")
+    row.get_by_text(f"{replica['num_generated_tokens']:,}", exact=True).first.wait_for()
+    assert row.count() == 1
+    cells = row.locator("td").all_inner_texts()
+    assert cells[:2] == ["0", "ready"]
+    assert cells[3] == "0"
+    assert page.locator("[data-fact=engines]").inner_text() == "1 of 1 ready"
+    script = "return given.map(age);"
+    assert page.evaluate(MODULE % ("age", "views/fleet", script), [5, 65, 7300, 200000]) == [
+        "5 s", "1 min 5 s", "2 h 1 min", "2 d 7 h",
+    ]  # fmt: skip

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,14 +49,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, threads: int = 1, key: str = "") -> Iterator[Served]:
+def serve(*arguments: str, threads: int = 1, key: str = "", program: Sequence[str] = ()) -> Iterator[Served]:
     """A ready server, whose crash reports go with it. On leaving, SIGTERM, and the exit status must be 0.
 
-    `key` opens the health routes of a server with keys.
+    `key` opens the health routes of a server with keys. `program` takes the place of the installed command.
     """
     port = free_port()
     reports = tempfile.TemporaryDirectory()
-    command = [str(Path(sys.executable).parent / "headrace"), "serve", *arguments, "--port", str(port)]
+    headrace = program or [str(Path(sys.executable).parent / "headrace")]
+    command = [*headrace, "serve", *arguments, "--port", str(port)]
     command += ["--crash-report-dir", reports.name, "--shutdown-delay", "0"]
     # On a machine with other work, torch's second thread costs more than it gives.
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})

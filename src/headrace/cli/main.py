@@ -19,6 +19,7 @@ from headrace.cli import (
     doctor,
     engine,
     explain,
+    fleet,
     generate,
     lab,
     models,
@@ -63,6 +64,7 @@ app.command()(plan.plan)
 app.command()(simulate.simulate)
 app.command()(lab.lab)
 app.command()(doctor.doctor)
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(bench.app, name="bench")
 
 

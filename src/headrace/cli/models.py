@@ -29,21 +29,21 @@ AGES = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
 
 def list_models(url: Url = ADDRESS, api_key: ApiKey = None) -> None:
     """List the models of a server, loaded or not."""
-    models = _call("GET", url, "/api/tags", api_key)["models"]
+    models = call("GET", url, "/api/tags", api_key)["models"]
     rows = [(m["name"], m["digest"][:12], size(m["size"]), _about(m), f"{_age(m['modified_at'])} ago") for m in models]
-    _print(("NAME", "ID", "SIZE", "MODEL", "MODIFIED"), rows)
+    print_table(("NAME", "ID", "SIZE", "MODEL", "MODIFIED"), rows)
 
 
 def ps(url: Url = ADDRESS, api_key: ApiKey = None) -> None:
     """List the models that are loaded on a server."""
-    models = _call("GET", url, "/api/ps", api_key)["models"]
+    models = call("GET", url, "/api/ps", api_key)["models"]
     rows = [(m["name"], m["digest"][:12], size(m["size"]), str(m["context_length"]), _until(m)) for m in models]
-    _print(("NAME", "ID", "MEMORY", "CONTEXT", "UNTIL"), rows)
+    print_table(("NAME", "ID", "MEMORY", "CONTEXT", "UNTIL"), rows)
 
 
 def show(model: Name, url: Url = ADDRESS, api_key: ApiKey = None) -> None:
     """Show what a server knows of a model."""
-    facts = _call("POST", url, "/api/show", api_key, {"model": model})
+    facts = call("POST", url, "/api/show", api_key, {"model": model})
     details = facts["details"]
     lines = {
         "architecture": details["family"],
@@ -84,7 +84,7 @@ def rm(
 ) -> None:
     """Delete models from a server's models folder."""
     for model in models:
-        _call("DELETE", url, "/api/delete", api_key, {"model": model})
+        call("DELETE", url, "/api/delete", api_key, {"model": model})
         print(f"deleted {model}")
 
 
@@ -96,7 +96,7 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def _call(method: str, url: str, path: str, api_key: str | None, body: dict[str, Any] | None = None) -> Any:
+def call(method: str, url: str, path: str, api_key: str | None, body: dict[str, Any] | None = None) -> Any:
     """Return the server's reply; None for an empty one. Raises `HeadraceError`."""
     text = "\n".join(_send(method, url, path, api_key, body))
     return json.loads(text) if text else None
@@ -127,7 +127,7 @@ def _send(method: str, url: str, path: str, api_key: str | None, body: dict[str,
                 raise HeadraceError(_reason(reply))
             yield from (line for line in reply.iter_lines() if line)
     except httpx.HTTPError as error:
-        raise HeadraceError(f"no server at {url}: {error}; start one with headrace serve --models-dir") from error
+        raise HeadraceError(f"no server at {url}: {error}; start one with headrace serve") from error
 
 
 def _reason(reply: Any) -> str:
@@ -161,7 +161,8 @@ def _time(date: str) -> datetime:
     return datetime.fromisoformat(date.replace("Z", "+00:00"))
 
 
-def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their heads, in columns."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     for row in (head, *rows):
         print("   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

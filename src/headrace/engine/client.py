@@ -46,6 +46,9 @@ class EngineClient:
             Deaths caused by a request do not count, as long as others are served in between.
     """
 
+    is_fleet = False
+    """Whether its replicas may come and go."""
+
     def __init__(
         self,
         link: Link,
@@ -60,7 +63,9 @@ class EngineClient:
     def _set_up(
         self, links: Sequence[Link], max_reqs: int, max_tokens: int, max_restarts: int, watchdog_timeout: float
     ) -> None:
-        self.replicas = [Replica(link, self, at, max_restarts, watchdog_timeout) for at, link in enumerate(links)]
+        self._life = max_restarts, watchdog_timeout
+        self.replicas = [Replica(link, self, at, *self._life) for at, link in enumerate(links)]
+        self.is_watched = False
         self._open: dict[str, OpenRequest] = {}
         self._num_guilty = 0
         self._dead: HeadraceError | None = None
@@ -115,9 +120,21 @@ class EngineClient:
         return any(replica.is_alive for replica in self.replicas)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, and not started again."""
+        return self._closing
+
+    @property
     def is_stalled(self) -> bool:
         """Whether no engine that runs makes progress."""
         return all(replica.watchdog.is_stalled for replica in self.replicas if replica.is_alive)
+
+    def replica(self, index: int) -> Replica:
+        """Return a replica by its number. Raises `KeyError`."""
+        for replica in self.replicas:
+            if replica.index == index:
+                return replica
+        raise KeyError(index)
 
     @property
     def pids(self) -> list[int]:
@@ -129,8 +146,9 @@ class EngineClient:
         return self.replicas[0].orders
 
     def watch(self, is_watched: bool) -> None:
-        """Begin or end the events of blocks in the notes of steps."""
-        for replica in self.replicas:
+        """Begin or end the events of blocks in the notes of steps, of the first engine."""
+        self.is_watched = is_watched
+        for replica in self.replicas[:1]:
             replica.watching.watch(is_watched)
 
     @property
@@ -175,7 +193,7 @@ class EngineClient:
         """Raise `RequestError` unless the engine can serve each of `requests`. A worker thread may call this."""
         for request in {r.group or r.request_id: r for r in requests}.values():  # a group differs in its seeds only
             verify(request, self.info)
-            if request.params.logits_processors and not self.replicas[0].link.in_process:
+            if request.params.logits_processors and not all(each.link.in_process for each in self.replicas):
                 bound = "left out, unless the engine runs in the caller's own process"
                 raise RequestError("logits_processors", "functions", bound)
 
@@ -244,7 +262,7 @@ class EngineClient:
             if not entry.started:
                 self.admission.leave(entry.work, entry.name)
             if entry.replica >= 0:
-                self.replicas[entry.replica].release(entry, is_aborted)
+                self.replica(entry.replica).release(entry, is_aborted)
         return entry
 
     # -- what comes back

@@ -7,6 +7,7 @@ stopped. Called in the engine's process, by an order of a fleet.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import msgspec
 
@@ -26,9 +27,19 @@ def fingerprint_of(config: EngineConfig, info: EngineInfo) -> str:
     facts = {
         "law": LAW,
         "weights": hub.digest(path),
+        # It decides which tokens a grammar allows.
+        "tokenizer": _tokenizer_digest(config, path),
         "formats": (info.dtype, info.quantization, info.activations, info.kv_cache_dtype, info.backend),
         "eos_token_ids": info.eos_token_ids,
         # By rejection the guesses decide which tokens are drawn; in the coupled mode they do not.
         "drafts": None if spec is None or spec.mode != "rejection" else spec,
     }
     return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()
+
+
+def _tokenizer_digest(config: EngineConfig, weights: Path) -> str:
+    """Return the digest of the tokenizer's files, "" where there are none beside the weights' own."""
+    if config.skip_tokenizer_init:
+        return ""
+    path = hub.resolve_tokenizer(config.model, config.tokenizer, config.revision)
+    return "" if path == weights and path.is_file() else hub.digest(path, hub.TEXT_FILES)

@@ -66,7 +66,9 @@ class Replica:
         watchdog_timeout: seconds without a step after which an engine with open requests is ended; see `Watchdog`.
 
     `entries` are the open requests that it has, or gets as soon as it is ready. `is_up`: it runs; `is_proven`: it has
-    made a token since it (re)started.
+    made a token since it (re)started; `is_leaving`: it gets no new requests. `fingerprint` is a digest of
+    `engine.fingerprint` in a fleet, "" while the engine starts; `num_moved_away` and `num_moved_here` count requests
+    that went on in another replica, or came from one. `start_time` is when the engine was ready, in monotonic seconds.
     """
 
     def __init__(
@@ -78,7 +80,10 @@ class Replica:
         self.entries: dict[str, OpenRequest] = {}
         self.resumption = Resumption(self.send)
         self.info: EngineInfo | None = None
-        self.start_seconds = 0.0
+        self.start_seconds = self.start_time = 0.0
+        self.fingerprint = ""
+        self.is_leaving = False
+        self.num_moved_away = self.num_moved_here = 0
         self.deaths: list[float] = []
         self.is_up = self.is_proven = self.is_proven_once = False
         self.watchdog = Watchdog(watchdog_timeout)
@@ -101,6 +106,15 @@ class Replica:
         return self.is_up and self.is_proven
 
     @property
+    def phase(self) -> str:
+        """What it does, in a word: loading, ready, leaving, restarting or lost."""
+        if self.dead is not None:
+            return "lost"
+        if not self.is_alive:
+            return "restarting" if self.is_proven_once else "loading"
+        return "leaving" if self.is_leaving else "ready"
+
+    @property
     def total(self) -> Stats:
         """`stats` with counters summed over all lives of the engine, and the gauges of the present one."""
         return summed(self._past, self.stats)
@@ -112,6 +126,9 @@ class Replica:
         """
         self._is_closing = False
         await self._launch()
+        if self._is_closing:
+            self.is_up = False
+            raise EngineDeadError("the engine was closed while it started")
         self._watch = self._spawn(self._keep_watch())
         async with self._holder.probe(self) as stream:
             async for _ in stream:
@@ -146,7 +163,7 @@ class Replica:
             raise EngineDeadError(f"the engine did not start within {time.monotonic() - began:.0f} s") from None
         self.start_seconds = max(self.start_seconds or time.monotonic() - began, self.link.load_seconds)
         self.stats = Stats(num_blocks=self.info.num_blocks)
-        self.is_up = True
+        self.is_up, self.start_time = True, time.monotonic()
         self.watching.renew()
         self.watchdog.starts_anew()
 

@@ -27,6 +27,8 @@ class RequestStream:
         self.requests = list(requests)
         # The id that the reply gives, or else that of the first request.
         self.call_id = context.current().call_id or (requests[0].request_id if requests else "")
+        self.fingerprint = ""
+        """What alone may compute the answers, in a fleet: a digest of `engine.fingerprint`; "": any engine."""
         self._abort = abort
         self._open = set(range(len(requests)))
         self._pending: dict[int, Delta] = {}

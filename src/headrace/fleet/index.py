@@ -44,6 +44,12 @@ class PrefixIndex:
         self._reported: list[set[bytes]] = [set() for _ in range(num_replicas)]
         self._last: list[tuple[int, int]] = [(0, 0)] * num_replicas
 
+    def resize(self, num_replicas: int) -> None:
+        """Have room for so many replicas; never fewer than before."""
+        self._reported += [set() for _ in range(self._num, num_replicas)]
+        self._last += [(0, 0)] * (num_replicas - self._num)
+        self._num = max(self._num, num_replicas)
+
     def __len__(self) -> int:
         return len(self._known)
 

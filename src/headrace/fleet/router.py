@@ -141,6 +141,23 @@ class Router:
 
         return min(candidates, key=seconds)
 
+    def add(self, index: int) -> None:
+        """Make room for a replica of this number, of which nothing is known yet."""
+        self.loads += [Load() for _ in range(len(self.loads), index + 1)]
+        self.index.resize(len(self.loads))
+        self.remove(index)
+
+    def remove(self, index: int) -> None:
+        """Forget a replica, whose requests have left it."""
+        self.loads[index] = Load()
+        self.index.clear(index)
+
+    def resize_blocks(self, block_tokens: int) -> None:
+        """Know prompts by blocks of another size: nothing is known of any replica then."""
+        self.block_tokens = block_tokens
+        for index in range(len(self.loads)):
+            self.index.clear(index)
+
     def measure(self, index: int, num_tokens: int, seconds: float) -> None:
         """Note that a step of replica `index` computed so many tokens of prompts."""
         load = self.loads[index]

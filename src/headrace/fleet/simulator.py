@@ -105,11 +105,16 @@ class _Replica:
 
 
 class Simulation:
-    """Replicas of some `sizes` behind a router of a `policy`, whose steps take `step_time`."""
+    """Replicas of some `sizes` behind a router of a `policy`, whose steps take `step_time`. `is_early`: a request goes
+    to a replica when it comes, as in fleets without a queue in front."""
 
-    def __init__(self, num_replicas: int, policy: str, sizes: Sizes, step_time: StepTime) -> None:
+    def __init__(
+        self, num_replicas: int, policy: str, sizes: Sizes, step_time: StepTime, is_early: bool = False
+    ) -> None:
         self.router = Router(policy, num_replicas, sizes.block_size)
         self._sizes = sizes
+        # One engine has no queue in front of it either.
+        self._is_early = is_early or num_replicas == 1
         self._queue: Dispatcher[str] = Dispatcher(self.router, "fcfs")
         self._requests: dict[str, Request] = {}
         self._routes: dict[str, Route] = {}
@@ -190,7 +195,7 @@ class Simulation:
             self._start(index, now)
 
     def _is_free(self, index: int) -> bool:
-        if len(self.replicas) == 1:  # One engine has no queue in front of it.
+        if self._is_early:
             return True
         return has_room(self.router.loads[index], self._sizes.max_num_seqs, self._sizes.max_num_batched_tokens)
 

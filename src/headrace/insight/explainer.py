@@ -127,8 +127,8 @@ class Explainer:
                 self._begin(lives, self._info())
                 self._followed.add(replica)
             lives.follow(note)
-            # A viewer sees the blocks of one engine.
-            if self.feed is not None and replica == 0:
+            # A viewer sees one engine: that which sends the events of its blocks.
+            if self.feed is not None and note.step.blocks is not None:
                 self.feed.follow(note.step)
             if self._readers:
                 self._report_prompts(lives, note.step)
@@ -159,6 +159,11 @@ class Explainer:
         if life is not None:
             life.holder, life.call_id = tenants.current().name, context.current().call_id
         self._after.on_finish(state, reason)
+
+    def replica_of(self, request_id: str) -> int | None:
+        """Return which engine has a request, or had it last; None if that is not known."""
+        life = self.lives.find(request_id)
+        return None if life is None else life.replica
 
     def follow_prompt(self, request_id: str, on_progress: OnProgress) -> Callable[[], object]:
         """Call `on_progress` with the tokens of a request's prompt, those that the prefix cache had, those that are

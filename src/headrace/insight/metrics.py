@@ -7,6 +7,7 @@ counters. Knows no HTTP; `serve.app` serves the text of `render`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -135,7 +136,7 @@ class ServerMetrics:
             ),
             "engine_up": ("1 while the engine runs and makes tokens.", float(client.is_alive)),
         }
-        if len(client.replicas) > 1:
+        if client.is_fleet:
             yield from self._of_replicas()
         for name, (doc, value) in gauges.items():
             yield self._family(GaugeMetricFamily, name, doc, {(): value})
@@ -178,12 +179,17 @@ class ServerMetrics:
     def _of_replicas(self) -> Iterable[Metric]:
         """Yield the metrics of each replica of a fleet."""
         replicas = self._client.replicas
+        numbers = [str(each.index) for each in replicas]
         gauges: dict[str, tuple[str, list[float]]] = {
             "replica_up": ("1 while the replica runs and makes tokens.", [float(each.is_alive) for each in replicas]),
             "replica_requests": ("Open requests of the replica.", [len(each.entries) for each in replicas]),
             "replica_kv_cache_usage_perc": (
                 "Share of its KV blocks that requests hold, 0 to 1.",
                 [each.stats.kv_cache_usage for each in replicas],
+            ),
+            "replica_start_time_seconds": (
+                "When its engine was ready, in seconds since 1970.",
+                [time.time() - time.monotonic() + each.start_time if each.is_up else 0.0 for each in replicas],
             ),
         }
         counters = {
@@ -196,11 +202,28 @@ class ServerMetrics:
                 "Prompt tokens found in its prefix cache.",
                 [each.total.prefix_cache_hits for each in replicas],
             ),
+            "replica_prefix_cache_queries": (
+                "Prompt tokens looked up there.",
+                [max(0, each.total.prefix_cache_queries) for each in replicas],
+            ),
+            "replica_requests_moved_away": (
+                "Requests that went on in another replica.",
+                [each.num_moved_away for each in replicas],
+            ),
+            "replica_requests_moved_here": (
+                "Requests that came from another replica.",
+                [each.num_moved_here for each in replicas],
+            ),
         }
         for name, (doc, values) in gauges.items():
-            yield self._family(GaugeMetricFamily, name, doc, _numbered(values), ("replica",))
+            yield self._family(GaugeMetricFamily, name, doc, _numbered(numbers, values), ("replica",))
         for name, (doc, counts) in counters.items():
-            yield self._family(CounterMetricFamily, name, doc, _numbered(counts), ("replica",))
+            yield self._family(CounterMetricFamily, name, doc, _numbered(numbers, counts), ("replica",))
+        info: dict[tuple[str, ...], float] = {
+            (number, each.fingerprint): 1.0 for number, each in zip(numbers, replicas, strict=True)
+        }
+        doc = "What the replica computes, as a digest; empty while it starts."
+        yield self._family(GaugeMetricFamily, "replica_info", doc, info, ("replica", "fingerprint"))
 
     def _family(
         self,
@@ -229,8 +252,8 @@ class ServerMetrics:
         return {value: counter.labels(*self._values, value) for value in values}
 
 
-def _numbered(values: Sequence[float]) -> dict[tuple[str, ...], float]:
-    return {(str(index),): value for index, value in enumerate(values)}
+def _numbered(numbers: Sequence[str], values: Sequence[float]) -> dict[tuple[str, ...], float]:
+    return {(number,): value for number, value in zip(numbers, values, strict=True)}
 
 
 class _Together:

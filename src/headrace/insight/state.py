@@ -14,10 +14,11 @@ MAX_REQUESTS = 1024
 
 class OpenCall(msgspec.Struct, kw_only=True):
     """A request that has not ended: `age` in seconds since its call came, and how much of its prompt is computed.
-    Steps name it by `seq_id`."""
+    Steps of its replica name it by `seq_id`."""
 
     id: str
     seq_id: int
+    replica: int
     phase: str
     age: float
     num_prompt_tokens: int
@@ -30,7 +31,7 @@ class State(msgspec.Struct, kw_only=True):
     `num_blocks_cached` are blocks that the prefix cache has and no request holds. A step has at most
     `max_num_batched_tokens` tokens and `max_num_seqs` columns; a block has the keys and values of `block_size` tokens,
     `kv_token_bytes` each (0: unknown). `requests` are the oldest `MAX_REQUESTS`. `memory` compares the decoding of the
-    last seconds with the machine; None where there was none."""
+    last seconds with the machine; None where there was none. Steps are those of `replica`."""
 
     time: float
     model: str
@@ -51,6 +52,7 @@ class State(msgspec.Struct, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     requests: list[OpenCall]
+    replica: int = 0
     memory: Share | None = None
 
 
@@ -65,6 +67,7 @@ def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -
             OpenCall(
                 id=life.request_id,
                 seq_id=life.arrival.seq_id,
+                replica=life.replica,
                 phase=phase,
                 age=now - life.arrival.times[0],
                 num_prompt_tokens=num_prompt,
@@ -93,5 +96,6 @@ def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -
         max_num_seqs=info.max_num_seqs if info else 0,
         max_num_batched_tokens=info.max_num_batched_tokens if info else 0,
         requests=requests[:MAX_REQUESTS],
+        replica=client.replicas[0].index if client.replicas else 0,
         memory=share_now(lives.reads, machine, now),
     )

@@ -1,6 +1,6 @@
 """What the inspector lists: requests in a line each, the misses of the prefix cache, and its tree with texts.
 
-All lists are bounded. Called by `serve.inspector` and `insight.afterwards`. Knows no HTTP.
+All lists are bounded. Called by `serve.inspection` and `insight.afterwards`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     seq_id: int
+    replica: int
     phase: str
     reason: str
     arrived: float
@@ -93,6 +94,7 @@ def summary_of(life: Life, lives: Lives, now: float, is_open: bool) -> Summary:
     return Summary(
         id=life.request_id,
         seq_id=life.arrival.seq_id,
+        replica=life.replica,
         phase=lives.phase_of(life) if is_open else "",
         reason=life.reason,
         arrived=arrived,

@@ -9,6 +9,7 @@ answers.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from headrace.engine import context
@@ -59,11 +60,13 @@ class Tracer:
         self._error = Status(StatusCode.ERROR)
         self._model = model
         self._after = after
+        self.replica_of: Callable[[str], int | None] = lambda request_id: None
+        """Returns which engine computed the end of a request's answer, None where that is not known."""
 
     def on_finish(self, state: RequestState, reason: str) -> None:
         if self._after is not None:
             self._after.on_finish(state, reason)
-        call, times = context.current(), state.metrics
+        call, times, replica = context.current(), state.metrics, self.replica_of(state.request.request_id)
         # From monotonic seconds to seconds since 1970.
         shift = time.time() - time.monotonic()
         ended = times.finished_time if times.finished_time is not None else time.monotonic()
@@ -78,6 +81,7 @@ class Tracer:
                 "gen_ai.request.model": self._model,
                 "gen_ai.response.model": self._model,
                 **({"headrace.call.id": call.call_id} if call.call_id else {}),
+                **({} if replica is None else {"headrace.replica": replica}),
             },
             start_time=nanoseconds(times.arrival_time + shift),
         )

@@ -169,8 +169,11 @@ class Live {
 
   apply({ state, snapshot, step }) {
     if (state) {
+      // The steps are those of one replica.
+      if (this.state && this.state.replica !== state.replica) this.forget();
       [this.previous, this.state] = [this.state, state];
       for (const each of state.requests) {
+        if (each.replica !== state.replica) continue;
         this.names.set(each.seq_id, each.id);
         this.prompts.set(each.seq_id, each.num_prompt_tokens);
       }

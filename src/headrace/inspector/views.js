@@ -4,6 +4,7 @@ import { html } from "./lib.js";
 import { Recording } from "./recording.js";
 import { Blocks } from "./views/blocks.js";
 import { Cache } from "./views/cache.js";
+import { Fleet } from "./views/fleet.js";
 import { Limits } from "./views/limits.js";
 import { Numbers } from "./views/numbers.js";
 import { Plan } from "./views/plan.js";
@@ -22,5 +23,6 @@ export const VIEWS = [
   ["speculation", "Speculation", within(Speculation)],
   ["numbers", "Numbers", within(Numbers)],
   ["limits", "Limits", within(Limits)],
+  ["fleet", "Fleet", Fleet],
   ["plan", "Plan", Plan],
 ];

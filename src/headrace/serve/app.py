@@ -29,10 +29,10 @@ from headrace.fleet.engines.local import client_of
 from headrace.insight.explainer import Explainers
 from headrace.insight.metrics import render
 from headrace.insight.tracing import otlp
-from headrace.inspector import page, planning
+from headrace.inspector import explanations, live, page, planning
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.serve import aliases, explanations, inspector, openapi, process, routing, tokenize
+from headrace.serve import aliases, fleet, openapi, process, routing, tokenize
 from headrace.serve.apis.anthropic import paths as anthropic
 from headrace.serve.apis.llama_server import paths as llama_server
 from headrace.serve.apis.llama_server.slots import Folder
@@ -108,8 +108,9 @@ def create_app(
     vllm.add_routes(app, models, storage.embeddings)
     _add_operations(app, models, lifespan)
     explanations.add_routes(app, explainers.of_call)
+    fleet.add_routes(app, models)
     inspection = Inspection(models)
-    inspector.add_routes(app, models, inspection)
+    live.add_routes(app, lambda: models.running, inspection.watched)
     add_inspection_routes(app, inspection)
     plans = planning.Planning(models, inspection.machine)
     planning.add_routes(app, plans)
@@ -261,6 +262,9 @@ def _serve(engine: EngineConfig, server: ServerConfig, has_model: bool, make_cli
         sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
         folder = None if server.models_dir is None else ModelFolder(server.models_dir)
         if not has_model:
+            if server.data_parallel_size != "1":
+                bound = "1 without MODEL: models of the folder have an engine each"
+                raise RequestError("data_parallel_size", server.data_parallel_size, bound)
             app = create_app(None, None, None, server, engine.model, engine=engine, folder=folder)
         else:
             exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None

@@ -58,6 +58,12 @@ class Inspection:
         running[0].explainer.calls.machine = self._machine
         return running[0]
 
+    def watched(self) -> RunningModel:
+        """Return the model that is inspected, and begin to measure the machine for it."""
+        model = self.model
+        self.measure()
+        return model
+
     def close(self) -> None:
         """End the processes. May block for as long as they take."""
         for process in (self._samples, self._replays):

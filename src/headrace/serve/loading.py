@@ -82,6 +82,8 @@ class RunningModel:
         self.metrics = ServerMetrics(client, name)
         self.tracer = None if exporter is None else Tracer(exporter, name, self.metrics)
         self.explainer = Explainer(self.metrics, self.tracer or self.metrics, tokenizer, lambda: client.info)
+        if self.tracer is not None:
+            self.tracer.replica_of = self.explainer.replica_of
         self._explainers = explainers or Explainers()
         self._explainers.add(self.explainer)
         client.observer = self.explainer
@@ -114,6 +116,21 @@ class RunningModel:
         if self._facts is None and (path := self.weights()) is not None:
             self._facts = facts_of(path)
         return self._facts
+
+    def forget_files(self) -> None:
+        """Read again what the files say: they may be others now."""
+        self._facts = None
+
+    async def check_text(self) -> None:
+        """Check that the files have the tokenizer and templates that were loaded: new engines with other ones would
+        read other texts than are sent. Raises `CheckpointError`."""
+        old, engine = self.served.front.tokenizer, self._engine
+        if old is None or engine is None:
+            return
+        path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
+        new = await asyncio.to_thread(Tokenizer.load_if_present, path)
+        if new is None or not await asyncio.to_thread(old.is_same, new):
+            raise CheckpointError(f"{path} has another tokenizer or chat template now: restart the server for it")
 
     def memory(self) -> int:
         """Return the resident bytes of the engine's process and of those beside it; 0 where that is unknown."""

@@ -104,6 +104,11 @@ class Tokenizer:
         """Load as `load` does, or return None for a directory without a tokenizer: such a model takes token ids."""
         return cls.load(path) if tokenizer_files.present(Path(path)) else None
 
+    def is_same(self, other: Tokenizer) -> bool:
+        """Return whether another tokenizer and its chat templates do the same. May take a while."""
+        mine, theirs = (self.special_tokens, self.chat_templates), (other.special_tokens, other.chat_templates)
+        return mine == theirs and bool(self._tokenizer.to_str() == other._tokenizer.to_str())
+
     @property
     def chat_template(self) -> str | None:
         """The default chat template, a Jinja source, or None."""

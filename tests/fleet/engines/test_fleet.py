@@ -19,6 +19,7 @@ from headrace.engine import tenants
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.engine.links import ENGINE_COMMAND, InprocLink, Link, ProcessLink
+from headrace.engine.replica import Replica
 from headrace.engine.resumption import OpenRequest, PoisonedRequestError
 from headrace.engine.tenants import Tenant
 from headrace.fleet.engines.client import Fleet
@@ -172,7 +173,7 @@ def test_answers_go_on_only_with_the_same_fingerprint() -> None:
 
         def note(index: int, ids: list[str]) -> None:
             for each in ids:
-                where.setdefault(each, set()).add(fleet.fingerprints[index])
+                where.setdefault(each, set()).add(fleet.replica(index).fingerprint)
 
         listen(fleet, note)
         found = await all_of(fleet, wanted, {10: lambda: fleet.drain(0)})
@@ -194,7 +195,10 @@ def listen(fleet: Fleet, on_tokens: Callable[[int, list[str]], object]) -> None:
 
 
 def test_fingerprints_that_are_skipped_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fleet, "_candidates", lambda self, entry, usable: usable)
+    def candidates(fleet: Fleet, entry: OpenRequest, usable: list[Replica]) -> list[int]:
+        return [each.index for each in usable if not each.is_leaving]
+
+    monkeypatch.setattr(Fleet, "_candidates", candidates)
     with pytest.raises(AssertionError):
         test_answers_go_on_only_with_the_same_fingerprint()
 
@@ -206,9 +210,8 @@ def test_an_answer_that_no_replica_can_go_on_with_is_an_error() -> None:
         one = fleet.submit([request(max_tokens=200)])
         await anext(one)
         fleet.replicas[0].dead = EngineDeadError("gone")
-        fleet.fingerprints[0] = "gone"
-        fleet._bound[one.requests[0].request_id] = "a"
-        fleet.drain(0)
+        fleet._take_back(fleet.replicas[0])
+        fleet.replicas[0].fingerprint = "gone"
         fleet._fail_stranded()
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await read(one)
@@ -302,7 +305,7 @@ def moved_with_state() -> tuple[list[Answer], int]:
     def move() -> None:
         index = next(replica.index for replica in fleet.replicas if replica.entries)
         fleet.drain(index)
-        fleet._draining.clear()
+        fleet.replicas[index].is_leaving = False
 
     one = request([5, 6, 7], max_tokens=32, temperature=1.0, mirostat=2, logprobs=1)
     return run(fleet, lambda fleet: all_of(fleet, [one], {8: move})), fleet.num_moved

@@ -164,6 +164,7 @@ def test_each_answer_is_a_span(tokenizer: Tokenizer) -> None:
         assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (len(BODY["prompt"]), 5)  # type: ignore[arg-type]
         assert said["gen_ai.response.finish_reasons"] == ("length",)
         assert (said["gen_ai.request.temperature"], said["headrace.call.id"]) == (0.5, "trace-7")
+        assert said["headrace.replica"] == 0
         assert 0 <= said["gen_ai.latency.time_in_queue"] <= said["gen_ai.latency.time_to_first_token"]
         assert said["gen_ai.latency.time_to_first_token"] <= said["gen_ai.latency.e2e"]
         assert span.end_time - span.start_time == pytest.approx(said["gen_ai.latency.e2e"] * 1e9, rel=1e-3)

@@ -1,4 +1,4 @@
-"""`client_of`: the engines of one host behind one client, each with processors of its own.
+"""`client_of`, `LocalFleet`: the engines of one host behind one client, each with processors of its own.
 
 Reads from /sys which processors there are, on which node of memory each lies, and which are threads of one core. A
 replica is bound to processors of one node if there are as many nodes as replicas, so that its memory is near it. Called
@@ -15,8 +15,10 @@ import msgspec
 
 from headrace.engine.client import EngineClient, ProcessClient
 from headrace.engine.crash_reports import CrashReports
-from headrace.engine.links import ENGINE_COMMAND, ProcessLink, engine_level
+from headrace.engine.links import ENGINE_COMMAND, Link, ProcessLink, engine_level
+from headrace.engine.replica import Replica
 from headrace.fleet.engines.client import Fleet
+from headrace.fleet.engines.update import RollingUpdate
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
 
@@ -33,27 +35,72 @@ def client_of(engine: EngineConfig, server: ServerConfig) -> EngineClient:
     num = len(nodes) if server.data_parallel_size == "auto" else int(server.data_parallel_size)
     if num == 1:
         return ProcessClient(engine, server)
+    return LocalFleet(engine, server, divide(num, nodes))
+
+
+class LocalFleet(Fleet):
+    """A fleet on this host, one engine for each of the `shares` of its processors.
+
+    Args:
+        engine, server: the settings of the engines and of the fleet.
+        shares: the processors that each engine is bound to; empty: it is not bound.
+        command: the engines' program; see `ProcessLink`.
+
+    `updates` replaces the engines. Raises `RequestError` for settings that several engines can not share.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        shares: Sequence[Sequence[int]],
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
+        _check_shared(engine, server, len(shares))
+        num_threads = engine.num_threads or (0 if shares[0] else 1)
+        engine = msgspec.structs.replace(engine, device="cpu", num_threads=num_threads)
+        self._server = server
+        self._command = command
+        super().__init__(
+            [self._link(engine, cpus) for cpus in shares],
+            router=server.router,
+            max_num_queued_reqs=server.max_num_queued_reqs,
+            max_num_queued_tokens=server.max_num_queued_tokens,
+            max_restarts=server.max_restarts,
+            watchdog_timeout=server.watchdog_timeout,
+        )
+        self._cpus: dict[int, Sequence[int]] = {}
+        for replica, cpus in zip(self.replicas, shares, strict=True):
+            self._settle(replica, engine, cpus)
+        self.updates = RollingUpdate(self, engine, self)
+
+    def _link(self, engine: EngineConfig, cpus: Sequence[int]) -> Link:
+        is_json, level = self._server.log_format == "json", engine_level(self._server.uvicorn_log_level)
+        return ProcessLink(engine, self._command, is_json, level, cpus=cpus)
+
+    def _settle(self, replica: Replica, engine: EngineConfig, cpus: Sequence[int]) -> None:
+        self._cpus[replica.index] = cpus
+        if self._server.crash_report_dir:
+            replica.reports = CrashReports(self._server.crash_report_dir, engine, self._server)
+
+    # -- a rolling update
+
+    def link(self, config: EngineConfig, old: Replica) -> Link:
+        """See `Starter`: the new engine has the processors of the old one."""
+        return self._link(config, self._cpus[old.index])
+
+    def took(self, new: Replica, config: EngineConfig, old: Replica) -> None:
+        """See `Starter`."""
+        self._settle(new, config, self._cpus[old.index])
+
+
+def _check_shared(engine: EngineConfig, server: ServerConfig, num: int) -> None:
     fields = {"record_schedule": engine.record_schedule, "slot_save_path": server.slot_save_path}
     for name, value in fields.items():
         if value is not None:
             raise RequestError(name, value, f"left out with data_parallel_size {num}: each replica has its own")
     if engine.device not in ("auto", "cpu"):
         raise RequestError("device", engine.device, f"cpu with data_parallel_size {num}")
-    shares = divide(num, nodes)
-    engine = msgspec.structs.replace(engine, device="cpu", num_threads=engine.num_threads or (0 if shares[0] else 1))
-    is_json, level = server.log_format == "json", engine_level(server.uvicorn_log_level)
-    fleet = Fleet(
-        [ProcessLink(engine, ENGINE_COMMAND, is_json, level, cpus=cpus) for cpus in shares],
-        router=server.router,
-        max_num_queued_reqs=server.max_num_queued_reqs,
-        max_num_queued_tokens=server.max_num_queued_tokens,
-        max_restarts=server.max_restarts,
-        watchdog_timeout=server.watchdog_timeout,
-    )
-    if server.crash_report_dir:
-        for replica in fleet.replicas:
-            replica.reports = CrashReports(server.crash_report_dir, engine, server)
-    return fleet
 
 
 def allowed() -> list[int]:

@@ -53,7 +53,7 @@ function Explanation({ explanation }) {
     <${Facts} of=${{
       latency: seconds(latency), "first token": ttft === null ? "none" : seconds(ttft), ended: explanation.finish_reason,
       "cached tokens": explanation.num_cached_tokens, "guesses kept": `${count(explanation.num_accepted_tokens)} of ${count(explanation.num_draft_tokens)}`,
-      preemptions: explanation.preemptions,
+      preemptions: explanation.preemptions, replica: explanation.replica ?? 0,
       ...(memory ? { [memory.is_measured ? "of the memory's limit" : "of the fastest step"]: percent(memory.share, 0) } : {}),
     }} />
     <ul class="sentences">${sentences.map((sentence) => html`<li key=${sentence}>${sentence}</li>`)}</ul>
@@ -84,7 +84,7 @@ export function Requests() {
   const all = live.recording?.requests ?? data?.requests ?? [];
   const shown = order === "slowest" ? [...all].sort((a, b) => b.latency - a.latency) : all;
   const rows = shown.map((each) => Object.assign([
-    linkTo(each.id), each.phase || each.reason, each.num_prompt_tokens, each.num_cached_tokens, each.num_generated_tokens,
+    linkTo(each.id), each.replica ?? 0, each.phase || each.reason, each.num_prompt_tokens, each.num_cached_tokens, each.num_generated_tokens,
     each.ttft === null ? "" : seconds(each.ttft), seconds(each.latency), each.num_preemptions,
     each.num_guessed ? `${count(each.num_kept)} of ${count(each.num_guessed)}` : "",
   ], { key: each.id }));
@@ -95,6 +95,6 @@ export function Requests() {
     <p>${count(open)} open, ${count(all.length - open)} ended. A request's id opens where its time went.</p>
     <div class="controls"><${Choice} label="Order" value=${order} choose=${setOrder}
       options=${[["newest", "newest first"], ["slowest", "slowest first"]]} /></div>
-    <${Table} caption="Requests" maxRows=${MAX_ROWS} rows=${rows} columns=${["request", "state", ["prompt"], ["cached"], ["generated"],
+    <${Table} caption="Requests" maxRows=${MAX_ROWS} rows=${rows} columns=${["request", ["replica"], "state", ["prompt"], ["cached"], ["generated"],
       ["first token"], ["latency"], ["preemptions"], ["guesses kept"]]} />`;
 }

@@ -37,7 +37,7 @@ PUBLIC_UNDER = "/inspector/"
 ANY = "any"
 """The class of paths that every key opens."""
 _ANY_PATHS = frozenset({"/version", "/ping", "/health", "/openapi.json", "/docs", "/is_sleeping", "/v1/health"})
-_METRICS_PATHS = frozenset({"/metrics", "/load", "/slots"})
+_METRICS_PATHS = frozenset({"/metrics", "/load", "/slots", "/fleet"})
 # Calls that change the server or its models, supported here or not.
 _ADMIN_PATHS = frozenset(
     "/api/pull /api/push /api/create /api/copy /api/delete /v1/load_lora_adapter /v1/unload_lora_adapter".split()

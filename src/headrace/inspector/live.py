@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,8 +21,6 @@ from headrace.insight.state import State, state_of
 from headrace.protocol.errors import QueueFullError, RequestError
 from headrace.serve import routing
 from headrace.serve.errors import CallError
-from headrace.serve.inspection import Inspection
-from headrace.serve.loading import RunningModels
 
 INTERVAL_S = 1 / 40
 STATE_S = 1.0
@@ -36,13 +34,20 @@ class LiveEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     step: dict[str, Any] | None = None
 
 
-class Source:
-    """What all viewers read. The state is encoded once for all of them."""
+class Inspected(Protocol):
+    """A model that runs."""
 
-    def __init__(self, client: EngineClient, explainer: Explainer, models: RunningModels) -> None:
-        self.client = client
-        self._explainer = explainer
-        self._models = models
+    client: EngineClient
+    explainer: Explainer
+
+
+class Source:
+    """What all viewers read. The state is encoded once for all of them. `running` returns the loaded models."""
+
+    def __init__(self, model: Inspected, running: Callable[[], Iterable[Inspected]]) -> None:
+        self.client = client = model.client
+        self._explainer = explainer = model.explainer
+        self._running = running
         self.feed = explainer.feed = Feed(client.watch)
         self._state, self._time = b"", 0.0
 
@@ -50,7 +55,7 @@ class Source:
     def is_open(self) -> bool:
         """Whether the engine goes on: its model is loaded, and the server does not end."""
         client = self.client
-        is_loaded = any(model.client is client for model in self._models.running)
+        is_loaded = any(model.client is client for model in self._running())
         return is_loaded and not (client.is_draining or client.dead.is_set())
 
     def state(self) -> bytes:
@@ -102,8 +107,8 @@ class LiveStream(routing.Readable):
             await asyncio.sleep(INTERVAL_S)
 
 
-def add_routes(app: Starlette, models: RunningModels, inspection: Inspection) -> None:
-    """Add the route."""
+def add_routes(app: Starlette, running: Callable[[], Iterable[Inspected]], chosen: Callable[[], Inspected]) -> None:
+    """Add the route. `running` returns the models that are loaded, `chosen` the one to watch."""
     sources: list[Source] = []
     app.state.inspected = sources
 
@@ -112,10 +117,9 @@ def add_routes(app: Starlette, models: RunningModels, inspection: Inspection) ->
         follow = query.get("follow", "false")
         if follow not in ("true", "false"):
             raise RequestError("follow", follow, "true or false")
-        model = inspection.model
-        inspection.measure()
+        model = chosen()
         if not sources or sources[0].client is not model.client:
-            sources[:] = [Source(model.client, model.explainer, models)]
+            sources[:] = [Source(model, running)]
         try:
             return LiveStream(View(sources[0]), follow == "true")
         except QueueFullError as error:
