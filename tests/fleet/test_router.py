@@ -81,7 +81,7 @@ def test_by_prefix_a_request_may_wait_for_a_better_replica() -> None:
     assert routed(router, 1600, KEYS, rooms={1}).index == 1
 
 
-@pytest.mark.parametrize("words", [("random", 2, 16), ("prefix", 0, 16), ("prefix", 2, 0)])
+@pytest.mark.parametrize("words", [("random", 2, 16), ("prefix", -1, 16), ("prefix", 2, 0)])
 def test_numbers_out_of_range_are_refused(words: tuple[str, int, int]) -> None:
-    with pytest.raises(ValueError, match="expected one of|at least 1"):
+    with pytest.raises(ValueError, match="expected one of|at least"):
         Router(*words)

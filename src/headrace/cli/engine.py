@@ -180,8 +180,6 @@ def credentials_of(flags: FleetFlags, is_engine: bool) -> Credentials:
 
 def weights_of(config: EngineConfig) -> str:
     """Return the digest of a model's files, "" if its weights are not here. Blocks."""
-    from headrace import hub
-    from headrace.serve.startup import num_weight_bytes
+    from headrace.serve.startup import weights_digest
 
-    path = hub.resolve(config.model, config.revision, weights=False)
-    return hub.digest(path) if num_weight_bytes(path) else ""
+    return weights_digest(config.model, config.revision)

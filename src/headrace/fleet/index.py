@@ -47,6 +47,12 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._known)
 
+    def add(self) -> None:
+        """Keep the keys of one more replica."""
+        self._num += 1
+        self._reported.append(set())
+        self._last.append((0, 0))
+
     def depths(self, keys: Sequence[bytes]) -> list[int]:
         """Return for each replica how many of the first `keys` it has."""
         known, routed = self._known, self._routed

@@ -81,20 +81,30 @@ class Router:
 
     A prompt is known by the keys of its blocks of `block_tokens` tokens (`index.prefix_keys`).
 
-    Raises `ValueError` for an unknown policy, and for numbers below 1.
+    More replicas may come later, by `add`. Raises `ValueError` for an unknown policy, and for numbers out of bounds.
     """
 
     def __init__(self, policy: str, num_replicas: int, block_tokens: int) -> None:
         if policy not in ROUTERS:
             raise ValueError(f"policy is {policy!r}, expected one of {', '.join(ROUTERS)}")
-        if min(num_replicas, block_tokens) < 1:
-            raise ValueError("num_replicas and block_tokens must be at least 1")
+        if num_replicas < 0 or block_tokens < 1:
+            raise ValueError("num_replicas must be at least 0 and block_tokens at least 1")
         self.policy = policy
         self.block_tokens = block_tokens
         self.loads = [Load() for _ in range(num_replicas)]
         self.index = PrefixIndex(num_replicas)
         self._last = -1
         self._longest = 0
+
+    def add(self) -> None:
+        """Route to one more replica, whose number is the next."""
+        self.loads.append(Load())
+        self.index.add()
+
+    def renew(self, index: int) -> None:
+        """Forget what is known of a replica: its number is another's now."""
+        self.loads[index] = Load()
+        self.index.clear(index)
 
     def route(
         self,

@@ -26,10 +26,13 @@ from headrace.fleet.dispatch import Dispatcher, has_room
 from headrace.fleet.index import prefix_keys, root_key
 from headrace.fleet.router import Route, Router
 from headrace.protocol import frames
-from headrace.protocol.errors import EngineDeadError
+from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.protocol.step import EngineInfo, Stats, StepOutput
 
 logger = logging.getLogger("headrace.engine")
+
+DRAIN_S = 0.02
+"""Seconds between two looks at whether a replica that goes has ended its requests."""
 
 
 class Fleet(EngineClient):
@@ -43,7 +46,8 @@ class Fleet(EngineClient):
         max_restarts, watchdog_timeout: of each replica; see `Replica`. Those that are given up leave their work to the
             others; without any left, all ends with an `EngineDeadError`.
 
-    Raises `ValueError` for an unknown policy.
+    More engines may come later, by `add`, and go, by `remove`; the fleet may begin without any. Raises `ValueError`
+    for an unknown policy.
     """
 
     def __init__(
@@ -58,11 +62,16 @@ class Fleet(EngineClient):
         watchdog_timeout: float = 60.0,
     ) -> None:
         self._set_up(links, max_num_queued_reqs, max_num_queued_tokens, max_restarts, watchdog_timeout)
+        self._life = max_restarts, watchdog_timeout
         self.num_moved = 0
         self.router = Router(router, len(links), 1)
         # Of each replica that can be used; "" while it starts.
         self.fingerprints = [""] * len(links)
         self._draining: set[int] = set()
+        # Numbers of replicas that were removed, which others may have.
+        self._vacant: set[int] = set()
+        self._starts: dict[int, asyncio.Task[None]] = {}
+        self._has_begun = asyncio.Event()
         self._secret = secret or os.urandom(32)
         self._waiting: Dispatcher[OpenRequest] = Dispatcher(self.router, "fcfs")
         self._routes: dict[str, Route] = {}
@@ -87,33 +96,80 @@ class Fleet(EngineClient):
     @property
     def orders(self) -> Orders:
         """Those of the first replica that runs."""
+        if not self.replicas:
+            raise EngineDeadError("the engine has not started")
         return next((replica for replica in self.replicas if replica.is_alive), self.replicas[0]).orders
 
     @property
     def stats(self) -> Stats:
-        total = added([replica.stats for replica in self.replicas])
+        total = added([replica.stats for replica in self.replicas]) if self.replicas else Stats()
         return msgspec.structs.replace(total, num_waiting=total.num_waiting + len(self._waiting))
 
     @property
     def total(self) -> Stats:
-        return added([replica.total for replica in self.replicas])
+        return added([replica.total for replica in self.replicas]) if self.replicas else Stats()
 
     async def start(self) -> None:
         await super().start()
+        await self._has_begun.wait()
         await asyncio.gather(*self._tasks)
 
     async def close(self, at_once: bool = False) -> None:
-        for task in self._tasks:
+        for task in (*self._tasks, *self._starts.values()):
             task.cancel()
         await super().close(at_once)
 
     def drain(self, index: int) -> None:
-        """Send a replica no more requests, and let others go on with those that it has."""
+        """Send a replica no more requests, and let others of its fingerprint go on with those that it has; where there
+        are none, it ends them itself."""
         self._draining.add(index)
-        self._take_back(self.replicas[index])
+        fingerprint = self.fingerprints[index]
+        if any(self._is_usable(other) and self.fingerprints[other] == fingerprint for other in range(len(self.replicas))):
+            self._take_back(self.replicas[index])
         self._dispatch()
 
     # -- replicas that come and go
+
+    def add(self, link: Link) -> Replica:
+        """Start one more engine, and use it from its first token on. One that can not be used is removed again."""
+        index = min(self._vacant, default=len(self.replicas))
+        replica = Replica(link, self, index, *self._life)
+        if index < len(self.replicas):
+            self.replicas[index], self.fingerprints[index] = replica, ""
+            self._vacant.discard(index)
+            self._draining.discard(index)
+            self.router.renew(index)
+        else:
+            self.replicas.append(replica)
+            self.fingerprints.append("")
+            self.router.add()
+        self._starts[index] = asyncio.get_running_loop().create_task(self._start(replica))
+        return replica
+
+    async def _start(self, replica: Replica) -> None:
+        try:
+            await replica.start()
+        except (HeadraceError, OSError) as error:
+            logger.error("replica %d can not be used: %s", replica.index, error)
+            del self._starts[replica.index]
+            await self.remove(replica.index)
+
+    async def remove(self, index: int) -> None:
+        """Drain a replica, wait until it has no requests, and end it. Its number may be given to another afterwards."""
+        replica = self.replicas[index]
+        self.drain(index)
+        while replica.is_alive and any(not entry.is_probe for entry in replica.entries.values()):
+            await asyncio.sleep(DRAIN_S)
+        if (task := self._starts.pop(index, None)) is not None:
+            task.cancel()
+        await replica.close()
+        self._take_back(replica)
+        replica.dead = EngineDeadError("the replica was removed")
+        self.fingerprints[index] = ""
+        self.router.renew(index)
+        self._vacant.add(index)
+        self._fail_stranded()
+        self._dispatch()
 
     def probe(self, replica: Replica) -> RequestStream:
         self._learn(replica)
@@ -149,6 +205,7 @@ class Fleet(EngineClient):
         except EngineDeadError:
             return
         self.fingerprints[replica.index] = fingerprint
+        self._has_begun.set()
         if len({each for each in self.fingerprints if each}) > 1:
             logger.warning("the replicas differ in weights, formats or kernels: answers stay where they began")
         self._fail_stranded()
@@ -185,6 +242,9 @@ class Fleet(EngineClient):
         if any(
             not each and replica.dead is None for each, replica in zip(self.fingerprints, self.replicas, strict=True)
         ):
+            return
+        if not any(self.fingerprints):
+            # The next engine may be one that is added.
             return
         for entry in self._waiting:
             bound = self._bound.get(entry.request.request_id)
