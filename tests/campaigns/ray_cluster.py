@@ -1,12 +1,12 @@
 """The campaign of a Ray cluster (C-5-ray): replicas, a node and the head are killed while streams of every kind run.
 
 `python -m tests.campaigns.ray_cluster --kills 5 --seed 1 --out FILE` starts a Ray cluster with token authentication, of
-three nodes at addresses of this host's loopback, and deploys an app.yaml with three engines by `headrace deploy`. It lets
-streams of C-5's kinds run undisturbed, and then again and again while an engine's actor is killed (SIGKILL), then while
-all processes of a node are, and last those of the head. Every stream must end with the text, token ids and
+three nodes at addresses of this host's loopback, and deploys an app.yaml with three engines by `headrace deploy`. It
+lets streams of C-5's kinds run undisturbed, and then again and again while an engine's actor is killed (SIGKILL), then
+while all processes of a node are, and last those of the head. Every stream must end with the text, token ids and
 log-probabilities of the undisturbed run, to the bit. Before that, a cluster without tokens must be refused by `deploy`,
-and clients with a wrong token, or none, by the cluster. Needs the extra ray. What it counted it prints as JSON; the exit
-status is 1 if anything was wrong.
+and clients with a wrong token, or none, by the cluster. Needs the extra ray. What it counted it prints as JSON; the
+exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from tests.campaigns.faults import STREAM_S, Campaign, is_live
 from tests.support.serving import Served, free_port
 
 NUM_ENGINES = 3
+HEAD = "127.0.1.1"
+"""Ray takes 127.0.0.1 for the address of the machine."""
 START_S = 300.0
 APP = """\
 name: campaign
@@ -45,7 +47,7 @@ models:
     resources: {{engine: 1}}
     engine: {{num-threads: 1, num-gpu-blocks-override: 1024}}
 front:
-  host: 127.0.0.2
+  host: 127.0.1.2
   port: {port}
   num_cpus: 0
   resources: {{front: 1}}
@@ -59,7 +61,7 @@ class Cluster:
 
     def __init__(self, folder: Path, mode: str = "token") -> None:
         self.port = free_port()
-        self.address = f"127.0.0.1:{self.port}"
+        self.address = f"{HEAD}:{self.port}"
         self.folder = folder
         self.raylets: dict[str, psutil.Process] = {}
         self.environment = os.environ | {
@@ -97,7 +99,7 @@ class Cluster:
         """Kill all processes of a node at once, and of the head those that only it has. Returns how many there were."""
         raylet = self.raylets.pop(host)
         victims = [raylet, *raylet.children(recursive=True)]
-        if host == "127.0.0.1":
+        if host == HEAD:
             victims += [each for each in psutil.process_iter() if self._is_of_head(each)]
         for each in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -107,7 +109,9 @@ class Cluster:
     def _is_of_head(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):
             words = " ".join(process.cmdline())
-            return str(self.folder) in words and ("gcs_server" in words or "/dashboard/" in words or "monitor.py" in words)
+            return str(self.folder) in words and (
+                "gcs_server" in words or "/dashboard/" in words or "monitor.py" in words
+            )
         return False
 
     def actors(self, deployment: str) -> dict[str, list[psutil.Process]]:
@@ -155,7 +159,7 @@ class RayCampaign(Campaign):
             engines = [each for group in self.cluster.actors("-builtin:engine").values() for each in group]
             self.noise.choice(engines).send_signal(signal.SIGKILL)
         else:
-            host = {"node": "127.0.0.3", "head": "127.0.0.1"}[kind]
+            host = {"node": "127.0.1.3", "head": HEAD}[kind]
             self.counts[f"engines on the {kind}"] = len(self.cluster.actors("-builtin:engine").get(host, []))
             self.counts[f"processes of the {kind}"] = self.cluster.kill(host)
         self.counts["faults"] += 1
@@ -188,7 +192,7 @@ def refusals(folder: Path, campaign: Counter[str], problems: list[str]) -> None:
     cluster = Cluster(folder, "disabled")
     (folder / "app.yaml").write_text(APP.format(model="builtin", engines=1, port=free_port()))
     try:
-        cluster.start("127.0.0.1")
+        cluster.start(HEAD)
         text = cluster.run("headrace", "deploy", str(folder / "app.yaml"), "--address", cluster.address, status=1)
         campaign["open cluster refused"] = int("takes commands without a token" in text and "get-auth-token" in text)
     finally:
@@ -230,14 +234,14 @@ def run(num_kills: int, seed: int, num_streams: int, max_tokens: int, model: str
         try:
             cluster.run("ray", "get-auth-token", "--generate")
             # The front's place is one that is not killed: its clients are connected to it.
-            cluster.start("127.0.0.1", engine=1)
-            cluster.start("127.0.0.2", engine=4, front=1)
-            cluster.start("127.0.0.3", engine=1)
+            cluster.start(HEAD, engine=1)
+            cluster.start("127.0.1.2", engine=4, front=1)
+            cluster.start("127.0.1.3", engine=1)
             strangers(cluster, counts, problems)
             start = time.monotonic()
             print(cluster.run("headrace", "deploy", str(app), "--address", cluster.address), file=sys.stderr)
             deploy_s = time.monotonic() - start
-            report = rounds(cluster, f"http://127.0.0.2:{port}", num_kills, seed, num_streams, max_tokens)
+            report = rounds(cluster, f"http://127.0.1.2:{port}", num_kills, seed, num_streams, max_tokens)
         finally:
             cluster.stop()
     report["counts"] = dict(sorted(counts.items())) | report["counts"]
@@ -246,9 +250,7 @@ def run(num_kills: int, seed: int, num_streams: int, max_tokens: int, model: str
     return report | {"commit": commit(), "streams_at_once": num_streams}
 
 
-def rounds(
-    cluster: Cluster, url: str, num_kills: int, seed: int, num_streams: int, max_tokens: int
-) -> dict[str, Any]:
+def rounds(cluster: Cluster, url: str, num_kills: int, seed: int, num_streams: int, max_tokens: int) -> dict[str, Any]:
     campaign = RayCampaign(cluster, url, num_streams, seed, max_tokens)
     asyncio.run(campaign.until_whole(time.monotonic()))
     campaign.recoveries.clear()

@@ -237,6 +237,7 @@ def server_of(app: Starlette, server: ServerConfig, sockets: list[socket.socket]
 
 async def serve(server: Server, life: Life, sockets: list[socket.socket]) -> int:
     """Serve until the server ends, by a signal, by `end`, or because its engine is dead. Returns the exit status."""
+
     async def stop_when_dead() -> None:
         await life.ended.wait()
         server.should_exit = True

@@ -124,7 +124,9 @@ class Fleet(EngineClient):
         are none, it ends them itself."""
         self._draining.add(index)
         fingerprint = self.fingerprints[index]
-        if any(self._is_usable(other) and self.fingerprints[other] == fingerprint for other in range(len(self.replicas))):
+        if any(
+            self._is_usable(other) and self.fingerprints[other] == fingerprint for other in range(len(self.replicas))
+        ):
             self._take_back(self.replicas[index])
         self._dispatch()
 

@@ -224,13 +224,16 @@ def _number(value: Any, kind: Any) -> Any:
     return value
 
 
+STRUCTS: dict[str, type[msgspec.Struct]] = {"models": Model, "front": Front}
+
+
 def documented(kind: type[msgspec.Struct] = App, path: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield name, default and meaning of every field of the file."""
     for field in msgspec.structs.fields(kind):
         meta = next((part for part in getattr(field.type, "__metadata__", ()) if part.description), None)
         plain = field.default not in (msgspec.NODEFAULT, None)
         default = msgspec.json.encode(field.default).decode().strip('"') if plain else ""
-        inner = {"models": Model, "front": Front}.get(field.name)
+        inner = STRUCTS.get(field.name)
         yield f"{path}{field.name}", "" if inner else default, meta.description if meta else ""
         if inner is not None:
             yield from documented(inner, f"{path}{field.name}.")

@@ -34,7 +34,7 @@ CALL_S = 10.0
 class EngineActor:
     """An engine of a plan (`EnginePlan` as msgpack)."""
 
-    async def __init__(self, plan: bytes) -> None:
+    async def __init__(self, plan: bytes) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         logs.set_up("info")
         self._plan = msgspec.msgpack.decode(plan, type=EnginePlan)
         self._name = token_hex(8)

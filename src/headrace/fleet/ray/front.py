@@ -1,6 +1,6 @@
 """`FrontActor`: headrace's own server as a replica of Ray Serve, with a fleet of the engines that announce themselves.
 
-Clients come to its own port; Ray Serve's proxies have nothing to do with it. Made by Ray Serve from what `deploy` binds.
+Clients come to its own port, and to none of Ray's. Made by Ray Serve from what `deploy` binds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PORT_S = 30.0
 class FrontActor:
     """The front of a plan (`FrontPlan` as msgpack)."""
 
-    async def __init__(self, plan: bytes) -> None:
+    async def __init__(self, plan: bytes) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         self._plan = msgspec.msgpack.decode(plan, type=FrontPlan)
         engine, server = self._plan.engine, self._plan.server
         logs.set_up(server.uvicorn_log_level, server.log_format)

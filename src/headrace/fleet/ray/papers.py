@@ -78,7 +78,8 @@ def make(folder: Path) -> None:
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
     def pem(certificate: x509.Certificate) -> bytes:
-        return certificate.public_bytes(serialization.Encoding.PEM)
+        text: bytes = certificate.public_bytes(serialization.Encoding.PEM)
+        return text
 
     authority = ec.generate_private_key(ec.SECP256R1())
 
@@ -92,11 +93,11 @@ def make(folder: Path) -> None:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=1))
             .not_valid_after(now + datetime.timedelta(days=365 * YEARS))
-            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False
+                x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), critical=True
             )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         )
         if role == "engine":
             builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(ENGINE_NAME)]), critical=False)
