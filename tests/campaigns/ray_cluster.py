@@ -32,11 +32,12 @@ import httpx
 import psutil
 from bench.record import commit
 from tests.campaigns.faults import STREAM_S, Campaign, is_live
-from tests.support.serving import Served, free_port
+from tests.support.serving import Served, free_port, gauge
 
 NUM_ENGINES = 3
 HEAD = "127.0.1.1"
 """Ray takes 127.0.0.1 for the address of the machine."""
+HEAD_PROGRAMS = ("/gcs_server", "/dashboard/dashboard.py", "/monitor.py", "ray.util.client.server")
 START_S = 300.0
 MAX_HEADLESS_S = 90.0
 """How long the front is watched after the head is gone: longer than Ray lets nodes live without one by default."""
@@ -115,9 +116,7 @@ class Cluster:
     def _is_of_head(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):
             words = " ".join(process.cmdline())
-            return str(self.folder) in words and (
-                "gcs_server" in words or "/dashboard/" in words or "monitor.py" in words
-            )
+            return str(self.folder / "ray") in words and any(name in words for name in HEAD_PROGRAMS)
         return False
 
     def actors(self, deployment: str) -> dict[str, list[psutil.Process]]:
@@ -161,6 +160,7 @@ class RayCampaign(Campaign):
 
     async def _strike(self, kind: str) -> None:
         began = time.monotonic()
+        self.counts["open requests at the faults"] += int(gauge(self.served.url, "headrace:replica_requests"))
         if kind == "replica":
             engines = [each for group in self.cluster.actors("-builtin:engine").values() for each in group]
             self.noise.choice(engines).send_signal(signal.SIGKILL)

@@ -146,7 +146,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         ),
     ),
     # Actors of Ray Serve: an engine's server, and a whole server as its front.
-    (Room("fleet.ray", "protocol engine fleet fleet.engines fleet.remote serve", HEAVY),),
+    (Room("fleet.ray", "protocol hub engine fleet fleet.engines fleet.remote serve", HEAVY),),
 )
 ROOMS = {room.name: room for floor in FLOORS for room in floor}
 

@@ -246,20 +246,16 @@ def serve(
     for note in notes:
         logger.warning("%s", note)
     try:
-        _serve(engine, server, has_model, make_client)
+        with contextlib.ExitStack() as stack:
+            # First: a port in use is known at once, and a client that connects from now on waits for its answer.
+            sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
+            status = process.run(make_app(engine, server, has_model, make_client), server, sockets)
     except HeadraceError as error:
         if server.log_format != "json":
             raise
         # The command would print a line that is not JSON.
         logger.critical("%s", error)
         sys.exit(2 if isinstance(error, RequestError) else 1)
-
-
-def _serve(engine: EngineConfig, server: ServerConfig, has_model: bool, make_client: MakeClient) -> None:
-    with contextlib.ExitStack() as stack:
-        # First: a port in use is known at once, and a client that connects from now on waits for its answer.
-        sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
-        status = process.run(make_app(engine, server, has_model, make_client), server, sockets)
     if status:
         sys.exit(status)
 

@@ -120,20 +120,17 @@ class Server(uvicorn.Server):
     After SIGTERM it serves on for `delay` seconds, while its probes fail: a load balancer needs that time to notice. A
     further signal ends the delay, one in the drain ends the drain, and one more the process.
 
-    Args:
-        takes_signals: whether the process is the server's, and its signals mean the server. Else `end` ends it.
-
     Attributes:
         last_signal: the signal that ended the drain; None if it took its time.
+        takes_signals: whether the process is the server's, and its signals mean the server. Else `end` ends it.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, life: Life, delay: float, drain_seconds: float, takes_signals: bool = True
-    ) -> None:
+    takes_signals = True
+
+    def __init__(self, config: uvicorn.Config, life: Life, delay: float, drain_seconds: float) -> None:
         super().__init__(config)
         self.last_signal: signal.Signals | None = None
         self._life = life
-        self._takes_signals = takes_signals
         self._delay = delay
         self._drain_seconds = drain_seconds
 
@@ -149,7 +146,7 @@ class Server(uvicorn.Server):
                 _exit(number)
             loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), context=surroundings)
 
-        for name in SIGNALS if self._takes_signals else ():
+        for name in SIGNALS if self.takes_signals else ():
             signal.signal(name, on_signal)
         yield
 
@@ -218,7 +215,7 @@ def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | Non
     return asyncio.run(serve(uvicorn_server, app.state.lifespan, sockets))
 
 
-def server_of(app: Starlette, server: ServerConfig, sockets: list[socket.socket], takes_signals: bool = True) -> Server:
+def server_of(app: Starlette, server: ServerConfig, sockets: list[socket.socket]) -> Server:
     """Return the server of `app` behind `sockets`, which `serve` runs."""
     config = uvicorn.Config(
         app,
@@ -232,7 +229,7 @@ def server_of(app: Starlette, server: ServerConfig, sockets: list[socket.socket]
     )
     life = app.state.lifespan
     life.url = url_of(server.host, sockets[0].getsockname()[1])
-    return Server(config, life, server.shutdown_delay, server.shutdown_timeout, takes_signals)
+    return Server(config, life, server.shutdown_delay, server.shutdown_timeout)
 
 
 async def serve(server: Server, life: Life, sockets: list[socket.socket]) -> int:

@@ -74,12 +74,6 @@ def num_weight_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def weights_digest(model: str, revision: str | None) -> str:
-    """Return the digest of a model's files, "" if its weights are not here. Blocks, a second for each gigabyte."""
-    path = hub.resolve(model, revision, weights=False)
-    return hub.digest(path) if num_weight_bytes(path) else ""
-
-
 def readable(num_bytes: int) -> str:
     """Return a number of bytes with a unit of people, such as 1.5 GiB."""
     size, unit = next(((size, unit) for size, unit in UNITS if num_bytes >= size), (1, "bytes"))

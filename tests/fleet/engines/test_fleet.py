@@ -208,7 +208,7 @@ def test_an_answer_that_no_replica_can_go_on_with_is_an_error() -> None:
         fleet.replicas[0].dead = EngineDeadError("gone")
         fleet.fingerprints[0] = "gone"
         fleet._bound[one.requests[0].request_id] = "a"
-        fleet.drain(0)
+        fleet._take_back(fleet.replicas[0])
         fleet._fail_stranded()
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await read(one)

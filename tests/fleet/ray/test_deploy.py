@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,4 +99,5 @@ def test_serves_config_is_what_the_file_says() -> None:
     [model] = app_of({"models": [{"model": "builtin", "max_replicas": 3, "downscale_delay_seconds": 60}]}).models
     config = AutoscalingConfig(**autoscaling(model))
     assert (config.min_replicas, config.max_replicas, config.downscale_delay_s) == (1, 3, 60)
-    assert config.policy.get_policy() is replicas_for
+    context = SimpleNamespace(aggregated_metrics=None, target_num_replicas=2)
+    assert config.policy.get_policy()(context) == replicas_for(context) == (2, {})

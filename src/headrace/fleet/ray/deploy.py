@@ -34,7 +34,9 @@ PROBED = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 """A call to Ray's control service that changes nothing."""
 PROBE_S = 10.0
 CHECK_S = 1.0
-"""Seconds between two checks of an actor's health, and between two reports of its load."""
+"""Seconds between two checks of an actor's health."""
+LOOK_BACK_S = 15.0
+"""Seconds of reports whose mean decides how many engines there are."""
 PATIENCE_S = 30.0
 """Seconds that an answer to a check may take: an actor's host may be busy."""
 MAX_CALLS = 1024
@@ -166,9 +168,8 @@ def autoscaling(model: Model) -> dict[str, Any]:
         "max_replicas": model.most_replicas,
         "upscale_delay_s": model.upscale_delay_seconds,
         "downscale_delay_s": model.downscale_delay_seconds,
-        "metrics_interval_s": CHECK_S,
-        # The reports are means of half a minute already.
-        "look_back_period_s": 5 * CHECK_S,
+        # Engines report every ten seconds, and what they report are means of half a minute already.
+        "look_back_period_s": LOOK_BACK_S,
         "policy": {"policy_function": POLICY},
     }
 

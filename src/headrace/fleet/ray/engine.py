@@ -17,13 +17,13 @@ import msgspec
 import ray
 from ray import serve
 
+from headrace import hub
 from headrace.engine import logs
 from headrace.engine.links import ProcessLink
 from headrace.fleet.ray.plans import ANNOUNCE_S, FRONT, EnginePlan
 from headrace.fleet.ray.scaling import Demand, stats
 from headrace.fleet.remote.server import EngineServer
 from headrace.protocol.errors import HeadraceError
-from headrace.serve.startup import weights_digest
 
 logger = logging.getLogger("headrace.engine")
 
@@ -47,7 +47,7 @@ class EngineActor:
         server = EngineServer(
             ProcessLink(config, log_level="info"),
             self._plan.papers.credentials(),
-            lambda: weights_digest(config.model, config.revision),
+            lambda: hub.weights_digest(config.model, config.revision),
         )
         self._serving = asyncio.create_task(server.serve(self._listener))
         loaded = asyncio.create_task(server.until_loaded())

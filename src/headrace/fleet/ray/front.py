@@ -16,6 +16,7 @@ from hashlib import blake2b
 import msgspec
 import ray
 
+from headrace import hub
 from headrace.engine import logs
 from headrace.engine.client import EngineClient
 from headrace.fleet.engines.client import Fleet
@@ -28,7 +29,6 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.serve import process
 from headrace.serve.app import make_app
-from headrace.serve.startup import weights_digest
 
 logger = logging.getLogger("headrace.server")
 
@@ -48,12 +48,13 @@ class FrontActor:
         self._sockets = await _listen(server.host, server.port)
         app = make_app(engine, server, make_client=self._make_client)
         self._life = app.state.lifespan
-        self._server = process.server_of(app, server, self._sockets, takes_signals=False)
+        self._server = process.server_of(app, server, self._sockets)
+        self._server.takes_signals = False
         self._serving = asyncio.create_task(process.serve(self._server, self._life, self._sockets))
 
     def _make_client(self, engine: EngineConfig, server: ServerConfig) -> EngineClient:
         credentials = self._plan.papers.credentials()
-        weights = functools.cache(lambda: weights_digest(engine.model, engine.revision))
+        weights = functools.cache(lambda: hub.weights_digest(engine.model, engine.revision))
         secret = blake2b(b"prefix keys", key=credentials.secret[: blake2b.MAX_KEY_SIZE], digest_size=32).digest()
         fleet = Fleet(
             [],
