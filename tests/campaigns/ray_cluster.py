@@ -5,8 +5,8 @@ three nodes at addresses of this host's loopback, and deploys an app.yaml with t
 lets streams of C-5's kinds run undisturbed, and then again and again while an engine's actor is killed (SIGKILL), then
 while all processes of a node are, and last those of the head. Every stream must end with the text, token ids and
 log-probabilities of the undisturbed run, to the bit. Before that, a cluster without tokens must be refused by `deploy`,
-and clients with a wrong token, or none, by the cluster. Needs the extra ray. What it counted it prints as JSON; the
-exit status is 1 if anything was wrong.
+and clients with a wrong token, or none, by the cluster; and a flood must bring more engines. Needs the extra ray. What
+it counted it prints as JSON; the exit status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ HEAD = "127.0.1.1"
 """Ray takes 127.0.0.1 for the address of the machine."""
 HEAD_PROGRAMS = ("/gcs_server", "/dashboard/dashboard.py", "/monitor.py", "ray.util.client.server")
 START_S = 300.0
+FLOOD_S = 60.0
+SCALING_S = 240.0
 MAX_HEADLESS_S = 90.0
 """How long the front is watched after the head is gone: longer than Ray lets nodes live without one by default."""
 APP = """\
@@ -56,6 +58,18 @@ front:
   resources: {{front: 1}}
   server: {{uvicorn-log-level: warning, watchdog-timeout: 20}}
 """
+SCALED = """\
+name: campaign
+models:
+  - model: builtin
+    max_replicas: {engines}
+    target_queue_seconds: 0.5
+    upscale_delay_seconds: 2
+    downscale_delay_seconds: 10
+    engine: {{num-threads: 1, num-gpu-blocks-override: 1024, max-num-seqs: 4}}
+front: {{host: 127.0.1.1, port: {port}, num_cpus: 0, server: {{uvicorn-log-level: warning}}}}
+"""
+CALL = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "model": "builtin"}
 CLIENT = "import ray; ray.init(address={address!r}, log_to_driver=False); print('connected to', len(ray.nodes()))"
 
 
@@ -207,6 +221,61 @@ def refusals(folder: Path, campaign: Counter[str], problems: list[str]) -> None:
         problems.append(f"deploy to an open cluster: {text[-500:]}")
 
 
+def scaling(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """A flood of calls of a minute against one engine of four sequences: others come, all calls are answered, and the
+    others go when it is over. Last, the deployment is removed."""
+    folder.mkdir()
+    cluster, port = Cluster(folder), free_port()
+    app = folder / "app.yaml"
+    app.write_text(SCALED.format(engines=NUM_ENGINES, port=port))
+    numbers: list[tuple[int, int]] = []
+
+    def num_engines() -> int:
+        return sum(map(len, cluster.actors("").values())) - 1
+
+    async def work() -> Counter[int]:
+        calls = asyncio.create_task(flood(f"http://127.0.1.1:{port}", FLOOD_S))
+        began = time.monotonic()
+        while time.monotonic() - began < SCALING_S and not (calls.done() and num_engines() == 1):
+            if not numbers or numbers[-1][1] != num_engines():
+                numbers.append((round(time.monotonic() - began), num_engines()))
+            await asyncio.sleep(0.5)
+        numbers.append((round(time.monotonic() - began), num_engines()))
+        return await calls
+
+    try:
+        cluster.run("ray", "get-auth-token", "--generate")
+        cluster.start(HEAD)
+        cluster.run("headrace", "deploy", str(app), "--address", cluster.address)
+        statuses = asyncio.run(work())
+        if not {number for _, number in numbers} >= {1, NUM_ENGINES} or num_engines() != 1 or set(statuses) != {200}:
+            problems.append(f"scaling: engines {numbers}, at last {num_engines()}; replies {statuses}")
+        cluster.run("headrace", "deploy", str(app), "--address", cluster.address, "--delete")
+        end = time.monotonic() + 60
+        while any(cluster.actors("").values()) and time.monotonic() < end:
+            time.sleep(0.5)
+        if left := cluster.actors(""):
+            problems.append(f"left of a deployment that was removed: {left}")
+    finally:
+        cluster.stop()
+    return {"engines_by_second": numbers, "replies": dict(statuses)}
+
+
+async def flood(url: str, seconds: float) -> Counter[int]:
+    """Calls of 48 clients for so many seconds. Returns how many replies had which status."""
+    statuses: Counter[int] = Counter()
+    end = time.monotonic() + seconds
+    async with httpx.AsyncClient(timeout=STREAM_S, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def call(seed: int) -> None:
+            while time.monotonic() < end:
+                reply = await client.post(f"{url}/v1/completions", json=CALL | {"seed": seed})
+                statuses[reply.status_code] += 1
+
+        await asyncio.gather(*map(call, range(48)))
+    return statuses
+
+
 def strangers(cluster: Cluster, counts: Counter[str], problems: list[str]) -> None:
     """Clients with the right token, a wrong one and none. The first is the control."""
     cases = {
@@ -235,6 +304,7 @@ def run(
         counts: Counter[str] = Counter()
         problems: list[str] = []
         refusals(Path(name) / "open", counts, problems)
+        scaled = scaling(Path(name) / "scaled", problems)
         cluster = Cluster(Path(name), reconnect_s=reconnect_s)
         port = free_port()
         app = Path(name) / "app.yaml"
@@ -254,7 +324,12 @@ def run(
             cluster.stop()
     report["counts"] = dict(sorted(counts.items())) | report["counts"]
     report["problems"] += problems
-    report |= {"deploy_s": round(deploy_s, 1), "minutes": round((time.monotonic() - began) / 60, 2), "seed": seed}
+    report |= {
+        "scaling": scaled,
+        "deploy_s": round(deploy_s, 1),
+        "minutes": round((time.monotonic() - began) / 60, 2),
+        "seed": seed,
+    }
     return report | {"commit": commit(), "streams_at_once": num_streams}
 
 
