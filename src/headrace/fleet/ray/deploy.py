@@ -41,6 +41,8 @@ PATIENCE_S = 30.0
 """Seconds that an answer to a check may take: an actor's host may be busy."""
 MAX_CALLS = 1024
 """Calls of engines that a front takes at once."""
+NUM_TRIES = 3
+"""Starts of actors that may fail before a deployment has failed."""
 POLL_S = 0.5
 
 
@@ -131,6 +133,7 @@ def _front(app: App, folder: Path) -> Any:
         num_replicas=1,
         ray_actor_options=_options(app.front),
         max_ongoing_requests=MAX_CALLS,
+        max_constructor_retry_count=NUM_TRIES,
         health_check_period_s=CHECK_S,
         health_check_timeout_s=PATIENCE_S,
         graceful_shutdown_timeout_s=plan.server.shutdown_timeout + PATIENCE_S,
@@ -154,6 +157,7 @@ def _engine(app: App, place: int, model: Model, folder: Path) -> Any:
         name=ENGINE,
         **number,
         ray_actor_options=_options(model),
+        max_constructor_retry_count=NUM_TRIES,
         health_check_period_s=CHECK_S,
         health_check_timeout_s=PATIENCE_S,
         graceful_shutdown_timeout_s=model.drain_seconds,
