@@ -88,6 +88,13 @@ def digest(path: Path, names: Iterable[str] = DIGESTED) -> str:
     return hasher.hexdigest()
 
 
+def weights_digest(model: str, revision: str | None) -> str:
+    """Return the `digest` of a model's files, "" if its weights are not here."""
+    path = resolve(model, revision, weights=False)
+    has_weights = path.is_file() or any(any(path.glob(name)) for name in DIGESTED if name != "config.json")
+    return digest(path) if has_weights else ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a model directory. Raises `CheckpointError` if it is missing, too large or no object."""
     if not path.is_file():

@@ -46,6 +46,8 @@ NOT_RUN = {
     "python -c": "prints a new key",
     "headrace plan builtin --check": "minutes; tests/plan/test_check.py runs it",
     "headrace plan path/to/model --quantization int8 --check": "minutes; tests/plan/test_check.py runs it",
+    "ray ": "a cluster; tests/campaigns/ray_cluster.py runs it",
+    "headrace deploy": "a cluster; tests/fleet/ray and tests/campaigns/ray_cluster.py run it",
     "headrace engine": "a server; tests/fleet/remote/test_commands.py runs it",
     "openssl": "tests/support/remote.py runs them",
     "headrace pull": "needs the hub; tests/serve/test_models_folder.py runs it",

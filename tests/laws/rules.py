@@ -145,13 +145,15 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
             HEAVY,
         ),
     ),
+    # Actors of Ray Serve: an engine's server, and a whole server as its front.
+    (Room("fleet.ray", "protocol hub engine fleet fleet.engines fleet.remote serve", HEAVY),),
 )
 ROOMS = {room.name: room for floor in FLOORS for room in floor}
 
 # The composition roots, above all floors: they put the parts together and may import anything.
 ROOTS = ("llm", "async_llm", "cli", "doctor", "labs", "__main__", "__init__")
 # Other rooms are handed their numbers, never the config object.
-CONFIG_ROOMS = ("protocol", "engine", "fleet.engines", "serve")
+CONFIG_ROOMS = ("protocol", "engine", "fleet.engines", "fleet.ray", "serve")
 
 # core computes; it does not read clocks, files, sockets, or noise.
 CORE_FORBIDDEN_MODULES = frozenset(

@@ -310,8 +310,8 @@ def test_every_family(tmp_path: Path, model_type: str) -> None:
         source, tmp_path / "gptq", Options(method="gptq", group_size=8), "compressed-tensors", TEXT
     )
     assert mean(made.errors) < mean(plain.errors)
-    # In 8 bits little is lost, unless a scale is folded to the wrong place (the test below: over 0.3). How much depends on
-    # the scales that were found, and those on the arithmetic of the processor: up to 0.17 was seen.
+    # In 8 bits little is lost, unless a scale is folded to the wrong place (the test below: over 0.3). How much depends
+    # on the scales that were found, and those on the arithmetic of the processor: up to 0.17 was seen.
     options = Options(method="awq", bits=8, group_size=8)
     quantise_checkpoint(source, tmp_path / "awq", options, "compressed-tensors", TEXT)
     assert furthest(source, tmp_path / "awq") < 0.22

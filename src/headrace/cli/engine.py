@@ -77,6 +77,7 @@ def engine(
     config = build(EngineConfig, fields | {"model": model})
     host, port = address_of("listen", listen)
     credentials = credentials_of(build(FleetFlags, fields), is_engine=True)
+    from headrace import hub
     from headrace.engine import logs
     from headrace.engine.links import ProcessLink
     from headrace.fleet.remote.server import EngineServer, logger
@@ -89,7 +90,11 @@ def engine(
         raise RequestError("listen", listen, bound) from error
     with listener:
         logger.info("listens on %s port %d; loading %s", *listener.getsockname()[:2], model)
-        server = EngineServer(ProcessLink(config, log_level="info"), credentials, lambda: weights_of(config))
+        server = EngineServer(
+            ProcessLink(config, log_level="info"),
+            credentials,
+            lambda: hub.weights_digest(config.model, config.revision),
+        )
 
         async def run() -> None:
             task = asyncio.create_task(server.serve(listener))
@@ -129,12 +134,13 @@ def remote_client(
     credentials = credentials_of(flags, is_engine=False)
 
     def make(engine: EngineConfig, server: ServerConfig) -> EngineClient:
+        from headrace import hub
         from headrace.engine.client import EngineClient
         from headrace.engine.crash_reports import CrashReports
         from headrace.fleet.engines.client import Fleet
         from headrace.fleet.remote.link import RemoteLink
 
-        weights = functools.cache(lambda: weights_of(engine))
+        weights = functools.cache(lambda: hub.weights_digest(engine.model, engine.revision))
         links = [RemoteLink(host, port, credentials, weights) for host, port in addresses]
         bounds: dict[str, Any] = {
             "max_num_queued_reqs": server.max_num_queued_reqs,
@@ -176,12 +182,3 @@ def credentials_of(flags: FleetFlags, is_engine: bool) -> Credentials:
             raise RequestError(name, None, "a file; see howto-scale.md")
         names.append(value)
     return Credentials.read(*names, is_engine=is_engine)
-
-
-def weights_of(config: EngineConfig) -> str:
-    """Return the digest of a model's files, "" if its weights are not here. Blocks."""
-    from headrace import hub
-    from headrace.serve.startup import num_weight_bytes
-
-    path = hub.resolve(config.model, config.revision, weights=False)
-    return hub.digest(path) if num_weight_bytes(path) else ""

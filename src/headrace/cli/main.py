@@ -16,6 +16,7 @@ import typer
 import headrace
 from headrace.cli import (
     chat,
+    deploy,
     doctor,
     engine,
     explain,
@@ -47,6 +48,7 @@ app = typer.Typer(
 )
 app.command(cls=serve.ServeCommand)(serve.serve)
 app.command()(engine.engine)
+app.command()(deploy.deploy)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command(name="list")(models.list_models)

@@ -90,6 +90,18 @@ class Admission:
         """Note that an answer of so many tokens has ended."""
         self.mean_answer += WEIGHT * (num_tokens - self.mean_answer)
 
+    def seconds_to_begin(self, now: float) -> float:
+        """Return how long the last request in the queue will wait, by the rate at which work was begun in the last half
+        minute; 0 if none was begun in it."""
+        self._forget(now)
+        if not self.num_waiting or not self._starts:
+            return 0.0
+        return self.num_waiting_tokens * self._span(now) / max(1, sum(work for _, work in self._starts))
+
+    def _span(self, now: float) -> float:
+        """Return the seconds of the half minute in which work was begun."""
+        return max(now - self._starts[0][0], 1.0)
+
     def _move(self, number: int, work: int, name: str) -> None:
         self.num_waiting += number
         self.num_waiting_tokens += work
@@ -103,7 +115,7 @@ class Admission:
         self._forget(now)
         if not self._starts:
             return 10
-        span = max(now - self._starts[0][0], 1.0)
+        span = self._span(now)
         wait_reqs = num * span / len(self._starts)
         wait_tokens = num_tokens * span / max(1, sum(work for _, work in self._starts))
         return min(60, max(1, math.ceil(max(wait_reqs, wait_tokens))))

@@ -247,32 +247,36 @@ def serve(
     for note in notes:
         logger.warning("%s", note)
     try:
-        _serve(engine, server, has_model, make_client)
+        with contextlib.ExitStack() as stack:
+            # First: a port in use is known at once, and a client that connects from now on waits for its answer.
+            sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
+            status = process.run(make_app(engine, server, has_model, make_client), server, sockets)
     except HeadraceError as error:
         if server.log_format != "json":
             raise
         # The command would print a line that is not JSON.
         logger.critical("%s", error)
         sys.exit(2 if isinstance(error, RequestError) else 1)
-
-
-def _serve(engine: EngineConfig, server: ServerConfig, has_model: bool, make_client: MakeClient) -> None:
-    with contextlib.ExitStack() as stack:
-        # First: a port in use is known at once, and a client that connects from now on waits for its answer.
-        sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
-        folder = None if server.models_dir is None else ModelFolder(server.models_dir)
-        if not has_model:
-            if server.data_parallel_size != "1":
-                bound = "1 without MODEL: models of the folder have an engine each"
-                raise RequestError("data_parallel_size", server.data_parallel_size, bound)
-            app = create_app(None, None, None, server, engine.model, engine=engine, folder=folder)
-        else:
-            exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
-            tokenizer, template = load_text(engine, server)
-            defaults = default_params(engine, server)
-            client, audits = make_client(engine, server), load_audits(engine)
-            about = (server, engine.model, defaults, engine.seed, audits, exporter, engine, folder)
-            app = create_app(client, tokenizer, template, *about)
-        status = process.run(app, server, sockets)
     if status:
         sys.exit(status)
+
+
+def make_app(
+    engine: EngineConfig, server: ServerConfig, has_model: bool = True, make_client: MakeClient = client_of
+) -> Starlette:
+    """Load what an application needs beside its engine, and return it. For the arguments see `serve`.
+
+    Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
+    """
+    folder = None if server.models_dir is None else ModelFolder(server.models_dir)
+    if not has_model:
+        if server.data_parallel_size != "1":
+            bound = "1 without MODEL: models of the folder have an engine each"
+            raise RequestError("data_parallel_size", server.data_parallel_size, bound)
+        return create_app(None, None, None, server, engine.model, engine=engine, folder=folder)
+    exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
+    tokenizer, template = load_text(engine, server)
+    defaults = default_params(engine, server)
+    client, audits = make_client(engine, server), load_audits(engine)
+    about = (server, engine.model, defaults, engine.seed, audits, exporter, engine, folder)
+    return create_app(client, tokenizer, template, *about)

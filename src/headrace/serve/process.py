@@ -122,7 +122,10 @@ class Server(uvicorn.Server):
 
     Attributes:
         last_signal: the signal that ended the drain; None if it took its time.
+        takes_signals: whether the process is the server's, and its signals mean the server. Else `end` ends it.
     """
+
+    takes_signals = True
 
     def __init__(self, config: uvicorn.Config, life: Life, delay: float, drain_seconds: float) -> None:
         super().__init__(config)
@@ -143,9 +146,13 @@ class Server(uvicorn.Server):
                 _exit(number)
             loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), context=surroundings)
 
-        for name in SIGNALS:
+        for name in SIGNALS if self.takes_signals else ():
             signal.signal(name, on_signal)
         yield
+
+    def end(self) -> None:
+        """End as after a SIGTERM, without its delay."""
+        self._end(signal.SIGTERM)
 
     def _on_signal(self, name: signal.Signals) -> None:
         if self.force_exit:
@@ -200,6 +207,16 @@ def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | Non
 
     `sockets` are those of `listen`; without them it listens by the config, and may raise `ListenError`."""
     sockets = listen(server.host, server.port) if sockets is None else sockets
+    uvicorn_server = server_of(app, server, sockets)
+    # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and
+    # delay every call by a tenth of a second.
+    gc.collect()
+    gc.freeze()
+    return asyncio.run(serve(uvicorn_server, app.state.lifespan, sockets))
+
+
+def server_of(app: Starlette, server: ServerConfig, sockets: list[socket.socket]) -> Server:
+    """Return the server of `app` behind `sockets`, which `serve` runs."""
     config = uvicorn.Config(
         app,
         http=Connection.protocol(server.max_connections_per_peer),  # type: ignore[arg-type]
@@ -212,14 +229,12 @@ def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | Non
     )
     life = app.state.lifespan
     life.url = url_of(server.host, sockets[0].getsockname()[1])
-    # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and
-    # delay every call by a tenth of a second.
-    gc.collect()
-    gc.freeze()
-    return asyncio.run(_run(Server(config, life, server.shutdown_delay, server.shutdown_timeout), life, sockets))
+    return Server(config, life, server.shutdown_delay, server.shutdown_timeout)
 
 
-async def _run(server: Server, life: Life, sockets: list[socket.socket]) -> int:
+async def serve(server: Server, life: Life, sockets: list[socket.socket]) -> int:
+    """Serve until the server ends, by a signal, by `end`, or because its engine is dead. Returns the exit status."""
+
     async def stop_when_dead() -> None:
         await life.ended.wait()
         server.should_exit = True

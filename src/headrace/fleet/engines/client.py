@@ -128,8 +128,10 @@ class Fleet(EngineClient):
         return self._num_past_restarts + super().num_restarts
 
     async def start(self) -> None:
-        await super().start()
-        if not self.replicas:
+        if self.replicas and all(task.done() for task in self._starts.values()):
+            await super().start()
+        else:  # Those that were added first start by themselves.
+            self._closing = False
             await self._has_started.wait()
         await asyncio.gather(*self._tasks)
 

@@ -42,6 +42,7 @@ class RemoteLink:
     Args:
         weights: returns the digest of the front's own copy of the model's files, "" if it has none; called once, on a
             worker thread. An engine with others is refused.
+        certified_name: the name that the engine's certificate must have; None: `host`.
 
     Attributes:
         load_seconds: how long the engine took to load.
@@ -52,12 +53,19 @@ class RemoteLink:
     pid = None
 
     def __init__(
-        self, host: str, port: int, credentials: Credentials, weights: Callable[[], str], times: Times = Times()
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials,
+        weights: Callable[[], str],
+        times: Times = Times(),
+        certified_name: str | None = None,
     ) -> None:
         self.name = f"{host}:{port}"
         self.was_killed = False
         self.load_seconds = 0.0
         self._address = host, port
+        self._certified_name = certified_name or host
         self._credentials = credentials
         self._digest = functools.cache(weights)
         self._times = times
@@ -95,7 +103,11 @@ class RemoteLink:
         host, port = self._address
         async with asyncio.timeout(self._times.tls):
             reader, writer = await asyncio.open_connection(
-                host, port, ssl=self._credentials.context, ssl_shutdown_timeout=wire.CLOSE_S
+                host,
+                port,
+                ssl=self._credentials.context,
+                server_hostname=self._certified_name,
+                ssl_shutdown_timeout=wire.CLOSE_S,
             )
         channel: Channel | None = None
         try:

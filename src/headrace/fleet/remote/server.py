@@ -103,6 +103,10 @@ class EngineServer:
                 task.cancel()
             await self._link.close(at_once=True)
 
+    async def until_loaded(self) -> None:
+        """Wait until the engine is loaded, while `serve` runs."""
+        await self._ready.wait()
+
     def _spawn(self, work: Awaitable[None]) -> None:
         """Start a task, whose failure ends `serve`."""
 

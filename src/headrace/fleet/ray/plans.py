@@ -1,0 +1,45 @@
+"""The plans that `headrace deploy` sends through Ray, as bytes of msgpack: what each actor does. Knows no Ray."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.fleet.ray.papers import Papers
+from headrace.protocol.config import EngineConfig, ServerConfig
+
+FRONT = "front"
+ENGINE = "engine"
+"""The names of the deployments, each in an application of Ray Serve."""
+ANNOUNCE_S = 1.0
+"""Seconds between two announcements of an engine."""
+
+
+class EnginePlan(msgspec.Struct, frozen=True):
+    """An engine of `model`. `ports` are the first and the last that it may listen on, or none: then any. `front_app` is
+    the application of its front."""
+
+    model: str
+    config: EngineConfig
+    papers: Papers
+    ports: list[int]
+    front_app: str
+    target_seconds: float
+
+
+class FrontPlan(msgspec.Struct, frozen=True):
+    """A front for the engines of `model`."""
+
+    model: str
+    engine: EngineConfig
+    server: ServerConfig
+    papers: Papers
+
+
+def front_app(name: str) -> str:
+    """Return the name of the front's application in the deployment `name`."""
+    return name
+
+
+def engine_app(name: str, model: str) -> str:
+    """Return the name of the application of a model's engines."""
+    return f"{name}-{model}"
