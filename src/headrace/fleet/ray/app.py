@@ -109,7 +109,9 @@ class App(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The whole file."""
 
     name: Annotated[Name, Meta(description="Name of the deployment in Ray Serve.")] = "headrace"
-    models: Annotated[list[Model], Meta(min_length=1, max_length=1, description="The model; deploy another file for another one.")]
+    models: Annotated[
+        list[Model], Meta(min_length=1, max_length=1, description="The model; deploy another file for another one.")
+    ]
     front: Annotated[Front, Meta(description="The server that clients talk to.")] = Front()
     ports: Annotated[
         list[Port],
