@@ -43,6 +43,8 @@ MAX_CALLS = 1024
 """Calls of engines that a front takes at once."""
 NUM_TRIES = 3
 """Starts of actors that may fail before a deployment has failed."""
+MAX_LINES = 1
+"""Lines of an actor's error that are shown: the last ones."""
 POLL_S = 0.5
 
 
@@ -100,7 +102,7 @@ def deploy(app: App, seconds: float) -> str:
         for place, model in enumerate(app.models):
             serve.run(_engine(app, place, model, folder), name=engine_app(app.name, model.label), route_prefix=None)
     except RuntimeError as error:
-        raise ClusterError(f"Ray Serve could not start it: {' '.join(str(error).split())[:2000]}") from error
+        raise ClusterError(f"Ray Serve could not start it: {_reason(app) or error}") from error
     front = serve.get_deployment_handle(FRONT, front_app(app.name))
     status: dict[str, str] = {}
     while status.get("status") != "ready":
@@ -109,6 +111,22 @@ def deploy(app: App, seconds: float) -> str:
         time.sleep(POLL_S)
         status = front.status.remote().result(timeout_s=PATIENCE_S)
     return status["url"]
+
+
+def _reason(app: App) -> str:
+    """Return the last lines of what keeps the actors of `app` from starting, as Ray Serve has it; "" if it has none."""
+    running = serve.status().applications
+    names = [front_app(app.name), *(engine_app(app.name, model.label) for model in app.models)]
+    messages = [
+        deployment.message
+        for name in names
+        if name in running
+        for deployment in running[name].deployments.values()
+        if deployment.message and deployment.status != "HEALTHY"
+    ]
+    # Lines that are indented are places in the code.
+    lines = [[line for line in message.splitlines() if line and not line.startswith(" ")] for message in messages]
+    return "\n".join("\n".join(each[-MAX_LINES:]) for each in lines)
 
 
 def delete(app: App) -> list[str]:
