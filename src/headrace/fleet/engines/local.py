@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.engine.client import EngineClient, ProcessClient
+from headrace.engine.client import EngineClient, ProcessClient, watchdog_timeout
 from headrace.engine.crash_reports import CrashReports
 from headrace.engine.links import ENGINE_COMMAND, ProcessLink, engine_level
 from headrace.fleet.engines.client import Fleet
@@ -48,7 +48,7 @@ def client_of(engine: EngineConfig, server: ServerConfig) -> EngineClient:
         max_num_queued_reqs=server.max_num_queued_reqs,
         max_num_queued_tokens=server.max_num_queued_tokens,
         max_restarts=server.max_restarts,
-        watchdog_timeout=server.watchdog_timeout,
+        watchdog_timeout=watchdog_timeout(engine, server),
     )
     if server.crash_report_dir:
         for replica in fleet.replicas:
