@@ -73,10 +73,18 @@ def measure(args: argparse.Namespace) -> None:
                 taken = seconds(program, chunks, logits, repeats)
                 if turn:  # the first round fills the caches
                     times[name] += taken
-        row = {name: {"median_ms": 1e3 * statistics.median(taken), "least_ms": 1e3 * min(taken)} for name, taken in times.items()}
+        row = {
+            name: {"median_ms": 1e3 * statistics.median(taken), "least_ms": 1e3 * min(taken)}
+            for name, taken in times.items()
+        }
         share = row["threads"]["median_ms"] / row["ranks"]["median_ms"]
         facts = {"model": args.model, "quantization": args.quantization, "ranks": args.ranks, "rows": rows}
-        print(json.dumps({"bench": "ranks", **facts, "context": args.context, **row, "speed_of_threads": round(share, 3)}), flush=True)
+        print(
+            json.dumps(
+                {"bench": "ranks", **facts, "context": args.context, **row, "speed_of_threads": round(share, 3)}
+            ),
+            flush=True,
+        )
     for program in made.values():
         program.close()
 
@@ -93,7 +101,9 @@ def memory_gather(width: int, repeats: int, rank: int, memory: int) -> float:
     x, out = np.full(part, float(rank), np.float32), np.zeros(width, np.float32)
     spans = np.array([[0, rank * part, part]], np.int64)
     tape = native.Tape("")
-    zeros = dict.fromkeys(("q", "ld_q", "scales", "sums", "ld_s", "to_q", "ld_to_q", "to_scales", "to_sums", "ld_to_s"), 0)
+    zeros = dict.fromkeys(
+        ("q", "ld_q", "scales", "sums", "ld_s", "to_q", "ld_to_q", "to_scales", "to_sums", "ld_to_s"), 0
+    )
     for _ in range(repeats):
         record(
             tape, "gather", dim=0, ranks=ranks.address(), spans=spans.ctypes.data, count=1, width=width,
@@ -104,7 +114,7 @@ def memory_gather(width: int, repeats: int, rank: int, memory: int) -> float:
     nanoseconds = tape.profile([1, 0, 0], 1)
     if out.tolist() != [0.0] * part + [1.0] * part:
         raise SystemExit("a gather over shared memory gave wrong numbers")
-    return statistics.median(nanoseconds) * 1e-9
+    return float(statistics.median(nanoseconds)) * 1e-9
 
 
 def gloo_gather(width: int, repeats: int, rank: int, path: str) -> float:
@@ -116,10 +126,8 @@ def gloo_gather(width: int, repeats: int, rank: int, path: str) -> float:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.FileStore(path, 2)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
-    )
+    store = dist.FileStore(path, 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30))
     part, full, times = torch.full((width // 2,), float(rank)), torch.empty(width), []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -145,17 +153,25 @@ def gathers(args: argparse.Namespace) -> None:
                 where = str(memory) if kind == "memory" else f"{folder}/store"
                 processes = [
                     subprocess.Popen(
-                        [*command, "--rank", str(rank), "--where", where], stdout=subprocess.PIPE, text=True, pass_fds=[memory]
+                        [*command, "--rank", str(rank), "--where", where],
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        pass_fds=[memory],
                     )
                     for rank in (0, 1)
                 ]
                 outs = [process.communicate(timeout=300)[0] for process in processes]
                 os.close(memory)
             if any(process.returncode for process in processes):
-                print(json.dumps({"bench": "gather", "over": kind, "width": width, "error": "it failed; is torch there?"}))
+                print(
+                    json.dumps({"bench": "gather", "over": kind, "width": width, "error": "it failed; is torch there?"})
+                )
                 continue
             us = [float(out.split(LINE)[1]) for out in outs]
-            print(json.dumps({"bench": "gather", "over": kind, "width": width, "median_us": round(max(us), 2)}), flush=True)
+            print(
+                json.dumps({"bench": "gather", "over": kind, "width": width, "median_us": round(max(us), 2)}),
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ the exit status is 1 if anything was wrong.
 
 Faults: `kill` (SIGKILL), `stop` (SIGSTOP; the watchdog has to find out), `segv` (SIGSEGV), `abort` (SIGABRT), `memory`
 (its address space may not grow any more, and a request comes that needs a lot; either that fails alone, or the engine
-dies of it). `rank-kill`, `rank-stop`: of a rank beside the first, for an engine of several (C-10, `tests.campaigns.ranks`).
+dies of it). `rank-kill`, `rank-stop`: of a rank beside the first, where there are several (`tests.campaigns.ranks`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,11 @@ def run(
 def late(noticed: dict[str, float], timeout: float) -> list[str]:
     """What was noticed too late, of the longest seconds of each kind."""
     most = {kind: NOTICED_S if kind.endswith("kill") else timeout + SILENCE_S for kind in noticed}
-    return [f"{kind}: noticed after {noticed[kind]} s, at most {most[kind]}" for kind in noticed if noticed[kind] > most[kind]]
+    return [
+        f"{kind}: noticed after {noticed[kind]} s, at most {most[kind]}"
+        for kind in noticed
+        if noticed[kind] > most[kind]
+    ]
 
 
 def main() -> int:

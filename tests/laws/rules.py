@@ -85,7 +85,9 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     ),
     (
         # It checks its steps beside torch_ref.
-        Room("backends.cpu", "protocol env quant backends backends.torch_ref parallel.plan", SERVING | {"transformers"}),
+        Room(
+            "backends.cpu", "protocol env quant backends backends.torch_ref parallel.plan", SERVING | {"transformers"}
+        ),
         # The twins of its kernels are made of torch_ref's parts, and of the sampler's for the draw.
         Room("backends.cuda", "protocol quant sampling backends backends.torch_ref", SERVING | {"transformers"}),
     ),

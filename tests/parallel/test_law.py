@@ -127,7 +127,7 @@ def test_experts(form: dict[str, Any], random_models: RandomModels) -> None:
 
 def test_with_speculation_grammars_penalties_chunks_and_a_small_cache() -> None:
     requests = [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(make_requests()[::5])]
-    more = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 60, "max_model_len": 512, "block_size": 8}
+    more = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 70, "max_model_len": 512, "block_size": 8}
     spec = {"method": "ngram", "num_speculative_tokens": 4}
     alone = make_core(model=shallow(2), enable_prefix_caching=False)
     wanted = run(alone, requests)
@@ -141,14 +141,15 @@ def test_with_speculation_grammars_penalties_chunks_and_a_small_cache() -> None:
 
 
 def test_hidden_states_and_prompt_logprobs() -> None:
-    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2, logprobs=1)
+    params = SamplingParams(max_tokens=2, seed=1, temperature=0.0, prompt_logprobs=2, logprobs=1)
     requests = [msgspec.structs.replace(r, params=params) for r in few()[:4]]
     found = []
     for ranks in (1, 2):
         core = make_core(model=shallow(2), tensor_parallel_size=ranks)
         for i, request in enumerate(requests):
             core.add(request)
-            core.add(msgspec.structs.replace(request, request_id=f"pooled {i}", pooling=("last", "mean")[i % 2]))
+            pooled = {"request_id": f"pooled {i}", "pooling": ("last", "mean")[i % 2]}
+            core.add(msgspec.structs.replace(request, params=SamplingParams(seed=1, max_tokens=1), **pooled))
         rows: dict[str, Any] = {}
         while core.has_work():
             output = core.step()

@@ -39,8 +39,8 @@ def with_weights(
     """Return what `build` makes of the weights of `checkpoint`; it has to take all of them.
 
     The weights come from a packed file beside the model if one fits, else from what `read` opens. With `save_packed` a
-    packed file is written if none fits. `in_parts`: the backend takes parts of the matrices, so a packed file is not read
-    as a whole. Raises `CheckpointError`.
+    packed file is written if none fits. `in_parts`: the backend takes parts of the matrices, so a packed file is not
+    read as a whole. Raises `CheckpointError`.
     """
     layouts = backend.layouts()
     form = Form(quantization or "", backend.dtype, layouts)

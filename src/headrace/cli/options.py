@@ -49,8 +49,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; fp8 is fp8_e4m3. With --backend "
         "torch_ref, the quantised formats save no memory.",
         "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
-        "tensor_parallel_size": "Processes that compute the model together, each some columns and heads of every layer; "
-        "the output is the same. CPUs of one host; see howto-scale.md.",
+        "tensor_parallel_size": "Processes that compute the model together, each some columns and heads of each layer; "
+        "the output is the same. For CPUs of one host; see howto-scale.md.",
         "distributed_timeout": "Seconds that these processes wait for each other before all are replaced.",
         "async_scheduling": "Schedule and start a step while the one before runs on the device; the output is the "
         "same. By default on a GPU; never with --speculative-config or --record-schedule.",

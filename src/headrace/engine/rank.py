@@ -72,7 +72,7 @@ class Inbox:
 
 
 def serve(sock: socket.socket) -> None:
-    """Load, make the program, and make rank 0's calls until it hangs up. Raises EOFError if that is before the first."""
+    """Load, make the program, and make rank 0's calls until it hangs up. Raises EOFError if it does so before."""
     inbox = Inbox(sock)
     start = inbox.expect(Start)
     if start.cpus:

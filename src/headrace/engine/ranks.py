@@ -115,6 +115,8 @@ def take_seat(backend: Backend, seat: Seat) -> Sharing:
     """Have `backend` record one rank's part. Raises `RequestError` for one that can not."""
     take = getattr(backend, "take_seat", None)
     if take is None:
-        raise RequestError("tensor_parallel_size", seat.plan.world, f"1 on backend {backend.name}: ranks are CPUs' alone")
+        raise RequestError(
+            "tensor_parallel_size", seat.plan.world, f"1 on backend {backend.name}: ranks are CPUs' alone"
+        )
     ops: Sharing = take(seat)
     return ops

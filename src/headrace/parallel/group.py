@@ -1,7 +1,7 @@
 """`Group`: the processes of a model's ranks on one host, as rank 0 has them: their start, their memory, their end.
 
-Rank 0 starts the others with a socket each, and a file in memory (memfd) that all of them map. If one ends, stands still
-or falls out of step, the whole group is of no use: it is killed, and whoever owns rank 0 builds another. Knows messages
+Rank 0 starts the others with a socket each, and a file in memory (memfd) that all of them map. If one ends, stands
+still or falls out of step, the group is of no use: it is killed, and the owner of rank 0 makes another. Knows messages
 as bytes; must not know models or requests. Called by `engine.ranks`.
 """
 

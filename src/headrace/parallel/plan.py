@@ -6,6 +6,7 @@ Called by `sharding` and by `backends.cpu.ranks`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ Bounds = tuple[int, int]
 
 
 class Part(NamedTuple):
-    """`width` columns, of which rank r has those from bounds[r][0] to bounds[r][1] - 1. Ranks may have the same ones."""
+    """`width` columns, of which rank r has those from bounds[r][0] to bounds[r][1] - 1. Several may have the same."""
 
     width: int
     bounds: tuple[Bounds, ...]
@@ -73,7 +74,9 @@ class Layout(NamedTuple):
         of a row may be shorter."""
         if len(self.parts) > 1:
             return False
-        return all(begin % group == 0 and (end % group == 0 or end == self.width) for begin, end in self.parts[0].bounds)
+        return all(
+            begin % group == 0 and (end % group == 0 or end == self.width) for begin, end in self.parts[0].bounds
+        )
 
 
 class HeadShare(NamedTuple):
@@ -98,7 +101,7 @@ class Plan(NamedTuple):
         if num < self.world:
             return None
         ends = [min(width, num * rank // self.world * unit) for rank in range(self.world + 1)]
-        return Part(width, tuple(zip(ends[:-1], ends[1:], strict=True)))
+        return Part(width, tuple(itertools.pairwise(ends)))
 
     def layout(self, widths: Sequence[int]) -> Layout | None:
         """Return the shares of parts one after the other, each shared out by itself; None if one can not be."""

@@ -86,7 +86,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
         if not 0 < self.distributed_timeout < float("inf"):
             raise RequestError("distributed_timeout", self.distributed_timeout, "above 0 seconds")
-        _at_least(self, 1, "tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes")
+        _at_least(
+            self, 1, "tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes"
+        )
         # One token of prompt and one of answer.
         _at_least(self, 2, "max_model_len", optional=True)
         _at_least(self, 1, "num_gpu_blocks_override", "kv_cache_memory_bytes", optional=True)

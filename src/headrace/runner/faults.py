@@ -44,7 +44,11 @@ class Blame:
             # Not itself, whose traceback holds what filled the memory.
             self._error = MemoryError(str(error))
             return f"{NO_MEMORY}{error}"
-        if isinstance(error, ImportError | OSError | EngineDeadError) or str(error) == NO_THREAD or is_device_lost(error):
+        if (
+            isinstance(error, ImportError | OSError | EngineDeadError)
+            or str(error) == NO_THREAD
+            or is_device_lost(error)
+        ):
             # Faults around the process: no memory to load a library into, no more files to open, a device that failed,
             # other processes that compute the model with this one.
             return ""

@@ -19,9 +19,9 @@ from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.matrix import CpuMatrix, parts_of
 from headrace.backends.cpu.ops import CpuOps
-from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.cpu.products import FLOAT_KINDS
 from headrace.backends.cpu.program import TapedProgram
+from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.protocol.errors import RequestError
 from headrace.quant.schemes import ROUNDED_BOOKS

@@ -40,8 +40,6 @@ NO_CODES: dict[str, Any] = {"q": None, "ld_q": 0, "scales": None, "sums": None, 
 NO_TARGETS: dict[str, Any] = {"to_q": None, "ld_to_q": 0, "to_scales": None, "to_sums": None, "ld_to_s": 0}
 
 
-
-
 @dataclass(slots=True, eq=False)
 class RankValue:
     """Rows that are whole (`full`), or of which this rank has the columns of `layout` (`local`), or both. `coded`: all
@@ -227,9 +225,9 @@ class RankOps:
         graph.put("gather", x.dim, None, fields)
         return whole
 
-    def operand(self, x: Any, parts: Sequence[CpuMatrix]) -> Value:
-        """Return all columns of x as a product with `parts` takes them: as codes alone, where these will do."""
-        x = self.value(x)
+    def operand(self, value: Any, parts: Sequence[CpuMatrix]) -> Value:
+        """Return all columns of a value as a product with `parts` takes them: as codes alone, where these will do."""
+        x = self.value(value)
         groups = {part.act_group for part in parts}
         needs_floats = self.pairs is not None or self.inner.takes_floats(*parts)
         is_plain = all(part.permutation is None and part.outliers is None for part in parts)
@@ -478,8 +476,8 @@ class RankOps:
         state: F32,
         scale: float,
     ) -> RankValue:
-        parts = [self.whole(part) for part in (query, key, value, decay, beta)]
-        return self._full(self.inner.delta(*parts, heads, rows, state, scale))
+        query, key, value, decay, beta = (self.whole(part) for part in (query, key, value, decay, beta))
+        return self._full(self.inner.delta(query, key, value, decay, beta, heads, rows, state, scale))
 
     def scan(
         self,
@@ -493,8 +491,8 @@ class RankOps:
         rows: StepRows,
         state: F32,
     ) -> RankValue:
-        parts = [self.whole(part) for part in (x, b, c, dt)]
-        return self._full(self.inner.scan(*parts, a, d, heads, rows, state))
+        x, b, c, dt = (self.whole(part) for part in (x, b, c, dt))
+        return self._full(self.inner.scan(x, b, c, dt, a, d, heads, rows, state))
 
     def softplus(
         self, x: Any, bias: F32, factor: F32 | None = None, low: float = 0.0, high: float = math.inf
