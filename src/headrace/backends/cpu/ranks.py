@@ -157,8 +157,8 @@ class RankOps:
         layout = self._next_layout(record.num_out)
         if layout is None:
             return RankMatrix(self.inner.packed(record), record.num_in, record.num_out, None)
-        own = panels(record, layout.bounds(self.plan.rank), self.plan.rank, self.inner.pool)
-        return self._known(self.inner.packed(own), record.num_in, record.num_out, layout)
+        part = panels(record, layout.bounds(self.plan.rank), self.plan.rank, self.inner.pool)
+        return self._known(self.inner.packed(part), record.num_in, record.num_out, layout)
 
     def stacked(self, name: str, matrices: Sequence[Matrix]) -> RankMatrix:
         ranked = [rank_matrix(matrix) for matrix in matrices]
@@ -339,8 +339,8 @@ class RankOps:
         share, num = self.plan.share(len(ranked), 1), len(ranked)
         width = ranked[0].num_in + tail
         local = self._of_heads(self.value(x), num, width)
-        own = [matrix.local for matrix in ranked[share.first : share.first + share.num]]
-        out = self.inner.by_head(local, own, tail)
+        locals_ = [matrix.local for matrix in ranked[share.first : share.first + share.num]]
+        out = self.inner.by_head(local, locals_, tail)
         return self._split(out, self._heads_of_queries(num, 1, out.width // share.num))
 
     def experts(
@@ -429,8 +429,8 @@ class RankOps:
         share = self.plan.share(heads.num_heads, heads.num_kv_heads)
         layout = self.plan.heads(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_size)
         local = x.split[0] if x.split is not None and x.split[1] == layout else self._picked(self.whole(x), layout)
-        own = heads._replace(num_heads=share.num, num_kv_heads=share.num_kv)
-        query = self.inner.rope_store(local, own, rows, cache, rope_table, q_norm, k_norm)
+        local_heads = heads._replace(num_heads=share.num, num_kv_heads=share.num_kv)
+        query = self.inner.rope_store(local, local_heads, rows, cache, rope_table, q_norm, k_norm)
         return self._split(query, Layout(layout.parts[:1]))
 
     def _picked(self, x: Value, layout: Layout) -> Value:
@@ -454,9 +454,9 @@ class RankOps:
         num, num_kv = heads.num_heads, heads.num_kv_heads
         share = self.plan.share(num, num_kv)
         local = self._of_heads(self.value(query), num, heads.head_dim, num_kv)
-        own = heads._replace(num_heads=share.num, num_kv_heads=share.num_kv)
+        local_heads = heads._replace(num_heads=share.num, num_kv_heads=share.num_kv)
         own_sinks = None if sinks is None else np.ascontiguousarray(sinks[share.first : share.first + share.num])
-        out = self.inner.attention(local, own, rows, cache, scale, window, softcap, own_sinks, chunked)
+        out = self.inner.attention(local, local_heads, rows, cache, scale, window, softcap, own_sinks, chunked)
         return self._split(out, self._heads_of_queries(num, num_kv, heads.value_size))
 
     # Layers with a state: each rank has all of it.

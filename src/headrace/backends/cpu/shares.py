@@ -82,5 +82,5 @@ def panels(record: PackedRecord, bounds: Sequence[Bounds], rank: int, pool: Pool
     np.concatenate(pieces, out=data)
     num_out = sum(end - begin for begin, end in bounds)
     changed: Any = record  # a dataclass
-    own: PackedRecord = replace(changed, data=data, num_out=num_out, bias=some_rows(record.bias, bounds))
-    return own
+    part: PackedRecord = replace(changed, data=data, num_out=num_out, bias=some_rows(record.bias, bounds))
+    return part
