@@ -43,10 +43,9 @@ def seconds(program: Any, chunks: Chunks, rows: list[int], repeats: int) -> list
     return times
 
 
-def programs(args: argparse.Namespace) -> dict[str, Any]:
+def programs(args: argparse.Namespace, cpus: list[int]) -> dict[str, Any]:
     """Both programs, each with its blocks."""
     made: dict[str, Any] = {}
-    cpus = sorted(os.sched_getaffinity(0))[: args.ranks]
     for name, ranks in (("threads", 1), ("ranks", args.ranks)):
         os.sched_setaffinity(0, cpus)
         config = EngineConfig(
@@ -59,9 +58,8 @@ def programs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    made = programs(args)
-    cpus = sorted(os.sched_getaffinity(0))
-    every = sorted(set(cpus) | set(range(os.cpu_count() or 1)))[: args.ranks]
+    cpus = sorted(os.sched_getaffinity(0))[: args.ranks]
+    made = programs(args, cpus)
     for rows in args.rows:
         chunks, logits = chunks_of(rows, args.context, made["threads"].block_size)
         times: dict[str, list[float]] = {name: [] for name in made}
@@ -69,7 +67,7 @@ def measure(args: argparse.Namespace) -> None:
         for turn in range(args.rounds + 1):
             for name, program in made.items():
                 # The thread that calls is where its ranks expect it, or free to leave the others' processors.
-                os.sched_setaffinity(0, every[:1] if name == "ranks" else every)
+                os.sched_setaffinity(0, cpus[:1] if name == "ranks" else cpus)
                 taken = seconds(program, chunks, logits, repeats)
                 if turn:  # the first round fills the caches
                     times[name] += taken
@@ -87,6 +85,7 @@ def measure(args: argparse.Namespace) -> None:
         )
     for program in made.values():
         program.close()
+    os.sched_setaffinity(0, cpus)
 
 
 def memory_gather(width: int, repeats: int, rank: int, memory: int) -> float:
@@ -185,7 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--blocks", type=int, default=1024)
     parser.add_argument("--max-model-len", type=int, default=512)
-    parser.add_argument("--widths", type=int, nargs="+", default=[2048, 16384])
+    parser.add_argument("--widths", type=int, nargs="*", default=[2048, 16384])
     parser.add_argument("--gather-repeats", type=int, default=400)
     parser.add_argument("--gather", choices=["memory", "gloo"], help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)

@@ -7,6 +7,7 @@ purpose, in all ranks alike, and see that it is noticed.
 from __future__ import annotations
 
 import functools
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import gguf
 import msgspec
 import pytest
+from tests.campaigns.ranks import FORMS
 from tests.e2e.test_law_speculation import varied
 from tests.formats.gguf.models import convert, random_blocks
 from tests.support import wrong_ranks
@@ -28,16 +30,6 @@ from headrace.parallel.program import RankedProgram
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 
-FORMS: dict[str, dict[str, Any]] = {
-    "bfloat16": {},
-    "float32": {"dtype": "float32"},
-    "int8": {"quantization": "int8"},
-    "int4": {"quantization": "int4"},
-    "int4, floats": {"quantization": "int4-g128-asym", "activations": "16bit", "kv_cache_dtype": "float16"},
-    "nf4": {"quantization": "nf4"},
-    "int8, cache of int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
-    "cache of int4": {"kv_cache_dtype": "int4"},
-}
 K_KINDS = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q3_K", "ffn_gate": "Q2_K",
            "ffn_up": "Q2_K", "ffn_down": "Q5_K", "token_embd": "Q6_K"}  # fmt: skip
 
@@ -138,6 +130,22 @@ def test_with_speculation_grammars_penalties_chunks_and_a_small_cache() -> None:
     assert stats.num_preemptions > 3
     assert stats.num_draft_tokens > 0
     core.close()
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_each_rank_reads_its_panels_of_a_packed_file(
+    quantization: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = shutil.copytree(shallow(2), tmp_path / "model")
+    form = {"model": str(path), "quantization": quantization}
+    alone = bits(list(few()), save_packed=True, **form)
+    assert len(list(path.glob("*.packed"))) == 1
+    caplog.clear()
+    assert_same(bits(list(few()), 2, **form), alone)
+    assert not [record for record in caplog.records if "is not used" in record.getMessage()]
+    # Three ranks do not have whole panels, so they read the checkpoint.
+    assert_same(bits(list(few()), 3, **form), alone)
+    assert [record for record in caplog.records if "within a panel" in record.getMessage()]
 
 
 def test_hidden_states_and_prompt_logprobs() -> None:
