@@ -13,6 +13,7 @@
 
 #include "include/dispatch.h"
 #include "include/limits.h"
+#include "include/ranks.h"
 #include "include/tape.h"
 #include "include/team.h"
 #include "isa/k_blocks.h"
@@ -227,6 +228,21 @@ NB_MODULE(_native, module) {
             return names;
         })
         .def("__len__", &hr::Tape::size);
+
+    nb::class_<hr::Ranks>(module, "Ranks")
+        .def("__init__", [](hr::Ranks* self, int fd, int rank, int world, int64_t slot_bytes, double timeout, bool spins) {
+            if (!(timeout > 0 && timeout < 1e9)) throw std::invalid_argument("timeout must be above 0 and below 1e9 seconds");
+            new (self) hr::Ranks(fd, rank, world, slot_bytes, (int64_t)(timeout * 1e9), spins);
+        }, "fd"_a, "rank"_a, "world"_a, "slot_bytes"_a, "timeout"_a, "spins"_a)
+        .def("address", [](hr::Ranks& ranks) { return (uintptr_t)&ranks; })
+        .def("begin", &hr::Ranks::begin, "call_id"_a)
+        .def("fault", [](hr::Ranks& ranks) {
+            const char* const faults[] = {"", "timeout", "out of step", "lost"};
+            return string(faults[ranks.fault()]);
+        })
+        .def("break_group", &hr::Ranks::break_group)
+        .def("num_gathers", &hr::Ranks::num_gathers)
+        .def_static("bytes", &hr::Ranks::bytes, "slot_bytes"_a);
 
     module.def("layout", [](const string& format) { return string(format_of(format).layout); }, "format"_a);
     module.def("panel", [](const string& format) { return format_of(format).panel; }, "format"_a);

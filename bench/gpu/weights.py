@@ -84,6 +84,7 @@ class RandomWeights:
         bias: bool = False,
         transposed: bool = False,
         plain: bool = False,
+        **_: Any,
     ) -> Any:
         scheme = self.plain if self.quantization is None or plain else self.quantization.layer
         return self._matrix(names[0], sum(num_outs), num_in, scheme)

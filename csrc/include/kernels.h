@@ -321,11 +321,19 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     P(const uint64_t*, seed) P(const uint64_t*, position) P(int32_t*, ids) P(double*, scaled) P(int64_t*, count)        \
     P(int64_t*, total)
 
+/* The columns of all ranks of a group, each of which has computed some (ranks.h). spans [count][3]: first column here, first
+ * column of the whole row, number of columns, of this rank; out[r] gets all `width` columns. No number is changed, and none is added to
+ * another. Floats x, or where x is NULL codes as HR_Q_FIELDS has them, whose spans begin at multiples of `group`. */
+#define HR_FIELDS_gather(P, I, F)                                                                                        \
+    I(dim) P(void*, ranks) P(const int64_t*, spans) I(count) I(width) P(const float*, x) I(ld_x) P(float*, out) I(ld_out) \
+    P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                         \
+    P(int8_t*, to_q) I(ld_to_q) P(float*, to_scales) P(int32_t*, to_sums) I(ld_to_s)
+
 #define HR_OPS(X)                                                                                                        \
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
     X(rope_store) X(attention) X(linear_i4) X(linear_i5) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather)   \
     X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose) X(permute) X(xielu)  \
-    X(conv) X(delta) X(scan) X(softplus) X(spread)
+    X(conv) X(delta) X(scan) X(softplus) X(spread) X(gather)
 
 #define HR_P(type, name) type name;
 #define HR_I(name) int64_t name;

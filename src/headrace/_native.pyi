@@ -61,6 +61,28 @@ class Tape:
 
     def __len__(self) -> int: ...
 
+class Ranks:
+    """One rank's view of the memory that the ranks of a model share, and of their barrier (csrc/include/ranks.h)."""
+
+    def __init__(self, fd: int, rank: int, world: int, slot_bytes: int, timeout: float, spins: bool) -> None:
+        """Map `fd`, of `bytes(slot_bytes)` zeros at first. timeout: seconds. Raises RuntimeError if it can not."""
+
+    def address(self) -> int:
+        """Return what records of `gather` have for `ranks`. The object must outlive the tape."""
+
+    def begin(self, call_id: int) -> None:
+        """Stamp the gathers from now on."""
+
+    def fault(self) -> str:
+        """Return why gathers are of no use: timeout, out of step, lost; else ""."""
+
+    def break_group(self) -> None:
+        """Have all gathers of all ranks return at once from now on."""
+
+    def num_gathers(self) -> int: ...
+    @staticmethod
+    def bytes(slot_bytes: int) -> int: ...
+
 def layout(format: str) -> str:
     """Return the name of a format's packed layout; it changes when the bytes do. Formats: i4, i6, i8, k, f."""
 

@@ -73,7 +73,7 @@ def _dtype(text: str) -> str:
 
 
 _done, _no_effect, _switch, _refused = _settings(VLLM)
-_ONE_RANK = "one process computes the model; more are not supported"
+_ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size"
 _TEXT_ONLY = "models read text only"
 _NO_LORA = "merge the adapter into the checkpoint"
 _TLS = "put a proxy with TLS in front; docs/howto-deploy.md has configurations"
@@ -84,7 +84,6 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _done("--disable-log-stats", "log_stats_interval", fixed="0", takes_value=False),
     _switch("--trust-remote-code", "code from a checkpoint is never run; the model type must be one that headrace has"),
     _switch("--enforce-eager", "the program of a step is recorded once; there is no slower mode to fall back to"),
-    _no_effect("--tensor-parallel-size -tp", _ONE_RANK, "1"),
     _no_effect("--pipeline-parallel-size -pp", _ONE_RANK, "1"),
     _no_effect("--decode-context-parallel-size -dcp", _ONE_RANK, "1"),
     _no_effect("--nnodes", _ONE_RANK, "1"),
@@ -92,7 +91,7 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _no_effect("--api-server-count", "one process serves HTTP", "1"),
     _no_effect("--distributed-executor-backend", "the engine runs in one process of its own", "mp", "uni"),
     _switch("--enable-expert-parallel", _ONE_RANK),
-    _switch("--disable-custom-all-reduce", _ONE_RANK),
+    _switch("--disable-custom-all-reduce", "ranks gather, and reduce nothing"),
     _no_effect("--swap-space", "preempted requests are computed again, to the same bits; nothing is swapped"),
     _no_effect("--cpu-offload-gb", "weights are not offloaded", "0"),
     _no_effect("--kv-offloading-size", "the KV cache is not offloaded", "0"),

@@ -241,6 +241,16 @@ CAMPAIGNS: dict[str, Campaign] = {
     "C-9": Campaign(
         "drain and restart (cycles)", {"commit": 6, "nightly": 200, "release": 1000}, module("operations", "drain")
     ),
+    "C-10": Campaign(
+        "ranks of one model that are killed and stopped under 32 streams (kills, stops)",
+        {"commit": (6, 2), "nightly": (50, 20), "release": (1000, 400)},
+        module("ranks", "run_faults"),
+    ),
+    "C-10-bits": Campaign(
+        "generations by several ranks against one process",
+        {"commit": 400, "nightly": 4000, "release": 40_000},
+        module("ranks", "compare"),
+    ),
     "C-11": Campaign(
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, module("isolation")
     ),

@@ -8,7 +8,7 @@ the exit status is 1 if anything was wrong.
 
 Faults: `kill` (SIGKILL), `stop` (SIGSTOP; the watchdog has to find out), `segv` (SIGSEGV), `abort` (SIGABRT), `memory`
 (its address space may not grow any more, and a request comes that needs a lot; either that fails alone, or the engine
-dies of it).
+dies of it). `rank-kill`, `rank-stop`: of a rank beside the first, where there are several (`tests.campaigns.ranks`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Campaign:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.recoveries: list[float] = []
+        self.noticed: dict[str, list[float]] = {}
         self.wanted: list[Told] = []
 
     async def undisturbed(self) -> None:
@@ -80,19 +81,28 @@ class Campaign:
 
     async def _strike(self, kind: str) -> None:
         engine = await self._engine()
-        if engine is None:
+        struck = engine
+        if engine is not None and kind.startswith("rank-"):
+            ranks = ranks_of(engine)
+            struck = self.noise.choice(ranks) if ranks else None
+        if engine is None or struck is None:
             return
         began = time.monotonic()
         self.counts["faults"] += 1
         self.counts[f"faults: {kind}"] += 1
         if kind != "memory":
-            engine.send_signal(SIGNALS[kind])
+            try:
+                struck.send_signal(SIGNALS[kind.removeprefix("rank-")])
+            except psutil.NoSuchProcess:  # it is on its way out, after the fault before
+                return
         elif not await self._starve(engine):
             return
         async with httpx.AsyncClient(timeout=10) as client:
             red = False
             while not (red and await self._is_ready(client)):
-                red = red or not is_live(engine)
+                if not red and not is_live(engine):
+                    red = True
+                    self.noticed.setdefault(kind, []).append(time.monotonic() - began)
                 if time.monotonic() - began > STREAM_S:
                     self.problems.append(f"not ready {STREAM_S:.0f} s after {kind}")
                     return
@@ -156,8 +166,21 @@ class Campaign:
         found["restarts"] = int(gauge(self.served.url, "headrace:engine_restarts_total"))
         if times:
             found["recovery_s"] = {"median": round(times[len(times) // 2], 2), "most": round(times[-1], 2)}
+        found["noticed_s"] = {kind: round(max(seconds), 2) for kind, seconds in sorted(self.noticed.items())}
         found["problems"] = self.problems
         return found
+
+
+def ranks_of(engine: psutil.Process) -> list[psutil.Process]:
+    """The processes of an engine's other ranks."""
+    found = []
+    try:
+        for child in engine.children():
+            if "headrace.engine.rank" in child.cmdline():
+                found.append(child)
+    except psutil.NoSuchProcess:
+        pass
+    return found
 
 
 def is_live(process: psutil.Process) -> bool:

@@ -25,7 +25,7 @@ MAX_FILE_LINES = 500
 MAX_HALL_CODE_LINES = 9_940
 MAX_WING_CODE_LINES = 4_000
 MAX_MODEL_LINES = 150
-MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700}
+MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700, "engine": 4_200}
 HALL = tuple(
     "protocol core sampling runner engine.core models models.config models.decoder models.rope "
     "models.weights backends backends.base backends.graph backends.arena backends.step".split()
@@ -33,7 +33,7 @@ HALL = tuple(
 SPLIT = ("backends", "models", "serve.apis")
 # JavaScript and CSS of the page, without the libraries in vendor/.
 MAX_PAGE_CODE_LINES = 2_500
-MAX_CONFIG_FIELDS = 70
+MAX_CONFIG_FIELDS = 75
 MAX_ENVIRONMENT_VARIABLES = 8
 
 HEAVY = frozenset("torch numpy transformers safetensors".split())
@@ -64,6 +64,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         # Of plans, what the server's process reads.
         Room("plan.step_model", "protocol", PURE),
         Room("plan.hardware", "protocol", HEAVY | SERVING),
+        Room("parallel.plan", "protocol", PURE | {"msgspec"}),
     ),
     (Room("hub", "protocol builtin gguf", HEAVY | SERVING), Room("plan.plans", "protocol plan.hardware", PURE)),
     (Room("core.blocks", "protocol", PURE | {"msgspec"}),),
@@ -84,12 +85,16 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     ),
     (
         # It checks its steps beside torch_ref.
-        Room("backends.cpu", "protocol env quant backends backends.torch_ref", SERVING | {"transformers"}),
+        Room(
+            "backends.cpu", "protocol env quant backends backends.torch_ref parallel.plan", SERVING | {"transformers"}
+        ),
         # The twins of its kernels are made of torch_ref's parts, and of the sampler's for the draw.
         Room("backends.cuda", "protocol quant sampling backends backends.torch_ref", SERVING | {"transformers"}),
     ),
     (Room("checkpoint", "protocol gguf hub quant backends models", SERVING | {"transformers"}),),
     (
+        # Several processes that compute one model.
+        Room("parallel", "protocol backends models parallel.plan", NO_TORCH),
         # They may run models of their own, but know neither scheduler nor requests.
         Room("drafters", "protocol builtin hub core.blocks quant sampling backends checkpoint models", NO_TORCH),
         # It runs model files over operators that count.
@@ -106,7 +111,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "engine",
             "protocol env gguf hub core quant sampling grammar text backends checkpoint models drafters runner "
-            "insight.journal fleet",
+            "insight.journal fleet parallel parallel.plan",
             NO_TORCH | {"numpy"},
         ),
     ),

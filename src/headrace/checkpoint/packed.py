@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.mapped import MappedFile, stacked_name, verify_shape
 from headrace.checkpoint.packing import Origin, Packable, PackedBackend
 from headrace.checkpoint.reader import Progress, Reader
-from headrace.models.weights import ByHead
+from headrace.models.weights import ByHead, Cut
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import METHOD, Scheme, native_flag, scheme_of_flag
 
@@ -262,6 +262,7 @@ class PackedWeights(Reader):
         transposed: bool = False,
         plain: bool = False,
         orders: Sequence[NDArray[np.int64] | None] = (),
+        cut: Cut = None,
     ) -> Any:
         matrices, begin = [], 0
         while begin < len(names):  # one matrix, or several of different schemes

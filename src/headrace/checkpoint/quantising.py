@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.mapped import stacked_name
 from headrace.checkpoint.packing import mixes
 from headrace.checkpoint.reader import Progress, Reader
-from headrace.models.weights import ByHead
+from headrace.models.weights import ByHead, Cut
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.arrays import floats
 from headrace.quant.schemes import NAMES, Quantization, Scheme, parse
@@ -95,6 +95,7 @@ class QuantisingReader(Reader, Generic[P]):
         transposed: bool = False,
         plain: bool = False,
         orders: Sequence[NDArray[np.int64] | None] = (),
+        cut: Cut = None,
     ) -> Matrix:
         orders = orders or [None] * len(names)
         layers = [self._layer(name, num_out, num_in, transposed) for name, num_out in zip(names, num_outs, strict=True)]

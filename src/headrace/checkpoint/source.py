@@ -34,11 +34,13 @@ def with_weights(
     quantization: str | None,
     save_packed: bool,
     on_tensor: Progress,
+    in_parts: bool = False,
 ) -> T:
     """Return what `build` makes of the weights of `checkpoint`; it has to take all of them.
 
     The weights come from a packed file beside the model if one fits, else from what `read` opens. With `save_packed` a
-    packed file is written if none fits. Raises `CheckpointError`.
+    packed file is written if none fits. `in_parts`: the backend takes parts of the matrices, so a packed file is not
+    read as a whole. Raises `CheckpointError`.
     """
     layouts = backend.layouts()
     form = Form(quantization or "", backend.dtype, layouts)
@@ -46,7 +48,8 @@ def with_weights(
         packed = find(checkpoint, form, backend)
         if packed is not None:
             try:
-                packed.read(backend.allocate)
+                if not in_parts:
+                    packed.read(backend.allocate)
                 weights = PackedWeights(packed, checkpoint, backend, on_tensor)
                 model = build(weights)
                 weights.finish()

@@ -49,6 +49,9 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; fp8 is fp8_e4m3. With --backend "
         "torch_ref, the quantised formats save no memory.",
         "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
+        "tensor_parallel_size": "Processes that compute the model together, each some columns and heads of each layer; "
+        "the output is the same. For CPUs of one host; see howto-scale.md.",
+        "distributed_timeout": "Seconds that these processes wait for each other before all are replaced.",
         "async_scheduling": "Schedule and start a step while the one before runs on the device; the output is the "
         "same. By default on a GPU; never with --speculative-config or --record-schedule.",
         "kv_cache_memory_bytes": "Memory for the KV cache, in bytes.",
@@ -126,7 +129,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
     },
 }
 
-SHORT = {"quantization": "-q", "speculative_config": "-sc", "data_parallel_size": "-dp"}
+SHORT = {"quantization": "-q", "speculative_config": "-sc", "data_parallel_size": "-dp", "tensor_parallel_size": "-tp"}
 """Letters of vLLM's."""
 
 PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampling"}

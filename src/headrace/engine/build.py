@@ -24,15 +24,18 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
 
 
-def build_engine(config: EngineConfig, is_restart: bool = False) -> EngineCore:
+def build_engine(
+    config: EngineConfig, is_restart: bool = False, on_lost: Callable[[str], None] | None = None
+) -> EngineCore:
     """Load the model, allocate its KV cache, and return an engine around them. `is_restart`: the engine replaces one
-    that has died, and starts without a recording if that can not be written.
+    that has died, and starts without a recording if that can not be written. `on_lost`: called with the reason, on
+    another thread, when other processes that compute the model with this one are lost.
 
     Raises `ModelNotFoundError`, `CheckpointError` or `RequestError` (a config value that the model can not meet).
     """
     from headrace.engine.load import build_runner
 
-    runner, info = build_runner(config, vocabulary=vocabulary_source(config))
+    runner, info = build_runner(config, vocabulary=vocabulary_source(config), on_lost=on_lost)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
         bound = f"at least max_model_len ({info.max_model_len}) while enable_chunked_prefill is off"
         raise RequestError("max_num_batched_tokens", config.max_num_batched_tokens, bound)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import logging
 import os
@@ -35,6 +36,9 @@ from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch,
 from headrace.text.bounded import die_with_parent
 
 logger = logging.getLogger("headrace.engine")
+
+LAST_WORDS_S = 0.3
+"""Time in which the engine's own thread notices that its ranks are lost."""
 
 Receive = Callable[[bool], "list[frames.ToEngine] | None"]
 Send = Callable[[frames.FromEngine], None]
@@ -151,11 +155,20 @@ class BlackBoxExecutor(Executor):
         self.inner.close()
 
 
-def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] = build_engine) -> int:
+def end_without_ranks(reason: str) -> None:
+    """End this process, unless it ends by itself in a moment: where a step was under way, that has failed and says
+    why."""
+    time.sleep(LAST_WORDS_S)
+    logger.error("%s", reason)
+    os._exit(1)
+
+
+def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] | None = None) -> int:
     """Serve one socket until it closes. Returns the exit status.
 
-    `build` makes the engine of the config in the first frame; see `engine.build.build_engine`.
+    `build` makes the engine of the config in the first frame; by default see `engine.build.build_engine`.
     """
+    build = build or functools.partial(build_engine, on_lost=end_without_ranks)
     # The server decides when this process ends: a Ctrl-C or a SIGTERM to the whole group must not cut open streams.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)

@@ -36,6 +36,10 @@ from headrace.text.outputs import Delta, deltas_of
 logger = logging.getLogger("headrace.engine")
 
 
+RANKS_GRACE_S = 2.0
+"""By which the watchdog of an engine of several ranks is later than their own."""
+
+
 class EngineClient:
     """One engine behind a `Link`.
 
@@ -392,6 +396,17 @@ class EngineClient:
         return self.replicas[0].total
 
 
+def watchdog_timeout(config: EngineConfig, server: ServerConfig) -> float:
+    """Return the seconds without a step or processor time after which an engine is ended: the first of several ranks
+    soon after the others would have ended for lack of it. Raises `RequestError` for settings that ranks do not have."""
+    if config.tensor_parallel_size == 1:
+        return server.watchdog_timeout
+    if server.slot_save_path is not None:
+        bound = f"left out with tensor_parallel_size {config.tensor_parallel_size}: each rank has its part of a block"
+        raise RequestError("slot_save_path", server.slot_save_path, bound)
+    return min(server.watchdog_timeout or float("inf"), config.distributed_timeout + RANKS_GRACE_S)
+
+
 class ProcessClient(EngineClient):
     """The engine in a child process, restarted when it dies (`headrace serve`)."""
 
@@ -401,7 +416,7 @@ class ProcessClient(EngineClient):
             max_num_queued_reqs=server.max_num_queued_reqs,
             max_num_queued_tokens=server.max_num_queued_tokens,
             max_restarts=server.max_restarts,
-            watchdog_timeout=server.watchdog_timeout,
+            watchdog_timeout=watchdog_timeout(config, server),
         )
         if server.crash_report_dir:
             self.replicas[0].reports = CrashReports(server.crash_report_dir, config, server)

@@ -6,6 +6,7 @@ The one place in `runner` that sees `EngineConfig`. Called by `headrace.engine.b
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
-from headrace.backends.base import Backend
+from headrace.backends.base import Backend, Program
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_origin import GGUFOrigin
 from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_config
@@ -25,8 +26,14 @@ from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.progress import progress_bar
+from headrace.engine.ranks import Go, SetUp, open_group, seat_of, take_seat
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
+from headrace.models.weights import Weights
+from headrace.parallel.group import Group, Loaded, Ready
+from headrace.parallel.plan import Seat
+from headrace.parallel.program import RankedProgram
+from headrace.parallel.sharding import RankWeights
 from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
@@ -43,23 +50,43 @@ logger = logging.getLogger(__name__)
 
 
 def build_runner(
-    config: EngineConfig, progress: Progress | None = None, vocabulary: Load | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    vocabulary: Load | None = None,
+    on_lost: Callable[[str], None] | None = None,
 ) -> tuple[Runner, EngineInfo]:
     """Load `config.model` and make room for its KV cache.
 
     `progress` is called with (tensors loaded, tensors in all); without it a bar is drawn if stderr is a terminal, else
     lines are logged.
     `vocabulary` reads the tokenizer when the first constraint needs it; without it there are none.
+    `on_lost`: as `parallel.group.Group` has it, for a model that several ranks compute.
     Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model can not meet.
     """
     directory = hub.resolve(config.model, config.revision)
+    group = open_group(config, str(directory), on_lost)
+    try:
+        return _build_runner(config, directory, progress, vocabulary, group)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def _build_runner(
+    config: EngineConfig, directory: Path, progress: Progress | None, vocabulary: Load | None, group: Group | None
+) -> tuple[Runner, EngineInfo]:
+    seat = None if group is None else seat_of(group.native, 0, group.world)
     if progress is not None:
-        backend, model, model_config = load_model(config, directory, progress)
+        backend, model, model_config = load_model(config, directory, progress, seat)
     else:
         with progress_bar(f"loading {config.model}", logger=logger) as show:
-            backend, model, model_config = load_model(config, directory, show)
-    stated = stated_activations(model_config.values.get("quantization_config"))
-    activations = backend.choose_activations(model, config.activations, config.num_threads, stated)
+            backend, model, model_config = load_model(config, directory, show, seat)
+    weight_bytes = backend.ops.weight_bytes
+    if group is not None:
+        weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
+        group.send(Go())
+    activations = choose_activations(config, backend, model, model_config)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))
     eos_token_ids = hub.eos_token_ids(directory)
@@ -75,8 +102,7 @@ def build_runner(
         drafter = make_drafter(spec, target)
     max_pieces = config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes)
     pool_sizes = choose_pool_sizes(config, model, max_model_len, backend, kv_dtype, max_pieces)
-    program = backend.program(
-        model,
+    setting = SetUp(
         pool_sizes=pool_sizes,
         block_size=config.block_size,
         kv_dtype=kv_dtype,
@@ -84,8 +110,16 @@ def build_runner(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_blocks_per_seq=longest_table(model.kinds, pool_sizes[0], max_model_len, config.block_size),
         num_threads=config.num_threads,
-        feature_layers=(drafter.feature_layers or ()) if drafter is not None else (),
     )
+    if group is not None:
+        group.send(setting)
+    feature_layers = (drafter.feature_layers or ()) if drafter is not None else ()
+    program: Program = backend.program(model, **msgspec.structs.asdict(setting), feature_layers=feature_layers)
+    if group is not None:
+        group.check()
+        group.expect(Ready)
+        group.watch()
+        program = RankedProgram(program, group)
     matchers = None
     if vocabulary is not None:
         matchers = Matchers(vocabulary, model.vocab_size, eos_token_ids, capacity=config.max_num_seqs)
@@ -114,10 +148,16 @@ def build_runner(
         backend=backend.name,
         device=backend.device,
         version=__version__,
-        weight_bytes=backend.ops.weight_bytes,
+        weight_bytes=weight_bytes,
         kv_token_bytes=token_bytes(backend, model, config.block_size, kv_dtype),
     )
     return runner, info
+
+
+def choose_activations(config: EngineConfig, backend: Backend, model: models.Model, model_config: ModelConfig) -> str:
+    """See `Backend.choose_activations`."""
+    stated = stated_activations(model_config.values.get("quantization_config"))
+    return backend.choose_activations(model, config.activations, config.num_threads, stated)
 
 
 def make_target(
@@ -166,14 +206,17 @@ def make_target(
     )
 
 
-def load_model(config: EngineConfig, directory: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
-    """The model of `directory` (or of a GGUF file) with its weights. Raises `CheckpointError` or `RequestError`."""
+def load_model(
+    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | None = None
+) -> tuple[Backend, models.Model, ModelConfig]:
+    """The model of `directory` (or of a GGUF file) with its weights. `seat`: of one rank of several, which takes its
+    part of them. Raises `CheckpointError` or `RequestError`."""
     load = _load_gguf if directory.is_file() else _load_safetensors
-    return load(config, directory, progress)
+    return load(config, directory, progress, seat)
 
 
 def _load_safetensors(
-    config: EngineConfig, directory: Path, progress: Progress
+    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     values = read_config(directory, models.names())
     config = _as_stored(config, find_method(values.get("quantization_config")))
@@ -194,8 +237,9 @@ def _load_safetensors(
         return SafetensorsWeights(Checkpoint(directory), backend, stored, progress, schemes, writer, spare)
 
     model: models.Model = with_weights(
-        lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
+        maker(module, model_config, backend, max_model_len, seat),
         read, checkpoint, backend, quantization, config.save_packed, progress,
+        in_parts=seat is not None,
     )  # fmt: skip
     return backend, model, model_config
 
@@ -212,7 +256,9 @@ def _as_stored(config: EngineConfig, method: str) -> EngineConfig:
     return msgspec.structs.replace(config, quantization=None)
 
 
-def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Backend, models.Model, ModelConfig]:
+def _load_gguf(
+    config: EngineConfig, path: Path, progress: Progress, seat: Seat | None
+) -> tuple[Backend, models.Model, ModelConfig]:
     config = _as_stored(config, "gguf")
     exact = config.quantization == DEQUANTIZE
     schemes = None if exact or config.quantization is None else parse(config.quantization)
@@ -229,11 +275,21 @@ def _load_gguf(config: EngineConfig, path: Path, progress: Progress) -> tuple[Ba
         return GGUFWeights(file, reading, backend, progress, schemes, exact, writer)
 
     model: models.Model = with_weights(
-        lambda weights: module.Model(model_config, weights, backend.ops, max_model_len),
+        maker(module, model_config, backend, max_model_len, seat),
         read, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
-        progress,
+        progress, in_parts=seat is not None,
     )  # fmt: skip
     return backend, model, model_config
+
+
+def maker(
+    module: Any, model_config: ModelConfig, backend: Backend, max_model_len: int, seat: Seat | None
+) -> Callable[[Weights], models.Model]:
+    """Return what makes a model of its weights, or one rank's part of it."""
+    if seat is None:
+        return lambda weights: module.Model(model_config, weights, backend.ops, max_model_len)
+    ops = take_seat(backend, seat)
+    return lambda weights: module.Model(model_config, RankWeights(weights, ops), ops, max_model_len)
 
 
 def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select:

@@ -18,7 +18,7 @@ from headrace.protocol.kinds import CacheKind
 
 if TYPE_CHECKING:
     from headrace.backends.base import Activation, Matrix, Ops
-    from headrace.models.weights import Weights
+    from headrace.models.weights import Cut, Weights
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -38,12 +38,14 @@ MAX_EXPERTS = 4096
 """Experts of a layer."""
 
 
-def stacked(weights: Weights, names: list[str], fused: str, num_in: int, outs: list[int], bias: bool = False) -> Matrix:
+def stacked(
+    weights: Weights, names: list[str], fused: str, num_in: int, outs: list[int], bias: bool = False, cut: Cut = None
+) -> Matrix:
     """The layers `names` as one matrix. A checkpoint may have them as one already, whose last name is `fused`."""
     whole = f"{names[0].rpartition('.')[0]}.{fused}"
     if weights.has(f"{whole}.weight"):
-        return weights.linear([whole], num_in, [sum(outs)], bias=bias)
-    return weights.linear(names, num_in, outs, bias=bias)
+        return weights.linear([whole], num_in, [sum(outs)], bias=bias, cut=cut or outs)
+    return weights.linear(names, num_in, outs, bias=bias, cut=cut)
 
 
 class LayerNorm:
@@ -126,9 +128,9 @@ class Attention:
 
     def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
         if not self.turned:
-            return stacked(weights, names, "qkv_proj", num_in, outs, bias)
+            return stacked(weights, names, "qkv_proj", num_in, outs, bias, self.heads)
         q_order, k_order = (pair_order(num_rows, self.heads.head_dim, self.turned) for num_rows in outs[:2])
-        return weights.linear(names, num_in, outs, bias=bias, orders=[q_order, k_order, None])
+        return weights.linear(names, num_in, outs, bias=bias, orders=[q_order, k_order, None], cut=self.heads)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         return self.mix(self.ops.linear(x, self.qkv), rows, kv)

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from headrace.backends.base import Heads
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from headrace.backends.base import Array, Matrix
+
+Cut: TypeAlias = "Heads | Sequence[int] | None"
+"""What the outputs of a layer are, where ranks share them out: queries, keys and values of heads, or parts of so many
+outputs that are shared out each by itself. None: each of the stacked layers is such a part."""
 
 
 class ByHead(NamedTuple):
@@ -81,11 +87,13 @@ class Weights(Protocol):
         transposed: bool = False,
         plain: bool = False,
         orders: Sequence[NDArray[np.int64] | None] = (),
+        cut: Cut = None,
     ) -> Matrix:
         """One matrix [sum(num_outs), num_in] out of the linear layers `names`, stacked along their outputs.
 
         transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
         orders: for each layer None, or if it is stored in another order: for each output its place in the checkpoint.
+        cut: how ranks share the outputs out (`parallel.sharding`); one process has all of them.
         """
         ...
 

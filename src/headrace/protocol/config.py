@@ -67,6 +67,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     num_threads: int = 0
+    tensor_parallel_size: int = 1
+    distributed_timeout: float = 10.0
     async_scheduling: bool | None = None
     speculative_config: SpeculativeConfig | None = None
     record_schedule: str | None = None
@@ -82,7 +84,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.num_threads > MAX_NUM_THREADS:
             raise RequestError("num_threads", self.num_threads, f"an integer from 0 to {MAX_NUM_THREADS}")
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
-        _at_least(self, 1, "block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes")
+        if not 0 < self.distributed_timeout < float("inf"):
+            raise RequestError("distributed_timeout", self.distributed_timeout, "above 0 seconds")
+        _at_least(
+            self, 1, "tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes"
+        )
         # One token of prompt and one of answer.
         _at_least(self, 2, "max_model_len", optional=True)
         _at_least(self, 1, "num_gpu_blocks_override", "kv_cache_memory_bytes", optional=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from headrace.protocol.errors import EngineDeadError
 from headrace.protocol.step import StepResult
 
 logger = logging.getLogger("headrace.engine")
@@ -43,8 +44,13 @@ class Blame:
             # Not itself, whose traceback holds what filled the memory.
             self._error = MemoryError(str(error))
             return f"{NO_MEMORY}{error}"
-        if isinstance(error, ImportError | OSError) or str(error) == NO_THREAD or is_device_lost(error):
-            # Faults around the process: no memory to load a library into, no more files to open, a device that failed.
+        if (
+            isinstance(error, ImportError | OSError | EngineDeadError)
+            or str(error) == NO_THREAD
+            or is_device_lost(error)
+        ):
+            # Faults around the process: no memory to load a library into, no more files to open, a device that failed,
+            # other processes that compute the model with this one.
             return ""
         # The grammars' library is Rust, whose panics are no Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

@@ -23,8 +23,10 @@ from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
+from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
+from headrace.parallel.plan import Seat
 from headrace.protocol.errors import RequestError
 from headrace.quant.arrays import floats, type_name
 from headrace.quant.schemes import F8_SCHEMES, K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag
@@ -44,7 +46,14 @@ class Cpu:
             raise RequestError("device", device, "cpu for backend cpu")
         self.device = device
         self.dtype = dtype
-        self.ops = CpuOps(dtype)
+        self.ops: CpuOps | RankOps = CpuOps(dtype)
+
+    def take_seat(self, seat: Seat) -> RankOps:
+        """Record one rank's part of all models from now on, and return the operators of it. Before any matrix."""
+        if isinstance(self.ops, RankOps):
+            raise ValueError("a backend has one seat")
+        self.ops = RankOps(self.ops, seat)
+        return self.ops
 
     def constant(self, values: NDArray[Any], is_weight: bool = False) -> NDArray[np.float32]:
         """Return `values` as contiguous float32; a copy of a weight, so that no page of its file is held."""
@@ -80,7 +89,8 @@ class Cpu:
         return Chooser(width, num_threads) if width <= MAX_WIDTH else None
 
     def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
-        return cache.block_bytes(model.cache_shapes, kind, block_size, kv_dtype)
+        every = self.ops.every_cache(model)
+        return sum(cache.block_bytes(shapes, kind, block_size, kv_dtype) for shapes in every)
 
     def program(
         self,
@@ -94,7 +104,7 @@ class Cpu:
         num_threads: int,
         feature_layers: Sequence[int] = (),
     ) -> TapedProgram:
-        kv = cache.KVCache(model.cache_shapes, pool_sizes, block_size, kv_dtype)
+        kv = cache.KVCache(self.ops.cache_shapes(model), pool_sizes, block_size, kv_dtype)
         if kv_dtype == "int4":
             self._measure_keys(model, kv, (max_blocks_per_seq - 1) * block_size + 1, num_threads)
         max_rows = min(MAX_ROWS, max_num_batched_tokens)
@@ -110,7 +120,7 @@ class Cpu:
     def _measure_keys(self, model: Any, kv: cache.KVCache, max_len: int, num_threads: int) -> None:
         """Run the probe over a float32 cache, and set the mean key of each layer of `kv`."""
         length = min(LENGTH, max_len)
-        probe_kv = cache.KVCache(model.cache_shapes, [NUM_SEQS] * len(model.kinds), length, "float32")
+        probe_kv = cache.KVCache(self.ops.cache_shapes(model), [NUM_SEQS] * len(model.kinds), length, "float32")
         probe = TapedProgram(model, self.ops, probe_kv, NUM_SEQS * length, NUM_SEQS, NUM_SEQS, num_threads)
         tables = [[i] for i in range(NUM_SEQS)]
         probe.forward(

@@ -21,6 +21,7 @@ from headrace.backends.cpu.matrix import CpuMatrix, parts_of
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.products import FLOAT_KINDS
 from headrace.backends.cpu.program import TapedProgram
+from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.protocol.errors import RequestError
 from headrace.quant.schemes import ROUNDED_BOOKS
@@ -34,7 +35,7 @@ SHOWN = 3
 logger = logging.getLogger(__name__)
 
 
-def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int, stated: str) -> str:
+def choose_activations(ops: CpuOps | RankOps, model: Any, mode: str, num_threads: int, stated: str) -> str:
     """Set `ops.wide` to the matrices that take floats; return "int8", "16bit", "mixed", or "" if none is quantised.
 
     stated: as `Backend.choose_activations` has it. Raises `RequestError` for a mode that changes nothing (int8 without
@@ -87,13 +88,13 @@ def choose_activations(ops: CpuOps, model: Any, mode: str, num_threads: int, sta
     return "16bit" if num_wide == len(quantised) else "mixed"
 
 
-def measure(ops: CpuOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]:
+def measure(ops: CpuOps | RankOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]:
     """Return for each matrix of integer codes how far int8 activations move its products, as a share of their size: the
     root of the mean square over the rows of the text. Of an expert that no row reaches it is the worst of all."""
     ops.pairs = []
     try:
         program = TapedProgram(
-            model, ops, KVCache(model.cache_shapes, [NUM_SEQS] * len(model.kinds), LENGTH, "float32"),
+            model, ops, KVCache(ops.cache_shapes(model), [NUM_SEQS] * len(model.kinds), LENGTH, "float32"),
             NUM_SEQS * LENGTH, NUM_SEQS, NUM_SEQS, num_threads,
         )  # fmt: skip
         pairs = ops.pairs

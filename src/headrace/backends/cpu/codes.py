@@ -45,11 +45,15 @@ def quantised(x: Value, group: int) -> Quantised:
     """Return the codes of `x` in groups."""
 
     def make() -> Quantised:
-        ld_q = -(-x.width // 64) * 64 + 64  # never a power of two: rows that alias in the cache halve the speed
         ld_s = -(-x.width // group)
-        return new_codes(x.graph, x.dim, ld_q, ld_s, group)
+        return new_codes(x.graph, x.dim, padded(x.width), ld_s, group)
 
     return x.graph.codes(x, group, make)
+
+
+def padded(width: int) -> int:
+    """Return the bytes of a row of codes: never a power of two, for rows that alias in the cache halve the speed."""
+    return -(-width // 64) * 64 + 64
 
 
 def new_codes(graph: Graph, dim: int, ld_q: int, ld_s: int, group: int) -> Quantised:

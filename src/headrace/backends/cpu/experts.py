@@ -6,13 +6,13 @@ holds a table with a product for each expert. Knows buffers and matrices; must n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Activation, Routing
+from headrace.backends.base import Routing
 from headrace.backends.cpu.codes import new_codes, quantised
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, parts_of
 from headrace.backends.cpu.memory import aligned
@@ -34,10 +34,6 @@ class Recording(Protocol):
 
     def takes_floats(self, *matrices: CpuMatrix | CpuStack) -> bool: ...
 
-    def activation(self, x: Value, kind: Activation) -> Value: ...
-
-    def gated(self, x: Value, kind: Activation) -> Value: ...
-
     def permuted(self, x: Value, columns: NDArray[np.int32], begin: NDArray[np.int32], count: int) -> Value: ...
 
 
@@ -54,8 +50,9 @@ class Experts:
         logits: Value,
         gate_up: Sequence[CpuMatrix | CpuStack],
         down: Sequence[CpuMatrix | CpuStack],
-        kind: Activation,
+        bend: Callable[[Value], Value],
     ) -> Value:
+        """`bend` makes of the first products what the second ones take."""
         graph, routing, top_k = self.graph, self.routing, self.routing.top_k
         graph.pairs_of_row = max(graph.pairs_of_row, top_k)
         ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
@@ -81,8 +78,7 @@ class Experts:
         fields |= {"num_experts": self.num_experts, "rows": rows, "places": places, "pair_weights": pair_weights}
         graph.put("moe_group", x.dim, None, fields)
         gathered = self._gather(x, rows, pair_weights, gate_up)
-        bend = self.ops.activation if gate_up[0].num_out == down[0].num_in else self.ops.gated
-        y = self._each(bend(self._each(gathered, gate_up), kind), down)
+        y = self._each(bend(self._each(gathered, gate_up)), down)
         out = graph.value(y.width, x.dim)
         fields = {"places": graph.touch(places), "top_k": top_k, "x": graph.read(y), "ld_x": y.ld, "width": y.width}
         fields |= {"weights": None if routing.scale_input else graph.touch(pair_weights)}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
+from headrace.backends.base import Activation, HeadNorm, Heads, LayerShape, Matrix, RopeTable, Routing
 from headrace.backends.cpu.codes import Quantised, quantised
 from headrace.backends.cpu.experts import Experts
 from headrace.backends.cpu.heads import by_head
@@ -52,6 +52,19 @@ class CpuOps:
 
     def begin(self) -> None:
         self.graph = Graph(ITEM_BYTES)
+
+    def whole(self, x: Value) -> Value:
+        """Return all columns of x, of which an operator of one rank of several may give some (`ranks.RankOps`)."""
+        return x
+
+    def cache_shapes(self, model: Any) -> Sequence[LayerShape]:
+        """Return what the cache holds of each layer."""
+        shapes: Sequence[LayerShape] = model.cache_shapes
+        return shapes
+
+    def every_cache(self, model: Any) -> list[Sequence[LayerShape]]:
+        """Return what the caches of all ranks hold."""
+        return [self.cache_shapes(model)]
 
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> CpuMatrix:
         matrix = make_matrix(source, bias, self.pool)
@@ -179,8 +192,9 @@ class CpuOps:
         self, x: Value, columns: NDArray[np.int32], begin: NDArray[np.int32] | None = None, count: int = 1
     ) -> Value:
         """Each row of x in the order `columns` [count, width]; of several, the one of the expert whose row it is."""
-        out = self.graph.value(x.width, x.dim)
-        fields = {"columns": columns, "begin": begin, "count": count}
+        width = columns.size // count
+        out = self.graph.value(width, x.dim)
+        fields = {"columns": columns, "begin": begin, "count": count, "width": width}
         self.graph.put("permute", x.dim, out, self._in_out(x, out) | fields | NO_Q)
         return out
 
@@ -352,7 +366,9 @@ class CpuOps:
         seen: Value | None = None,
     ) -> Value:
         first, second = [cpu_matrix(matrix) for matrix in gate_up], [cpu_matrix(matrix) for matrix in down]
-        return Experts(self, routing, router.num_out).mix(x, self.linear(seen or x, router), first, second, kind)
+        act = self.activation if first[0].num_out == second[0].num_in else self.gated
+        logits = self.linear(seen or x, router)
+        return Experts(self, routing, router.num_out).mix(x, logits, first, second, lambda y: act(y, kind))
 
     def _product(
         self,

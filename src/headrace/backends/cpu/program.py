@@ -18,6 +18,7 @@ from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
+from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Value
 from headrace.backends.logits import HostLogits
@@ -46,7 +47,7 @@ class TapedProgram:
     def __init__(
         self,
         model: Any,
-        ops: CpuOps,
+        ops: CpuOps | RankOps,
         cache: KVCache,
         max_rows: int,
         max_chunks: int,
@@ -81,12 +82,12 @@ class TapedProgram:
         self._best_ids = np.zeros(max_chunks, np.int32)
         self._best_values = np.zeros(max_chunks, np.float32)
         streams: list[Value] = []
-        hidden = model.forward(self.inputs, cache.layers, streams if layers else None)
-        self._streams = [streams[layer] for layer in layers]
+        hidden = ops.whole(model.forward(self.inputs, cache.layers, streams if layers else None))
+        self._streams = [ops.whole(streams[layer]) for layer in layers]
         fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
         graph.put("finite", ROWS, None, fields)
         self._num_forward = len(graph.nodes)
-        logits: Value = model.logits(hidden, self.logit_rows)
+        logits = ops.whole(model.logits(hidden, self.logit_rows))
         # Logits lie outside the arena: the caller reads them after the run.
         self._logits = aligned(4 * max_chunks * logits.ld).view(np.float32).reshape(max_chunks, logits.ld)
         graph.keep_outside(logits.buffer, self._logits)
@@ -151,7 +152,7 @@ class TapedProgram:
         ops.begin()
         graph = ops.graph
         source = graph.outside(self.hidden.width, ROWS, self.hidden.buffer.row_bytes)
-        final: Value = self.model.final(source, self.logit_rows)
+        final = ops.whole(self.model.final(source, self.logit_rows))
         out = aligned(4 * most * final.ld).view(np.float32).reshape(most, final.ld)
         graph.keep_outside(source.buffer, self.tape.floats(self.hidden.buffer, self.max_rows))
         graph.keep_outside(final.buffer, out)

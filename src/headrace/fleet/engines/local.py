@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.engine.client import EngineClient, ProcessClient
+from headrace.engine.client import EngineClient, ProcessClient, watchdog_timeout
 from headrace.engine.crash_reports import CrashReports
 from headrace.engine.links import ENGINE_COMMAND, Link, ProcessLink, engine_level
 from headrace.engine.replica import Replica
@@ -67,7 +67,7 @@ class LocalFleet(Fleet):
             max_num_queued_reqs=server.max_num_queued_reqs,
             max_num_queued_tokens=server.max_num_queued_tokens,
             max_restarts=server.max_restarts,
-            watchdog_timeout=server.watchdog_timeout,
+            watchdog_timeout=watchdog_timeout(engine, server),
         )
         self._cpus: dict[int, Sequence[int]] = {}
         for replica, cpus in zip(self.replicas, shares, strict=True):

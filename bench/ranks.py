@@ -1,0 +1,207 @@
+"""`python -m bench.ranks MODEL`: a step by one process of two threads, and by two ranks of one thread each, in turn.
+
+Both are loaded at once and bound to the same two processors; rounds of a few steps alternate between them, so that both
+see the same machine. A row each for sequences of one row at `--context`, but for 512, which are 8 chunks of a prompt.
+What a gather costs between processes of one host is measured beside it, over the memory that ranks share, and where
+torch is installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from headrace.backends.base import Chunks
+from headrace.engine.load import build_runner
+from headrace.protocol.config import EngineConfig
+
+CHUNKS_OF_PROMPT = 8
+LINE = "gather-us"
+
+
+def chunks_of(rows: int, context: int, block_size: int) -> tuple[Chunks, list[int]]:
+    """The inputs of a step, and the rows of its logits."""
+    num = rows if rows <= 128 else CHUNKS_OF_PROMPT
+    each = rows // num
+    per = -(-(context + each) // block_size)
+    tables = [list(range(s * per, (s + 1) * per)) for s in range(num)]
+    return Chunks([context] * num, [[7] * each] * num, tables), [each * (s + 1) - 1 for s in range(num)]
+
+
+def seconds(program: Any, chunks: Chunks, rows: list[int], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        program.forward(chunks, rows)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def programs(args: argparse.Namespace, cpus: list[int]) -> dict[str, Any]:
+    """Both programs, each with its blocks."""
+    made: dict[str, Any] = {}
+    for name, ranks in (("threads", 1), ("ranks", args.ranks)):
+        os.sched_setaffinity(0, cpus)
+        config = EngineConfig(
+            model=args.model, backend="cpu", quantization=args.quantization, tensor_parallel_size=ranks,
+            num_threads=args.ranks if ranks == 1 else 1, num_gpu_blocks_override=args.blocks, max_num_seqs=128,
+            skip_tokenizer_init=True, max_model_len=args.max_model_len,
+        )  # fmt: skip
+        made[name] = build_runner(config, lambda done, total: None)[0].program
+    return made
+
+
+def measure(args: argparse.Namespace) -> None:
+    cpus = sorted(os.sched_getaffinity(0))[: args.ranks]
+    made = programs(args, cpus)
+    for rows in args.rows:
+        chunks, logits = chunks_of(rows, args.context, made["threads"].block_size)
+        times: dict[str, list[float]] = {name: [] for name in made}
+        repeats = max(2, args.repeats // (1 + rows // 32))
+        for turn in range(args.rounds + 1):
+            for name, program in made.items():
+                # The thread that calls is where its ranks expect it, or free to leave the others' processors.
+                os.sched_setaffinity(0, cpus[:1] if name == "ranks" else cpus)
+                taken = seconds(program, chunks, logits, repeats)
+                if turn:  # the first round fills the caches
+                    times[name] += taken
+        row = {
+            name: {"median_ms": 1e3 * statistics.median(taken), "least_ms": 1e3 * min(taken)}
+            for name, taken in times.items()
+        }
+        share = row["threads"]["median_ms"] / row["ranks"]["median_ms"]
+        facts = {"model": args.model, "quantization": args.quantization, "ranks": args.ranks, "rows": rows}
+        print(
+            json.dumps(
+                {"bench": "ranks", **facts, "context": args.context, **row, "speed_of_threads": round(share, 3)}
+            ),
+            flush=True,
+        )
+    for program in made.values():
+        program.close()
+    os.sched_setaffinity(0, cpus)
+
+
+def memory_gather(width: int, repeats: int, rank: int, memory: int) -> float:
+    """Median seconds of a gather of `width` floats over shared memory."""
+    import numpy as np
+
+    from headrace.backends.native import record, require_native
+
+    native = require_native()
+    ranks = native.Ranks(memory, rank, 2, 4 * 2**20, 10.0, True)
+    part = width // 2
+    x, out = np.full(part, float(rank), np.float32), np.zeros(width, np.float32)
+    spans = np.array([[0, rank * part, part]], np.int64)
+    tape = native.Tape("")
+    zeros = dict.fromkeys(
+        ("q", "ld_q", "scales", "sums", "ld_s", "to_q", "ld_to_q", "to_scales", "to_sums", "ld_to_s"), 0
+    )
+    for _ in range(repeats):
+        record(
+            tape, "gather", dim=0, ranks=ranks.address(), spans=spans.ctypes.data, count=1, width=width,
+            x=x.ctypes.data, ld_x=part, out=out.ctypes.data, ld_out=width, group=1, **zeros,
+        )  # fmt: skip
+    ranks.begin(1)
+    tape.run([1, 0, 0], 1)
+    nanoseconds = tape.profile([1, 0, 0], 1)
+    if out.tolist() != [0.0] * part + [1.0] * part:
+        raise SystemExit("a gather over shared memory gave wrong numbers")
+    return float(statistics.median(nanoseconds)) * 1e-9
+
+
+def gloo_gather(width: int, repeats: int, rank: int, path: str) -> float:
+    """The same by torch.distributed's gloo on the loopback interface."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30))
+    part, full, times = torch.full((width // 2,), float(rank)), torch.empty(width), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(full, part)
+        times.append(time.perf_counter() - start)
+    dist.destroy_process_group()
+    return statistics.median(times)
+
+
+def gathers(args: argparse.Namespace) -> None:
+    """Run both kinds of gathers in two processes, for each width."""
+    import tempfile
+
+    from headrace.backends.native import require_native
+
+    for kind in ("memory", "gloo"):
+        for width in args.widths:
+            with tempfile.TemporaryDirectory() as folder:
+                memory = os.memfd_create("bench")
+                os.ftruncate(memory, require_native().Ranks.bytes(4 * 2**20))
+                command = [sys.executable, "-m", "bench.ranks", "--gather", kind, "--width", str(width)]
+                command += ["--repeats", str(args.gather_repeats)]
+                where = str(memory) if kind == "memory" else f"{folder}/store"
+                processes = [
+                    subprocess.Popen(
+                        [*command, "--rank", str(rank), "--where", where],
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        pass_fds=[memory],
+                    )
+                    for rank in (0, 1)
+                ]
+                outs = [process.communicate(timeout=300)[0] for process in processes]
+                os.close(memory)
+            if any(process.returncode for process in processes):
+                print(
+                    json.dumps({"bench": "gather", "over": kind, "width": width, "error": "it failed; is torch there?"})
+                )
+                continue
+            us = [float(out.split(LINE)[1]) for out in outs]
+            print(
+                json.dumps({"bench": "gather", "over": kind, "width": width, "median_us": round(max(us), 2)}),
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.ranks", description=__doc__)
+    parser.add_argument("model", nargs="?", default="builtin")
+    parser.add_argument("--quantization", default="int4")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512])
+    parser.add_argument("--context", type=int, default=128, help="positions before them (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=20, help="steps of one row in a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--blocks", type=int, default=1024)
+    parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--widths", type=int, nargs="*", default=[2048, 16384])
+    parser.add_argument("--gather-repeats", type=int, default=400)
+    parser.add_argument("--gather", choices=["memory", "gloo"], help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--width", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--where", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.gather:
+        os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[args.rank]])
+        if args.gather == "memory":
+            taken = memory_gather(args.width, args.repeats, args.rank, int(args.where))
+        else:
+            taken = gloo_gather(args.width, args.repeats, args.rank, args.where)
+        print(LINE, 1e6 * taken)
+        return
+    measure(args)
+    gathers(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What a rank has of a matrix: the rows of a source, or the panels of a packed record, that its layout gives it.
+
+Knows matrices and layouts; must not know values, models or processes. Called by `ranks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.backends.base import Matrix
+from headrace.backends.cpu.matrix import ACT_GROUP, CpuMatrix, CpuStack
+from headrace.backends.cpu.memory import Pool
+from headrace.backends.native import require_native
+from headrace.parallel.plan import Bounds, Layout
+from headrace.protocol.errors import CheckpointError
+from headrace.quant.base import Inputs, MatrixSource, QWeight, concatenated
+from headrace.quant.schemes import native_flag
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from headrace.backends.cpu.matrix import PackedRecord
+
+PANEL = 32
+"""Outputs that every format packs together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankMatrix:
+    """This rank's outputs of a linear layer; all of them where `layout` is None."""
+
+    local: CpuMatrix | CpuStack
+    num_in: int
+    num_out: int
+    layout: Layout | None
+
+
+class SomeRows:
+    """A `MatrixSource` of some rows of another, in the order of `bounds`."""
+
+    def __init__(self, source: MatrixSource, bounds: Sequence[tuple[int, int]]) -> None:
+        self._source, self._bounds = source, bounds
+        self.name, self.num_in, self.scheme = source.name, source.num_in, source.scheme
+        self.num_out = sum(end - begin for begin, end in bounds)
+        self.columns, self.permutation = source.columns, source.permutation
+        self.inputs: Sequence[tuple[int, Inputs | None]] = ()
+
+    def slab(self, first: int, last: int) -> QWeight:
+        pieces, start = [], 0
+        for begin, end in self._bounds:
+            low, high = max(first, start), min(last, start + end - begin)
+            if low < high:
+                pieces.append(self._source.slab(begin + low - start, begin + high - start))
+            start += end - begin
+        return concatenated(pieces)
+
+
+def rank_matrix(matrix: Matrix) -> RankMatrix:
+    if not isinstance(matrix, RankMatrix):
+        raise TypeError(f"a matrix that belongs to no rank: {type(matrix).__name__}")
+    return matrix
+
+
+def some_rows(values: NDArray[np.float32] | None, bounds: Sequence[tuple[int, int]]) -> NDArray[np.float32] | None:
+    return None if values is None else np.concatenate([values[begin:end] for begin, end in bounds])
+
+
+def panels(record: PackedRecord, bounds: Sequence[Bounds], rank: int, pool: Pool) -> PackedRecord:
+    """Return the outputs `bounds` of a packed matrix, copied into memory of `pool`. Raises `CheckpointError` where they
+    are no whole panels."""
+    scheme = record.scheme
+    if any(begin % PANEL or (end % PANEL and end != record.num_out) for begin, end in bounds):
+        raise CheckpointError(f"{record.name}: the share of rank {rank} begins or ends within a panel")
+    group, flag = scheme.group or ACT_GROUP, native_flag(scheme)
+    size = require_native().packed_bytes(scheme.kind, PANEL, record.num_in, group, flag)
+    pieces = [record.data[begin // PANEL * size : -(-end // PANEL) * size] for begin, end in bounds]
+    data = pool.take(sum(len(piece) for piece in pieces))
+    np.concatenate(pieces, out=data)
+    num_out = sum(end - begin for begin, end in bounds)
+    changed: Any = record  # a dataclass
+    part: PackedRecord = replace(changed, data=data, num_out=num_out, bias=some_rows(record.bias, bounds))
+    return part

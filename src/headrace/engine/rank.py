@@ -1,0 +1,121 @@
+"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`.
+
+It loads its part of the model, makes the same program as rank 0, and then makes rank 0's calls. It schedules nothing,
+samples nothing and knows no requests. When rank 0 is gone the socket is at its end, and this process ends too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from headrace.backends.native import require_native
+from headrace.engine import logs
+from headrace.engine.load import choose_activations, load_model
+from headrace.engine.ranks import Go, SetUp, Start, seat_of
+from headrace.parallel.group import SLOT_BYTES, Loaded, Ready, framed
+from headrace.parallel.program import Call, CopyBlocks, Forward, HiddenStatesOf, LogitsOf, RankLostError, follow
+from headrace.protocol import frames
+from headrace.protocol.errors import HeadraceError
+from headrace.text.bounded import die_with_parent
+
+logger = logging.getLogger("headrace.engine")
+
+_setting_up: msgspec.msgpack.Decoder[Start | Go | SetUp] = msgspec.msgpack.Decoder(Start | Go | SetUp)
+_calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Forward | LogitsOf | HiddenStatesOf | CopyBlocks)
+
+T = TypeVar("T")
+
+
+class Inbox:
+    """What rank 0 sends, one message at a time. `receive` returns None at the end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._buffer = sock, frames.FrameBuffer()
+        self._payloads: deque[bytes] = deque()
+
+    def payload(self) -> bytes | None:
+        while not self._payloads:
+            try:
+                data = self._socket.recv(frames.READ_BYTES)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._payloads += self._buffer.feed(data)
+        return self._payloads.popleft()
+
+    def call(self) -> Call | None:
+        payload = self.payload()
+        return None if payload is None else _calls.decode(payload)
+
+    def expect(self, kind: type[T]) -> T:
+        """Wait for a message of `kind`. Raises EOFError at the end."""
+        payload = self.payload()
+        if payload is None:
+            raise EOFError
+        message = _setting_up.decode(payload)
+        if not isinstance(message, kind):
+            raise frames.TransportError(f"rank 0 sent {type(message).__name__}, expected {kind.__name__}")
+        return message
+
+
+def serve(sock: socket.socket) -> None:
+    """Load, make the program, and make rank 0's calls until it hangs up. Raises EOFError if it does so before."""
+    inbox = Inbox(sock)
+    start = inbox.expect(Start)
+    if start.cpus:
+        os.sched_setaffinity(0, start.cpus)
+    config = start.config
+    native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
+    os.close(start.memory)
+    seat = seat_of(native, start.rank, start.world)
+    backend, model, model_config = load_model(config, Path(config.model), lambda done, total: None, seat)
+    sock.sendall(framed(Loaded(backend.ops.weight_bytes)))
+    inbox.expect(Go)
+    choose_activations(config, backend, model, model_config)
+    arguments = msgspec.structs.asdict(inbox.expect(SetUp))
+    program = backend.program(model, **arguments)
+    if fault := native.fault():
+        raise RankLostError(f"the ranks are apart: {fault}")
+    sock.sendall(framed(Ready()))
+    gc.collect()
+    gc.freeze()
+    follow(program, inbox.call, native)
+    program.close()
+
+
+def main(fd: int) -> int:
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    die_with_parent()
+    logs.set_up("warning")
+    faulthandler.enable()
+    faulthandler.register(frames.STACKS_SIGNAL, all_threads=True)
+    with socket.socket(fileno=fd) as sock:
+        try:
+            serve(sock)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return 0
+        except BaseException as error:
+            if not isinstance(error, HeadraceError):
+                logger.error("a rank failed", exc_info=error)
+            with contextlib.suppress(OSError):
+                sock.sendall(framed(frames.Failed(type(error).__name__, str(error) or repr(error))))
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,122 @@
+"""Starts the ranks of an engine, and what rank 0 does beside them: `open_group`, and the messages of a start.
+
+A rank is a process of `engine.rank`. All of them read the same checkpoint at the same time, each its own part; rank 0
+waits for the others, and then they go through the steps of `engine.load` together. Called by `engine.load`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace import env
+from headrace.backends.base import Backend
+from headrace.parallel.group import SLOT_BYTES, Group
+from headrace.parallel.plan import MAX_RANKS, Plan, Seat
+from headrace.parallel.sharding import Sharing
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import RequestError
+
+ALONE = ("eagle", "eagle3", "medusa", "mtp", "early_exit")
+"""Drafters that read the target's hidden states or share its layers, which ranks have in parts."""
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """To a rank, first: what to load, its number among `world`, the file of the memory that they share, how long it
+    waits for the others, whether it may spin while it does, and its processors (none: any)."""
+
+    config: EngineConfig
+    rank: int
+    world: int
+    memory: int
+    timeout: float
+    spins: bool
+    cpus: list[int]
+
+
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """To a rank: all have their weights; choose the activations."""
+
+
+class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
+    """To a rank: make the program, with these arguments of `Backend.program`."""
+
+    pool_sizes: tuple[int, ...]
+    block_size: int
+    kv_dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_blocks_per_seq: int
+    num_threads: int
+
+
+def refuse(config: EngineConfig) -> None:
+    """Raise `RequestError` for what ranks can not do together."""
+    world = config.tensor_parallel_size
+    beside = f"with tensor_parallel_size {world}"
+    if world > MAX_RANKS:
+        raise RequestError("tensor_parallel_size", world, f"at most {MAX_RANKS}")
+    if config.save_packed:
+        raise RequestError("save_packed", True, f"left out {beside}: one process writes the file, ranks then read it")
+    spec = config.speculative_config
+    if spec is not None and spec.method in ALONE:
+        bound = f"ngram, suffix, lookahead or draft_model {beside}: the others read the target's hidden states"
+        raise RequestError("speculative_config.method", spec.method, bound)
+    if env.debug_level() >= 3:
+        raise RequestError("HEADRACE_DEBUG", env.debug_level(), f"at most 2 {beside}")
+
+
+def open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], None] | None) -> Group | None:
+    """Start the other ranks of an engine, and bind this thread to its share of the processors; None for a model that
+    one process computes. Raises `RequestError`."""
+    world = config.tensor_parallel_size
+    if world == 1:
+        return None
+    refuse(config)
+    shares = divide(processors(), world)
+    spins = bool(shares[0]) and config.num_threads <= len(shares[0])
+    # Where there are not processors for all, more threads than ranks would only be in each other's way.
+    config = msgspec.structs.replace(config, model=directory, num_threads=num_threads(config, shares))
+
+    def first(rank: int, memory: int) -> Start:
+        return Start(config, rank, world, memory, config.distributed_timeout, spins, shares[rank])
+
+    group = Group(world, config.distributed_timeout, spins, first, on_lost)
+    if shares[0]:
+        os.sched_setaffinity(0, shares[0])
+    return group
+
+
+def num_threads(config: EngineConfig, shares: Sequence[Sequence[int]]) -> int:
+    """Return the threads of each rank: as configured, or one for each core of its share."""
+    return config.num_threads or (0 if shares[0] else 1)
+
+
+def processors() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def divide(cpus: Sequence[int], world: int) -> list[list[int]]:
+    """Return the processors of each rank, equal parts in order; with fewer processors than ranks, none is bound."""
+    if len(cpus) < world:
+        return [[] for _ in range(world)]
+    return [list(cpus[len(cpus) * at // world : len(cpus) * (at + 1) // world]) for at in range(world)]
+
+
+def seat_of(native: Any, rank: int, world: int) -> Seat:
+    """Return the seat of a rank whose gathers meet those of the others in `native`."""
+    return Seat(Plan(rank, world), native.address(), SLOT_BYTES)
+
+
+def take_seat(backend: Backend, seat: Seat) -> Sharing:
+    """Have `backend` record one rank's part. Raises `RequestError` for one that can not."""
+    take = getattr(backend, "take_seat", None)
+    if take is None:
+        raise RequestError(
+            "tensor_parallel_size", seat.plan.world, f"1 on backend {backend.name}: ranks are CPUs' alone"
+        )
+    ops: Sharing = take(seat)
+    return ops

@@ -1,0 +1,5 @@
+"""One model computed by several processes, its ranks, with the bits of one process (ADR 0037).
+
+Each rank computes some columns of every matrix and some heads, and the columns are put together: no sum is ever cut, so
+no bit depends on the number of ranks.
+"""

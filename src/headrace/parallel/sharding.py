@@ -1,0 +1,88 @@
+"""The weights of a model as one rank reads them: `RankWeights` says how the outputs of each layer are shared out.
+
+The reader behind it reads whole layers as it always does, but the rank's operators take only its rows of them. Knows
+names, shapes and layouts; must not know formats or processes. Called by `engine.load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Array, Heads, Matrix, Ops
+from headrace.models.weights import ByHead, Weights
+from headrace.parallel.plan import Layout, Plan
+
+if TYPE_CHECKING:
+    from headrace.models.weights import Cut
+
+
+class Sharing(Ops, Protocol):
+    """The operators that make a rank's matrices: `backends.cpu.ranks.RankOps`."""
+
+    plan: Plan
+
+    def sharing(self, layout: Layout | None) -> AbstractContextManager[None]: ...
+
+
+class RankWeights(Weights):
+    """`weights` for the rank whose operators are `ops`."""
+
+    def __init__(self, weights: Weights, ops: Sharing) -> None:
+        self._weights, self._ops = weights, ops
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+    def has_prefix(self, prefix: str) -> bool:
+        return self._weights.has_prefix(prefix)
+
+    def constant(self, values: Array) -> Array:
+        return self._weights.constant(values)
+
+    def constant_table(self, values: Array) -> Array:
+        return self._weights.constant_table(values)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
+        return self._weights.tensor(name, shape)
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return self._weights.numbers(name, shape)
+
+    def table(self, name: str, shape: tuple[int, int]) -> Array:
+        return self._weights.table(name, shape)
+
+    def linear(
+        self,
+        names: Sequence[str],
+        num_in: int,
+        num_outs: Sequence[int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        plain: bool = False,
+        orders: Sequence[NDArray[np.int64] | None] = (),
+        cut: Cut = None,
+    ) -> Matrix:
+        flags: dict[str, Any] = {"bias": bias, "transposed": transposed, "plain": plain, "orders": orders}
+        # A router's few outputs are needed whole at once.
+        layout = None if plain else self._layout(num_outs, cut)
+        with self._ops.sharing(layout):
+            return self._weights.linear(names, num_in, num_outs, **flags)
+
+    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        return self._weights.by_head(name, num_in, num_heads, turned, straight)
+
+    def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
+        with self._ops.sharing(self._layout(shape[:1], None)):
+            return self._weights.ends(embedding, head, shape, tied=tied)
+
+    def _layout(self, num_outs: Sequence[int], cut: Cut) -> Layout | None:
+        plan = self._ops.plan
+        if isinstance(cut, Heads):
+            return plan.heads(cut.num_heads, cut.num_kv_heads, cut.head_dim, cut.value_size)
+        return plan.layout(cut or num_outs)

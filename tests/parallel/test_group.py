@@ -1,0 +1,133 @@
+"""The processes of a group: gathers, and what happens when one of them ends, stands still, or falls out of step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.support.law import make_core, make_requests, run
+from tests.support.shallow import shallow
+
+from headrace.backends.native import require_native
+from headrace.engine.core import EngineCore
+from headrace.parallel.program import RankLostError
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.runner.faults import Blame
+
+
+@pytest.fixture
+def core() -> Iterator[EngineCore]:
+    core = make_core(model=shallow(2), tensor_parallel_size=3, distributed_timeout=1.0)
+    yield core
+    core.close()
+
+
+def group_of(core: EngineCore) -> Any:
+    return core.executor.program._followers  # type: ignore[attr-defined]
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_rank_that_ends_takes_the_others_with_it_and_the_next_step_says_so(core: EngineCore) -> None:
+    requests = make_requests()[:2]
+    run(core, requests[:1])
+    pids = group_of(core).pids
+    os.kill(pids[0], signal.SIGKILL)
+    until(lambda: all(map(is_gone, pids)))
+    core.add(requests[1])
+    with pytest.raises(RankLostError, match=r"rank 1 ended \(SIGKILL\)"):
+        core.step()
+
+
+def test_a_rank_that_stands_still_is_given_up_after_the_timeout(core: EngineCore) -> None:
+    pids = group_of(core).pids
+    os.kill(pids[1], signal.SIGSTOP)
+    core.add(make_requests()[0])
+    with pytest.raises(RankLostError, match="timeout"):
+        core.step()
+    until(lambda: all(map(is_gone, pids)))
+
+
+def test_ranks_out_of_step_find_it_out(core: EngineCore) -> None:
+    group = group_of(core)
+    core.add(make_requests()[0])
+    # As if a call had been lost on its way to the others.
+    begin = group.begin
+
+    def begin_again() -> int:
+        number = begin()
+        group.native.begin(number + 1)
+        return int(number)
+
+    group.begin = begin_again
+    with pytest.raises(RankLostError, match="out of step"):
+        core.step()
+
+
+def test_closing_ends_all_ranks() -> None:
+    core = make_core(model=shallow(1), tensor_parallel_size=2)
+    pids = group_of(core).pids
+    core.close()
+    core.close()
+    assert all(map(is_gone, pids))
+
+
+def test_a_lost_rank_is_no_requests_fault() -> None:
+    assert Blame().reason(RankLostError("rank 1 ended"), 1) == ""
+
+
+def test_a_model_that_can_not_be_loaded_is_an_error_of_its_own(tmp_path: Any) -> None:
+    with pytest.raises(CheckpointError):
+        make_core(model=str(tmp_path), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"backend": "torch_ref"}, "tensor_parallel_size: 2 is not allowed; it must be 1 on backend torch_ref"),
+        ({"save_packed": True}, "save_packed"),
+        ({"speculative_config": {"method": "early_exit", "num_speculative_tokens": 2}}, "speculative_config.method"),
+        ({"tensor_parallel_size": 9}, "tensor_parallel_size: 9 is not allowed; it must be at most 8, the attention"),
+        ({"tensor_parallel_size": 65}, "tensor_parallel_size: 65 is not allowed; it must be at most 64"),
+    ],
+)
+def test_what_ranks_can_not_do_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        make_core(**({"model": shallow(1), "tensor_parallel_size": 2} | fields))
+
+
+@pytest.mark.parametrize("field", [{"tensor_parallel_size": 0}, {"distributed_timeout": 0.0}])
+def test_a_config_of_no_ranks_or_no_time_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(field))):
+        EngineConfig(**field)
+
+
+def test_the_memory_of_a_group_is_checked() -> None:
+    ranks = require_native().Ranks
+    memory = os.memfd_create("test")
+    try:
+        for rank, world, slot in ((2, 2, 4096), (0, 65, 4096), (0, 2, 100)):
+            with pytest.raises(ValueError, match=r"ranks|whole pages"):
+                ranks(memory, rank, world, slot, 1.0, False)
+        with pytest.raises(ValueError, match="shorter"):
+            ranks(memory, 0, 2, 4096, 1.0, False)
+    finally:
+        os.close(memory)
