@@ -12,6 +12,7 @@ import pytest
 from tests.support.law import make_core, make_requests, run
 from tests.support.shallow import shallow
 
+from headrace import LLM, SamplingParams
 from headrace.backends.native import require_native
 from headrace.engine.core import EngineCore
 from headrace.parallel.program import RankLostError
@@ -88,6 +89,22 @@ def test_closing_ends_all_ranks() -> None:
     core.close()
     core.close()
     assert all(map(is_gone, pids))
+
+
+def test_offline_and_the_callers_thread_is_free_again_afterwards() -> None:
+    before = os.sched_getaffinity(0)
+    llm = LLM(shallow(1), tensor_parallel_size=2, num_gpu_blocks_override=64, max_model_len=512)
+    prompts, params = ["Once upon", "The dog"], SamplingParams(max_tokens=4, temperature=0.0)
+    texts = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    vectors = [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
+    if len(before) >= 2:
+        assert len(os.sched_getaffinity(0)) < len(before)
+    llm.close()
+    assert os.sched_getaffinity(0) == before
+    alone = LLM(shallow(1), num_gpu_blocks_override=64, max_model_len=512)
+    assert texts == [output.outputs[0].token_ids for output in alone.generate(prompts, params, use_tqdm=False)]
+    assert vectors == [output.outputs.embedding for output in alone.embed(prompts, use_tqdm=False)]
+    alone.close()
 
 
 def test_a_lost_rank_is_no_requests_fault() -> None:

@@ -25,6 +25,7 @@ from tests.support.law import Bits, assert_same, groups_of, make_core, make_requ
 from tests.support.shallow import shallow
 from tests.support.stored import mixed
 
+from headrace import models
 from headrace.parallel import group
 from headrace.parallel.program import RankedProgram
 from headrace.protocol.params import SamplingParams
@@ -115,6 +116,17 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
 @pytest.mark.parametrize("form", [{}, {"quantization": "int8", "kv_cache_dtype": "int8"}], ids=["floats", "int8"])
 def test_experts(form: dict[str, Any], random_models: RandomModels) -> None:
     check(requests_of(199), 2, model=str(random_models["mixtral"]), skip_tokenizer_init=True, **form)
+
+
+@pytest.mark.sampled(12, 5)
+@pytest.mark.parametrize("name", models.names())
+def test_every_model_type(name: str, random_models: RandomModels) -> None:
+    """States, latents, windows, shared caches, sinks, fused matrices: what ranks do not share out, each has whole."""
+    config = models.find(name).TINY
+    sizes = config.get("text_config", config)
+    longest = min(150, sizes.get("max_position_embeddings", 512) // 2)
+    form = {"model": str(random_models[name]), "skip_tokenizer_init": True, "max_num_seqs": 8}
+    check(requests_of(sizes["vocab_size"], longest), 2, **form)
 
 
 def test_with_speculation_grammars_penalties_chunks_and_a_small_cache() -> None:

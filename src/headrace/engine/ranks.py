@@ -86,7 +86,9 @@ def open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], No
 
     group = Group(world, config.distributed_timeout, spins, first, on_lost)
     if shares[0]:
+        before = processors()
         os.sched_setaffinity(0, shares[0])
+        group.at_end = lambda: os.sched_setaffinity(0, before)
     return group
 
 

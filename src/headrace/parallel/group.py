@@ -55,7 +55,7 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 class Group:
-    """Ranks 1 ... `world` - 1, from rank 0's side.
+    """Ranks 1 ... `world` - 1, from rank 0's side. `at_end` is called by the first `close`.
 
     Args:
         timeout: seconds that a rank waits for the others in a gather, and for room in a socket.
@@ -84,6 +84,7 @@ class Group:
         self._lock = threading.Lock()
         self._reason = ""
         self._closed = False
+        self.at_end: Callable[[], None] | None = None
         self._call_id = 0
         try:
             os.ftruncate(memory, native.bytes(SLOT_BYTES))
@@ -215,6 +216,9 @@ class Group:
         """End the other ranks. May be called twice."""
         with self._lock:
             self._closed = True
+            at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
