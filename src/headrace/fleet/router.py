@@ -19,8 +19,8 @@ from headrace.protocol.kinds import ROUTERS
 OPEN_TOKENS = 64
 """Prompt tokens that an open request counts as: what decoding it costs the steps of a new prompt."""
 UNKNOWN_WEIGHT = 1.5
-"""What a token of a prompt counts, by prefix, where it must be computed: it also takes the place of another in the cache.
-On Mooncake's conversations, 1 gives less hits and 2 later first tokens (`python -m bench.router`)."""
+"""What a token of a prompt counts by prefix if it must be computed: it takes the place of another in the cache, too. On
+Mooncake's conversations, 1 gives less hits and 2 later first tokens (`python -m bench.router`)."""
 SPEED_WEIGHT = 0.02
 """Weight of the newest step in the measured speed."""
 MIN_TOKENS = 256
