@@ -65,6 +65,7 @@ NOT_RUN = {
     "headrace bench speculate": "minutes; tests/cli/test_verify_speculation.py runs it",
     "headrace verify": "ten seconds; tests/cli/test_verify_speculation.py runs it",
     "headrace replay": "a log of a server; tests/e2e/test_replay.py runs it",
+    "headrace fleet update": "a fleet; tests/serve/test_fleet.py runs it",
     "headrace top": "a running server; tests/serve/test_inspector.py runs it",
     "headrace explain": "a log of a server; tests/insight/test_lives.py runs it",
 }
@@ -173,7 +174,7 @@ def run(words: list[str], folder: Path, url: Callable[[], str], monkeypatch: pyt
             words = [*words, *flags]
     if words[1:3] in (["bench", "serve"], ["bench", "sweep"]):
         words += ["--base-url", url()]
-    if words[1] in ("list", "ps", "show", "rm"):
+    if words[1] in ("list", "ps", "show", "rm", "fleet"):
         words += ["--url", url()]
     if words[1] == "doctor":
         monkeypatch.setattr("headrace.doctor.PROBE_BYTES", 2**20)

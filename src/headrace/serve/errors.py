@@ -43,6 +43,7 @@ STATUSES = {
     408: Status(
         "timeout_error", "The deadline passed before the engine began with the call, or the body was too slow."
     ),
+    409: Status("invalid_request_error", "The engines can not be updated, or an update failed or is running."),
     413: Status("invalid_request_error", "The body is too large."),
     414: Status("invalid_request_error", "The address is too long."),
     415: Status("invalid_request_error", "The body is compressed, or a web page's is not JSON."),

@@ -26,7 +26,7 @@ from headrace.serve.errors import CallError
 from headrace.serve.loading import RunningModel, RunningModels
 
 
-class Update(Body, kw_only=True):
+class UpdateRequest(Body, kw_only=True):
     """The body of `POST /fleet/update`. `settings` are those of the new engines that differ from the server's, by the
     names of the flags: {"max_num_seqs": 64}. For `patience` seconds requests may end in an old engine before they go on
     in another one. With `wait` the reply comes when the update has ended, without it at once."""
@@ -52,7 +52,7 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
 
     async def update(body: dict[str, Any]) -> FleetState:
         """Put new engines into the place of the old ones, one after the other. Running answers go on."""
-        request = convert(Update, body)
+        request = convert(UpdateRequest, body)
         if not 0 <= request.patience <= 86400:
             raise RequestError("patience", request.patience, "from 0 to 86400 seconds")
         model = default()
@@ -81,7 +81,7 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
         return state()
 
     routing.get(app, "/fleet", state, gives=FleetState)
-    routing.post(app, "/fleet/update", update, takes=Update, gives=FleetState)
+    routing.post(app, "/fleet/update", update, takes=UpdateRequest, gives=FleetState)
 
 
 def updates_of(client: EngineClient) -> RollingUpdate:

@@ -9,7 +9,7 @@ import msgspec
 from headrace.engine.client import EngineClient
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.engines.local import LocalFleet
-from headrace.fleet.engines.update import Progress
+from headrace.fleet.engines.update import UpdateProgress
 
 
 class ReplicaState(msgspec.Struct, kw_only=True):
@@ -45,7 +45,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     num_queued: int
     num_moved: int
     replicas: list[ReplicaState]
-    update: Progress | None = None
+    update: UpdateProgress | None = None
 
 
 def state_of(client: EngineClient, model: str) -> FleetState:

@@ -45,7 +45,7 @@ class Starter(Protocol):
         ...
 
 
-class Progress(msgspec.Struct, kw_only=True):
+class UpdateProgress(msgspec.Struct, kw_only=True):
     """An update that runs, or the last one. `state`: running, done or failed; `num_replaced` of `num_replicas` engines
     are new. `settings` differ from the server's. `error` says why it failed. `seconds`: how long it took."""
 
@@ -68,7 +68,7 @@ class RollingUpdate:
     """Updates `fleet`, whose engines were started with `config`, by links of `starter`."""
 
     def __init__(self, fleet: Fleet, config: EngineConfig, starter: Starter) -> None:
-        self.progress: Progress | None = None
+        self.progress: UpdateProgress | None = None
         self._fleet = fleet
         self._config = config
         self._starter = starter
@@ -103,7 +103,7 @@ class RollingUpdate:
         config = self.settings_of(settings)
         old = list(self._fleet.replicas)
         began = time.monotonic()
-        progress = self.progress = Progress(
+        progress = self.progress = UpdateProgress(
             state="running", num_replaced=0, num_replicas=len(old), settings=dict(settings)
         )
         logger.info("an update begins: %d engines are replaced", len(old))
