@@ -13,7 +13,7 @@ def test_blocks_of_every_kind_are_held_cached_or_free() -> None:
     stats = Stats(num_blocks=40, num_blocks_held=7, num_blocks_cached=3, more_blocks=[(9, 9, 0), (5, 2, 3)])
     client: Any = SimpleNamespace(
         stats=stats, total=stats, is_alive=True, is_started=False, num_unfinished=0, num_restarts=0, num_expired=0,
-        num_quarantined=0, replicas=[None],
+        num_quarantined=0, replicas=[None], is_fleet=False,
     )  # fmt: skip
     text = ServerMetrics(client, "m").render().decode()
     numbers = {

@@ -32,6 +32,7 @@ def test_metrics_tell_them_by_vllms_names() -> None:
         num_restarts=1,
         num_expired=0,
         num_quarantined=0,
+        is_fleet=False,
     )
     told = ServerMetrics(client, "m").render().decode()
     for line in (

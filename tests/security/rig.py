@@ -43,7 +43,7 @@ ACCESS |= dict.fromkeys(
     ],
     "any",
 )
-ACCESS |= dict.fromkeys(["GET /metrics", "GET /load", "GET /slots"], "metrics")
+ACCESS |= dict.fromkeys(["GET /metrics", "GET /load", "GET /slots", "GET /fleet"], "metrics")
 ACCESS |= dict.fromkeys(
     [
         "POST /api/push",
@@ -63,6 +63,7 @@ ACCESS |= dict.fromkeys(
         "GET /inspect/numbers",
         "POST /inspect/recording",
         "POST /inspect/plan",
+        "POST /fleet/update",
         "GET /server_info",
         "POST /v1/load_lora_adapter",
         "POST /v1/unload_lora_adapter",

@@ -18,7 +18,7 @@ from tests.support.server import Live, inproc
 from headrace.cli.main import main
 from headrace.engine.links import ProcessLink
 from headrace.fleet.engines.client import Fleet
-from headrace.fleet.engines.local import LocalFleet, client_of
+from headrace.fleet.engines.local import LocalFleet
 from headrace.fleet.engines.state import FleetState
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
@@ -191,4 +191,4 @@ def test_a_fleet_sleeps_and_wakes(local: Live) -> None:
 def test_models_of_a_folder_have_one_engine_each(tmp_path: Any) -> None:
     server = ServerConfig(port=0, models_dir=str(tmp_path), data_parallel_size="2")
     with pytest.raises(RequestError, match="data_parallel_size: '2' is not allowed; it must be 1 without MODEL"):
-        app._serve(EngineConfig(), server, False, client_of)
+        app.make_app(EngineConfig(), server, has_model=False)
