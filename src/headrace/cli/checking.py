@@ -80,6 +80,23 @@ class TimedExecutor:
         return getattr(self.inner, name)
 
 
+Case = tuple[int, int, int]
+"""A row of `CASES`."""
+
+
+class Times(NamedTuple):
+    """Medians of the sequences of a case, of each repeat, in seconds."""
+
+    ttfts: list[float]
+    tpots: list[float]
+
+    def add(self, core: EngineCore, case: Case, seed: int) -> None:
+        """Run the case once."""
+        timelines = run_batch(core, token_samples(core, *case, seed=seed), PARAMS, clock=time.perf_counter)
+        self.ttfts.append(percentile([timeline.ttft for timeline in timelines], 50))
+        self.tpots.append(percentile([timeline.tpot or 0.0 for timeline in timelines], 50))
+
+
 class Steps(NamedTuple):
     """Steps that ran, and the most blocks that were held at once."""
 
@@ -87,14 +104,14 @@ class Steps(NamedTuple):
     num_blocks: int
 
 
-def measured_steps(core: EngineCore, seconds: float) -> Steps:
-    """Return the steps of bursts of random requests, for about `seconds`, but as many at least as a fit needs."""
+def measured_steps(core: EngineCore, seconds: float, least: int = fitted.MIN_SAMPLES, seed: int = 3) -> Steps:
+    """Return the steps of bursts of random requests, for about `seconds`, but `least` at least."""
     num_blocks = 0
-    noise, samples = random.Random(3), list[fitted.Sample]()
+    noise, samples = random.Random(seed), list[fitted.Sample]()
     executor = core.executor = TimedExecutor(core.executor)
     most = core.info.max_model_len - 1
     deadline, number = time.monotonic() + seconds, 0
-    while time.monotonic() < deadline or len(samples) < fitted.MIN_SAMPLES:
+    while time.monotonic() < deadline or len(samples) < least:
         if noise.random() < 0.12 or not core.has_work():
             for _ in range(noise.choice((1, 1, 2, 4, 8, 16))):
                 stats = core.stats()
@@ -118,11 +135,16 @@ def measured_steps(core: EngineCore, seconds: float) -> Steps:
     while core.has_work():
         core.step()
     core.executor = executor.inner
-    return Steps(samples[NUM_WARMUP:] if len(samples) > 2 * NUM_WARMUP else samples, num_blocks)
+    return Steps(samples, num_blocks)
+
+
+def warm(samples: list[fitted.Sample]) -> list[fitted.Sample]:
+    """Return the samples without the first ones, if there are enough others."""
+    return samples[NUM_WARMUP:] if len(samples) > 2 * NUM_WARMUP else samples
 
 
 def check(one: Planner, config: EngineConfig, seconds: float) -> Check:
-    """Measure for about `seconds`, of which half are for the fit. Raises what the engine raises."""
+    """Measure for about `seconds`, of which half are for the fit, and compare. Raises what the engine raises."""
     import psutil
 
     process = psutil.Process()
@@ -135,22 +157,28 @@ def check(one: Planner, config: EngineConfig, seconds: float) -> Check:
         async_scheduling=False,
     )
     before = process.memory_info().rss
+    samples, num_blocks, measured = list[fitted.Sample](), 0, dict[Case, Times]()
     with closing(build_engine(config)) as core:
         deadline = time.monotonic() + seconds
-        steps = measured_steps(core, seconds / 2)
-        model = fitted.fit(steps.samples)
+        cases = [case for case in CASES if sum(case[1:]) <= core.info.max_model_len]
+        for repeat in range(NUM_REPEATS):
+            # In turns, so that a machine that becomes slower does so for both.
+            least = -(-fitted.MIN_SAMPLES // NUM_REPEATS)
+            steps = measured_steps(core, seconds / 2 / NUM_REPEATS, least, seed=repeat)
+            samples += steps.samples
+            num_blocks = max(num_blocks, steps.num_blocks)
+            for number, case in enumerate(cases):
+                if not repeat or time.monotonic() <= deadline:
+                    measured.setdefault(case, Times([], [])).add(core, case, seed=1000 * number + repeat)
+        model = fitted.fit(warm(samples))
         path = step_model.path_of(one.subject.name, one.form, one.kv_dtype)
         step_model.save(path, model)
         # The explanations of an engine find it by what the engine says of itself.
         step_model.save(step_model.path_of_engine(core.info), model)
-        rows = list[Compared]()
-        for number, (batch, num_prompt, num_new) in enumerate(CASES):
-            if num_prompt + num_new > core.info.max_model_len or time.monotonic() > deadline:
-                continue
-            rows += _compared(core, config, model, number, batch, num_prompt, num_new)
+        rows = [row for case, times in measured.items() for row in _compared(core, config, model, case, times)]
         info, resident = core.info, process.memory_info().rss - before
         # Of the cache, what was never held was never touched, and takes no memory yet.
-        touched = steps.num_blocks * info.block_size * one.counts.kv_token_bytes(one.kv_dtype)
+        touched = num_blocks * info.block_size * one.counts.kv_token_bytes(one.kv_dtype)
         predicted = one.counts.weight_bytes + touched + one.working
         rows.append(Compared(what="memory", unit="MB", predicted=predicted / 1e6, measured=resident / 1e6,
                              least=resident / 1e6, most=resident / 1e6))  # fmt: skip
@@ -158,11 +186,10 @@ def check(one: Planner, config: EngineConfig, seconds: float) -> Check:
 
 
 def _compared(
-    core: EngineCore, config: EngineConfig, model: step_model.StepModel, number: int, batch: int, num_prompt: int,
-    num_new: int,
-) -> list[Compared]:  # fmt: skip
-    """Run a case `NUM_REPEATS` times, and through the scheduler with the model's times."""
-    info = core.info
+    core: EngineCore, config: EngineConfig, model: step_model.StepModel, case: Case, times: Times
+) -> list[Compared]:
+    """Compare a case with what the scheduler makes of it with the model's times."""
+    info, (batch, num_prompt, num_new) = core.info, case
     sizes = Sizes(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -172,12 +199,6 @@ def _compared(
         enable_prefix_caching=False,
     )
     run = Simulation(1, "round-robin", sizes, model).run([Call(0.0, num_prompt, num_new)] * batch)
-    ttfts, tpots = list[float](), list[float]()
-    for repeat in range(NUM_REPEATS):
-        samples = token_samples(core, batch, num_prompt, num_new, seed=1000 * number + repeat)
-        timelines = run_batch(core, samples, PARAMS, clock=time.perf_counter)
-        ttfts.append(percentile([timeline.ttft for timeline in timelines], 50))
-        tpots.append(percentile([timeline.tpot or 0.0 for timeline in timelines], 50))
     words = f"{batch} x {num_prompt} + {num_new} tokens"
 
     def row(what: str, values: Sequence[float], predictions: Sequence[float]) -> Compared:
@@ -187,8 +208,8 @@ def _compared(
         )  # fmt: skip
 
     return [
-        row("TTFT", ttfts, [life.ttft for life in run.lives]),
-        row("TPOT", tpots, [life.tpot for life in run.lives]),
+        row("TTFT", times.ttfts, [life.ttft for life in run.lives]),
+        row("TPOT", times.tpots, [life.tpot for life in run.lives]),
     ]
 
 

@@ -17,7 +17,7 @@ import msgspec
 from headrace.cli.bench.data import trace_prompt
 from headrace.cli.bench.offline import PARAMS
 from headrace.cli.bench.stats import Timeline, percentile
-from headrace.cli.checking import Compared, TimedExecutor, measured_steps
+from headrace.cli.checking import Compared, TimedExecutor, measured_steps, warm
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.fleet.simulator import Run, Simulation, Sizes
@@ -155,7 +155,7 @@ def check_trace(
     )  # fmt: skip
     cases = list[Case]()
     with closing(build_engine(config)) as core:
-        model = fitted.fit(measured_steps(core, FIT_SECONDS).samples)
+        model = fitted.fit(warm(measured_steps(core, FIT_SECONDS).samples))
         step_model.save(step_model.path_of(one.subject.name, one.form, one.kv_dtype), model)
         replays = [replay(core, calls, seed) for seed in range(num_replays)]
         cases.append(_case("large", core, config, calls, model, replays))
