@@ -247,10 +247,15 @@ def main() -> int:
         given.per_round,
         tuple(given.arguments),
     )
+    return concluded(report, given.out)
+
+
+def concluded(report: dict[str, Any], out: Path | None) -> int:
+    """Print a report, write it to `out`, and return the exit status: 1 if it has problems."""
     text = json.dumps(report, indent=1)
     print(text)
-    if given.out is not None:
-        given.out.write_text(text + "\n")
+    if out is not None:
+        out.write_text(text + "\n")
     return 1 if report["problems"] else 0
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections import defaultdict
@@ -26,7 +25,7 @@ from typing import Any
 
 import httpx
 import psutil
-from tests.campaigns.faults import SIGNALS, STREAM_S, Campaign, is_live
+from tests.campaigns.faults import SIGNALS, STREAM_S, Campaign, concluded, is_live
 from tests.campaigns.streams import Asked, Told, asked, is_whole, read, same
 from tests.support.serving import Served, gauge, serve
 
@@ -256,11 +255,7 @@ def main() -> int:
         options.updates,
         options.isas,
     )
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    return 1 if report["problems"] else 0
+    return concluded(report, options.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import sys
 from collections import Counter
@@ -137,11 +136,7 @@ def main() -> int:
         given.kills, given.stops, given.seed, given.ranks, given.timeout, given.streams, given.max_tokens,
         given.per_round, tuple(given.arguments),
     )  # fmt: skip
-    text = json.dumps(report, indent=1)
-    print(text)
-    if given.out is not None:
-        given.out.write_text(text + "\n")
-    return 1 if report["problems"] else 0
+    return faults.concluded(report, given.out)
 
 
 if __name__ == "__main__":

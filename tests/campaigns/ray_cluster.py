@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 import psutil
 from bench.record import commit
-from tests.campaigns.faults import STREAM_S, Campaign, is_live
+from tests.campaigns.faults import STREAM_S, Campaign, concluded, is_live
 from tests.support.serving import Served, free_port, gauge
 
 NUM_ENGINES = 3
@@ -386,11 +386,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report = run(options.kills, options.seed, options.streams, options.max_tokens, options.reconnect)
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    return 1 if report["problems"] else 0
+    return concluded(report, options.out)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,20 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from headrace.cli.bench.offline import PARAMS, run_batch, token_samples
+from headrace.cli.bench.offline import PARAMS, ObservedExecutor, run_batch, token_samples
 from headrace.cli.bench.stats import percentile
 from headrace.engine.build import build_engine
-from headrace.engine.core import EngineCore, Ticket
+from headrace.engine.core import EngineCore
 from headrace.fleet.simulator import Simulation, Sizes
 from headrace.fleet.traces import Call
 from headrace.plan import fitted, step_model
 from headrace.plan.planner import Planner
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.step import Request, ScheduledBatch, StepResult
+from headrace.protocol.step import Request, ScheduledBatch
 
 CASES = ((1, 128, 32), (8, 128, 32), (1, 512, 16), (16, 64, 32))
 """Sequences that come together, tokens of their prompts and of their answers."""
@@ -56,30 +56,6 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Compared]
 
 
-class TimedExecutor:
-    """An executor that notes the batch of each step."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self._batch: ScheduledBatch | None = None
-
-    def take(self) -> ScheduledBatch | None:
-        """Return the batch that was started last, once."""
-        batch, self._batch = self._batch, None
-        return batch
-
-    def start(self, batch: ScheduledBatch) -> Ticket:
-        self._batch = batch
-        return self.inner.start(batch)
-
-    def finish(self, ticket: Ticket) -> StepResult:
-        result: StepResult = self.inner.finish(ticket)
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
 Case = tuple[int, int, int]
 """A row of `CASES`."""
 
@@ -104,11 +80,18 @@ class Steps(NamedTuple):
     num_blocks: int
 
 
+def sample_of(batch: ScheduledBatch, seconds: float) -> fitted.Sample:
+    """Return a step for a fit."""
+    seen = step_model.num_seen(batch.starts, batch.lens)
+    return fitted.Sample(sum(batch.lens), sum(batch.samples), seen, seconds)
+
+
 def measured_steps(core: EngineCore, seconds: float, least: int = fitted.MIN_SAMPLES, seed: int = 3) -> Steps:
     """Return the steps of bursts of random requests, for about `seconds`, but `least` at least."""
     num_blocks = 0
     noise, samples = random.Random(seed), list[fitted.Sample]()
-    executor = core.executor = TimedExecutor(core.executor)
+    batches = list[ScheduledBatch]()
+    executor = core.executor = ObservedExecutor(core.executor, batches.append)
     most = core.info.max_model_len - 1
     deadline, number = time.monotonic() + seconds, 0
     while time.monotonic() < deadline or len(samples) < least:
@@ -125,10 +108,9 @@ def measured_steps(core: EngineCore, seconds: float, least: int = fitted.MIN_SAM
                 core.add(Request(request_id=f"step {number}", prompt_token_ids=prompt, params=params))
         start = time.perf_counter()
         core.step()
-        elapsed, batch = time.perf_counter() - start, executor.take()
+        elapsed, batch = time.perf_counter() - start, batches.pop() if batches else None
         if batch is not None and batch.lens:
-            seen = step_model.num_seen(batch.starts, batch.lens)
-            samples.append(fitted.Sample(sum(batch.lens), sum(batch.samples), seen, elapsed))
+            samples.append(sample_of(batch, elapsed))
             num_blocks = max(num_blocks, core.scheduler.pool.num_held)
     for request_id in list(core.scheduler.sequences):
         core.abort(request_id)

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from headrace.cli.bench.data import trace_prompt
-from headrace.cli.bench.offline import PARAMS
+from headrace.cli.bench.offline import PARAMS, ObservedExecutor
 from headrace.cli.bench.stats import Timeline, percentile
-from headrace.cli.checking import Compared, TimedExecutor, measured_steps, warm
+from headrace.cli.checking import Compared, measured_steps, sample_of, warm
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.fleet.simulator import Run, Simulation, Sizes
@@ -27,7 +27,7 @@ from headrace.plan.planner import Planner
 from headrace.plan.step_model import StepModel
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.protocol.step import Request
+from headrace.protocol.step import Request, ScheduledBatch
 
 FIT_SECONDS = 45.0
 SMALL_SHARE = 0.4
@@ -92,7 +92,8 @@ def replay(
     allowed = list(range(core.info.vocab_size))
     prompts = [trace_prompt(call, number, seed, allowed) for number, call in enumerate(calls)]
     timelines, samples = dict[str, Timeline](), list[fitted.Sample]()
-    executor = core.executor = TimedExecutor(core.executor)
+    batches = list[ScheduledBatch]()
+    executor = core.executor = ObservedExecutor(core.executor, batches.append)
     before, at, num_refused, most_blocks = core.stats(), 0, 0, 0
     start = clock()
     while at < len(calls) or core.has_work():
@@ -113,10 +114,9 @@ def replay(
         begin = clock()
         output = core.step()
         now = clock() - start
-        batch = executor.take()
+        batch = batches.pop() if batches else None
         if batch is not None and batch.lens:
-            seen = step_model.num_seen(batch.starts, batch.lens)
-            samples.append(fitted.Sample(sum(batch.lens), sum(batch.samples), seen, now + start - begin))
+            samples.append(sample_of(batch, now + start - begin))
         most_blocks = max(most_blocks, core.scheduler.pool.num_held)
         for request_id, token_ids in zip(output.request_ids, output.token_ids, strict=True):
             if token_ids:

@@ -163,13 +163,9 @@ def end_without_ranks(reason: str) -> None:
     os._exit(1)
 
 
-def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] | None = None) -> int:
-    """Serve one socket until it closes. Returns the exit status.
-
-    `build` makes the engine of the config in the first frame; by default see `engine.build.build_engine`.
-    """
-    build = build or functools.partial(build_engine, on_lost=end_without_ranks)
-    # The server decides when this process ends: a Ctrl-C or a SIGTERM to the whole group must not cut open streams.
+def set_up_process() -> None:
+    """Let the parent alone decide when this process ends, and let crashes leave their stacks."""
+    # A Ctrl-C or a SIGTERM to the whole group must not cut open streams.
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
     die_with_parent()
@@ -177,6 +173,15 @@ def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] | None = Non
     # A crash in native code leaves its stacks, too.
     faulthandler.enable()
     faulthandler.register(frames.STACKS_SIGNAL, all_threads=True)
+
+
+def main(fd: int, build: Callable[[EngineConfig, bool], EngineCore] | None = None) -> int:
+    """Serve one socket until it closes. Returns the exit status.
+
+    `build` makes the engine of the config in the first frame; by default see `engine.build.build_engine`.
+    """
+    build = build or functools.partial(build_engine, on_lost=end_without_ranks)
+    set_up_process()
     faulthandler.register(frames.LAST_WORDS_SIGNAL, all_threads=True)
     channel = frames.EngineSocket(socket.socket(fileno=fd))
     core = None

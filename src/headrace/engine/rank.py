@@ -7,11 +7,9 @@ samples nothing and knows no requests. When rank 0 is gone the socket is at its 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 from collections import deque
@@ -21,14 +19,13 @@ from typing import TypeVar
 import msgspec
 
 from headrace.backends.native import require_native
-from headrace.engine import logs
+from headrace.engine.child import set_up_process
 from headrace.engine.load import choose_activations, load_model
 from headrace.engine.ranks import Go, SetUp, Start, seat_of
 from headrace.parallel.group import SLOT_BYTES, Loaded, Ready, framed
 from headrace.parallel.program import Call, CopyBlocks, Forward, HiddenStatesOf, LogitsOf, RankLostError, follow
 from headrace.protocol import frames
 from headrace.protocol.errors import HeadraceError
-from headrace.text.bounded import die_with_parent
 
 logger = logging.getLogger("headrace.engine")
 
@@ -97,12 +94,7 @@ def serve(sock: socket.socket) -> None:
 
 
 def main(fd: int) -> int:
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
-    die_with_parent()
-    logs.set_up("warning")
-    faulthandler.enable()
-    faulthandler.register(frames.STACKS_SIGNAL, all_threads=True)
+    set_up_process()
     with socket.socket(fileno=fd) as sock:
         try:
             serve(sock)

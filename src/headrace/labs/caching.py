@@ -161,7 +161,7 @@ def paging(model: str, small: bool) -> Lab:
         with opened(model, block_size=size, max_model_len=2 * most, max_num_seqs=num_seqs) as bench:
             core, fullest = bench.core, (0, 0)
             prompts = [bench.prompt(4 + (i * 37) % (most // 2), i) for i in range(num_seqs)]
-            inner = bench.meter.finish
+            inner = bench.core.executor.finish
 
             def noted(ticket: object, inner: object = inner, bench: Bench = bench) -> object:
                 nonlocal fullest
@@ -170,7 +170,7 @@ def paging(model: str, small: bool) -> Lab:
                 fullest = max(fullest, (scheduler.pool.num_held, tokens))
                 return inner(ticket)  # type: ignore[operator]
 
-            bench.meter.finish = noted  # type: ignore[method-assign,assignment]
+            bench.core.executor.finish = noted  # type: ignore[method-assign,assignment]
             bench.run(prompts, [24 + (i * 53) % (most // 2) for i in range(num_seqs)])
             num_blocks, tokens = fullest
             slots, whole = num_blocks * size, num_seqs * core.info.max_model_len

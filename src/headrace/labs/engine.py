@@ -8,33 +8,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from headrace.cli.bench.offline import steps
+from headrace.cli.bench.offline import ObservedExecutor, steps
 from headrace.engine.build import build_engine
-from headrace.engine.core import EngineCore, Ticket
+from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Request, ScheduledBatch, StepResult
+from headrace.protocol.step import Request, ScheduledBatch
 
 
 class Meter:
-    """An executor that counts the steps and rows of another one, and the positions that its rows look back on."""
+    """Counts the steps and rows of an engine, and the positions that its rows look back on."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, core: EngineCore) -> None:
         self.num_steps = self.num_rows = self.num_seen = 0
+        core.executor = ObservedExecutor(core.executor, self._count)
 
-    def start(self, batch: ScheduledBatch) -> Ticket:
+    def _count(self, batch: ScheduledBatch) -> None:
         self.num_steps += bool(batch.lens)
         self.num_rows += sum(batch.lens)
         self.num_seen += sum(n * s + n * (n + 1) // 2 for s, n in zip(batch.starts, batch.lens, strict=True))
-        return self.inner.start(batch)
-
-    def finish(self, ticket: Ticket) -> StepResult:
-        result: StepResult = self.inner.finish(ticket)
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 class Answer(NamedTuple):
@@ -56,8 +48,7 @@ class Bench:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        self.meter = Meter(core.executor)
-        core.executor = self.meter
+        self.meter = Meter(core)
         self._number = 0
 
     def prompt(self, length: int, seed: int) -> list[int]:

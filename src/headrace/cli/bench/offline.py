@@ -19,15 +19,34 @@ from headrace.cli.bench.data import Sample, check_dataset, file_samples, find_to
 from headrace.cli.bench.plans import LatencyPlan, ThroughputPlan
 from headrace.cli.bench.stats import Timeline, figures, percentile
 from headrace.engine.build import build_engine
-from headrace.engine.core import EngineCore
+from headrace.engine.core import EngineCore, Ticket
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import EngineInfo, Request, StepOutput
+from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, StepOutput, StepResult
 
 PERCENTILES = (10.0, 25.0, 50.0, 75.0, 90.0, 99.0)
 # Answers of full length, with every token drawn: the work must not depend on the text that the model generates.
 PARAMS = SamplingParams(temperature=1.0, ignore_eos=True)
+
+
+class ObservedExecutor:
+    """An executor that passes each batch to `on_batch` before `inner` runs it."""
+
+    def __init__(self, inner: Any, on_batch: Callable[[ScheduledBatch], None]) -> None:
+        self.inner = inner
+        self._on_batch = on_batch
+
+    def start(self, batch: ScheduledBatch) -> Ticket:
+        self._on_batch(batch)
+        return self.inner.start(batch)
+
+    def finish(self, ticket: Ticket) -> StepResult:
+        result: StepResult = self.inner.finish(ticket)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 def steps(core: EngineCore) -> Iterator[StepOutput]:

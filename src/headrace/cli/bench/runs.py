@@ -15,10 +15,10 @@ import numpy as np
 
 from headrace.cli.bench.data import Sample, random_samples
 from headrace.cli.bench.ladder import ONE, STATIC, Rung, padded
-from headrace.cli.bench.offline import PARAMS, run_batch
+from headrace.cli.bench.offline import PARAMS, ObservedExecutor, run_batch
 from headrace.cli.bench.stats import Timeline
-from headrace.engine.core import EngineCore, Ticket
-from headrace.protocol.step import ScheduledBatch, StepResult
+from headrace.engine.core import EngineCore
+from headrace.protocol.step import ScheduledBatch
 
 NUM_LENGTHS = 3
 """Lengths of prompts at which a pass without a KV cache is timed, from the shortest to the longest."""
@@ -36,16 +36,15 @@ class Outcome(NamedTuple):
 
 
 class Watch:
-    """An executor that counts what the steps of an engine compute, and how much of the cache they hold is empty."""
+    """Counts what the steps of an engine compute, and how much of the cache they hold is empty."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.inner: Any = core.executor
         self._scheduler = core.scheduler
         self.num_steps = self.num_rows = self.most_seqs = self.longest_chunk = self.most_blocks = 0
         self.num_held = self.num_empty = 0
-        core.executor = self
+        core.executor = ObservedExecutor(core.executor, self._count)
 
-    def start(self, batch: ScheduledBatch) -> Ticket:
+    def _count(self, batch: ScheduledBatch) -> None:
         scheduler = self._scheduler
         if batch.lens:
             size = scheduler.block_size
@@ -62,14 +61,6 @@ class Watch:
             self.num_empty += sum(
                 max(0, len(seq.tables[0]) * size - ends[seq.seq_id]) for seq in scheduler.running if seq.tables
             )
-        return self.inner.start(batch)
-
-    def finish(self, ticket: Ticket) -> StepResult:
-        result: StepResult = self.inner.finish(ticket)
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 class CallForEach:

@@ -1,7 +1,7 @@
 """`Papers`: the certificates and the secret of a deployment, made once, kept in a folder, handed to the actors.
 
 A CA of the deployment's own signs one certificate for all its engines and one for its front; then its key is dropped,
-so that nobody can make a third. All engines have one name in theirs: which hosts they will be on is not known yet, and
+so that no third one can be made. All engines have one name in theirs: which hosts they will be on is not known yet, and
 a certificate of this CA is nothing but the deployment's. Called by `cli.deploy` and by the actors.
 """
 

@@ -46,7 +46,7 @@ class Credentials:
         except (OSError, ssl.SSLError) as error:
             raise RequestError("tls_ca", ca, f"a PEM file of certificates ({_why(error)})") from error
         try:
-            # A key with a password would be asked for on the terminal.
+            # OpenSSL would read a key's password from the terminal.
             context.load_cert_chain(cert, key, password="")
             digest = certificate_digest(ssl.PEM_cert_to_DER_cert(_first_certificate(Path(cert).read_text("ascii"))))
         except (OSError, ValueError) as error:
