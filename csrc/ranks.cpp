@@ -43,14 +43,6 @@ const size_t PAGE = 4096;
 
 size_t header_bytes() { return (sizeof(SharedGroup) + PAGE - 1) / PAGE * PAGE; }
 
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb");
-#endif
-}
-
 /* Futexes of memory that processes share: not the private ones of the team. */
 void sleep_while(std::atomic<uint32_t>& word, uint32_t seen) {
 #if defined(__linux__)

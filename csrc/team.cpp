@@ -32,14 +32,6 @@ namespace {
  * no longer matters beside what was waited already. */
 const int64_t SPIN_NS = 100000, YIELD_NS = 500000;
 
-void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb");
-#endif
-}
-
 #if defined(__linux__)
 void sleep_while(std::atomic<uint32_t>& word, uint32_t seen) {
     syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);

@@ -35,5 +35,14 @@ void* team_scratch(int tid);
 
 int64_t now_ns(); /* of the monotonic clock */
 
+/* One turn of a loop that waits. */
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");
+#endif
+}
+
 }  // namespace hr
 #endif
