@@ -7,6 +7,7 @@ import random
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,14 @@ def test_check_compares_and_the_plan_then_uses_it(
     monkeypatch.setattr(checking, "NUM_REPEATS", 2)
     monkeypatch.setattr(checking, "CASES", ((2, 16, 4),))
     monkeypatch.setattr(checking.time, "monotonic", lambda: 0.0)
+    turns: list[str] = []
+    for name in ("measured_steps", "run_batch"):
+
+        def noted(*args: Any, name: str = name, inner: Any = getattr(checking, name), **fields: Any) -> Any:
+            turns.append(name)
+            return inner(*args, **fields)
+
+        monkeypatch.setattr(checking, name, noted)
     monkeypatch.setattr(sys, "argv", ["headrace", "plan", "builtin", "--check", "--json"])
     with pytest.raises(SystemExit) as end:
         main()
@@ -85,6 +94,7 @@ def test_check_compares_and_the_plan_then_uses_it(
     result = json.loads(capsys.readouterr().out)
     assert [row["what"].split()[0] for row in result["rows"]] == ["TTFT", "TPOT", "memory"]
     assert all(row["measured"] > 0 for row in result["rows"])
+    assert turns == ["measured_steps", "run_batch"] * 2
     # One file for the planner, and one that the explanations of such an engine find.
     with closing(LLM("builtin")) as llm:
         path = step_model.path_of_engine(llm.core.info)

@@ -132,6 +132,20 @@ def test_an_update_that_can_not_be_is_refused(
         assert "started elsewhere" in message
 
 
+def test_a_second_update_is_refused_while_one_runs(local: Live) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(completion, local, 1)
+        local.wait(lambda: local.client.num_unfinished > 0)
+        # It waits for the answer to end where it is.
+        assert local.post("/fleet/update", {"wait": False, "patience": 60}).json()["update"]["state"] == "running"
+        for wait in (True, False):
+            reply = local.post("/fleet/update", {"wait": wait})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (409, "update_failed")
+            assert "an update is running" in reply.json()["error"]["message"]
+        answer.result()
+    local.wait(lambda: httpx.get(local.url + "/fleet", timeout=10).json()["update"]["state"] == "done")
+
+
 def test_the_commands_show_and_update_a_fleet(
     local: Live, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

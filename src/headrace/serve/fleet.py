@@ -18,7 +18,7 @@ from headrace.engine.client import EngineClient
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.engines.local import LocalFleet
 from headrace.fleet.engines.state import FleetState, state_of
-from headrace.fleet.engines.update import PATIENCE_S, RollingUpdate, UpdateError
+from headrace.fleet.engines.update import PATIENCE_S, RollingUpdate
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.call.parsing import Body, convert
@@ -57,8 +57,6 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
             raise RequestError("patience", request.patience, "from 0 to 86400 seconds")
         model = default()
         updates = updates_of(model.client)
-        if updates.is_running:
-            raise UpdateError("an update is running; GET /fleet shows how far it is")
         if models.is_sleeping or not model.client.is_alive:
             raise CallError(503, "not_ready", "the engines sleep or start", {"retry-after": "1"})
         updates.settings_of(request.settings)

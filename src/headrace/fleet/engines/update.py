@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -93,19 +93,22 @@ class RollingUpdate:
                 raise RequestError(name, value, f"of another type: {error}") from None
         return EngineConfig(**{name: getattr(self._config, name) for name in fields} | values)
 
-    async def run(self, settings: Mapping[str, Any], patience: float = PATIENCE_S) -> None:
-        """Replace all engines. Ends by itself when the fleet is closed.
+    def run(self, settings: Mapping[str, Any], patience: float = PATIENCE_S) -> Coroutine[Any, Any, None]:
+        """Begin to replace all engines, which the coroutine does. It ends by itself when the fleet is closed.
 
-        Raises `RequestError` for settings that can not be, and `UpdateError` if a new engine does not start, or if an
-        update is running."""
+        Raises `RequestError` for settings that can not be, and `UpdateError` if an update is running. The coroutine
+        raises `UpdateError` if a new engine does not start."""
         if self.is_running:
             raise UpdateError("an update is running; GET /fleet shows how far it is")
         config = self.settings_of(settings)
         old = list(self._fleet.replicas)
-        began = time.monotonic()
         progress = self.progress = UpdateProgress(
             state="running", num_replaced=0, num_replicas=len(old), settings=dict(settings)
         )
+        return self._run(progress, old, config, patience)
+
+    async def _run(self, progress: UpdateProgress, old: list[Replica], config: EngineConfig, patience: float) -> None:
+        began = time.monotonic()
         logger.info("an update begins: %d engines are replaced", len(old))
         try:
             for replica in old:
