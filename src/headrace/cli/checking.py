@@ -15,6 +15,7 @@ from headrace.cli.bench.offline import PARAMS, ObservedExecutor, run_batch, toke
 from headrace.cli.bench.stats import percentile
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
+from headrace.engine.progress import Progress
 from headrace.fleet.simulator import Simulation, Sizes
 from headrace.fleet.traces import Call
 from headrace.plan import fitted, step_model
@@ -125,7 +126,7 @@ def warm(samples: list[fitted.Sample]) -> list[fitted.Sample]:
     return samples[NUM_WARMUP:] if len(samples) > 2 * NUM_WARMUP else samples
 
 
-def check(one: Planner, config: EngineConfig, seconds: float) -> Check:
+def check(one: Planner, config: EngineConfig, seconds: float, show: Progress) -> Check:
     """Measure for about `seconds`, of which half are for the fit, and compare. Raises what the engine raises."""
     import psutil
 
@@ -145,12 +146,14 @@ def check(one: Planner, config: EngineConfig, seconds: float) -> Check:
         cases = [case for case in CASES if sum(case[1:]) <= core.info.max_model_len]
         for repeat in range(NUM_REPEATS):
             # In turns, so that a machine that becomes slower does so for both.
+            show(repeat, NUM_REPEATS, "times of steps")
             least = -(-fitted.MIN_SAMPLES // NUM_REPEATS)
             steps = measured_steps(core, seconds / 2 / NUM_REPEATS, least, seed=repeat)
             samples += steps.samples
             num_blocks = max(num_blocks, steps.num_blocks)
             for number, case in enumerate(cases):
                 if not repeat or time.monotonic() <= deadline:
+                    show(repeat, NUM_REPEATS, "{} x {} + {} tokens".format(*case))
                     measured.setdefault(case, Times([], [])).add(core, case, seed=1000 * number + repeat)
         model = fitted.fit(warm(samples))
         path = step_model.path_of(one.subject.name, one.form, one.kv_dtype)

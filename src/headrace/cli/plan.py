@@ -63,12 +63,14 @@ def plan(
     )  # fmt: skip
     if check:
         from headrace.cli import checking
+        from headrace.engine.progress import progress_bar
         from headrace.protocol.config import EngineConfig
 
         config = EngineConfig(
             model=model, dtype=dtype, quantization=quantization, kv_cache_dtype=one.wish.kv_cache_dtype
         )
-        checked = checking.check(one, config, CHECK_SECONDS)
+        with progress_bar("check", not as_json) as show:
+            checked = checking.check(one, config, CHECK_SECONDS, show)
         print(json.dumps(msgspec.to_builtins(checked)) if as_json else checking.text_of(checked))
         return
     if hardware == "this":

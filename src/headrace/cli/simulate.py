@@ -116,7 +116,8 @@ def simulate(
         )  # fmt: skip
         # No more than all sequences fill at their longest: what is allocated is touched.
         most = max_num_seqs * -(-max(call.num_prompt + call.num_new for call in calls) // block_size)
-        checked = trace_check.check_trace(one, config, calls, min(num_blocks[0], most), check)
+        with progress_bar("check", not as_json) as show:
+            checked = trace_check.check_trace(one, config, calls, min(num_blocks[0], most), check, show)
         print(json.dumps(trace_check.json_of(checked)) if as_json else trace_check.text_of(checked))
         return
     sizes = Sizes(

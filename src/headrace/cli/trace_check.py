@@ -20,6 +20,7 @@ from headrace.cli.bench.stats import Timeline, percentile
 from headrace.cli.checking import Compared, measured_steps, sample_of, warm
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
+from headrace.engine.progress import Progress
 from headrace.fleet.simulator import Run, Simulation, Sizes
 from headrace.fleet.traces import Call
 from headrace.plan import fitted, step_model
@@ -140,10 +141,11 @@ def replay(
 
 
 def check_trace(
-    one: Planner, config: EngineConfig, calls: Sequence[Call], num_blocks: int, num_replays: int
+    one: Planner, config: EngineConfig, calls: Sequence[Call], num_blocks: int, num_replays: int, show: Progress
 ) -> TraceCheck:
     """Replay the calls `num_replays` times with each of two caches: of `num_blocks`, and of so few that sequences and
-    prefixes throw one another out. The step times are fitted on the same engine just before, and kept.
+    prefixes throw one another out. The step times are fitted on the same engine just before, and kept. `show` is called
+    before each part.
 
     Raises `RequestError` if no call fits the model."""
     longest = max((c.num_prompt + c.num_new for c in calls if c.num_prompt + c.num_new <= one.max_context), default=0)
@@ -153,18 +155,27 @@ def check_trace(
         config, max_model_len=longest, num_gpu_blocks_override=num_blocks, async_scheduling=False,
         skip_tokenizer_init=True,
     )  # fmt: skip
-    cases = list[Case]()
+    cases, total = list[Case](), 1 + 2 * num_replays
+
+    def replays_on(core: EngineCore, num_done: int) -> list[Replay]:
+        replays = list[Replay]()
+        for seed in range(num_replays):
+            show(num_done + seed, total, f"replay of {calls[-1].time:.0f} s or more")
+            replays.append(replay(core, calls, seed))
+        return replays
+
+    show(0, total, "times of steps")
     with closing(build_engine(config)) as core:
         model = fitted.fit(warm(measured_steps(core, FIT_SECONDS).samples))
         step_model.save(step_model.path_of(one.subject.name, one.form, one.kv_dtype), model)
-        replays = [replay(core, calls, seed) for seed in range(num_replays)]
+        replays = replays_on(core, 1)
         cases.append(_case("large", core, config, calls, model, replays))
     least = -(-longest // config.block_size)
     small = max(least, int(SMALL_SHARE * max(each.most_blocks for each in replays)))
     with closing(build_engine(msgspec.structs.replace(config, num_gpu_blocks_override=small))) as core:
         # The first steps of an engine touch memory that later ones find ready.
         measured_steps(core, 1.0)
-        replays = [replay(core, calls, seed) for seed in range(num_replays)]
+        replays = replays_on(core, 1 + num_replays)
         cases.append(_case("small", core, config, calls, model, replays))
     return TraceCheck(model=model, duration=calls[-1].time, cases=cases)
 
