@@ -290,7 +290,7 @@ void attention(Problem& p) {
     row_begin[0] = 0;
     for (int64_t s = 0; s < seqs; s++) {
         const int64_t chunk = p.random.coin() ? 1 : p.random.size(2, p.random.rarely(32, 75, 40));
-        start[s] = (int32_t)p.random.whole(0, p.random.coin() ? 20 : longest - chunk);
+        start[s] = (int32_t)p.random.whole(0, p.random.coin() ? std::min<int64_t>(20, longest - chunk) : longest - chunk);
         row_begin[s + 1] = row_begin[s] + (int32_t)chunk;
         table_begin[s] = (int32_t)(s * blocks_each);
         for (int64_t b = 0; b < blocks_each; b++)
