@@ -68,7 +68,7 @@ def step(program: TapedProgram) -> list[int]:
     return [num_rows, 3, 3]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(("weights", "cache"), FORMS)
 @pytest.mark.parametrize("model_type", models.names())
 def test_every_record_agrees_with_torch_ref(
@@ -182,6 +182,7 @@ PLANTS: list[tuple[str, dict[str, Any], str, str, Callable[[Any], Any]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model_type", "options", "op", "field", "change"), PLANTS, ids=[f"{p[0]} {p[2]}.{p[3]}" for p in PLANTS]
 )

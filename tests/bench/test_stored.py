@@ -22,6 +22,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_plain(tmp_path_factory.mktemp("stored") / "plain")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
 def test_a_form_is_held_in_its_own_size(
     form: Form, plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -55,7 +55,7 @@ def plays_for(drafter: Drafter, backend: str = "cpu", **options: Any) -> list[Pl
     return [Play(number, story) for number, story in enumerate(made)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @SHAPES
 @ALL
 def test_guesses_depend_on_the_sequence_alone(kind: str, nodes: int) -> None:
@@ -90,6 +90,7 @@ def first_guesses(kind: str, nodes: int, play: Play, at: int) -> Any:
     return draft.token_ids, draft.parents
 
 
+@pytest.mark.sampled(3)
 @SHAPES
 @WITH_CACHE
 def test_rejected_guesses_leave_nothing(kind: str, nodes: int) -> None:
@@ -300,6 +301,7 @@ def test_depths_and_numbers_of_nodes_may_differ_in_a_step() -> None:
         assert (own.token_ids, parents) == (draft.token_ids, draft.parents or parents)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["early_exit", "eagle", "medusa"])
 def test_on_the_reference_backend(kind: str) -> None:
     drafter = drafter_of(kind, 11, backend="torch_ref")
@@ -327,6 +329,7 @@ def test_a_long_prompt_is_computed_as_it_comes() -> None:
     assert whole.propose([Context(1, tokens, 480, GREEDY, 4, 4)])[0].token_ids == draft.token_ids
 
 
+@pytest.mark.sampled(3)
 @SHAPES
 @ALL
 def test_calls_that_do_not_fit_are_cut(kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ class Stubborn(Pace):
 LOADS = (1, 4, 16, 64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seconds", [processor, accelerator, small], ids=lambda each: str(each.__name__))
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.1], ids=["free", "tenth"])
 @pytest.mark.parametrize("chance", [0.02, 0.4, 0.8])

@@ -78,6 +78,7 @@ def engines(method: str) -> Drafter:
     return make_drafter(spec_of(method=method, num_speculative_tokens=4), target_of())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", USE)
 def test_of_use_and_as_trained(method: str, training: Any) -> None:
     """The engine's drafts on a story are those of the code that trained them, but for a few near ties."""

@@ -55,6 +55,7 @@ def cycle(tokens: list[int]) -> int:
     return (3 * tokens[-1] + 5 * (tokens[-2] if len(tokens) > 1 else 0) + 1) % 7
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MADE)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

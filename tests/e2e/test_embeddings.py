@@ -72,6 +72,7 @@ def reference(requests: list[Request]) -> Bits:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

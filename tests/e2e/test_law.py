@@ -59,6 +59,7 @@ def test_I_13_in_a_batch_of_32_with_strangers(requests: list[Request], reference
     core.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_I_13_chunked(chunk: int, requests: list[Request], reference: dict[str, Bits]) -> None:
     # One sequence at a time, so that the budget is the chunk size; then six together share a budget of the same size.

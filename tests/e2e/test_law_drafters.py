@@ -36,7 +36,7 @@ def reference(requests):
     return run_alone(requests, model="builtin")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_guesses_of_a_model_change_nothing(requests, reference, name):
     core = make_core(

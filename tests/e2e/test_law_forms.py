@@ -60,7 +60,7 @@ def reference(requests: list[Request], form: dict[str, Any]) -> dict[str, Bits]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_I_13_in_company(requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]) -> None:
     core = make_core(**form)
     assert_same(run(core, groups_of(requests, len(requests))[0]), reference)
@@ -71,14 +71,14 @@ def test_I_13_in_company(requests: list[Request], reference: dict[str, Bits], fo
     core.close()
 
 
-@pytest.mark.sampled(3, 2)
+@pytest.mark.sampled(5, 2)
 def test_I_13_in_chunks(requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]) -> None:
     core = make_core(max_num_batched_tokens=7, max_num_seqs=6, enable_prefix_caching=False, **form)
     assert_same(run(core, requests[::2]), reference)
     core.close()
 
 
-@pytest.mark.sampled(3, 1)
+@pytest.mark.sampled(5, 1)
 def test_I_13_preempted_in_a_small_pool(
     requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]
 ) -> None:

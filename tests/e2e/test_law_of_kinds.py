@@ -112,7 +112,7 @@ def test_I_13_with_two_threads(directory: Path, reference: dict[str, Bits]) -> N
     core.close()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("model_type", models.names())
 def test_I_13_of_every_type_from_a_warm_prefix_and_after_preemption(model_type: str, tmp_path: Path) -> None:
     save_random(models.find(model_type).TINY, tmp_path)

@@ -68,6 +68,7 @@ def test_guesses_change_nothing(requests, reference, share, tree):
     core.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

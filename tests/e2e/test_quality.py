@@ -78,6 +78,7 @@ def test_more_bits_lose_less(rows: dict[str, dict[str, Any]]) -> None:
     assert bits["int4-g128"] < bits["nf4"] < bits["int4"] < bits["int6"] < bits["int8"] < bits["bf16"] == 16
 
 
+@pytest.mark.slow
 def test_int8_is_within_three_thousandths_of_bf16(rows: dict[str, dict[str, Any]]) -> None:
     found = {name: row["perplexity"] for name, row in rows.items()}
     assert abs(found["int8"] / found["bf16"] - 1) < 3e-3
@@ -192,6 +193,7 @@ def test_command_keeps_its_figures_beside_the_weights(tmp_path: Path) -> None:
     assert f"{told['perplexity']:.4f}" in shown.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_data")
 def test_gguf_files_beside_the_model_they_were_made_of(shared_data: Path) -> None:
     base = shared_data / "models"

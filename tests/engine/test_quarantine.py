@@ -51,7 +51,7 @@ def check(made: list[Request], found: object, guilty: int) -> None:
     assert [answer for place, answer in enumerate(found) if place != guilty] == list(wanted.values())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "after", "most_deaths"), [(KILL, 7, 4), (SEGV, 0, 3), (SEGV, 7, 3), (RAISE, 0, 3), (FREEZE, 7, 3)]
 )
@@ -115,6 +115,7 @@ def test_an_engine_that_every_request_kills_is_given_up() -> None:
     assert found[-1][0] is EngineDeadError
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_kills_from_outside_convict_nobody(seed: int) -> None:
     """At any moment, also while requests are told to a new engine one by one."""

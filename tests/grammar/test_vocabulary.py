@@ -56,7 +56,7 @@ def test_text_is_what_the_regex_allows_built_in() -> None:
     check_text(campaign().tokenizer)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FILES)
 def test_text_is_what_the_regex_allows(name: str, shared_data: Path) -> None:
     path = shared_data / FILES[name]

@@ -60,6 +60,7 @@ def expected(reference: Any, prompt: list[int], case: dict[str, Any]) -> tuple[l
     return told, found.sequences_scores.tolist()
 
 
+@pytest.mark.sampled(2)
 def test_beams_are_those_of_transformers(pair: Any) -> None:
     llm, reference = pair
     ended = 0
@@ -88,6 +89,7 @@ def test_one_beam_is_transformers_greedy(pair: Any) -> None:
     assert found.sequences[0].tokens == row
 
 
+@pytest.mark.sampled(2)
 def test_control_another_length_penalty_is_noticed(pair: Any) -> None:
     llm, reference = pair
     differ = 0

@@ -123,7 +123,7 @@ def assert_bits(found: list[F32], expected: list[F32]) -> None:
     assert not wrong, f"positions {wrong[:5]} of {len(found)} differ"
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(31)
 def test_I_13_bits_through_the_runner(runner: Runner) -> None:
     program: Any = runner.program
     program.num_threads = 1

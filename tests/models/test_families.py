@@ -38,7 +38,7 @@ def logits_of(directory: Path, **options: Any) -> torch.Tensor:
     return follow(load(directory, backend="cpu", **options), random_ids(LENGTH, 199, 1), [LENGTH])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
 def test_quantised_weights_are_packed_and_mapped(
     quantization: str, directory: Path, caplog: pytest.LogCaptureFixture

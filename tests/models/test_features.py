@@ -62,7 +62,7 @@ def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, 
     return np.concatenate(features), np.concatenate(logits)[-1:]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model_type", models.names())
 def test_features_are_those_of_transformers_and_do_not_depend_on_the_cut(

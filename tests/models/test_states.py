@@ -51,6 +51,7 @@ def computed(runner: Runner, chunks: Chunks) -> torch.Tensor:
     return torch.cat([torch.from_numpy(program.logits(rows).fetch().copy()) for rows in pieces])
 
 
+@pytest.mark.sampled(3)
 def test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads(runner: Runner) -> None:
     program: Any = runner.program
     vocab_size, size = program.vocab_size, runner.block_size

@@ -298,6 +298,7 @@ def furthest(a: Path, b: Path) -> float:
 FAMILIES = ["qwen2", "qwen3", "gemma2", "gemma3_text", "mistral"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family(tmp_path: Path, model_type: str) -> None:
     """Biases, norms of heads, norms with an offset, norms after a layer."""

@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [small(folder / "even"), small(folder / "odd", hidden_size=40, intermediate_size=52, head_dim=12)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("method", method_names())
 def test_every_method_in_every_format_is_refused_at_once_or_made(
     method: str, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

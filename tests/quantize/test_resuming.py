@@ -56,6 +56,7 @@ def broken_off(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], die_at:
             make()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("die_at", [0, 1, 17, 37])
 def test_a_broken_run_goes_on_to_the_same_bytes(
     die_at: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

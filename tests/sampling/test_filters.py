@@ -127,6 +127,7 @@ def some_logits(num: int) -> list[float]:
     return [float(x) for x in np.random.default_rng(num).normal(0, 1.5, num).astype(np.float32)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fields", LAWS, ids=str)
 def test_frequencies(fields: dict[str, float]) -> None:
     assert frequency_z(some_logits(24), fields) < LIMIT

@@ -59,7 +59,7 @@ def counts_of(kind: str, num: int, target: np.ndarray = TARGET, purpose: int = n
 KINDS = ["none", "certain", "certain siblings", "drawn", "drawn siblings"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_drawn_is_distributed_as_the_target(kind):
     assert chance_of(counts_of(kind, FEW), TARGET) > 0.01
@@ -79,6 +79,7 @@ def test_a_bias_of_two_percent_is_caught():
     assert chance_of(counts_of("drawn", MANY, biased), TARGET) < 0.01
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shared", ["RECOVER", "ACCEPT"])
 def test_vllm_47386_shared_noise_is_caught(shared):
     """Engines have been biased so: the draft's draw and the recovery's, or the coin's, took the same numbers."""

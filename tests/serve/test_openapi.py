@@ -209,6 +209,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", STREAMS)
 def test_openapi_events_are_as_described(live: Live, document: dict[str, Any], path: str) -> None:
     reply = live.post(path, BODIES[path][1] | {"stream": True} | STREAMS[path])

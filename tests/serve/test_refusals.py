@@ -150,7 +150,7 @@ def test_every_numeric_field_has_a_row() -> None:
     assert {row for _, _, row in FIELDS} <= set(BOUNDS)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("path", "name", "row"), FIELDS)
 def test_S_11_S_12_hostile_numbers(live: Live, path: str, name: str, row: str) -> None:
     bound = BOUNDS[row]
@@ -333,6 +333,7 @@ def test_head_is_get_without_a_body(live: Live) -> None:
         assert (head.status_code, head.content) == (200, b"")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
     "text",

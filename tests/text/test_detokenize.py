@@ -62,6 +62,7 @@ def settled(tok: Tokenizer, ids: list[int], skip: bool = True, spaces: bool = Tr
     return codecs.getincrementaldecoder("utf-8")("replace").decode(joined)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(st.data())
@@ -74,6 +75,7 @@ def test_R_15_pieces_together_are_the_whole(name: str, data: st.DataObject) -> N
     assert "".join(pieces) == tok.decode(ids, skip, params.spaces_between_special_tokens)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(st.data())

@@ -137,7 +137,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BOMBS)
 def test_S_08_bombs_are_stopped(name: str, runner: BoundedProcess) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -201,6 +201,7 @@ def test_layouts(t: Any, tmp_path: Path) -> None:
     assert (d2t + torch.arange(24)).tolist() == t2d.nonzero()[:, 0].tolist()
 
 
+@pytest.mark.slow
 def test_a_drafter_learns(t: Any) -> None:
     """A few steps on the target's own text lower the loss of each kind; frozen, it stays."""
     target = tiny(t)

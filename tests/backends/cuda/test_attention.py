@@ -204,6 +204,7 @@ def assert_law(problem: Problem, mode: str, module: Modules = lambda chunks: ker
     assert torch.equal(unsplit[0], whole[22:28]), "not split"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 @pytest.mark.parametrize("options", [{}, {"window": 700, "softcap": 2.0}], ids=["full", "window"])
 def test_a_row_has_the_same_bits_however_the_step_is_cut(options: dict[str, Any], mode: str) -> None:
@@ -300,6 +301,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 @pytest.mark.parametrize("fault", BY_STEP)
 def test_tiles_and_spans_that_follow_the_step_are_caught(fault: str, mode: str, tmp_path: Path) -> None:

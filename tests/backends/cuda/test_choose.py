@@ -71,7 +71,7 @@ def expected(x: np.ndarray, draw: Draw) -> int:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("draw", DRAWS, ids=str)
 def test_the_kernel_draws_the_samplers_tokens(draw: Draw, masked: bool) -> None:

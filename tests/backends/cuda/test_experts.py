@@ -168,6 +168,7 @@ def companies(problem: Problem, mode: str, make: Callable[..., list[Launch]] | N
     return results
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 def test_a_row_has_the_same_bits_in_any_company(mode: str, dtype: torch.dtype) -> None:

@@ -135,6 +135,7 @@ def broken_law(given: Mapping[str, Tensor], mode: str, gated: bool, by_rows: boo
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_in_any_company_bucket_and_configuration(gated: bool) -> None:
     given = problem(torch.bfloat16, 1100, 70 - 30 * gated, gated, num_rows=20)
@@ -143,6 +144,7 @@ def test_a_row_has_the_same_bits_in_any_company_bucket_and_configuration(gated: 
     assert broken_law(given, "twin", gated) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 def test_a_split_of_k_by_rows_is_found(mode: str) -> None:
     assert broken_law(problem(torch.bfloat16, 1100, 70, False, num_rows=20), mode, False, by_rows=True)
@@ -217,6 +219,7 @@ def sixteen_bit_loads_in_loops(launch: Launch, capability: int) -> int:
     return sum(name.startswith(("LDG.E.U16", "LDS.U16")) for name in loops[-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_rows", [1, 2048])
 def test_the_compiled_kernel_uses_the_tensor_cores_and_wide_loads(num_rows: int) -> None:
     launch = launch_of(14336, 4096, None, num_rows, gated=True)

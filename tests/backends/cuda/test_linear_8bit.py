@@ -139,6 +139,7 @@ def broken_law(grouped: bool, mode: str, span_by_rows: bool = False) -> list[str
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_row_has_the_same_bits_in_any_company_bucket_and_configuration(grouped: bool, mode: str) -> None:

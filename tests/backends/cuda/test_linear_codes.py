@@ -69,7 +69,7 @@ def inputs(num_in: int, num_rows: int = ROWS) -> Tensor:
     return x
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("scheme", SCHEMES_HERE, ids=str)
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_kernel_writes_what_its_twin_writes(scheme: Scheme, wide: bool) -> None:

@@ -68,6 +68,7 @@ ON: dict[str, Callable[[Row], bool]] = {
 }
 
 
+@pytest.mark.slow
 def test_each_rung_has_its_technique_and_the_one_before_has_not(result: dict[str, Any]) -> None:
     rows = result["rungs"]
     assert [row["rung"] for row in rows] == LADDER

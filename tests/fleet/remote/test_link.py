@@ -289,6 +289,7 @@ def faults(observer: Times, tree: CacheTree, began: float, ended: float) -> list
     return wrong
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stamped", [True, False], ids=["", "control"])
 @pytest.mark.parametrize("shift", [1e7, -time.monotonic() / 2], ids=["ahead", "behind"])
 def test_no_clock_of_the_engine_is_compared_with_ours(

@@ -68,6 +68,7 @@ def test_I_13_bits_of_a_gguf_file(
     core.close()
 
 
+@pytest.mark.slow
 def test_I_13_every_isa_gives_the_same_bits_of_a_gguf_file(mixture: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "tests.support.law", json.dumps([mixture])]
     told = {}

@@ -101,7 +101,7 @@ def tiny(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("model_type", "changes"), CASES)
 def test_floats_have_the_bits_of_safetensors(

@@ -84,7 +84,7 @@ def expected() -> torch.Tensor:
     return follow(load(PATH, backend="torch_ref", dtype="float32"), ids, [len(ids)])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("level", LEVELS)
 def test_levels_of_the_built_in_model(level: str, expected: torch.Tensor, tmp_path: Path) -> None:
     path, ids = tmp_path / f"{level}.gguf", text_ids()
@@ -216,6 +216,7 @@ def test_the_writer_reads_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytes
     assert whole.read_bytes() == cut.read_bytes()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("bits", "method"), [(4, "rtn"), (3, "rtn"), (8, "rtn"), (4, "gptq")])
 def test_codes_of_a_method_are_kept(bits: int, method: str, tmp_path: Path) -> None:
     """As blocks they are the weights that GPTQ's own layout holds."""

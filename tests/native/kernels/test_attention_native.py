@@ -162,6 +162,7 @@ DEFINED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_output_is_the_stated_order_to_the_bit(isa: str, kind: str) -> None:
@@ -207,7 +208,7 @@ def grid(kind: str) -> list[tuple[Problem, list[Floats]]]:
     return problems
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("isa", FAST)
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits_on_every_isa_and_any_number_of_threads(isa: str, kind: str) -> None:

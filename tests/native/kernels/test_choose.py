@@ -64,6 +64,7 @@ def test_the_same_bits_as_numpy(isa: str, width: int) -> None:
             assert bits_of(found) == want * 4, (cut, num_threads)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_wide_row(isa: str) -> None:
     rows = rows_of(128_256)

@@ -221,7 +221,7 @@ def test_the_order_of_groups_can_be_told(kind: Kind) -> None:
     assert not same(defined(weights, q, 4), defined(weights, q, 4, backwards=True))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("isa", FAST)
 @every_kind
 def test_every_isa_agrees_with_scalar(isa: str, kind: Kind) -> None:
@@ -247,7 +247,7 @@ def test_a_row_alone_has_the_bits_it_has_in_company(isa: str, kind: Kind) -> Non
         assert same(linear(isa, weights, alone, 1, packed=packed), want[row : row + 1])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("isa", FAST)
 @pytest.mark.parametrize("kind", [KINDS["i4-g64"], KINDS["i4-min-g128"], KINDS["i8-g128"], KINDS["i8-channel-g256"]])
 def test_more_rows_than_fit_into_scratch_at_once(isa: str, kind: Kind) -> None:

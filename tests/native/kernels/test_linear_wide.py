@@ -73,6 +73,7 @@ def chain(x: Floats, weights: Floats) -> Floats:
     return acc
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("isa", ISAS)
 @every_form
 def test_each_output_is_the_chain_over_the_unpacked_weights(isa: str, kind: str, group: int, flag: int) -> None:

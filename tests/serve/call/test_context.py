@@ -52,6 +52,7 @@ def test_anthropics_and_ollamas_words(live: Live) -> None:
     assert live.post("/api/chat", body).json()["error"].startswith("the input length exceeds the context length. This")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [

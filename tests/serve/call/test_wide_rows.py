@@ -258,6 +258,7 @@ def in_a_batch(live: Live) -> None:
     assert len(output["response"]["body"]["choices"][0]["logprobs"]["content"]) == 30
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("work", [in_a_conversation, replayed, gone_on_with, in_the_background, in_a_batch])
 def test_R_03_long_answers_are_written_in_pieces_and_kept_as_they_were_written(
     server: Live, monkeypatch: pytest.MonkeyPatch, work: Callable[[Live], None]

@@ -93,7 +93,7 @@ def held(name: str, use: ToolUse, template: str = "", token_ids: Mapping[str, in
     return made
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", sorted(formats.FORMATS))
 @pytest.mark.parametrize("other", [False, True], ids=["", "other template"])
 def test_what_the_grammar_lets_through_is_calls(name: str, other: bool) -> None:

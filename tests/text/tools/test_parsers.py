@@ -297,7 +297,7 @@ def test_an_answer_of_one_call_ends_with_it() -> None:
         assert parser.ended
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", sorted(formats.FORMATS))
 @given(data=st.data())
 def test_no_text_is_lost_or_refused(form: str, data: st.DataObject) -> None:
@@ -406,6 +406,7 @@ def work_per_letter(monkeypatch: pytest.MonkeyPatch, form: str, start: str, grow
     return each
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("form", "start", "grows"), GROWING)
 @pytest.mark.parametrize("thinks", [False, True])
 def test_S_10_the_work_grows_as_the_text(
@@ -461,6 +462,7 @@ def test_each_style_whatever_the_pieces(style: str, inside: bool, text: str, exp
         assert read(ReasoningParser(style, inside, tool_parser("hermes")), pieces) == expected, pieces
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("style", sorted(STYLES))
 @given(data=st.data())
 def test_reasoning_loses_nothing_but_its_marks_and_space(style: str, data: st.DataObject) -> None:
