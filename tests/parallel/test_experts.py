@@ -164,7 +164,10 @@ def test_a_model_file_that_does_not_say_whose_matrix_it_is_is_noticed(
     ("fields", "message"),
     [
         ({"tensor_parallel_size": 1}, "enable_expert_parallel: True is not allowed; it must be left out unless"),
-        ({"tensor_parallel_size": 6}, "tensor_parallel_size: 6 is not allowed; it must be at most 5 with enable_expert"),
+        (
+            {"tensor_parallel_size": 6},
+            "tensor_parallel_size: 6 is not allowed; it must be at most 5 with enable_expert",
+        ),
         ({"model": shallow(1)}, "enable_expert_parallel: True is not allowed; it must be left out for this model"),
     ],
 )
@@ -183,7 +186,6 @@ def test_experts_are_contiguous_and_balanced() -> None:
         assert max(last - first for first, last in shares) - min(last - first for first, last in shares) <= 1
     with pytest.raises(RequestError, match="at most 3 with enable_expert_parallel"):
         Plan(0, 4, whole_experts=True).experts(3)
-
 
 
 @pytest.mark.parametrize("mode", ["small", "sum of experts", "late"])

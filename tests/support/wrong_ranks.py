@@ -65,7 +65,9 @@ def sum_of_experts(self: RankOps, x: Any, router: Any, routing: Any, *matrices: 
     product = self.whole(experts(self, x, router, routing._replace(factors=own), *matrices))
     # As a value of its own: the mixture's may have got what else is added to it.
     width = product.width
-    return added(self, product, Layout((Part(world * width, tuple((r * width, (r + 1) * width) for r in range(world))),)))
+    return added(
+        self, product, Layout((Part(world * width, tuple((r * width, (r + 1) * width) for r in range(world))),))
+    )
 
 
 def rows_too_late(self: Gathers, x: Any, first: Any) -> Any:

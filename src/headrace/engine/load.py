@@ -292,9 +292,9 @@ def maker(
     ops, whole_experts = take_seat(backend, seat), seat.plan.whole_experts
 
     def make(weights: Weights) -> models.Model:
-        own = RankWeights(weights, ops)
-        model: models.Model = module.Model(model_config, own, ops, max_model_len)
-        if whole_experts and not own.has_experts:
+        ranked = RankWeights(weights, ops)
+        model: models.Model = module.Model(model_config, ranked, ops, max_model_len)
+        if whole_experts and not ranked.has_experts:
             raise RequestError("enable_expert_parallel", True, "left out for this model, whose layers have no experts")
         return model
 

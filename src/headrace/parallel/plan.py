@@ -89,8 +89,8 @@ class HeadShare(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The shares of rank `rank` of `world`, and those of the others. whole_experts: a rank has some experts of a mixture
-    whole, and not some columns of each."""
+    """The shares of rank `rank` of `world`, and those of the others. whole_experts: of a mixture, a rank has some
+    experts whole instead of some columns of each."""
 
     rank: int
     world: int

@@ -77,7 +77,6 @@ class RankWeights(Weights):
             if self._ops.plan.whole_experts:
                 with self._ops.of_expert(cut.expert_id, cut.num):
                     return self._weights.linear(names, num_in, num_outs, **flags)
-            cut = cut.parts
         # A router's few outputs are needed whole at once.
         layout = None if plain else self._layout(num_outs, cut)
         with self._ops.sharing(layout):
@@ -94,4 +93,6 @@ class RankWeights(Weights):
         plan = self._ops.plan
         if isinstance(cut, Heads):
             return plan.heads(cut.num_heads, cut.num_kv_heads, cut.head_dim, cut.value_size)
+        if isinstance(cut, Expert):
+            cut = cut.parts
         return plan.layout(cut or num_outs)

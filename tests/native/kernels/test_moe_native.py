@@ -159,7 +159,12 @@ def test_a_rank_with_some_experts_has_their_pairs_alone(isa: str, num_threads: i
     whole = group(isa, ids, weights, 11)
     for first, num in ((0, 4), (4, 3), (7, 4), (0, 11), (5, 0)):
         own_begin, begin, places = np.full(num + 1, -1, np.int32), whole.begin.copy(), whole.places.copy()
-        values: Values = {"begin": begin, "rows": whole.rows.copy(), "places": places, "pair_weights": whole.weights.copy()}
+        values: Values = {
+            "begin": begin,
+            "rows": whole.rows.copy(),
+            "places": places,
+            "pair_weights": whole.weights.copy(),
+        }
         values |= {"num_experts": 11, "first": first, "num_own": num, "own_begin": own_begin}
         dims = call("moe_group", isa, 30, num_threads=num_threads, ids=ids, weights=weights, top_k=3, **values)
         assert (own_begin == whole.begin[first : first + num + 1] - whole.begin[first]).all()

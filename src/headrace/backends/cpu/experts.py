@@ -38,8 +38,8 @@ class Recording(Protocol):
 
 
 class Share(NamedTuple):
-    """The experts bounds[0] ... bounds[1] - 1 of one rank of several. `collect` makes all pairs of the rows that each rank
-    has of them, of which this rank's begin at a number that is known when the tape runs."""
+    """The experts bounds[0] ... bounds[1] - 1 of one rank of several. `collect` makes all pairs of those that each rank
+    has, of which this rank's begin at a number that is known when the tape runs."""
 
     bounds: tuple[int, int]
     collect: Callable[[Value, NDArray[np.int32]], Value]

@@ -22,8 +22,8 @@ NO_TARGETS: dict[str, Any] = {"to_q": None, "ld_to_q": 0, "to_scales": None, "to
 
 
 class Gathers:
-    """The gathers of the rank at `seat`, recorded where `ops` records. Raises `CheckpointError` for rows that do not fit
-    the ranks' memory."""
+    """The gathers of the rank at `seat`, recorded where `ops` records. Raises `CheckpointError` for rows that do not
+    fit the ranks' memory."""
 
     def __init__(self, ops: CpuOps, seat: Seat) -> None:
         self._ops, self._seat = ops, seat
