@@ -2,8 +2,8 @@
 
 All are loaded at once and bound to the same two processors; rounds of a few steps alternate between them, so that all
 see the same machine. A row each for sequences of one row at `--context`, but for 512, which are 8 chunks of a prompt.
-With `--mixture SHAPE` the model is a mixture of random codes, some layers of a shape of `bench.mixture_files`, and ranks
-with some columns of each expert and ranks with whole experts are measured beside each other.
+With `--mixture SHAPE` the model is a mixture of random codes, some layers of a shape of `bench.mixture_files`, and
+ranks with whole experts are measured too.
 What a gather costs between processes of one host is measured beside it, over the memory that ranks share, and where
 torch is installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.mixture_files import SHAPES, write
+from bench.tied import tied
 from headrace.backends.base import Chunks
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
@@ -161,7 +162,7 @@ def gathers(args: argparse.Namespace) -> None:
                 where = str(memory) if kind == "memory" else f"{folder}/store"
                 processes = [
                     subprocess.Popen(
-                        [*command, "--rank", str(rank), "--where", where],
+                        tied([*command, "--rank", str(rank), "--where", where]),
                         stdout=subprocess.PIPE,
                         text=True,
                         pass_fds=[memory],
