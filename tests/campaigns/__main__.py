@@ -2,8 +2,9 @@
 
 A campaign is a function of the tier's numbers and a seed that returns its counts; `violations` is 0 where all is well.
 Counts are written into bench/results/campaign-TIER.json, which the docs quote, each with its seed, minutes, commit,
-host and the hash of the code that it exercises. Long tiers may be run in pieces: `--only` runs some campaigns and leaves
-the counts of the others; `--share 0.05 --seed 7 --add` runs a twentieth and puts it beside what other seeds counted.
+host and the hash of the code that it exercises. Long tiers may be run in pieces: `--only` runs some campaigns and
+leaves the counts of the others; `--share 0.05 --seed 7 --add` runs a twentieth and puts it beside what other seeds
+counted.
 """
 
 from __future__ import annotations
