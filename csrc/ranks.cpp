@@ -173,6 +173,8 @@ void gather(const HrArgs_gather* a, HrTask* task) {
     const int64_t groups = a->x ? 0 : (a->width + group - 1) / group, codes = rounded_up(a->width, 4);
     const int64_t row_bytes = rounded_up(a->x ? 4 * a->width : codes + 8 * groups, 64);
     const int64_t most = ranks.slot_bytes() / row_bytes;
+    /* The rows that this rank has, which begin at 0 in what it gives. */
+    const int64_t begin = a->from ? *a->from : 0, end = a->from ? begin + task->dims[HR_DIM_OWN_PAIRS] : rows;
     /* A wider row than the slot is refused when the tape is made. */
     /* The count of gathers is tid 0's; the others read it here alone, before the first barrier. */
     int64_t turn = ranks.num_gathers();
@@ -180,7 +182,8 @@ void gather(const HrArgs_gather* a, HrTask* task) {
         const int64_t num = rows - first < most ? rows - first : most;
         char* slot = ranks.slot(turn);
         each_row(task, num, [&](int64_t i) {
-            const int64_t row = first + i;
+            if (first + i < begin || first + i >= end) return;
+            const int64_t row = first + i - begin;
             char* to = slot + i * row_bytes;
             for (int64_t s = 0; s < a->count; s++) {
                 const int64_t *span = a->spans + 3 * s, from = span[0], at = span[1], n = span[2];

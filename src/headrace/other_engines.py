@@ -90,7 +90,6 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _no_effect("--node-rank", _ONE_RANK, "0"),
     _no_effect("--api-server-count", "one process serves HTTP", "1"),
     _no_effect("--distributed-executor-backend", "the engine runs in one process of its own", "mp", "uni"),
-    _switch("--enable-expert-parallel", _ONE_RANK),
     _switch("--disable-custom-all-reduce", "ranks gather, and reduce nothing"),
     _no_effect("--swap-space", "preempted requests are computed again, to the same bits; nothing is swapped"),
     _no_effect("--cpu-offload-gb", "weights are not offloaded", "0"),

@@ -76,7 +76,7 @@ def build_runner(
 def _build_runner(
     config: EngineConfig, directory: Path, progress: Progress | None, vocabulary: Load | None, group: Group | None
 ) -> tuple[Runner, EngineInfo]:
-    seat = None if group is None else seat_of(group.native, 0, group.world)
+    seat = None if group is None else seat_of(group.native, 0, group.world, config.enable_expert_parallel)
     if progress is not None:
         backend, model, model_config = load_model(config, directory, progress, seat)
     else:
@@ -285,11 +285,20 @@ def _load_gguf(
 def maker(
     module: Any, model_config: ModelConfig, backend: Backend, max_model_len: int, seat: Seat | None
 ) -> Callable[[Weights], models.Model]:
-    """Return what makes a model of its weights, or one rank's part of it."""
+    """Return what makes a model of its weights, or one rank's part of it. That raises `RequestError` where experts are
+    shared out of a model that has none."""
     if seat is None:
         return lambda weights: module.Model(model_config, weights, backend.ops, max_model_len)
-    ops = take_seat(backend, seat)
-    return lambda weights: module.Model(model_config, RankWeights(weights, ops), ops, max_model_len)
+    ops, whole_experts = take_seat(backend, seat), seat.plan.whole_experts
+
+    def make(weights: Weights) -> models.Model:
+        ranked = RankWeights(weights, ops)
+        model: models.Model = module.Model(model_config, ranked, ops, max_model_len)
+        if whole_experts and not ranked.has_experts:
+            raise RequestError("enable_expert_parallel", True, "left out for this model, whose layers have no experts")
+        return model
+
+    return make
 
 
 def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select:

@@ -77,7 +77,7 @@ def serve(sock: socket.socket) -> None:
     config = start.config
     native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
     os.close(start.memory)
-    seat = seat_of(native, start.rank, start.world)
+    seat = seat_of(native, start.rank, start.world, config.enable_expert_parallel)
     backend, model, model_config = load_model(config, Path(config.model), lambda done, total: None, seat)
     sock.sendall(framed(Loaded(backend.ops.weight_bytes)))
     inbox.expect(Go)

@@ -108,9 +108,9 @@ def divide(cpus: Sequence[int], world: int) -> list[list[int]]:
     return [list(cpus[len(cpus) * at // world : len(cpus) * (at + 1) // world]) for at in range(world)]
 
 
-def seat_of(native: Any, rank: int, world: int) -> Seat:
+def seat_of(native: Any, rank: int, world: int, whole_experts: bool) -> Seat:
     """Return the seat of a rank whose gathers meet those of the others in `native`."""
-    return Seat(Plan(rank, world), native.address(), SLOT_BYTES)
+    return Seat(Plan(rank, world, whole_experts), native.address(), SLOT_BYTES)
 
 
 def take_seat(backend: Backend, seat: Seat) -> Sharing:

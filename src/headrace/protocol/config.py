@@ -68,6 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     skip_tokenizer_init: bool = False
     num_threads: int = 0
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     distributed_timeout: float = 10.0
     async_scheduling: bool | None = None
     speculative_config: SpeculativeConfig | None = None
@@ -89,6 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(
             self, 1, "tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes"
         )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise RequestError("enable_expert_parallel", True, "left out unless tensor_parallel_size is 2 or more")
         # One token of prompt and one of answer.
         _at_least(self, 2, "max_model_len", optional=True)
         _at_least(self, 1, "num_gpu_blocks_override", "kv_cache_memory_bytes", optional=True)
