@@ -66,6 +66,33 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks", array_like=True
     kind: int
 
 
+class HiddenRows(msgspec.Struct, frozen=True, tag="hidden_rows", array_like=True):
+    """From one stage to the next: hidden rows [R, width] of piece `piece` of a call, as float32 in little-endian."""
+
+    call_id: int
+    piece: int
+    width: int
+    data: bytes
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault", array_like=True):
+    """From one stage to the next, in place of the rows of a call that are not there: a rank could not compute it."""
+
+    call_id: int
+    kind: str
+    message: str
+
+
+class Numbers(msgspec.Struct, frozen=True, tag="numbers", array_like=True):
+    """While a model is loaded: the values of one rank to rank 0, or those of all ranks from it, by stage."""
+
+    values: list[list[float]]
+
+
+Passed = HiddenRows | Fault
+"""What goes from stage to stage."""
+
+
 Call = Forward | LogitsOf | HiddenStatesOf | CopyBlocks
 
 
