@@ -1,4 +1,4 @@
-"""`Neighbours`: what a process that has some layers of a model gets from those that have the others, while it is loaded.
+"""`Neighbours`: what a process that has some layers of a model gets from those with the others, while it is loaded.
 
 What is measured then runs a text through all layers, and is decided for the model as a whole, so that it is as one
 process would decide. Called by backends, of models that have `neighbours` (`parallel.stages.Stage`).

@@ -102,8 +102,8 @@ def num_pieces(num_rows: int, world: int) -> int:
 def cut(chunks: Chunks, world: int) -> list[Piece]:
     """Cut a call into pieces of about as many rows, in order; a cut may go through a chunk.
 
-    A chunk with a state keeps it in between in the slot to which it goes next; where there is none, the piece goes on to
-    the end of the chunk.
+    A chunk with a state keeps it in between in the slot to which it goes next; where there is none, the piece goes on
+    to the end of the chunk.
     """
     begins = [0, *itertools.accumulate(map(len, chunks.token_ids))]
     total = begins[-1]
@@ -156,7 +156,7 @@ def num_rows_of(chunks: Chunks) -> int:
 
 
 class PipelinedProgram:
-    """`program`, of rank 0, behind the stages of the other ranks. `take` waits for a piece of a call, by their numbers."""
+    """`program`, of rank 0, behind the stages of the others. `take` waits for a piece of a call, by their numbers."""
 
     def __init__(self, program: StageProgram, followers: Followers, take: Take, world: int) -> None:
         self._program, self._followers, self._take, self._world = program, followers, take, world
@@ -264,8 +264,8 @@ def in_turn(receive: Callable[[], Passed], call_id: int, piece: int) -> Passed:
             return passed
         if passed.call_id >= call_id:
             raise RankLostError(
-                f"the ranks are apart: rows of call {passed.call_id}, expected piece {piece} of call {call_id}: they are "
-                "out of step"
+                f"the ranks are apart: rows of call {passed.call_id}, expected piece {piece} of call {call_id}: "
+                "they are out of step"
             )
 
 
