@@ -30,9 +30,11 @@ def stage_maker(
 ) -> Callable[[LeavingWeights], models.Model]:
     """Return what makes the layers of a rank out of the weights of a model. Raises `RequestError` for a backend that
     has no stages, and for more ranks than the model can be divided among."""
-    if backend.name != "cpu":
+    take = getattr(backend, "take_stage", None)
+    if take is None:
         bound = f"1 on backend {backend.name}: ranks are CPUs' alone"
         raise RequestError("pipeline_parallel_size", seat.world, bound)
+    take()
     reads, head = count_layers(model_config.values, forms_of(model_config, quantization, backend.dtype))
     caches = [each.caches for each in reads]
     shares = divide([each.num_bytes for each in reads], head, seat.world, joined_layers(caches))

@@ -56,6 +56,12 @@ class Cpu:
         self.ops = RankOps(self.ops, seat)
         return self.ops
 
+    def take_stage(self) -> None:
+        """Load some layers of all models from now on. Before any matrix."""
+        if isinstance(self.ops, RankOps):
+            raise ValueError("a backend has one seat")
+        self.ops.copies = True
+
     def constant(self, values: NDArray[Any], is_weight: bool = False) -> NDArray[np.float32]:
         """Return `values` as contiguous float32; a copy of a weight, so that no page of its file is held."""
         wide: NDArray[np.float32] = np.ascontiguousarray(floats(values))
