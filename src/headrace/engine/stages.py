@@ -45,8 +45,8 @@ def stage_maker(
     has_table = not mine.start or module.Model.through is not models.Model.through
 
     def make(weights: LeavingWeights) -> models.Model:
-        own = StageWeights(weights, mine, len(reads), has_table)
-        whole = module.Model(model_config, own, backend.ops, max_model_len)
+        some = StageWeights(weights, mine, len(reads), has_table)
+        whole = module.Model(model_config, some, backend.ops, max_model_len)
         return Stage(whole, seat.place, shares, caches, [*hosts[1:], hosts[0]], seat.neighbours)
 
     return make

@@ -183,8 +183,8 @@ class PipelinedProgram:
         are_finite, row = [True] * len(chunks.starts), 0
         for number, piece in enumerate(pieces):
             num_rows = num_rows_of(piece.chunks)
-            taken = self._taken(call_id, number, num_rows)
-            finite, hidden[row : row + num_rows] = self._program.hidden_rows(piece.chunks, taken)
+            passed = self._taken(call_id, number, num_rows)
+            finite, hidden[row : row + num_rows] = self._program.hidden_rows(piece.chunks, passed)
             for c, is_finite in enumerate(finite, piece.first):
                 are_finite[c] &= is_finite
             row += num_rows
