@@ -2,8 +2,8 @@
 
 Both are loaded at once and bound to the same two processors; rounds of a few steps alternate between them, so that both
 see the same machine. A row each for sequences of one row at `--context`, but for 512, which are 8 chunks of a prompt.
-What a gather costs between processes of one host is measured beside it, over the memory that ranks share, and where
-torch is installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
+`--pipeline`: the ranks have layers instead of columns. What a gather costs between processes of one host is measured
+beside columns, over the memory that ranks share, and where torch is installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from headrace.backends.base import Chunks
 from headrace.engine.load import build_runner
+from headrace.parallel import pipeline
 from headrace.protocol.config import EngineConfig
 
 CHUNKS_OF_PROMPT = 8
@@ -46,10 +47,11 @@ def seconds(program: Any, chunks: Chunks, rows: list[int], repeats: int) -> list
 def programs(args: argparse.Namespace, cpus: list[int]) -> dict[str, Any]:
     """Both programs, each with its blocks."""
     made: dict[str, Any] = {}
+    field = "pipeline_parallel_size" if args.pipeline else "tensor_parallel_size"
     for name, ranks in (("threads", 1), ("ranks", args.ranks)):
         os.sched_setaffinity(0, cpus)
         config = EngineConfig(
-            model=args.model, backend="cpu", quantization=args.quantization, tensor_parallel_size=ranks,
+            model=args.model, backend="cpu", quantization=args.quantization, **{field: ranks},
             num_threads=args.ranks if ranks == 1 else 1, num_gpu_blocks_override=args.blocks, max_num_seqs=128,
             skip_tokenizer_init=True, max_model_len=args.max_model_len,
         )  # fmt: skip
@@ -76,6 +78,8 @@ def measure(args: argparse.Namespace) -> None:
             for name, taken in times.items()
         }
         share = row["threads"]["median_ms"] / row["ranks"]["median_ms"]
+        if args.pipeline:
+            row["pieces"] = pipeline.num_pieces(rows, args.ranks)
         facts = {"model": args.model, "quantization": args.quantization, "ranks": args.ranks, "rows": rows}
         print(
             json.dumps(
@@ -178,6 +182,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="builtin")
     parser.add_argument("--quantization", default="int4")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pipeline", action="store_true", help="ranks have layers instead of columns")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512])
     parser.add_argument("--context", type=int, default=128, help="positions before them (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20, help="steps of one row in a round (default: %(default)s)")
@@ -200,7 +205,8 @@ def main() -> None:
         print(LINE, 1e6 * taken)
         return
     measure(args)
-    gathers(args)
+    if not args.pipeline:
+        gathers(args)
 
 
 if __name__ == "__main__":
