@@ -3,9 +3,9 @@
 All are loaded at once and bound to the same two processors; rounds of a few steps alternate between them, so that all
 see the same machine. A row each for sequences of one row at `--context`, but for 512, which are 8 chunks of a prompt.
 With `--mixture SHAPE` the model is a mixture of random codes, some layers of a shape of `bench.mixture_files`, and
-ranks with whole experts are measured too.
-What a gather costs between processes of one host is measured beside it, over the memory that ranks share, and where
-torch is installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
+ranks with whole experts are measured too. With `--pipeline` the ranks have layers instead of columns.
+What a gather costs between processes of one host is measured beside columns, over the memory that ranks share, and
+where torch is installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bench.mixture_files import SHAPES, write
 from bench.tied import tied
 from headrace.backends.base import Chunks
 from headrace.engine.load import build_runner
+from headrace.parallel import pipeline
 from headrace.protocol.config import EngineConfig
 
 CHUNKS_OF_PROMPT = 8
@@ -55,11 +56,12 @@ def seconds(program: Any, chunks: Chunks, rows: list[int], repeats: int) -> list
 def programs(args: argparse.Namespace, cpus: list[int]) -> dict[str, Any]:
     """The programs, each with its blocks."""
     made: dict[str, Any] = {}
+    field = "pipeline_parallel_size" if args.pipeline else "tensor_parallel_size"
     for name in ("threads", "ranks", "whole_experts")[: 3 if args.mixture else 2]:
         ranks = 1 if name == "threads" else args.ranks
         os.sched_setaffinity(0, cpus)
         config = EngineConfig(
-            model=args.model, backend="cpu", quantization=args.quantization, tensor_parallel_size=ranks,
+            model=args.model, backend="cpu", quantization=args.quantization, **{field: ranks},
             num_threads=args.ranks if ranks == 1 else 1, num_gpu_blocks_override=args.blocks, max_num_seqs=128,
             skip_tokenizer_init=True, max_model_len=args.max_model_len, enable_expert_parallel=name == "whole_experts",
         )  # fmt: skip
@@ -92,6 +94,8 @@ def measure(args: argparse.Namespace) -> None:
         }
         facts = {"model": args.mixture or args.model, "quantization": args.quantization, "num_ranks": args.ranks}
         facts |= {"layers": args.layers} if args.mixture else {}
+        if args.pipeline:
+            facts["pieces"] = pipeline.num_pieces(rows, args.ranks)
         print(
             json.dumps({"bench": "ranks", **facts, "rows": rows, "context": args.context, **row, **shares}), flush=True
         )
@@ -190,6 +194,7 @@ def main() -> None:
     parser.add_argument("--mixture", choices=SHAPES, help="instead of MODEL")
     parser.add_argument("--layers", type=int, default=4, help="of the mixture (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pipeline", action="store_true", help="ranks have layers instead of columns")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512])
     parser.add_argument("--context", type=int, default=128, help="positions before them (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=20, help="steps of one row in a round (default: %(default)s)")
@@ -217,7 +222,8 @@ def main() -> None:
             shape = SHAPES[args.mixture]
             write(shape._replace(layers=args.layers, vocab=min(shape.vocab, VOCABULARY)), Path(args.model))
         measure(args)
-    gathers(args)
+    if not args.pipeline:
+        gathers(args)
 
 
 if __name__ == "__main__":

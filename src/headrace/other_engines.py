@@ -84,7 +84,6 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _done("--disable-log-stats", "log_stats_interval", fixed="0", takes_value=False),
     _switch("--trust-remote-code", "code from a checkpoint is never run; the model type must be one that headrace has"),
     _switch("--enforce-eager", "the program of a step is recorded once; there is no slower mode to fall back to"),
-    _no_effect("--pipeline-parallel-size -pp", _ONE_RANK, "1"),
     _no_effect("--decode-context-parallel-size -dcp", _ONE_RANK, "1"),
     _no_effect("--nnodes", _ONE_RANK, "1"),
     _no_effect("--node-rank", _ONE_RANK, "0"),

@@ -251,6 +251,11 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": (6, 2), "nightly": (50, 20), "release": (1000, 400)},
         module("ranks", "run_faults"),
     ),
+    "C-10-stages": Campaign(
+        "ranks of one pipeline that are killed and stopped under 32 streams (kills, stops)",
+        {"commit": (6, 2), "nightly": (50, 20), "release": (1000, 400)},
+        module("ranks", "run_stage_faults"),
+    ),
     "C-10-bits": Campaign(
         "generations by several ranks against one process",
         {"commit": 400, "nightly": 4000, "release": 40_000},

@@ -22,10 +22,10 @@ PACKAGE = ROOT / "src" / "headrace"
 MAX_FILE_LINES = 500
 # The hall is what a step passes through; the other folders are wings, each API, backend and model its own. A step
 # passes through one backend and one model: the largest of each counts with the hall (ADR 0017, 0026, 0030, 0033 ...).
-MAX_HALL_CODE_LINES = 9_950
+MAX_HALL_CODE_LINES = 9_975
 MAX_WING_CODE_LINES = 4_000
 MAX_MODEL_LINES = 150
-MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700, "engine": 4_200}
+MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700, "engine": 4_340}
 HALL = tuple(
     "protocol core sampling runner engine.core models models.config models.decoder models.rope "
     "models.weights backends backends.base backends.graph backends.arena backends.step".split()
@@ -111,7 +111,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "engine",
             "protocol env gguf hub core quant sampling grammar text backends checkpoint models drafters runner "
-            "insight.journal fleet parallel parallel.plan",
+            "insight.journal fleet parallel parallel.plan plan",
             NO_TORCH | {"numpy"},
         ),
     ),

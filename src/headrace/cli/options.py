@@ -53,6 +53,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "the output is the same. For CPUs of one host; see howto-scale.md.",
         "enable_expert_parallel": "Of a mixture of experts, each of these processes has some experts whole instead of "
         "some columns of each; the output is the same.",
+        "pipeline_parallel_size": "Processes that compute the model one after the other, each some layers; the output "
+        "is the same. For CPUs; see howto-scale.md.",
         "distributed_timeout": "Seconds that these processes wait for each other before all are replaced.",
         "async_scheduling": "Schedule and start a step while the one before runs on the device; the output is the "
         "same. By default on a GPU; never with --speculative-config or --record-schedule.",
@@ -131,7 +133,13 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
     },
 }
 
-SHORT = {"quantization": "-q", "speculative_config": "-sc", "data_parallel_size": "-dp", "tensor_parallel_size": "-tp"}
+SHORT = {
+    "quantization": "-q",
+    "speculative_config": "-sc",
+    "data_parallel_size": "-dp",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+}
 """Letters of vLLM's."""
 
 PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampling"}

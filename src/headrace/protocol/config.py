@@ -69,6 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_threads: int = 0
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
     distributed_timeout: float = 10.0
     async_scheduling: bool | None = None
     speculative_config: SpeculativeConfig | None = None
@@ -87,9 +88,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
         if not 0 < self.distributed_timeout < float("inf"):
             raise RequestError("distributed_timeout", self.distributed_timeout, "above 0 seconds")
-        _at_least(
-            self, 1, "tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes"
-        )
+        _at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_record_bytes")
+        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise RequestError("enable_expert_parallel", True, "left out unless tensor_parallel_size is 2 or more")
         # One token of prompt and one of answer.
@@ -101,6 +101,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(self, 0, "seed", optional=True)
         if self.speculative_config is not None:
             msgspec.structs.force_setattr(self, "speculative_config", speculative_config(self.speculative_config))
+
+    @property
+    def ranks(self) -> tuple[str, int]:
+        """The field that says how the model is shared out, and the number of its ranks."""
+        field = "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
+        return field, getattr(self, field)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
