@@ -2,8 +2,9 @@
 
 Both are loaded at once and bound to the same two processors; rounds of a few steps alternate between them, so that both
 see the same machine. A row each for sequences of one row at `--context`, but for 512, which are 8 chunks of a prompt.
-`--pipeline`: the ranks have layers instead of columns. What a gather costs between processes of one host is measured
-beside columns, over the memory that ranks share, and where torch is installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
+`--pipeline`: the ranks have layers instead of columns. Beside columns it measures what a gather costs between processes
+of one host, over the memory that ranks share, and where torch is installed over gloo on the loopback interface. Prints
+JSON lines for `bench.record`.
 """
 
 from __future__ import annotations

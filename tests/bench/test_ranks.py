@@ -33,3 +33,11 @@ def test_it_prints_both_times_and_the_cost_of_a_gather() -> None:
     memory, gloo = lines[2:]
     assert (memory["over"], gloo["over"]) == ("memory", "gloo")
     assert memory["median_us"] > 0
+
+
+def test_a_pipeline_is_compared_too() -> None:
+    command = [sys.executable, "-m", "bench.ranks", shallow(2), "--pipeline", "--rows", "1", "40", "--rounds", "1"]
+    done = subprocess.run([*command, "--repeats", "2"], capture_output=True, text=True, timeout=300, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["rows"], line["pieces"]) for line in lines] == [(1, 1), (40, 2)]
+    assert all(line["speed_of_threads"] > 0 for line in lines)
