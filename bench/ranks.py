@@ -48,11 +48,11 @@ def seconds(program: Any, chunks: Chunks, rows: list[int], repeats: int) -> list
 def programs(args: argparse.Namespace, cpus: list[int]) -> dict[str, Any]:
     """Both programs, each with its blocks."""
     made: dict[str, Any] = {}
-    field = "pipeline_parallel_size" if args.pipeline else "tensor_parallel_size"
     for name, ranks in (("threads", 1), ("ranks", args.ranks)):
         os.sched_setaffinity(0, cpus)
         config = EngineConfig(
-            model=args.model, backend="cpu", quantization=args.quantization, **{field: ranks},
+            model=args.model, backend="cpu", quantization=args.quantization,
+            tensor_parallel_size=1 if args.pipeline else ranks, pipeline_parallel_size=ranks if args.pipeline else 1,
             num_threads=args.ranks if ranks == 1 else 1, num_gpu_blocks_override=args.blocks, max_num_seqs=128,
             skip_tokenizer_init=True, max_model_len=args.max_model_len,
         )  # fmt: skip
@@ -79,9 +79,9 @@ def measure(args: argparse.Namespace) -> None:
             for name, taken in times.items()
         }
         share = row["threads"]["median_ms"] / row["ranks"]["median_ms"]
-        if args.pipeline:
-            row["pieces"] = pipeline.num_pieces(rows, args.ranks)
         facts = {"model": args.model, "quantization": args.quantization, "ranks": args.ranks, "rows": rows}
+        if args.pipeline:
+            facts["pieces"] = pipeline.num_pieces(rows, args.ranks)
         print(
             json.dumps(
                 {"bench": "ranks", **facts, "context": args.context, **row, "speed_of_threads": round(share, 3)}
