@@ -3,9 +3,9 @@
 All are loaded at once and bound to the same two processors; rounds of a few steps alternate between them, so that all
 see the same machine. A row each for sequences of one row at `--context`, but for 512, which are 8 chunks of a prompt.
 With `--mixture SHAPE` the model is a mixture of random codes, some layers of a shape of `bench.mixture_files`, and
-ranks with whole experts are measured too. With `--pipeline` the ranks have layers instead of columns.
-What a gather costs between processes of one host is measured beside columns, over the memory that ranks share, and
-where torch is installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
+ranks with whole experts are measured too. With `--pipeline` the ranks have layers instead of columns. Beside columns it
+measures what a gather costs between processes of one host, over the memory that ranks share, and where torch is
+installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def seconds(program: Any, chunks: Chunks, rows: list[int], repeats: int) -> list
 def programs(args: argparse.Namespace, cpus: list[int]) -> dict[str, Any]:
     """The programs, each with its blocks."""
     made: dict[str, Any] = {}
-    field = "pipeline_parallel_size" if args.pipeline else "tensor_parallel_size"
     for name in ("threads", "ranks", "whole_experts")[: 3 if args.mixture else 2]:
         ranks = 1 if name == "threads" else args.ranks
         os.sched_setaffinity(0, cpus)
         config = EngineConfig(
-            model=args.model, backend="cpu", quantization=args.quantization, **{field: ranks},
+            model=args.model, backend="cpu", quantization=args.quantization,
+            tensor_parallel_size=1 if args.pipeline else ranks, pipeline_parallel_size=ranks if args.pipeline else 1,
             num_threads=args.ranks if ranks == 1 else 1, num_gpu_blocks_override=args.blocks, max_num_seqs=128,
             skip_tokenizer_init=True, max_model_len=args.max_model_len, enable_expert_parallel=name == "whole_experts",
         )  # fmt: skip

@@ -73,7 +73,7 @@ def _dtype(text: str) -> str:
 
 
 _done, _no_effect, _switch, _refused = _settings(VLLM)
-_ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size"
+_ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size and --pipeline-parallel-size"
 _TEXT_ONLY = "models read text only"
 _NO_LORA = "merge the adapter into the checkpoint"
 _TLS = "put a proxy with TLS in front; docs/howto-deploy.md has configurations"

@@ -46,3 +46,11 @@ def test_of_a_mixture_it_measures_whole_experts_too() -> None:
         assert line["model"] == "tiny"
         assert min(line[name]["least_ms"] for name in ("threads", "ranks", "whole_experts")) > 0
         assert min(line["speed_of_ranks"], line["speed_of_whole_experts"]) > 0
+
+
+def test_a_pipeline_is_compared_too() -> None:
+    command = [sys.executable, "-m", "bench.ranks", shallow(2), "--pipeline", "--rows", "1", "40", "--rounds", "1"]
+    done = subprocess.run([*command, "--repeats", "2"], capture_output=True, text=True, timeout=300, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(line["rows"], line["pieces"]) for line in lines] == [(1, 1), (40, 2)]
+    assert all(line["speed_of_ranks"] > 0 for line in lines)

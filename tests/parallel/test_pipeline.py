@@ -17,13 +17,14 @@ from tests.campaigns.ranks import FORMS
 from tests.e2e.test_law_speculation import varied
 from tests.formats.gguf.models import convert
 from tests.parallel.test_group import group_of, is_gone, until
-from tests.parallel.test_law import few, k_form
+from tests.parallel.test_law import few, k_form, requests_of
 from tests.support import wrong_stages
+from tests.support.harness import RandomModels
 from tests.support.law import Bits, assert_same, groups_of, make_core, make_requests, run
 from tests.support.shallow import shallow
 from tests.support.stored import mixed
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, SamplingParams, models
 from headrace.engine.core import EngineCore
 from headrace.parallel import group, pipeline
 from headrace.parallel.pipeline import PipelinedProgram
@@ -64,6 +65,23 @@ def test_k_quants(tmp_path: Path) -> None:
 
 def test_inputs_in_an_order_of_their_own(tmp_path: Path) -> None:
     check(list(few()), 2, model=str(mixed(Path(shallow(2)), tmp_path / "mixed")))
+
+
+@pytest.fixture(scope="module")
+def random_models(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
+    return RandomModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "gpt_oss", "nemotron_h", "qwen3_5_moe_text"])
+def test_states_windows_and_experts(name: str, random_models: RandomModels) -> None:
+    """Cached prefixes, whose states are kept, and windows whose blocks are given back; chunks and preemption too."""
+    form = {"model": str(random_models[name]), "skip_tokenizer_init": True, "max_num_seqs": 8}
+    requests = requests_of(models.find(name).TINY["vocab_size"])
+    wanted = bits(requests, **form)
+    assert_same(bits(requests, 2, max_num_batched_tokens=48, **form), wanted)
+    core = make_core(pipeline_parallel_size=2, **form)
+    assert_same(run(core, requests, preempt_every=4), wanted)
+    core.close()
 
 
 def test_with_speculation_grammars_penalties_chunks_and_a_small_cache() -> None:

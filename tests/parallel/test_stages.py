@@ -15,6 +15,7 @@ from tests.support.stages import programs_of, results, staged
 
 from headrace import models
 from headrace.backends.base import Chunks
+from headrace.backends.cpu import activations
 from headrace.checkpoint.names import text_config
 from headrace.parallel.pipeline import Piece, cut, in_turn, num_pieces, num_rows_of
 from headrace.parallel.program import Fault, HiddenRows, RankLostError
@@ -240,3 +241,21 @@ def test_what_is_left_of_an_earlier_call_is_dropped() -> None:
 def test_control_rows_of_another_piece_end_the_group(message: HiddenRows | Fault) -> None:
     with pytest.raises(RankLostError, match="out of step"):
         in_turn(lambda: message, 4, 0)
+
+
+def test_the_form_of_activations_is_chosen_for_the_model_as_a_whole(
+    random_models: RandomModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tolerance in the middle of the losses, so that some matrices get 16 bits; experts that no row of the text
+    reaches get what the worst of all layers get."""
+    monkeypatch.setattr(activations, "LENGTH", 1)
+    form: dict[str, Any] = {"quantization": "int4"}
+    whole = programs_of(random_models["mixtral"], None, **form)
+    losses = activations.measure(whole.model.ops, whole.model, 1)
+    monkeypatch.setattr(activations, "TOLERANCE", sorted(losses.values())[len(losses) // 2])
+    whole = programs_of(random_models["mixtral"], None, **form)
+    program, stages = staged(random_models["mixtral"], 2, **form)
+    parts = [program._program.model.ops, *(part.model.ops for part in stages.programs)]
+    wide = sorted(matrix.name for ops in parts for matrix in ops.wide)
+    assert wide == sorted(matrix.name for matrix in whole.model.ops.wide)
+    assert all(0 < len(ops.wide) < len(ops.matrices) for ops in parts)
