@@ -132,6 +132,9 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
 SHORT = {"quantization": "-q", "speculative_config": "-sc", "data_parallel_size": "-dp", "tensor_parallel_size": "-tp"}
 """Letters of vLLM's."""
 
+COMPOSED = {(EngineConfig, "rendezvous")}
+"""Fields that a command makes of several flags (`cli.engine.RankFlags`)."""
+
 PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampling"}
 
 
@@ -226,6 +229,8 @@ def options(
         generated: list[inspect.Parameter] = []
         for struct in structs:
             for field in msgspec.structs.fields(struct):
+                if (struct, field.name) in COMPOSED:
+                    continue
                 if field.name in names or (struct is SamplingParams and only and field.name not in only):
                     continue
                 names.add(field.name)

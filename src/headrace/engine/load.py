@@ -26,7 +26,7 @@ from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.progress import progress_bar
-from headrace.engine.ranks import Go, SetUp, open_group, seat_of, take_seat
+from headrace.engine.ranks import SetUp, find_each_other, open_group, seat_of, take_seat
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
 from headrace.models.weights import Weights
@@ -85,7 +85,7 @@ def _build_runner(
     weight_bytes = backend.ops.weight_bytes
     if group is not None:
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
-        group.send(Go())
+        find_each_other(group)
     activations = choose_activations(config, backend, model, model_config)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))

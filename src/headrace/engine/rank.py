@@ -1,4 +1,5 @@
-"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`.
+"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`, or on a host of its
+own by `parallel.hosts.server.RankServer`.
 
 It loads its part of the model, makes the same program as rank 0, and then makes rank 0's calls. It schedules nothing,
 samples nothing and knows no requests. When rank 0 is gone the socket is at its end, and this process ends too.
@@ -14,7 +15,7 @@ import socket
 import sys
 from collections import deque
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ from headrace.backends.native import require_native
 from headrace.engine.child import set_up_process
 from headrace.engine.load import choose_activations, load_model
 from headrace.engine.ranks import Go, SetUp, Start, seat_of
+from headrace.parallel.gloo import GlooRanks
 from headrace.parallel.group import SLOT_BYTES, Loaded, Ready, framed
 from headrace.parallel.program import Call, CopyBlocks, Forward, HiddenStatesOf, LogitsOf, RankLostError, follow
 from headrace.protocol import frames
@@ -75,14 +77,20 @@ def serve(sock: socket.socket) -> None:
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
     config = start.config
-    native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
-    os.close(start.memory)
+    native: Any
+    if start.interface:
+        native = GlooRanks(start.rank, start.world, SLOT_BYTES, start.interface, start.timeout)
+    else:
+        native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
+        os.close(start.memory)
     seat = seat_of(native, start.rank, start.world)
     backend, model, model_config = load_model(config, Path(config.model), lambda done, total: None, seat)
     sock.sendall(framed(Loaded(backend.ops.weight_bytes)))
-    inbox.expect(Go)
+    go = inbox.expect(Go)
+    if start.interface:
+        native.connect(go.host, go.port)
     choose_activations(config, backend, model, model_config)
-    arguments = msgspec.structs.asdict(inbox.expect(SetUp))
+    arguments = msgspec.structs.asdict(inbox.expect(SetUp)) | {"num_threads": config.num_threads}
     program = backend.program(model, **arguments)
     if fault := native.fault():
         raise RankLostError(f"the ranks are apart: {fault}")

@@ -199,7 +199,7 @@ class RankOps:
                 f"rows of {layout.width} numbers: the memory that ranks share has room for "
                 f"{self._seat.most_row_bytes} bytes of one"
             )
-        spans = np.array(layout.spans(self.plan.rank), np.int64).reshape(-1, 3)
+        spans = np.array([(r, *span) for r in range(self.plan.world) for span in layout.spans(r)], np.int64)
         return {"ranks": self._seat.group, "spans": spans, "count": len(spans), "width": layout.width}
 
     def _gathered(self, x: Value, layout: Layout) -> Value:
