@@ -235,12 +235,10 @@ NB_MODULE(_native, module) {
             new (self) hr::Ranks(fd, rank, world, slot_bytes, (int64_t)(timeout * 1e9), spins);
         }, "fd"_a, "rank"_a, "world"_a, "slot_bytes"_a, "timeout"_a, "spins"_a)
         .def_static("exchanging", [](int rank, int world, int64_t slot_bytes, nb::callable exchange) {
-            return new hr::Ranks(rank, world, slot_bytes, [exchange, world](const int64_t* sizes) {
+            return new hr::Ranks(rank, world, slot_bytes, [exchange](int64_t bytes) {
                 nb::gil_scoped_acquire gil;
                 try {
-                    nb::list each;
-                    for (int r = 0; r < world; r++) each.append(sizes[r]);
-                    return nb::cast<bool>(exchange(each));
+                    return nb::cast<bool>(exchange(bytes));
                 } catch (nb::python_error& error) {
                     error.discard_as_unraisable("the exchange of the ranks");
                     return false;

@@ -120,20 +120,22 @@ char* Ranks::part(int rank) const {
 }
 
 bool Ranks::exchange(const int64_t* sizes) {
-    const uint64_t stamp[2] = {call_, of_call_++};
-    int64_t with_stamps[MAX_RANKS];
-    for (int r = 0; r < world_; r++) with_stamps[r] = sizes[r] + STAMP_BYTES;
+    const uint64_t gather = of_call_++;
+    auto stamp = [&](int r, uint64_t* to) { to[0] = call_, to[1] = gather, to[2] = (uint64_t)sizes[r]; };
     if (shared_->fault.load(std::memory_order_relaxed)) return false;
-    memcpy(part(rank_), stamp, sizeof stamp);
-    if (!exchange_(with_stamps)) {
+    stamp(rank_, (uint64_t*)part(rank_));
+    if (!exchange_(sizes[rank_] + STAMP_BYTES)) {
         fail(LOST);
         return false;
     }
-    for (int r = 0; r < world_; r++)
-        if (memcmp(part(r), stamp, sizeof stamp)) {
+    for (int r = 0; r < world_; r++) {
+        uint64_t expected[3];
+        stamp(r, expected);
+        if (memcmp(part(r), expected, sizeof expected)) {
             fail(OUT_OF_STEP);
             return false;
         }
+    }
     return true;
 }
 

@@ -22,9 +22,9 @@ enum Fault { SOUND = 0, TIMEOUT = 1, OUT_OF_STEP = 2, LOST = 3 };
 
 struct SharedGroup; /* at the beginning of the memory */
 
-/* Sends the first sizes[own rank] bytes of this rank's part to all others, and fills the first sizes[r] bytes of the part
- * of each other rank r. Returns whether it did. */
-using Exchange = std::function<bool(const int64_t* sizes)>;
+/* Sends the first `bytes` of this rank's part to all others, and receives the parts of the others, of any size that they
+ * have room for. Returns whether it did. */
+using Exchange = std::function<bool(int64_t bytes)>;
 
 /* One rank's view. Used by one thread at a time, but for `break_group`. */
 class Ranks {

@@ -22,16 +22,16 @@ PACKAGE = ROOT / "src" / "headrace"
 MAX_FILE_LINES = 500
 # The hall is what a step passes through; the other folders are wings, each API, backend and model its own. A step
 # passes through one backend and one model: the largest of each counts with the hall (ADR 0017, 0026, 0030, 0033 ...).
-MAX_HALL_CODE_LINES = 9_940
+MAX_HALL_CODE_LINES = 9_960
 MAX_WING_CODE_LINES = 4_000
 MAX_MODEL_LINES = 150
-MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700, "engine": 4_200}
+MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_500, "serve": 4_700, "engine": 4_300}
 HALL = tuple(
     "protocol core sampling runner engine.core models models.config models.decoder models.rope "
     "models.weights backends backends.base backends.graph backends.arena backends.step".split()
 )
 SPLIT = ("backends", "models", "serve.apis")
-MAX_CONFIG_FIELDS = 75
+MAX_CONFIG_FIELDS = 76
 MAX_ENVIRONMENT_VARIABLES = 8
 
 HEAVY = frozenset("torch numpy transformers safetensors".split())
@@ -115,7 +115,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "engine",
             "protocol env gguf hub core quant sampling grammar text backends checkpoint models drafters runner "
-            "insight.journal fleet parallel parallel.plan parallel.gloo parallel.hosts",
+            "insight.journal fleet secure parallel parallel.plan parallel.gloo parallel.hosts",
             NO_TORCH | {"numpy"},
         ),
     ),

@@ -50,7 +50,7 @@ def rank(
     credentials = credentials_of(build(FleetFlags, fields), is_server=False)
     from headrace import hub
     from headrace.engine import logs
-    from headrace.engine.ranks import prepared, version
+    from headrace.engine.hosts import prepared, version
     from headrace.parallel.hosts.server import RankServer
     from headrace.secure.door import Server
 

@@ -7,7 +7,6 @@ that imports torch for ranks. Called by `engine.ranks` and `engine.rank`.
 
 from __future__ import annotations
 
-import functools
 import socket
 from datetime import timedelta
 from typing import Any
@@ -79,31 +78,29 @@ class Exchange:
             self._parts = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
             self._process_group = group
             # gloo makes its connections when the first bytes are sent.
-            if not self([64] * self._world):
+            if not self(64):
                 raise TimeoutError(self.reason)
             self._patience = timedelta(seconds=self._timeout)
         except RuntimeError as error:
             raise TimeoutError(f"the ranks did not find each other: {first_line(error)}") from error
 
-    def __call__(self, sizes: list[int]) -> bool:
-        group, rank, part = self._process_group, self._rank, self._part
+    def __call__(self, size: int) -> bool:
+        """Send the first `size` bytes of this rank's part, and receive the others' parts, of any size: gloo ends the
+        process if a message is longer than what awaits it, so all of a part does."""
+        group, rank, parts = self._process_group, self._rank, self._parts
         if group is None:
             self.reason = self.reason or "the ranks are not connected"
             return False
         try:
-            sent = [part(rank, sizes[rank])]
-            works = [group.recv([part(other, sizes[other])], other, 0) for other in self._others]
-            works += [group.send(sent, other, 0) for other in self._others]
+            part = [parts[rank][:size]]
+            works = [group.recv([parts[other]], other, 0) for other in self._others]
+            works += [group.send(part, other, 0) for other in self._others]
             for work in works:
                 work.wait(self._patience)
         except RuntimeError as error:
             self.reason = self.reason or f"gloo: {first_line(error)}"
             return False
         return True
-
-    @functools.lru_cache(maxsize=512)  # noqa: B019
-    def _part(self, rank: int, size: int) -> Any:
-        return self._parts[rank][:size]
 
     def close(self) -> None:
         self._process_group, self._parts = None, []

@@ -104,6 +104,11 @@ class Channel:
         self._beats.cancel()
         self._writer.close()
 
+    async def until_closed(self) -> None:
+        """Wait until what was sent before `close` is out, and the connection is gone."""
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
     async def _beat(self, seconds: float, silence: float, beat: Callable[[], bytes]) -> None:
         while True:
             await asyncio.sleep(seconds)

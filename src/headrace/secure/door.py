@@ -7,6 +7,7 @@ Called by `fleet.remote` and `parallel.hosts`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -80,8 +81,10 @@ class Door:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         finally:
-            for task in list(self._tasks):
+            tasks = list(self._tasks)
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _meet(self, sock: socket.socket, name: str) -> None:
         """Serve a connection from its first byte to its end."""
@@ -96,7 +99,10 @@ class Door:
         except HandshakeError as error:
             logger.warning("refused %s: %s", name, error)
             if writer is not None:
+                # The refusal is to arrive.
                 writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
         except TimeoutError:
             logger.warning("refused %s: it was silent before its proof", name)
         except OSError as error:
@@ -104,6 +110,8 @@ class Door:
         except asyncio.CancelledError as error:
             if error.args:
                 logger.warning("refused %s: %s", name, error)
+            if writer is not None:
+                writer.transport.abort()
             raise
         except Exception:  # a defect: the others go on
             logger.exception("the connection of %s failed", name)

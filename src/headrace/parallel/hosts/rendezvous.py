@@ -159,6 +159,10 @@ class Rendezvous:
                 await seats.relay(place.channel, reader, writer, place.note)
             except TransportError as error:
                 place.reason = place.reason or str(error)
+        try:
+            await place.channel.until_closed()
+        finally:
+            place.is_over.set()
 
     @contextlib.contextmanager
     def _place(self, seat: Seat, guest: Guest) -> Iterator[tuple[Place, socket.socket]]:
@@ -178,7 +182,6 @@ class Rendezvous:
             with self._changed:
                 # What the group waits for ends when its reason is known.
                 theirs.close()
-                place.is_over.set()
                 if not self._is_complete:
                     del self._places[seat.rank]
                     ours.close()

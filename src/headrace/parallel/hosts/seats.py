@@ -141,6 +141,8 @@ async def relay(
         for task in tasks:
             task.cancel()
         writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
 
 async def _quietly(work: Awaitable[None]) -> None:

@@ -124,6 +124,7 @@ class RankServer:
             channel.close()
             process.kill()
             process.wait()
+            await channel.until_closed()
 
 
 class _Member:
