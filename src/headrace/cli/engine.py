@@ -32,11 +32,11 @@ NOT_REMOTE = ("models_dir", "slot_save_path")
 
 
 class FleetFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine and its front prove to each other, as files."""
+    """What an engine and its front, or the hosts of ranks, prove to each other, as files."""
 
     fleet_secret_file: Annotated[
         str | None,
-        msgspec.Meta(description="File of the secret that engines and fronts share: 32 bytes or more."),
+        msgspec.Meta(description="File of the secret that all hosts share: 32 bytes or more."),
     ] = None
     tls_cert: Annotated[
         str | None, msgspec.Meta(description="PEM file of the certificate that the other side sees.")
@@ -138,6 +138,8 @@ def remote_client(
                     raise RequestError(name, getattr(flags, name), "left out without --engine or --rendezvous")
         elif server.data_parallel_size != "1":
             raise RequestError("data_parallel_size", server.data_parallel_size, "1 with --rendezvous")
+        elif server.models_dir is not None:
+            raise RequestError("models_dir", server.models_dir, "left out with --rendezvous, which is one model's")
         return None
     if server.data_parallel_size != "1":
         raise RequestError(

@@ -50,7 +50,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "torch_ref, the quantised formats save no memory.",
         "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
         "tensor_parallel_size": "Processes that compute the model together, each some columns and heads of each layer; "
-        "the output is the same. For CPUs of one host; see howto-scale.md.",
+        "the output is the same. On CPUs of this host, or with --rendezvous of several; see howto-scale.md.",
         "rendezvous": "Where ranks of other hosts come: host, port, distributed_interface and the fleet's files.",
         "distributed_timeout": "Seconds that these processes wait for each other before all are replaced.",
         "async_scheduling": "Schedule and start a step while the one before runs on the device; the output is the "
