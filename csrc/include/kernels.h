@@ -323,10 +323,11 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     P(const uint64_t*, seed) P(const uint64_t*, position) P(int32_t*, ids) P(double*, scaled) P(int64_t*, count)        \
     P(int64_t*, total)
 
-/* The columns of all ranks of a group, each of which has computed some (ranks.h). spans [count][3]: first column here, first
- * column of the whole row, number of columns, of this rank; out[r] gets all `width` columns. No number is changed, and none is added to
+/* The columns of all ranks of a group, each of which has computed some (ranks.h). spans [count][4], of all ranks in order:
+ * the rank, first column there, first column of the whole row, number of columns; out[r] gets all `width` columns. No number is changed, and none is added to
  * another. Floats x, or where x is NULL codes as HR_Q_FIELDS has them, whose spans begin at multiples of `group`. Where `from` is
- * given, this rank has no other rows than *from ... *from + dims[HR_DIM_OWN_PAIRS] - 1, which are rows 0, 1, ... of what it gives. */
+ * given, this rank has no other rows than *from ... *from + dims[HR_DIM_OWN_PAIRS] - 1, which are rows 0, 1, ... of what it gives;
+ * only where ranks share memory. */
 #define HR_FIELDS_gather(P, I, F)                                                                                        \
     I(dim) P(void*, ranks) P(const int32_t*, from) P(const int64_t*, spans) I(count) I(width) P(const float*, x) I(ld_x) P(float*, out) I(ld_out) \
     P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                         \

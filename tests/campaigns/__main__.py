@@ -261,6 +261,11 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": 400, "nightly": 4000, "release": 40_000},
         module("ranks", "compare"),
     ),
+    "C-10-hosts": Campaign(
+        "ranks on two hosts whose network is cut, silent, slow and lossy, and that are killed, under 16 streams",
+        {"commit": 6, "nightly": 100, "release": 2000},
+        module("hosts"),
+    ),
     "C-11": Campaign(
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, module("isolation")
     ),

@@ -64,13 +64,32 @@ def build_runner(
     Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model can not meet.
     """
     directory = hub.resolve(config.model, config.revision)
-    group = open_group(config, str(directory), on_lost)
+    group = _open_group(config, str(directory), on_lost)
     try:
         return _build_runner(config, directory, progress, vocabulary, group)
     except BaseException:
         if group is not None:
             group.close()
         raise
+
+
+def _open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], None] | None) -> Group | None:
+    if config.rendezvous is None:
+        return open_group(config, directory, on_lost)
+    # Sockets with TLS, which no other engine needs.
+    from headrace.engine.hosts import await_hosts
+
+    return await_hosts(config, config.rendezvous, directory, on_lost)
+
+
+def _go(group: Group) -> None:
+    """Have all ranks, which have their weights, choose the activations. Raises as `hosts.connect`."""
+    if group.hosts is None:
+        group.send(Go())
+        return
+    from headrace.engine.hosts import connect
+
+    connect(group)
 
 
 def _build_runner(
@@ -85,7 +104,7 @@ def _build_runner(
     weight_bytes = backend.ops.weight_bytes
     if group is not None:
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
-        group.send(Go())
+        _go(group)
     activations = choose_activations(config, backend, model, model_config)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))

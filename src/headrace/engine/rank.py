@@ -1,4 +1,5 @@
-"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`.
+"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`, or on a host of its
+own by `parallel.hosts.server.RankServer`.
 
 It loads its part of the model, makes the same program as rank 0, and then makes rank 0's calls. It schedules nothing,
 samples nothing and knows no requests. When rank 0 is gone the socket is at its end, and this process ends too.
@@ -26,6 +27,7 @@ from headrace.backends.native import require_native
 from headrace.engine.child import set_up_process
 from headrace.engine.load import choose_activations, load_model
 from headrace.engine.ranks import Go, SetUp, Start, seat_of
+from headrace.parallel.gloo import GlooRanks
 from headrace.parallel.group import SLOT_BYTES, Apart, Loaded, Ready, framed
 from headrace.parallel.pipeline import RankNeighbours, follow_stage, in_turn
 from headrace.parallel.plan import Seat
@@ -140,9 +142,11 @@ def serve(sock: socket.socket) -> None:
     native, seat = place_of(start, inbox, send)
     backend, model, model_config = load_model(config, Path(config.model), lambda done, total: None, seat)
     send(Loaded(backend.ops.weight_bytes))
-    inbox.expect(Go)
+    go = inbox.expect(Go)
+    if isinstance(native, GlooRanks):
+        native.connect(go.host, go.port)
     choose_activations(config, backend, model, model_config)
-    arguments = msgspec.structs.asdict(inbox.expect(SetUp))
+    arguments = msgspec.structs.asdict(inbox.expect(SetUp)) | {"num_threads": config.num_threads}
     program: Any = backend.program(model, **arguments)
     if fault := native.fault():
         raise RankLostError(f"the ranks are apart: {fault}")
@@ -162,8 +166,12 @@ def place_of(start: Start, inbox: Inbox, send: Callable[[msgspec.Struct], None])
     """Return where the calls of this rank meet those of the others, and its seat."""
     if start.config.pipeline_parallel_size > 1:
         return Apart(), StageSeat(start.rank, start.world, RankNeighbours(start.rank, inbox.expect, send))
-    native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
-    os.close(start.memory)
+    native: Any
+    if start.interface:
+        native = GlooRanks(start.rank, start.world, SLOT_BYTES, start.interface, start.timeout)
+    else:
+        native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
+        os.close(start.memory)
     return native, seat_of(native, start.rank, start.world, start.config.enable_expert_parallel)
 
 

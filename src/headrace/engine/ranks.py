@@ -14,7 +14,7 @@ import msgspec
 
 from headrace import env
 from headrace.backends.base import Backend, Program
-from headrace.parallel.group import SLOT_BYTES, Group
+from headrace.parallel.group import SLOT_BYTES, Apart, Group
 from headrace.parallel.pipeline import Arrivals, FirstNeighbours, PipelinedProgram
 from headrace.parallel.plan import MAX_RANKS, Plan, Seat
 from headrace.parallel.program import RankedProgram
@@ -29,7 +29,8 @@ ALONE = ("eagle", "eagle3", "medusa", "mtp", "early_exit")
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
     """To a rank, first: what to load, its number among `world`, the file of the memory that they share (-1: none), how
-    long it waits for the others, whether it may spin while it does, and its processors (none: any)."""
+    long it waits for the others, whether it may spin while it does, and its processors (none: any). On a host of its
+    own it has an `interface` through which it gathers."""
 
     config: EngineConfig
     rank: int
@@ -38,10 +39,15 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     timeout: float
     spins: bool
     cpus: list[int]
+    interface: str = ""
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """To a rank: all have their weights; choose the activations."""
+    """To a rank: all have their weights; choose the activations. Ranks on several hosts find each other's gathers at
+    `host` and `port`."""
+
+    host: str = ""
+    port: int = 0
 
 
 class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
@@ -90,8 +96,8 @@ def open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], No
     def first(rank: int, memory: int) -> Start:
         return Start(config, rank, world, memory, config.distributed_timeout, spins, shares[rank])
 
-    gathers = config.tensor_parallel_size > 1
-    group = Group(world, config.distributed_timeout, spins, first, on_lost, shares_memory=gathers)
+    apart = Apart() if config.pipeline_parallel_size > 1 else None
+    group = Group(world, config.distributed_timeout, spins, first, on_lost, gathers=apart)
     if shares[0]:
         before = processors()
         os.sched_setaffinity(0, shares[0])

@@ -1,8 +1,9 @@
-"""`Group`: the processes of a model's ranks on one host, as rank 0 has them: their start, their memory, their end.
+"""`Group`: the processes of a model's ranks, as rank 0 has them: their start, their gathers, their end.
 
-Rank 0 starts the others with a socket each, and a file in memory (memfd) that all of them map. If one ends, stands
-still or falls out of step, the group is of no use: it is killed, and the owner of rank 0 makes another. Knows messages
-as bytes; must not know models or requests. Called by `engine.ranks`.
+On one host, rank 0 starts the others with a socket each, and a file in memory (memfd) that all of them map. Ranks of
+other hosts come by themselves (`Hosts`). If one ends, stands still or falls out of step, the group is of no use: it is
+killed, and the owner of rank 0 makes another. Knows messages as bytes; must not know models or requests. Called by
+`engine.ranks`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -52,6 +53,36 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
+class Gathers(Protocol):
+    """Where the gathers of this rank meet those of the others: `_native.Ranks`, or `parallel.gloo.GlooRanks`."""
+
+    def address(self) -> int: ...
+
+    def begin(self, call_id: int) -> None: ...
+
+    def fault(self) -> str: ...
+
+    def break_group(self) -> None: ...
+
+
+class Hosts(Protocol):
+    """The hosts of the other ranks, each of which has its rank's process: `parallel.hosts.rendezvous.Rendezvous`."""
+
+    def accept(self) -> list[socket.socket]:
+        """Wait until all ranks are there, and return the sockets to them, in order."""
+        ...
+
+    def end_of(self, rank: int) -> str:
+        """Return why a rank has hung up."""
+        ...
+
+    def hang_up(self) -> None:
+        """Have the hosts end all ranks."""
+        ...
+
+    def close(self) -> None: ...
+
+
 def framed(message: msgspec.Struct) -> bytes:
     """Return the whole frame of a message, as `protocol.frames` has them."""
     payload = _encoder.encode(message)
@@ -80,7 +111,8 @@ class Group:
         spins: whether every rank has processors of its own.
         first: makes the first message to a rank, of its number and the number of the memory's file.
         on_lost: called once, on the thread that watches, when the group is of no use any more; not after `close`.
-        shares_memory: for gathers. Else `first` is called with the number -1.
+        gathers: of ranks that share no memory; `first` is then called with the number -1.
+        hosts: of ranks on hosts of their own.
     """
 
     def __init__(
@@ -91,12 +123,11 @@ class Group:
         first: Callable[[int, int], msgspec.Struct],
         on_lost: Callable[[str], None] | None = None,
         command: Sequence[str] | None = None,
-        shares_memory: bool = True,
+        gathers: Gathers | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
-        if shares_memory and not hasattr(os, "memfd_create"):
-            raise RequestError("tensor_parallel_size", world, "1 on this system: ranks share memory as Linux has it")
         self.world, self._timeout, self._on_lost = world, timeout, on_lost
-        memory = os.memfd_create("headrace-ranks", os.MFD_CLOEXEC) if shares_memory else -1
+        self.hosts = hosts
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._buffers = [frames.FrameBuffer() for _ in range(world - 1)]
@@ -109,20 +140,39 @@ class Group:
         self._closed = False
         self.at_end: Callable[[], None] | None = None
         self._call_id = 0
-        self.native: Any = Apart()
+        self.native: Gathers = gathers or Apart()
         try:
-            if shares_memory:
-                native = require_native().Ranks
-                os.ftruncate(memory, native.bytes(SLOT_BYTES))
-                self.native = native(memory, 0, world, SLOT_BYTES, timeout, spins)
-            for rank in range(1, world):
-                self._start(rank, memory, first(rank, memory), command or COMMAND)
+            if hosts is not None:
+                self._sockets += hosts.accept()
+                for rank, sock in enumerate(self._sockets, 1):
+                    sock.settimeout(timeout)
+                    sock.sendall(framed(first(rank, -1)))
+            elif gathers is not None:
+                for rank in range(1, world):
+                    self._start(rank, -1, first(rank, -1), command or COMMAND)
+            else:
+                self.native = self._start_sharing(spins, first, command or COMMAND)
         except BaseException:
             self.close()
             raise
+
+    def _start_sharing(
+        self, spins: bool, first: Callable[[int, int], msgspec.Struct], command: Sequence[str]
+    ) -> Gathers:
+        """Start the other ranks on this host, which share memory. Returns rank 0's gathers."""
+        if not hasattr(os, "memfd_create"):
+            bound = "1 on this system: ranks share memory as Linux has it"
+            raise RequestError("tensor_parallel_size", self.world, bound)
+        native = require_native().Ranks
+        memory = os.memfd_create("headrace-ranks", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memory, native.bytes(SLOT_BYTES))
+            gathers: Gathers = native(memory, 0, self.world, SLOT_BYTES, self._timeout, spins)
+            for rank in range(1, self.world):
+                self._start(rank, memory, first(rank, memory), command)
+            return gathers
         finally:
-            if shares_memory:
-                os.close(memory)
+            os.close(memory)
 
     def _start(self, rank: int, memory: int, first: msgspec.Struct, command: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -210,6 +260,8 @@ class Group:
 
     def _end_of(self, rank: int) -> str:
         """Return how a rank ended that has hung up."""
+        if self.hosts is not None:
+            return self.hosts.end_of(rank)
         try:
             status = self._processes[rank - 1].wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -256,6 +308,8 @@ class Group:
             raise RankLostError(self._reason or fault)
 
     def _kill(self) -> None:
+        if self.hosts is not None:
+            self.hosts.hang_up()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -271,6 +325,8 @@ class Group:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+        if self.hosts is not None:
+            self.hosts.close()
         for process in self._processes:
             try:
                 process.wait(CLOSE_TIMEOUT_S)

@@ -39,6 +39,18 @@ STORED_METHODS = {
 """vLLM's names of a quantised checkpoint's own method, and the method: they load the weights as they are stored."""
 
 
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where rank 0 awaits ranks of other hosts, through which interface all gather, and the files of their proofs."""
+
+    host: str
+    port: int
+    distributed_interface: str
+    fleet_secret_file: str
+    tls_cert: str
+    tls_key: str
+    tls_ca: str
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What to load and how to run it. `None` means: take it from the model or measure it."""
 
@@ -71,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     enable_expert_parallel: bool = False
     pipeline_parallel_size: int = 1
     distributed_timeout: float = 10.0
+    rendezvous: Rendezvous | None = None
     async_scheduling: bool | None = None
     speculative_config: SpeculativeConfig | None = None
     record_schedule: str | None = None
@@ -101,6 +114,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(self, 0, "seed", optional=True)
         if self.speculative_config is not None:
             msgspec.structs.force_setattr(self, "speculative_config", speculative_config(self.speculative_config))
+        place: object = self.rendezvous
+        if isinstance(place, dict):
+            try:
+                msgspec.structs.force_setattr(self, "rendezvous", msgspec.convert(place, Rendezvous))
+            except msgspec.ValidationError as error:
+                raise RequestError("rendezvous", sorted(place), str(error)) from None
+        if self.rendezvous is not None and self.tensor_parallel_size == 1:
+            raise RequestError("rendezvous", self.rendezvous.host, "left out with tensor_parallel_size 1")
 
     @property
     def ranks(self) -> tuple[str, int]:

@@ -30,12 +30,12 @@ class Gathers:
 
     def columns(self, x: Value, layout: Layout) -> Value:
         """Return the whole rows of which each rank has the columns that `layout` gives it."""
-        fields = self._fields(layout.spans(self._seat.plan.rank), layout.width, 4 * layout.width)
+        fields = self._fields(self._spans(layout), layout.width, 4 * layout.width)
         return self._floats(x, layout.width, x.dim, fields)
 
     def rows(self, x: Value, first: NDArray[np.int32]) -> Value:
         """Return all pairs, of which each rank has some whole ones: this one those from number first[0] on, in x."""
-        fields = self._fields([(0, 0, x.width)], x.width, 4 * x.width) | {"from": first}
+        fields = self._fields([(self._seat.plan.rank, 0, 0, x.width)], x.width, 4 * x.width) | {"from": first}
         return self._floats(x, x.width, PAIRS, fields)
 
     def codes(self, x: Value, layout: Layout, group: int) -> Value:
@@ -45,7 +45,7 @@ class Gathers:
         whole = graph.outside(width, x.dim)
         num_groups = -(-width // group)
         target = whole.codes[group] = new_codes(graph, x.dim, padded(width), num_groups, group)
-        fields = self._fields(layout.spans(self._seat.plan.rank), width, width + 8 * num_groups) | source.fields()
+        fields = self._fields(self._spans(layout), width, width + 8 * num_groups) | source.fields()
         fields |= {"x": None, "ld_x": 0, "out": None, "ld_out": 0}
         fields |= {"to_q": target.q, "ld_to_q": target.ld_q}
         fields |= {"to_scales": target.scales, "to_sums": target.sums, "ld_to_s": target.ld_s}
@@ -62,11 +62,14 @@ class Gathers:
         out.node = None  # it can neither add a residual nor quantise
         return out
 
-    def _fields(self, spans: list[tuple[int, int, int]], width: int, row_bytes: int) -> dict[str, Any]:
+    def _spans(self, layout: Layout) -> list[tuple[int, int, int, int]]:
+        return [(rank, *span) for rank in range(self._seat.plan.world) for span in layout.spans(rank)]
+
+    def _fields(self, spans: list[tuple[int, int, int, int]], width: int, row_bytes: int) -> dict[str, Any]:
         if row_bytes > self._seat.most_row_bytes:
             raise CheckpointError(
                 f"rows of {width} numbers: the memory that ranks share has room for "
                 f"{self._seat.most_row_bytes} bytes of one"
             )
-        rows = np.array(spans, np.int64).reshape(-1, 3)
+        rows = np.array(spans, np.int64).reshape(-1, 4)
         return {"ranks": self._seat.group, "from": None, "spans": rows, "count": len(rows), "width": width}
