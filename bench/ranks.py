@@ -114,7 +114,7 @@ def memory_gather(width: int, repeats: int, rank: int, memory: int) -> float:
     ranks = native.Ranks(memory, rank, 2, 4 * 2**20, 10.0, True)
     part = width // 2
     x, out = np.full(part, float(rank), np.float32), np.zeros(width, np.float32)
-    spans = np.array([[0, rank * part, part]], np.int64)
+    spans = np.array([[rank, 0, rank * part, part]], np.int64)
     tape = native.Tape("")
     zeros = dict.fromkeys(
         ("from", "q", "ld_q", "scales", "sums", "ld_s", "to_q", "ld_to_q", "to_scales", "to_sums", "ld_to_s"), 0

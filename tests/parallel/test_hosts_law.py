@@ -40,6 +40,11 @@ def core_at(port: int, **form: Any) -> EngineCore:
     return make_core(tensor_parallel_size=2, rendezvous=place(port), **form)
 
 
+def stages_at(port: int, ranks: int, **form: Any) -> EngineCore:
+    form = {"model": shallow(2), "num_threads": 1, "distributed_timeout": 5.0} | form
+    return make_core(pipeline_parallel_size=ranks, rendezvous=place(port, None), **form)
+
+
 def bits(core: EngineCore) -> dict[str, Bits]:
     try:
         return run(core, make_requests()[::9])
@@ -53,6 +58,41 @@ def test_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
     alone = bits(make_core(model=shallow(2), **FORMS[form]))
     assert_same(bits(core_at(host[1], **FORMS[form])), alone)
     assert host[0].error is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_stages_on_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
+    alone = bits(make_core(model=shallow(2), **FORMS[form]))
+    assert_same(bits(stages_at(host[1], 2, **FORMS[form])), alone)
+    assert host[0].error is None
+
+
+def test_rank_0_hands_on_the_rows_of_three_stages_and_no_interface_is_needed() -> None:
+    port, alone = free_port(), bits(make_core(model=shallow(4)))
+    with (
+        rank_host(port, shallow(4), rank=1, world=3, interface=None),
+        rank_host(port, shallow(4), rank=2, world=3, interface=None),
+    ):
+        assert_same(bits(stages_at(port, 3, model=shallow(4))), alone)
+
+
+def test_a_stage_on_a_host_that_dies_ends_the_group(host: tuple[RankHost, int]) -> None:
+    core = stages_at(host[1], 2)
+    os.kill(child(), signal.SIGKILL)
+    core.add(make_requests()[0])
+    with pytest.raises(RankLostError, match="SIGKILL"):
+        core.step()
+    core.close()
+    assert_same(bits(stages_at(host[1], 2)), bits(make_core(model=shallow(2))))
+
+
+def test_a_rank_that_gathers_needs_an_interface_of_its_host() -> None:
+    port = free_port()
+    with rank_host(port, shallow(2), interface=None) as host:
+        with pytest.raises(RankLostError):
+            core_at(port)
+        host.thread.join(20)
+        assert "--distributed-interface is missing here" in str(host.error)
 
 
 def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ def rank_host(
     speaks: str = "",
     weights: Callable[[], str] | None = None,
     name: str = "127.0.0.1",
+    interface: str | None = "lo",
 ) -> Iterator[RankHost]:
     """A rank of a rank 0 at `port`. Without a model its frames pass unchanged."""
     server = RankServer(
@@ -73,7 +74,7 @@ def rank_host(
         who or credentials("front"),
         speaks or version(),
         weights or (lambda: hub.digest(Path(model))),
-        (lambda payload: prepared(payload, rank, model, 1, "lo")) if model else bytes,
+        (lambda payload: prepared(payload, rank, model, 1, interface)) if model else bytes,
         FAST,
         command,
     )
@@ -84,10 +85,10 @@ def rank_host(
         host.close()
 
 
-def place(port: int) -> dict[str, Any]:
+def place(port: int, interface: str | None = "lo") -> dict[str, Any]:
     """`EngineConfig.rendezvous` of a rank 0 at `port`."""
     names = {"fleet_secret_file": "fleet.secret", "tls_cert": "engine.pem", "tls_key": "engine.key", "tls_ca": "ca.pem"}
-    where = {"host": "127.0.0.1", "port": port, "distributed_interface": "lo"}
+    where = {"host": "127.0.0.1", "port": port, "distributed_interface": interface}
     return where | {field: str(files() / name) for field, name in names.items()}
 
 

@@ -57,13 +57,14 @@ class RankFlags(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         msgspec.Meta(
             description="IP:PORT of this host at which the other ranks come, each by a headrace rank on its own host; "
-            "needs the extra torch and the files of the fleet. See howto-scale.md."
+            "needs the files of the fleet, and with --tensor-parallel-size the extra torch. See howto-scale.md."
         ),
     ] = None
     distributed_interface: Annotated[
         str | None,
         msgspec.Meta(
-            description="Network interface through which ranks of several hosts gather, unencrypted: a trusted network."
+            description="Network interface through which ranks of several hosts gather, unencrypted: a trusted network. "
+            "Stages of a pipeline need none."
         ),
     ] = None
 
@@ -196,22 +197,21 @@ def rendezvous_of(fields: dict[str, Any]) -> Rendezvous | None:
             raise RequestError("distributed_interface", flags.distributed_interface, bound)
         return None
     host, port = address_of("rendezvous", flags.rendezvous)
-    interface = interface_of(flags.distributed_interface)
+    check_interface(flags.distributed_interface)
     credentials_of(files, is_server=True)
+    interface = flags.distributed_interface
     return Rendezvous(host=host, port=port, distributed_interface=interface, **msgspec.structs.asdict(files))
 
 
-def interface_of(name: str | None) -> str:
-    """Check the interface of the gathers, and that there is what moves them. Raises `RequestError`."""
+def check_interface(name: str | None) -> None:
+    """Check the interface of the gathers, if there is one, and that there is what moves them. Raises `RequestError`."""
+    if name is None:
+        return
     from headrace.parallel.gloo import address_of as address_of_interface
     from headrace.parallel.gloo import require_gloo
 
-    if name is None:
-        bound = "an interface in a trusted network: what is gathered through it is neither encrypted nor authenticated"
-        raise RequestError("distributed_interface", None, bound)
     address_of_interface(name)
     require_gloo()
-    return name
 
 
 def address_of(name: str, text: str) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.engine import FleetFlags, address_of, credentials_of, interface_of
+from headrace.cli.engine import FleetFlags, address_of, check_interface, credentials_of
 from headrace.cli.options import build, options
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
@@ -24,11 +24,11 @@ def rank(
     model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or 'builtin'.")] = "builtin",
     *,
     rank: Annotated[int, typer.Option(metavar="INT", help="Number of this rank, from 1; rank 0 is the engine's.")],
-    world: Annotated[int, typer.Option(metavar="INT", help="Number of ranks; rank 0's --tensor-parallel-size.")],
+    world: Annotated[int, typer.Option(metavar="INT", help="Number of ranks, as at rank 0.")],
     rendezvous: Annotated[str, typer.Option(metavar="IP:PORT", help="Address of rank 0, its --rendezvous.")],
     distributed_interface: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Network interface of this host through which ranks gather, unencrypted."),
+        typer.Option(metavar="TEXT", help="Network interface of this host through which ranks gather, unencrypted; stages need none."),
     ] = None,
     num_threads: Annotated[
         int, typer.Option(metavar="INT", help="Threads of the native kernels; 0 is one for each core.")
@@ -46,7 +46,7 @@ def rank(
         raise RequestError("rank", rank, f"from 1 to {world - 1}, for --world {world}")
     num_threads = EngineConfig(num_threads=num_threads).num_threads
     host, port = address_of("rendezvous", rendezvous)
-    interface = interface_of(distributed_interface)
+    check_interface(distributed_interface)
     credentials = credentials_of(build(FleetFlags, fields), is_server=False)
     from headrace import hub
     from headrace.engine import logs
@@ -63,7 +63,7 @@ def rank(
         credentials,
         version(),
         Weights(path),
-        lambda payload: prepared(payload, rank, str(path), num_threads, interface),
+        lambda payload: prepared(payload, rank, str(path), num_threads, distributed_interface),
     )
 
     async def run() -> None:

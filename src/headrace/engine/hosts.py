@@ -19,13 +19,14 @@ import headrace
 from headrace import hub
 from headrace.engine.ranks import Go, Start, refuse
 from headrace.parallel.gloo import GlooRanks
-from headrace.parallel.group import SLOT_BYTES, Group
+from headrace.parallel.group import SLOT_BYTES, Apart, Gathers, Group
 from headrace.parallel.hosts.rendezvous import Rendezvous as Hosts
 from headrace.parallel.program import RankLostError
 from headrace.protocol.config import EngineConfig, Rendezvous
 from headrace.protocol.errors import RequestError
 from headrace.protocol.frames import TransportError
 from headrace.secure.credentials import Credentials
+from headrace.secure.handshake import HandshakeError
 
 OF_ONE_HOST: dict[str, Any] = {
     "model": "", "tokenizer": None, "revision": None, "num_threads": 0, "rendezvous": None, "record_schedule": None,
@@ -39,9 +40,10 @@ def await_hosts(
 ) -> Group:
     """Wait until the ranks of other hosts are there. Raises `RequestError`."""
     refuse(config)
-    world, timeout = config.tensor_parallel_size, config.distributed_timeout
+    (_, world), timeout = config.ranks, config.distributed_timeout
     credentials = Credentials.read(place.fleet_secret_file, place.tls_cert, place.tls_key, place.tls_ca, is_server=True)
-    gathers = GlooRanks(0, world, SLOT_BYTES, place.distributed_interface, timeout)
+    name = place.distributed_interface
+    gathers: Gathers = Apart() if name is None else GlooRanks(0, world, SLOT_BYTES, name, timeout)
     try:
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         listener = socket.create_server((place.host, place.port), family=family)
@@ -58,30 +60,39 @@ def await_hosts(
     return Group(world, timeout, False, first, on_lost, gathers=gathers, hosts=hosts)
 
 
-def prepared(payload: bytes, rank: int, model: str, num_threads: int, interface: str) -> bytes:
+def prepared(payload: bytes, rank: int, model: str, num_threads: int, interface: str | None) -> bytes:
     """Return the `Start` of a rank on this host: what rank 0 says of the model's numbers, but no path of its.
 
-    Raises `TransportError` for another message, or for that of another rank."""
+    Raises `TransportError` for another message, or for that of another rank, and `HandshakeError` where gathers need
+    an interface."""
     try:
         start = msgspec.msgpack.decode(payload, type=Start)
     except (msgspec.DecodeError, RequestError, UnicodeDecodeError) as error:
         raise TransportError(f"not a start: {error}") from error
     if start.rank != rank:
         raise TransportError(f"a start of rank {start.rank}")
+    gathers = start.config.tensor_parallel_size > 1
+    if gathers and interface is None:
+        raise HandshakeError("the ranks gather columns: --distributed-interface is missing here", is_final=True)
     config = msgspec.structs.replace(start.config, **OF_ONE_HOST | {"model": model, "num_threads": num_threads})
     return msgspec.msgpack.encode(
-        msgspec.structs.replace(start, config=config, memory=-1, cpus=[], interface=interface)
+        msgspec.structs.replace(
+            start, config=config, memory=-1, cpus=[], interface=(interface or "") if gathers else ""
+        )
     )
 
 
 def connect(group: Group) -> None:
-    """Send `Go` to all ranks, which have their weights: compare these, and connect the gathers.
+    """Send `Go` to all ranks, which have their weights: compare these, and connect the gathers, if there are any.
 
     Raises `CheckpointError` for ranks with other weights, and `RankLostError`."""
     hosts, gathers = group.hosts, group.native
-    if not isinstance(hosts, Hosts) or not isinstance(gathers, GlooRanks):
+    if not isinstance(hosts, Hosts):
         raise TypeError("a group of hosts that `await_hosts` has not made")
     hosts.check_weights()
+    if not isinstance(gathers, GlooRanks):
+        group.send(Go())
+        return
     with gathers.listen() as listener:
         host, port = listener.getsockname()[:2]
         group.send(Go(host, port))

@@ -129,7 +129,9 @@ def seat_of(native: Any, rank: int, world: int, whole_experts: bool) -> Seat:
 def first_seat(config: EngineConfig, group: Group) -> Seat | StageSeat:
     """Return the seat of rank 0."""
     if config.pipeline_parallel_size > 1:
-        return StageSeat(0, group.world, FirstNeighbours(group))
+        # On hosts of their own, each has its memory for itself.
+        hosts = () if group.hosts is None else tuple(range(group.world))
+        return StageSeat(0, group.world, FirstNeighbours(group), hosts)
     return seat_of(group.native, 0, group.world, config.enable_expert_parallel)
 
 

@@ -40,11 +40,12 @@ STORED_METHODS = {
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where rank 0 awaits ranks of other hosts, through which interface all gather, and the files of their proofs."""
+    """Where rank 0 awaits ranks of other hosts, and the files of their proofs. distributed_interface: through which
+    ranks with columns gather; stages of a pipeline need none."""
 
     host: str
     port: int
-    distributed_interface: str
+    distributed_interface: str | None = None
     fleet_secret_file: str
     tls_cert: str
     tls_key: str
@@ -120,8 +121,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 msgspec.structs.force_setattr(self, "rendezvous", msgspec.convert(place, Rendezvous))
             except msgspec.ValidationError as error:
                 raise RequestError("rendezvous", sorted(place), str(error)) from None
-        if self.rendezvous is not None and self.tensor_parallel_size == 1:
-            raise RequestError("rendezvous", self.rendezvous.host, "left out with tensor_parallel_size 1")
+        if self.rendezvous is not None:
+            self._check_hosts(self.rendezvous)
+
+    def _check_hosts(self, place: Rendezvous) -> None:
+        if self.ranks[1] == 1:
+            bound = "left out with tensor_parallel_size 1 and pipeline_parallel_size 1"
+            raise RequestError("rendezvous", f"{place.host}:{place.port}", bound)
+        if self.enable_expert_parallel:
+            raise RequestError("enable_expert_parallel", True, "left out with rendezvous: only ranks of one host have it")
+        name, gathers = place.distributed_interface, self.pipeline_parallel_size == 1
+        if gathers and name is None:
+            bound = "an interface in a trusted network: what is gathered through it is neither encrypted nor authenticated"
+            raise RequestError("distributed_interface", None, bound)
+        if not gathers and name is not None:
+            bound = "left out with pipeline_parallel_size: stages send their rows over the connection with TLS"
+            raise RequestError("distributed_interface", name, bound)
 
     @property
     def ranks(self) -> tuple[str, int]:
