@@ -256,6 +256,11 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": 400, "nightly": 4000, "release": 40_000},
         module("ranks", "compare"),
     ),
+    "C-10-experts": Campaign(
+        "generations by ranks with whole experts against one process",
+        {"commit": 300, "nightly": 3000, "release": 30_000},
+        module("ranks", "compare_experts"),
+    ),
     "C-11": Campaign(
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, module("isolation")
     ),
