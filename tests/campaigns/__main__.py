@@ -266,6 +266,11 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": 6, "nightly": 100, "release": 2000},
         module("hosts"),
     ),
+    "C-10-experts": Campaign(
+        "generations by ranks with whole experts against one process",
+        {"commit": 300, "nightly": 3000, "release": 30_000},
+        module("ranks", "compare_experts"),
+    ),
     "C-11": Campaign(
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, module("isolation")
     ),

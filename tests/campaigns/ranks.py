@@ -13,6 +13,7 @@ import argparse
 import itertools
 import random
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from tests.e2e.test_law_speculation import varied
 from tests.support import law
 from tests.support.law import make_core, make_requests
 from tests.support.shallow import shallow
+
+from headrace import models
 
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -109,6 +112,44 @@ def compare(num: int, seed: int) -> dict[str, Any]:
         counts[f"form: {name}"] += len(found)
         wrong += [f"{name}, {ranks} {kind} ranks, {ways}: {key}" for key in found if found[key] != wanted[key]]
         print(f"{counts['generations']} generations, {len(wrong)} differ", file=sys.stderr, flush=True)
+    total = counts.pop("generations")
+    return {
+        "generations": total,
+        "by_kind": dict(sorted(counts.items())),
+        "violations": len(wrong),
+        "examples": wrong[:5],
+    }
+
+
+def compare_experts(num: int, seed: int) -> dict[str, Any]:
+    """For `tests.campaigns`: at least `num` generations by ranks with whole experts, beside those of one process, over
+    random mixtures of every type, forms of weights, and numbers of ranks that both may have."""
+    from tests.parallel.test_experts import case_of, has_experts
+    from tests.support.harness import RandomModels
+
+    noise, counts, wrong = random.Random(seed), Counter[str](), list[str]()
+    names = [name for name in models.names() if has_experts(name)]
+    forms = [name for name in FORMS if name != "int4, floats"] + ["int4-g32, floats"]
+    with tempfile.TemporaryDirectory() as folder:
+        directories = RandomModels(Path(folder))
+        while counts["generations"] < num:
+            name, ranks, form = noise.choice(names), noise.choice([2, 3]), noise.choice(forms)
+            tiny = models.find(name).TINY
+            ranks = min(ranks, tiny.get("text_config", tiny)["num_attention_heads"])
+            config, requests = case_of(name, directories[name])
+            config |= FORMS.get(form, {"quantization": "int4-g32", "activations": "16bit"})
+            alone = make_core(**config, enable_prefix_caching=False)
+            wanted = law.run(alone, requests)
+            alone.close()
+            ways: dict[str, Any] = {"max_num_batched_tokens": noise.choice([17, 64, 2048])}
+            core = make_core(**config, **ways, tensor_parallel_size=ranks, enable_expert_parallel=True)
+            found = law.run(core, requests, preempt_every=noise.choice([0, 5]))
+            core.close()
+            counts["generations"] += len(found)
+            for kind in (f"ranks: {ranks}", f"form: {form}", f"type: {name}"):
+                counts[kind] += len(found)
+            wrong += [f"{name}, {form}, {ranks} ranks, {ways}: {key}" for key in found if found[key] != wanted[key]]
+            print(f"{counts['generations']} generations, {len(wrong)} differ", file=sys.stderr, flush=True)
     total = counts.pop("generations")
     return {
         "generations": total,
