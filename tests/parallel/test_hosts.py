@@ -129,12 +129,12 @@ def refusal(host: RankHost) -> str:
     ],
     ids=["no such rank", "rank 0", "world", "version", "name"],
 )
-def test_a_rank_that_does_not_belong_is_refused_in_clear_words(given: dict[str, Any], message: str) -> None:
+def test_S_44_a_rank_that_does_not_belong_is_refused_in_clear_words(given: dict[str, Any], message: str) -> None:
     with rendezvous() as hosts, rank_host(hosts.address[1], weights=lambda: "w", **given) as host:
         assert message in refusal(host)
 
 
-def test_another_secret_is_refused_by_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_S_44_another_secret_is_refused_by_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for path in files().iterdir():
         shutil.copy(path, tmp_path)
     (tmp_path / "fleet.secret").write_text("another secret of more than 32 bytes" * 2)
@@ -144,7 +144,7 @@ def test_another_secret_is_refused_by_both_sides(tmp_path: Path, caplog: pytest.
     assert "a wrong secret" in caplog.text
 
 
-def test_a_certificate_of_another_ca_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_S_44_a_certificate_of_another_ca_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=x"
     subprocess.run([*command.split(), "-keyout", "k", "-out", "c"], cwd=tmp_path, check=True, capture_output=True)
     names = (files() / "fleet.secret", tmp_path / "c", tmp_path / "k", files() / "ca.pem")
@@ -238,7 +238,7 @@ def test_a_rank_that_leaves_before_all_are_there_may_come_again() -> None:
             until(lambda: 1 in hosts._places)
 
 
-def test_only_frames_of_hosts_are_taken() -> None:
+def test_S_44_only_frames_of_hosts_are_taken() -> None:
     for data in (b"\x02x", b"\x01x", seats.HOST + msgspec.msgpack.encode({"type": "other"})):
         with pytest.raises(TransportError):
             seats._note_of(data)
@@ -249,7 +249,7 @@ def test_only_frames_of_hosts_are_taken() -> None:
         seats.seated_of(b"x")
 
 
-def test_a_rank_takes_no_path_from_another_host() -> None:
+def test_S_44_a_rank_takes_no_path_from_another_host() -> None:
     config = EngineConfig(
         model="/theirs", tokenizer="/theirs", revision="r", record_schedule="/theirs", num_threads=7,
         quantization="int8", tensor_parallel_size=2, rendezvous=place(1),  # type: ignore[arg-type]
