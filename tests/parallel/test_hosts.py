@@ -5,6 +5,7 @@ The ranks' processes are scripts here, which compute nothing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import socket
@@ -31,7 +32,8 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.frames import TransportError
 from headrace.secure.credentials import Credentials
-from headrace.secure.handshake import HandshakeError, Times
+from headrace.secure.door import Server, connect
+from headrace.secure.handshake import HandshakeError, Talk, Times
 
 SCRIPT = """
 import os, signal, socket, sys, time
@@ -153,6 +155,26 @@ def test_S_44_a_certificate_of_another_ca_is_refused(tmp_path: Path, caplog: pyt
         until(lambda: "refused 127.0.0.1" in caplog.text)
         assert not hosts._places
         assert host.server.num_groups == 0
+
+
+@pytest.mark.parametrize("name", ["fleet", "ranks"])
+def test_S_44_a_proof_for_another_end_opens_nothing(name: str) -> None:
+    """A front's proof, with the secret and even the version of ranks; with its name it is a rank's."""
+    with rendezvous() as hosts:
+        server = Server("rank 0", *hosts.address, "127.0.0.1")
+        seat = seats.encode(seats.Seat(b"host", 1, 2, "w"))
+
+        async def work() -> bytes:
+            _, writer, terms = await connect(server, credentials("front"), Talk(name, version()), FAST, seat)
+            writer.close()
+            await writer.wait_closed()
+            return terms
+
+        if name == "ranks":
+            assert seats.seated_of(asyncio.run(work())).timeout == 5.0
+        else:
+            with pytest.raises(HandshakeError, match="the secrets differ"):
+                asyncio.run(work())
 
 
 def test_other_weights_are_refused_and_the_same_are_not() -> None:

@@ -36,8 +36,8 @@ def host() -> Iterator[tuple[RankHost, int]]:
 
 
 def core_at(port: int, **form: Any) -> EngineCore:
-    form = {"model": shallow(2), "num_threads": 1, "distributed_timeout": 5.0} | form
-    return make_core(tensor_parallel_size=2, rendezvous=place(port), **form)
+    numbers: dict[str, Any] = {"tensor_parallel_size": 2, "num_threads": 1, "distributed_timeout": 5.0}
+    return make_core(rendezvous=place(port), **({"model": shallow(2)} | numbers | form))
 
 
 def bits(core: EngineCore) -> dict[str, Bits]:
@@ -53,6 +53,13 @@ def test_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
     alone = bits(make_core(model=shallow(2), **FORMS[form]))
     assert_same(bits(core_at(host[1], **FORMS[form])), alone)
     assert host[0].error is None
+
+
+def test_three_hosts_with_uneven_shares_change_no_bit() -> None:
+    port = free_port()
+    with rank_host(port, shallow(2), rank=1, world=3), rank_host(port, shallow(2), rank=2, world=3):
+        found = bits(core_at(port, tensor_parallel_size=3))
+    assert_same(found, bits(make_core(model=shallow(2))))
 
 
 def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
