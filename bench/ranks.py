@@ -4,8 +4,8 @@ All are loaded at once and bound to the same two processors; rounds of a few ste
 see the same machine. A row each for sequences of one row at `--context`, but for 512, which are 8 chunks of a prompt.
 With `--mixture SHAPE` the model is a mixture of random codes, some layers of a shape of `bench.mixture_files`, and
 ranks with whole experts are measured too. With `--pipeline` the ranks have layers instead of columns. Beside columns it
-measures what a gather costs between processes of one host, over the memory that ranks share, and where torch is
-installed over gloo on the loopback interface. Prints JSON lines for `bench.record`.
+measures what a gather costs, over the memory that ranks of one host share, and where torch is installed over gloo, as
+ranks of several hosts have it, on the loopback interface. Prints JSON lines for `bench.record`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace.parallel import pipeline
 from headrace.protocol.config import EngineConfig
 
 CHUNKS_OF_PROMPT = 8
+SLOT_BYTES = 4 * 2**20
 LINE = "gather-us"
 VOCABULARY = 8192
 """Of a mixture: the head is not what is measured."""
@@ -104,52 +105,53 @@ def measure(args: argparse.Namespace) -> None:
     os.sched_setaffinity(0, cpus)
 
 
-def memory_gather(width: int, repeats: int, rank: int, memory: int) -> float:
-    """Median seconds of a gather of `width` floats over shared memory."""
+def meeting(kind: str, rank: int, where: str) -> Any:
+    """Where the gathers of two ranks meet: in the memory whose descriptor is `where`, or over gloo, whose port is in
+    that file."""
+    from headrace.backends.native import require_native
+    from headrace.parallel.gloo import GlooRanks
+
+    if kind == "memory":
+        return require_native().Ranks(int(where), rank, 2, SLOT_BYTES, 10.0, True)
+    ranks = GlooRanks(rank, 2, SLOT_BYTES, "lo", 10.0)
+    if rank == 0:
+        listener = ranks.listen()
+        with open(where + ".new", "w") as file:
+            file.write(str(listener.getsockname()[1]))
+        os.rename(where + ".new", where)
+        ranks.connect("127.0.0.1", 0, listener)
+        return ranks
+    while not os.path.exists(where):
+        time.sleep(0.01)
+    with open(where) as file:
+        ranks.connect("127.0.0.1", int(file.read()))
+    return ranks
+
+
+def gather_seconds(ranks: Any, width: int, repeats: int, rank: int) -> float:
+    """Median seconds of a gather of `width` floats."""
     import numpy as np
 
     from headrace.backends.native import record, require_native
 
-    native = require_native()
-    ranks = native.Ranks(memory, rank, 2, 4 * 2**20, 10.0, True)
     part = width // 2
     x, out = np.full(part, float(rank), np.float32), np.zeros(width, np.float32)
-    spans = np.array([[rank, 0, rank * part, part]], np.int64)
-    tape = native.Tape("")
+    spans = np.array([[r, 0, r * part, part] for r in (0, 1)], np.int64)
+    tape = require_native().Tape("")
     zeros = dict.fromkeys(
         ("from", "q", "ld_q", "scales", "sums", "ld_s", "to_q", "ld_to_q", "to_scales", "to_sums", "ld_to_s"), 0
     )
     for _ in range(repeats):
         record(
-            tape, "gather", dim=0, ranks=ranks.address(), spans=spans.ctypes.data, count=1, width=width,
+            tape, "gather", dim=0, ranks=ranks.address(), spans=spans.ctypes.data, count=2, width=width,
             x=x.ctypes.data, ld_x=part, out=out.ctypes.data, ld_out=width, group=1, **zeros,
         )  # fmt: skip
     ranks.begin(1)
     tape.run([1, 0, 0], 1)
     nanoseconds = tape.profile([1, 0, 0], 1)
     if out.tolist() != [0.0] * part + [1.0] * part:
-        raise SystemExit("a gather over shared memory gave wrong numbers")
+        raise SystemExit("a gather gave wrong numbers")
     return float(statistics.median(nanoseconds)) * 1e-9
-
-
-def gloo_gather(width: int, repeats: int, rank: int, path: str) -> float:
-    """The same by torch.distributed's gloo on the loopback interface."""
-    import datetime
-
-    import torch
-    import torch.distributed as dist
-
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(path, 2)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30))
-    part, full, times = torch.full((width // 2,), float(rank)), torch.empty(width), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        dist.all_gather_into_tensor(full, part)
-        times.append(time.perf_counter() - start)
-    dist.destroy_process_group()
-    return statistics.median(times)
 
 
 def gathers(args: argparse.Namespace) -> None:
@@ -160,7 +162,7 @@ def gathers(args: argparse.Namespace) -> None:
         for width in args.widths:
             with tempfile.TemporaryDirectory() as folder:
                 memory = os.memfd_create("bench")
-                os.ftruncate(memory, require_native().Ranks.bytes(4 * 2**20))
+                os.ftruncate(memory, require_native().Ranks.bytes(SLOT_BYTES))
                 command = [sys.executable, "-m", "bench.ranks", "--gather", kind, "--width", str(width)]
                 command += ["--repeats", str(args.gather_repeats)]
                 where = str(memory) if kind == "memory" else f"{folder}/store"
@@ -210,10 +212,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.gather:
         os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[args.rank]])
-        if args.gather == "memory":
-            taken = memory_gather(args.width, args.repeats, args.rank, int(args.where))
-        else:
-            taken = gloo_gather(args.width, args.repeats, args.rank, args.where)
+        taken = gather_seconds(meeting(args.gather, args.rank, args.where), args.width, args.repeats, args.rank)
         print(LINE, 1e6 * taken)
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -383,4 +383,25 @@ SECURITY = [
         "                if len(self._pending) >= 100 * MAX_PENDING:\n",
         "fleet/remote/test_refusals.py::test_S_43_idle_connectors_do_not_block_the_port",
     ),
+    Removal(
+        "S-44",
+        SRC + "engine/hosts.py",
+        ' "rendezvous": None, "record_schedule": None,\n',
+        ' "rendezvous": None,\n',
+        "parallel/test_hosts.py::test_S_44_a_rank_takes_no_path_from_another_host",
+    ),
+    Removal(
+        "S-44",
+        SRC + "parallel/hosts/rendezvous.py",
+        "        if not 0 < rank < self._world:\n",
+        "        if rank < 0:\n",
+        "parallel/test_hosts.py::test_S_44_a_rank_that_does_not_belong_is_refused_in_clear_words",
+    ),
+    Removal(
+        "S-44",
+        SRC + "secure/handshake.py",
+        'f"headrace {talk.name}/{role}/',
+        'f"headrace {role}/',
+        "parallel/test_hosts.py::test_S_44_a_proof_for_another_end_opens_nothing",
+    ),
 ]

@@ -5,6 +5,7 @@ The ranks' processes are scripts here, which compute nothing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import socket
@@ -31,7 +32,8 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.frames import TransportError
 from headrace.secure.credentials import Credentials
-from headrace.secure.handshake import HandshakeError, Times
+from headrace.secure.door import Server, connect
+from headrace.secure.handshake import HandshakeError, Talk, Times
 
 SCRIPT = """
 import os, signal, socket, sys, time
@@ -129,12 +131,12 @@ def refusal(host: RankHost) -> str:
     ],
     ids=["no such rank", "rank 0", "world", "version", "name"],
 )
-def test_a_rank_that_does_not_belong_is_refused_in_clear_words(given: dict[str, Any], message: str) -> None:
+def test_S_44_a_rank_that_does_not_belong_is_refused_in_clear_words(given: dict[str, Any], message: str) -> None:
     with rendezvous() as hosts, rank_host(hosts.address[1], weights=lambda: "w", **given) as host:
         assert message in refusal(host)
 
 
-def test_another_secret_is_refused_by_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_S_44_another_secret_is_refused_by_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for path in files().iterdir():
         shutil.copy(path, tmp_path)
     (tmp_path / "fleet.secret").write_text("another secret of more than 32 bytes" * 2)
@@ -144,7 +146,7 @@ def test_another_secret_is_refused_by_both_sides(tmp_path: Path, caplog: pytest.
     assert "a wrong secret" in caplog.text
 
 
-def test_a_certificate_of_another_ca_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_S_44_a_certificate_of_another_ca_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=x"
     subprocess.run([*command.split(), "-keyout", "k", "-out", "c"], cwd=tmp_path, check=True, capture_output=True)
     names = (files() / "fleet.secret", tmp_path / "c", tmp_path / "k", files() / "ca.pem")
@@ -153,6 +155,26 @@ def test_a_certificate_of_another_ca_is_refused(tmp_path: Path, caplog: pytest.L
         until(lambda: "refused 127.0.0.1" in caplog.text)
         assert not hosts._places
         assert host.server.num_groups == 0
+
+
+@pytest.mark.parametrize("name", ["fleet", "ranks"])
+def test_S_44_a_proof_for_another_end_opens_nothing(name: str) -> None:
+    """A front's proof, with the secret and even the version of ranks; with its name it is a rank's."""
+    with rendezvous() as hosts:
+        server = Server("rank 0", *hosts.address, "127.0.0.1")
+        seat = seats.encode(seats.Seat(b"host", 1, 2, "w"))
+
+        async def work() -> bytes:
+            _, writer, terms = await connect(server, credentials("front"), Talk(name, version()), FAST, seat)
+            writer.close()
+            await writer.wait_closed()
+            return terms
+
+        if name == "ranks":
+            assert seats.seated_of(asyncio.run(work())).timeout == 5.0
+        else:
+            with pytest.raises(HandshakeError, match="the secrets differ"):
+                asyncio.run(work())
 
 
 def test_other_weights_are_refused_and_the_same_are_not() -> None:
@@ -238,7 +260,7 @@ def test_a_rank_that_leaves_before_all_are_there_may_come_again() -> None:
             until(lambda: 1 in hosts._places)
 
 
-def test_only_frames_of_hosts_are_taken() -> None:
+def test_S_44_only_frames_of_hosts_are_taken() -> None:
     for data in (b"\x02x", b"\x01x", seats.HOST + msgspec.msgpack.encode({"type": "other"})):
         with pytest.raises(TransportError):
             seats._note_of(data)
@@ -249,7 +271,7 @@ def test_only_frames_of_hosts_are_taken() -> None:
         seats.seated_of(b"x")
 
 
-def test_a_rank_takes_no_path_from_another_host() -> None:
+def test_S_44_a_rank_takes_no_path_from_another_host() -> None:
     config = EngineConfig(
         model="/theirs", tokenizer="/theirs", revision="r", record_schedule="/theirs", num_threads=7,
         quantization="int8", tensor_parallel_size=2, rendezvous=place(1),  # type: ignore[arg-type]

@@ -36,8 +36,8 @@ def host() -> Iterator[tuple[RankHost, int]]:
 
 
 def core_at(port: int, **form: Any) -> EngineCore:
-    form = {"model": shallow(2), "num_threads": 1, "distributed_timeout": 5.0} | form
-    return make_core(tensor_parallel_size=2, rendezvous=place(port), **form)
+    numbers: dict[str, Any] = {"tensor_parallel_size": 2, "num_threads": 1, "distributed_timeout": 5.0}
+    return make_core(rendezvous=place(port), **({"model": shallow(2)} | numbers | form))
 
 
 def stages_at(port: int, ranks: int, **form: Any) -> EngineCore:
@@ -93,6 +93,13 @@ def test_a_rank_that_gathers_needs_an_interface_of_its_host() -> None:
             core_at(port)
         host.thread.join(20)
         assert "--distributed-interface is missing here" in str(host.error)
+
+
+def test_three_hosts_with_uneven_shares_change_no_bit() -> None:
+    port = free_port()
+    with rank_host(port, shallow(2), rank=1, world=3), rank_host(port, shallow(2), rank=2, world=3):
+        found = bits(core_at(port, tensor_parallel_size=3))
+    assert_same(found, bits(make_core(model=shallow(2))))
 
 
 def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:

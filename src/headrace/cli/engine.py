@@ -63,8 +63,8 @@ class RankFlags(msgspec.Struct, frozen=True, kw_only=True):
     distributed_interface: Annotated[
         str | None,
         msgspec.Meta(
-            description="Network interface through which ranks of several hosts gather, unencrypted: a trusted network. "
-            "Stages of a pipeline need none."
+            description="Network interface through which ranks of several hosts gather, unencrypted: a trusted "
+            "network. Stages of a pipeline need none."
         ),
     ] = None
 

@@ -28,7 +28,10 @@ def rank(
     rendezvous: Annotated[str, typer.Option(metavar="IP:PORT", help="Address of rank 0, its --rendezvous.")],
     distributed_interface: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Network interface of this host through which ranks gather, unencrypted; stages need none."),
+        typer.Option(
+            metavar="TEXT",
+            help="Network interface of this host through which ranks gather, unencrypted; stages need none.",
+        ),
     ] = None,
     num_threads: Annotated[
         int, typer.Option(metavar="INT", help="Threads of the native kernels; 0 is one for each core.")

@@ -316,7 +316,7 @@ def maker(
         return lambda weights: module.Model(model_config, weights, backend.ops, max_model_len)
     ops, whole_experts = take_seat(backend, seat), seat.plan.whole_experts
 
-    def make(weights: Weights) -> models.Model:
+    def make(weights: Reader) -> models.Model:
         ranked = RankWeights(weights, ops)
         model: models.Model = module.Model(model_config, ranked, ops, max_model_len)
         if whole_experts and not ranked.has_experts:

@@ -129,10 +129,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             bound = "left out with tensor_parallel_size 1 and pipeline_parallel_size 1"
             raise RequestError("rendezvous", f"{place.host}:{place.port}", bound)
         if self.enable_expert_parallel:
-            raise RequestError("enable_expert_parallel", True, "left out with rendezvous: only ranks of one host have it")
+            raise RequestError(
+                "enable_expert_parallel", True, "left out with rendezvous: only ranks of one host have it"
+            )
         name, gathers = place.distributed_interface, self.pipeline_parallel_size == 1
         if gathers and name is None:
-            bound = "an interface in a trusted network: what is gathered through it is neither encrypted nor authenticated"
+            bound = (
+                "an interface in a trusted network: what is gathered through it is neither encrypted nor authenticated"
+            )
             raise RequestError("distributed_interface", None, bound)
         if not gathers and name is not None:
             bound = "left out with pipeline_parallel_size: stages send their rows over the connection with TLS"
