@@ -41,7 +41,6 @@ def await_hosts(
     refuse(config)
     world, timeout = config.tensor_parallel_size, config.distributed_timeout
     credentials = Credentials.read(place.fleet_secret_file, place.tls_cert, place.tls_key, place.tls_ca, is_server=True)
-    gathers = GlooRanks(0, world, SLOT_BYTES, place.distributed_interface, timeout)
     try:
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         listener = socket.create_server((place.host, place.port), family=family)
@@ -49,6 +48,12 @@ def await_hosts(
         bound = f"an address of this machine and a free port ({error.strerror or error})"
         raise RequestError("rendezvous", f"{place.host}:{place.port}", bound) from error
     hosts = Hosts(listener, world, timeout, credentials, version(), lambda: hub.digest(Path(directory)))
+    try:
+        # It imports torch, while the ranks come.
+        gathers = GlooRanks(0, world, SLOT_BYTES, place.distributed_interface, timeout)
+    except BaseException:
+        hosts.close()
+        raise
     # Every host has its own paths and processors.
     shared = msgspec.structs.replace(config, **OF_ONE_HOST)
 

@@ -188,7 +188,10 @@ class Group:
             if not data:
                 raise RankLostError(self._end_of(rank))
             for payload in buffer.feed(data):
-                return _decoder.decode(payload)
+                try:
+                    return _decoder.decode(payload)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise RankLostError(f"rank {rank} sent what is no message: {error}") from error
 
     def watch(self) -> None:
         """Look after the ranks from now on, on a thread."""
