@@ -241,6 +241,19 @@ def test_a_silent_side_is_given_up(side: str, monkeypatch: pytest.MonkeyPatch) -
             assert lost == ["rank 1: nothing came for 1 s"]
 
 
+def test_a_rank_that_sends_no_message_is_lost() -> None:
+    bad = SCRIPT.replace("    if sys.argv[1]", "    sock.sendall(bytes([1, 0, 0, 0, 0xC1]))\n    if sys.argv[1]")
+    with (
+        rendezvous() as hosts,
+        rank_host(hosts.address[1], weights=lambda: "w", command=(sys.executable, "-c", bad, "")),
+        group_at(hosts) as (group, lost),
+    ):
+        load(group)
+        group.send(LogitsOf(group.begin(), [0]))
+        until(lambda: bool(lost))
+        assert lost[0].startswith("rank 1 sent what is no message")
+
+
 def test_a_process_that_stands_still_while_it_loads_is_replaced() -> None:
     with (
         rendezvous(timeout=1.0) as hosts,

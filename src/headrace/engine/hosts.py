@@ -42,8 +42,6 @@ def await_hosts(
     refuse(config)
     (_, world), timeout = config.ranks, config.distributed_timeout
     credentials = Credentials.read(place.fleet_secret_file, place.tls_cert, place.tls_key, place.tls_ca, is_server=True)
-    name = place.distributed_interface
-    gathers: Gathers = Apart() if name is None else GlooRanks(0, world, SLOT_BYTES, name, timeout)
     try:
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         listener = socket.create_server((place.host, place.port), family=family)
@@ -51,6 +49,13 @@ def await_hosts(
         bound = f"an address of this machine and a free port ({error.strerror or error})"
         raise RequestError("rendezvous", f"{place.host}:{place.port}", bound) from error
     hosts = Hosts(listener, world, timeout, credentials, version(), lambda: hub.digest(Path(directory)))
+    try:
+        # It imports torch, while the ranks come.
+        name = place.distributed_interface
+        gathers: Gathers = Apart() if name is None else GlooRanks(0, world, SLOT_BYTES, name, timeout)
+    except BaseException:
+        hosts.close()
+        raise
     # Every host has its own paths and processors.
     shared = msgspec.structs.replace(config, **OF_ONE_HOST)
 

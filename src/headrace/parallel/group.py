@@ -216,7 +216,10 @@ class Group:
                 raise RankLostError(f"rank {rank}: {error}") from error
             if not data:
                 raise RankLostError(self._end_of(rank))
-            messages += map(_decoder.decode, self._buffers[rank - 1].feed(data))
+            try:
+                messages += map(_decoder.decode, self._buffers[rank - 1].feed(data))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise RankLostError(f"rank {rank} sent what is no message: {error}") from error
         return messages.popleft()
 
     def watch(self) -> None:

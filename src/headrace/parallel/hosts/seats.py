@@ -108,7 +108,7 @@ async def relay(
     Args:
         reader, writer: of the local socket, which is closed in the end.
         down: changes a frame that came over the connection, before it is written to the local socket.
-        up: is called with each frame of the local socket, when that is sent.
+        up: is called with each frame of the local socket, before that is sent.
 
     Raises `TransportError` for what is no frame of a host, and what `down`, `up` and `on_note` raise.
     """
@@ -118,9 +118,9 @@ async def relay(
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(frames.READ_BYTES):
                 for payload in buffer.feed(data):
+                    up(payload)
                     channel.send(frame(PROCESS, payload))
                     await channel.drain()
-                    up(payload)
 
     async def send_down() -> None:
         async for payload in channel.messages():

@@ -109,10 +109,10 @@ class RankServer:
                 is_local = await seats.relay(channel, reader, writer, member.note, member.down, member.up)
             finally:
                 self.num_groups += member.was_ready
-            if not is_local:
-                return channel.reason
-            text = member.reason or await _end_of(process)
-            channel.send(seats.note_frame(Ended(text)))
+            text = channel.reason
+            if is_local:
+                text = member.reason or await _end_of(process)
+                channel.send(seats.note_frame(Ended(text)))
             if member.error is not None and not self.num_groups:
                 raise member.error
             return text
