@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import RESULTS
+from bench.tied import tied
 from headrace.cli.bench.ablation_text import markdown, notes, plot
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def main() -> None:
     with_section(PAGE.read_text(encoding="utf-8"), args.name, "")
     if not args.page:
         command = ["headrace", "bench", "ablate", args.model, *args.flags, "--json"]
-        subprocess.run([sys.executable, "-m", "bench.record", f"ablate-{args.name}", "--", *command], check=True)
+        subprocess.run(tied([sys.executable, "-m", "bench.record", f"ablate-{args.name}", "--", *command]), check=True)
     record = json.loads((RESULTS / f"ablate-{args.name}.json").read_text(encoding="utf-8"))
     plot(record["result"], ROOT / "docs" / "figures" / f"ablate-{args.name}.svg", f"commit {record['commit']}")
     PAGE.write_text(with_section(PAGE.read_text(encoding="utf-8"), args.name, section(record, args.name)), "utf-8")

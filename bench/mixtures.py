@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.mixture_files import SHAPES, active_bytes, tensors_of, write
+from bench.tied import tied
 
 PROMPT, NEW = 512, 48
 
@@ -59,7 +60,7 @@ def run_headrace(path: str, threads: int, cache: int) -> None:
 
 def run_llama(program: str, path: str, threads: int) -> dict[str, float]:
     arguments = ["-m", path, "-t", str(threads), "-p", str(PROMPT), "-n", str(NEW), "-r", "1", "-o", "json"]
-    rows = json.loads(subprocess.run([program, *arguments], check=True, capture_output=True, text=True).stdout)
+    rows = json.loads(subprocess.run(tied([program, *arguments]), check=True, capture_output=True, text=True).stdout)
     return {"decode" if row["n_gen"] else "prefill": row["avg_ts"] for row in rows}
 
 
@@ -89,7 +90,7 @@ def main() -> None:
     for place in range(chosen.rounds):
         for name, figures in runs.items():
             if name == "headrace":
-                text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                text = subprocess.run(tied(command), check=True, stdout=subprocess.PIPE, text=True).stdout
                 figures.append(json.loads(text.splitlines()[-1]))
             else:
                 figures.append(run_llama(chosen.llama_bench, str(path), chosen.threads))

@@ -29,6 +29,7 @@ from bench.compare.environments import PEERS, ROOT, THREADS, Workshop
 from bench.compare.shapes import SHAPES
 from bench.compare.workers import Watch, Worker, WorkerError, wait_until_quiet
 from bench.formats import LEVELS, gguf_file
+from bench.tied import tied
 from headrace import hub
 
 NUM_TRIES = 3
@@ -166,7 +167,9 @@ def environment() -> dict[str, str]:
 
 def output_of(side: Side, words: Sequence[str]) -> str:
     """What a process of the side prints. Raises WorkerError if it fails."""
-    process = subprocess.run([side.python, *words], capture_output=True, text=True, cwd=side.root, env=environment())
+    process = subprocess.run(
+        tied([side.python, *words]), capture_output=True, text=True, cwd=side.root, env=environment()
+    )
     if process.returncode:
         raise WorkerError(f"{side.name}: status {process.returncode}: {process.stderr.strip()[-300:]}")
     return process.stdout

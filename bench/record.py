@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench.tied import tied
 from headrace import doctor
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     load = os.getloadavg()[0]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(args.command, stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(tied(args.command), stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"the command ended with status {done.returncode}; nothing is recorded")
     machine = doctor.examine()

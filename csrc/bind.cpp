@@ -234,6 +234,21 @@ NB_MODULE(_native, module) {
             if (!(timeout > 0 && timeout < 1e9)) throw std::invalid_argument("timeout must be above 0 and below 1e9 seconds");
             new (self) hr::Ranks(fd, rank, world, slot_bytes, (int64_t)(timeout * 1e9), spins);
         }, "fd"_a, "rank"_a, "world"_a, "slot_bytes"_a, "timeout"_a, "spins"_a)
+        .def_static("exchanging", [](int rank, int world, int64_t slot_bytes, nb::callable exchange) {
+            return new hr::Ranks(rank, world, slot_bytes, [exchange](int64_t bytes) {
+                nb::gil_scoped_acquire gil;
+                try {
+                    return nb::cast<bool>(exchange(bytes));
+                } catch (nb::python_error& error) {
+                    error.discard_as_unraisable("the exchange of the ranks");
+                    return false;
+                }
+            });
+        }, "rank"_a, "world"_a, "slot_bytes"_a, "exchange"_a, nb::rv_policy::take_ownership)
+        .def("part", [](hr::Ranks& ranks, int rank) {
+            if (!ranks.exchanges() || rank < 0 || rank >= ranks.world()) throw std::invalid_argument("no such part");
+            return nb::steal(PyMemoryView_FromMemory(ranks.part(rank), (Py_ssize_t)ranks.part_bytes(), PyBUF_WRITE));
+        }, "rank"_a, nb::keep_alive<0, 1>())
         .def("address", [](hr::Ranks& ranks) { return (uintptr_t)&ranks; })
         .def("begin", &hr::Ranks::begin, "call_id"_a)
         .def("fault", [](hr::Ranks& ranks) {

@@ -59,6 +59,8 @@ int64_t Tape::add(int op, const void* args, size_t size) {
         memcpy(&group, args, sizeof group);
         if (group.num_experts < 1 || group.num_experts > HR_MAX_EXPERTS)
             throw std::invalid_argument(name + ": num_experts must be 1 ... " + std::to_string(HR_MAX_EXPERTS));
+        if (group.first < 0 || group.num_own < 0 || group.first > group.num_experts - group.num_own)
+            throw std::invalid_argument(name + ": its own experts must be some of num_experts");
         end = HR_NUM_DIMS;
     }
     void* copy = new_lines(size);

@@ -25,7 +25,7 @@ def engine_config(**fields: Any) -> EngineConfig:
 
 # Engine flags of `vllm serve` beside headrace's own, as scripts have them.
 VLLM_LINES = [
-    "--trust-remote-code", "--enforce-eager", "--pipeline-parallel-size=1",
+    "--trust-remote-code", "--enforce-eager", "--nnodes=1",
     "--swap-space 16", "--cpu-offload-gb 0", "--load-format auto", "--tokenizer-mode auto",
     "--disable-log-requests", "--disable-log-stats", "--enable-log-requests", "--max-seq-len-to-capture 8192",
     "--disable-custom-all-reduce", "--distributed-executor-backend mp", "--model-impl auto", "--runner generate",
@@ -115,16 +115,16 @@ def test_keywords_of_vllms_LLM(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         config = engine_config(
             model="m", quantization="awq", gpu_memory_utilization=0.9, dtype="half", trust_remote_code=True,
-            pipeline_parallel_size=1, swap_space=4, enforce_eager=False, hf_token=None,
+            nnodes=1, swap_space=4, enforce_eager=False, hf_token=None,
         )  # fmt: skip
     assert config == EngineConfig(model="m", quantization="awq", dtype="float16")
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "trust_remote_code=True has no effect here",
-        "pipeline_parallel_size=1 has no effect here",
+        "nnodes=1 has no effect here",
         "swap_space=4 has no effect here",
     ]
     for name, value, words in (
-        ("pipeline_parallel_size", 2, "it must be 1: the ranks of a model are processes of one host"),
+        ("nnodes", 2, "it must be 1: the ranks of a model are processes of one host"),
         ("enable_lora", True, "enable_lora: not supported here; merge"),
         ("max_modle_len", 5, "it must be a field of EngineConfig"),
     ):

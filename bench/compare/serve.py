@@ -26,6 +26,7 @@ from bench.compare.shapes import Shape
 from bench.compare.workers import Watch, WorkerError
 from bench.peers import headrace_
 from bench.peers.protocol import FIRST_ID, NUM_NEW, NUM_PROMPT, Job
+from bench.tied import tied
 from headrace.cli.bench import serve as bench_serve
 from headrace.cli.bench.data import Sample
 from headrace.cli.bench.plans import ServePlan
@@ -55,7 +56,7 @@ def server(command: Sequence[str], environment: dict[str, str], port: int, log: 
     with log.open("a") as file:
         print("$", *command, file=file, flush=True)
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            tied(command), stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
         )
     try:
         end = time.monotonic() + seconds

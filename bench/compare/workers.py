@@ -21,6 +21,7 @@ import psutil
 
 from bench.compare.disturbance import FOREIGN_LIMIT
 from bench.compare.environments import ROOT, last_words
+from bench.tied import tied
 
 
 class WorkerError(Exception):
@@ -37,7 +38,7 @@ class Worker:
         with log.open("a") as file:
             print("$", *command, file=file, flush=True)
             self.process = subprocess.Popen(
-                command,
+                tied(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

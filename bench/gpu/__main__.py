@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench.gpu import goals
 from bench.gpu.report import Report, read
+from bench.tied import tied
 
 STAGES = ("prove", "tune", "bench")
 SECONDS = 510
@@ -63,7 +64,7 @@ def supervise(stage: str, args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "bench.gpu", stage, "--out", str(args.out), "--only", args.only]
     command += ["--inside", str(end)] + ["--toy"] * args.toy
     while time.time() < end:
-        process = subprocess.Popen(command, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+        process = subprocess.Popen(tied(command), env=os.environ | {"PYTHONUNBUFFERED": "1"})
         items = len(read(path)["items"])
         if watch(process, path, end) == 0:
             break

@@ -11,8 +11,6 @@ environments: the standard library only. `bench.compare.workers` is at the other
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import importlib.metadata
 import itertools
@@ -20,19 +18,19 @@ import json
 import os
 import random
 import re
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from bench.tied import end_with_parent
+
 NUM_PROMPT, NUM_NEW = 128, 128
 NUM_PREFIX, NUM_AFTER = 2048, 32
 NUM_CONTEXT, NUM_DEEP = 16_384, 64
 NUM_FIRST = 16
 NUM_WARM = 512  # tokens of a warm-up's prompt at most
-PR_SET_PDEATHSIG = 1
 FIRST_ID = 300  # below are bytes and special tokens
 
 
@@ -166,16 +164,10 @@ def first_prompt(vocab: int) -> list[int]:
     return [FIRST_ID + 7919 * i % (vocab - FIRST_ID) for i in range(NUM_FIRST)]
 
 
-def die_with_parent() -> None:
-    """A stopped process would not see its stdin end: have the kernel kill it when its parent is gone."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(load: Callable[[Job], Engine], convert: Callable[[Job], None], packages: Sequence[str]) -> None:
     """Do the job in argv. Replies go to what was stdout; whatever else prints there goes to stderr instead."""
     start = time.perf_counter()
-    die_with_parent()
+    end_with_parent(os.getppid())  # a stopped process would not see its stdin end
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     job = Job(**json.loads(sys.argv[1]))

@@ -112,14 +112,17 @@ void moe_group(const HrArgs_moe_group* a, HrTask* task) {
         }
     }
     task->dims[HR_DIM_PAIRS] = rows * k;
+    for (int64_t i = 0; a->own_begin && i <= a->num_own; i++) a->own_begin[i] = begin[a->first + i] - begin[a->first];
+    task->dims[HR_DIM_OWN_PAIRS] = a->own_begin ? a->own_begin[a->num_own] : 0;
 }
 
 void moe_gather(const HrArgs_moe_gather* a, HrTask* task) {
+    const int64_t from = a->from ? *a->from : 0;
     share(task, task->dims[a->dim], a->width, a->width, 1, [&](int64_t i, int64_t, int64_t) {
-        const int64_t row = a->list[i];
+        const int64_t row = a->list[from + i];
         if (!a->q) {
             const float* x = a->x + row * a->ld_x;
-            const V weight = set1(a->weights ? a->weights[i] : 1.0f);
+            const V weight = set1(a->weights ? a->weights[from + i] : 1.0f);
             each_vector(0, a->width, [&](int64_t at, int64_t n) {
                 const V v = load_some(x + at, n);
                 store_some(a->out + i * a->ld_out + at, a->weights ? mul(v, weight) : v, n);

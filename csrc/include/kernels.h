@@ -45,7 +45,7 @@ enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8
 /* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
 enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
 /* `dims`: those from FREE on are written by operators. */
-enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3, HR_DIM_PAIRS = 3, HR_NUM_DIMS = 4 };
+enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3, HR_DIM_PAIRS = 3, HR_DIM_OWN_PAIRS = 4, HR_NUM_DIMS = 5 };
 enum { HR_MAX_EXPERTS = 8192, HR_MAX_KEY_DIM = 8192 };
 enum { HR_LANES = 16, HR_SPAN = 128 };
 enum { HR_MAX_GROUP = 1 << 17 };                                      /* inputs with one scale: 127 * 128 of each fit int32 */
@@ -241,14 +241,16 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(dim) P(const float*, x) I(ld_x) I(num_experts) I(top_k) I(score) P(const float*, bias) I(num_groups) I(top_groups) \
     I(group_top) I(renormalise) F(scale) P(const float*, factors) P(int32_t*, ids) P(float*, weights)
 /* begin[e] ... begin[e + 1] - 1 are the pairs of expert e; rows[p], pair_weights[p]: the row of a pair and its weight;
- * places[r * top_k + j]: the pairs of a row, ascending. dims[HR_DIM_PAIRS] = their number. num_experts is at most HR_MAX_EXPERTS. */
+ * places[r * top_k + j]: the pairs of a row, ascending. dims[HR_DIM_PAIRS] = their number. num_experts is at most HR_MAX_EXPERTS.
+ * Of a rank that has the experts first ... first + num_own - 1 alone: own_begin[i] = begin[first + i] - begin[first] for i <= num_own,
+ * and dims[HR_DIM_OWN_PAIRS] = own_begin[num_own]; where own_begin is NULL, 0. */
 #define HR_FIELDS_moe_group(P, I, F)                                                                                 \
     I(dim) P(const int32_t*, ids) P(const float*, weights) I(top_k) I(num_experts) P(int32_t*, begin) P(int32_t*, rows) \
-    P(int32_t*, places) P(float*, pair_weights)
+    P(int32_t*, places) P(float*, pair_weights) I(first) I(num_own) P(int32_t*, own_begin)
 /* Row i of the target is row list[i] of the source: codes, scales and sums (q), or floats (x) where q is NULL, times
- * weights[i] if these are given. */
+ * weights[i] if these are given. Where `from` is given, list and weights begin at their number *from. */
 #define HR_FIELDS_moe_gather(P, I, F)                                                                                \
-    I(dim) P(const int32_t*, list) P(const float*, weights) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out) \
+    I(dim) P(const int32_t*, list) P(const int32_t*, from) P(const float*, weights) P(const float*, x) I(ld_x) I(width) P(float*, out) I(ld_out) \
     P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) P(int8_t*, to_q) P(float*, to_scales) \
     P(int32_t*, to_sums)
 /* Linear layers of the kind `op` (a number of the list HR_OPS), one for each of `count` experts: args[i] are the arguments of
@@ -321,11 +323,13 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     P(const uint64_t*, seed) P(const uint64_t*, position) P(int32_t*, ids) P(double*, scaled) P(int64_t*, count)        \
     P(int64_t*, total)
 
-/* The columns of all ranks of a group, each of which has computed some (ranks.h). spans [count][3]: first column here, first
- * column of the whole row, number of columns, of this rank; out[r] gets all `width` columns. No number is changed, and none is added to
- * another. Floats x, or where x is NULL codes as HR_Q_FIELDS has them, whose spans begin at multiples of `group`. */
+/* The columns of all ranks of a group, each of which has computed some (ranks.h). spans [count][4], of all ranks in order:
+ * the rank, first column there, first column of the whole row, number of columns; out[r] gets all `width` columns. No number is changed, and none is added to
+ * another. Floats x, or where x is NULL codes as HR_Q_FIELDS has them, whose spans begin at multiples of `group`. Where `from` is
+ * given, this rank has no other rows than *from ... *from + dims[HR_DIM_OWN_PAIRS] - 1, which are rows 0, 1, ... of what it gives;
+ * only where ranks share memory. */
 #define HR_FIELDS_gather(P, I, F)                                                                                        \
-    I(dim) P(void*, ranks) P(const int64_t*, spans) I(count) I(width) P(const float*, x) I(ld_x) P(float*, out) I(ld_out) \
+    I(dim) P(void*, ranks) P(const int32_t*, from) P(const int64_t*, spans) I(count) I(width) P(const float*, x) I(ld_x) P(float*, out) I(ld_out) \
     P(const int8_t*, q) I(ld_q) P(const float*, scales) P(const int32_t*, sums) I(ld_s) I(group)                         \
     P(int8_t*, to_q) I(ld_to_q) P(float*, to_scales) P(int32_t*, to_sums) I(ld_to_s)
 

@@ -66,6 +66,8 @@ void refuse_all(const Problem& p) {
     if (p.op != HR_OP_moe_group) return;
     for (int64_t num : {(int64_t)0, (int64_t)-1, (int64_t)HR_MAX_EXPERTS + 1, INT64_MIN, INT64_MAX})
         with(offsetof(HrArgs_moe_group, num_experts), num);
+    for (int64_t num : {(int64_t)-1, (int64_t)HR_MAX_EXPERTS + 1, INT64_MIN, INT64_MAX})
+        with(offsetof(HrArgs_moe_group, first), num), with(offsetof(HrArgs_moe_group, num_own), num);
 }
 
 /* linear_w is linear_f over the weights that unpack_row gives, bit for bit. */

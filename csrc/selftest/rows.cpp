@@ -294,16 +294,22 @@ void moe_group(Problem& p) {
     const int64_t pairs = rows * a.top_k;
     a.ids = ids, a.weights = p.floats(pairs), a.begin = p.make<int32_t>(a.num_experts + 1);
     a.rows = p.make<int32_t>(pairs), a.places = p.make<int32_t>(pairs), a.pair_weights = p.make<float>(pairs);
+    if (p.random.coin()) {
+        a.first = p.random.whole(0, a.num_experts - 1), a.num_own = p.random.whole(1, a.num_experts - a.first);
+        a.own_begin = p.make<int32_t>(a.num_own + 1);
+    }
     p.take(HR_OP_moe_group, a);
 }
 
 void moe_gather(Problem& p) {
     HrArgs_moe_gather a = {};
     int64_t rows = rows_of(p), from = rows + p.random.whole(0, 5);
-    a.width = width_of(p), a.list = p.wholes(rows, 0, from - 1);
+    const int64_t before = p.random.coin() ? p.random.whole(0, 9) : 0;
+    a.width = width_of(p), a.list = p.wholes(before + rows, 0, from - 1);
+    if (before) a.from = p.wholes(1, before, before);
     if (p.random.coin()) {
         a.ld_x = strided(p, a.width), a.x = p.floats(room(from, a.ld_x, a.width));
-        if (p.random.coin()) a.weights = p.floats(rows);
+        if (p.random.coin()) a.weights = p.floats(before + rows);
         OUT(a.width);
     } else {
         a.ld_q = (a.width + 63) / 64 * 64, a.ld_s = (a.width + 63) / 64;

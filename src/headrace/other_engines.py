@@ -73,7 +73,8 @@ def _dtype(text: str) -> str:
 
 
 _done, _no_effect, _switch, _refused = _settings(VLLM)
-_ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size"
+_ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size and --pipeline-parallel-size"
+_HOSTS = "ranks of other hosts come by themselves, each by a headrace rank; see --rendezvous"
 _TEXT_ONLY = "models read text only"
 _NO_LORA = "merge the adapter into the checkpoint"
 _TLS = "put a proxy with TLS in front; docs/howto-deploy.md has configurations"
@@ -84,13 +85,12 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _done("--disable-log-stats", "log_stats_interval", fixed="0", takes_value=False),
     _switch("--trust-remote-code", "code from a checkpoint is never run; the model type must be one that headrace has"),
     _switch("--enforce-eager", "the program of a step is recorded once; there is no slower mode to fall back to"),
-    _no_effect("--pipeline-parallel-size -pp", _ONE_RANK, "1"),
     _no_effect("--decode-context-parallel-size -dcp", _ONE_RANK, "1"),
-    _no_effect("--nnodes", _ONE_RANK, "1"),
-    _no_effect("--node-rank", _ONE_RANK, "0"),
+    _no_effect("--nnodes", _HOSTS, "1"),
+    _no_effect("--node-rank", _HOSTS, "0"),
     _no_effect("--api-server-count", "one process serves HTTP", "1"),
     _no_effect("--distributed-executor-backend", "the engine runs in one process of its own", "mp", "uni"),
-    _switch("--enable-expert-parallel", _ONE_RANK),
+    _refused("--master-addr --master-port", _HOSTS),
     _switch("--disable-custom-all-reduce", "ranks gather, and reduce nothing"),
     _no_effect("--swap-space", "preempted requests are computed again, to the same bits; nothing is swapped"),
     _no_effect("--cpu-offload-gb", "weights are not offloaded", "0"),

@@ -125,7 +125,7 @@ def test_a_worker_that_dies_tells_its_last_words(tmp_path: Path) -> None:
 
 ORPHAN = """
 import subprocess, sys
-code = "from bench.peers import protocol; protocol.die_with_parent(); print(1, flush=True); input()"
+code = "import os; from bench.tied import end_with_parent; end_with_parent(os.getppid()); print(1, flush=True); input()"
 child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
 child.send_signal(19)

@@ -1,9 +1,10 @@
 """`python -m tests.campaigns TIER`: the campaigns that prove what docs/reliability.md promises, with their counts.
 
 A campaign is a function of the tier's numbers and a seed that returns its counts; `violations` is 0 where all is well.
-Counts are written into bench/results/campaign-TIER.json, which the docs quote, each with its seed, minutes, commit and
-the hash of the code that it exercises. Long tiers may be run in pieces: `--only` runs some campaigns and leaves the
-counts of the others; `--share 0.05 --seed 7 --add` runs a twentieth and puts it beside what other seeds counted.
+Counts are written into bench/results/campaign-TIER.json, which the docs quote, each with its seed, minutes, commit,
+host and the hash of the code that it exercises. Long tiers may be run in pieces: `--only` runs some campaigns and
+leaves the counts of the others; `--share 0.05 --seed 7 --add` runs a twentieth and puts it beside what other seeds
+counted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.record import commit
+from bench.tied import tied
 from rich.console import Console
 from rich.table import Table
 from tests.campaigns import page
@@ -33,6 +36,8 @@ from headrace import doctor
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 TIERS = ("commit", "nightly", "release")
+HOST = ("name", "cores_allowed")
+"""What each piece says of the machine that counted it."""
 
 Counts = dict[str, Any]
 
@@ -174,7 +179,7 @@ def planted(kind: str, seed: int) -> Counts:
     """Bugs planted in the scheduler, the blocks and the guesses: each is caught by the invariant that it breaks."""
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/core").rglob("test_planted_*.py"))]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *files],
+        tied([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *files]),
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = done.stdout.splitlines()
@@ -246,10 +251,25 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": (6, 2), "nightly": (50, 20), "release": (1000, 400)},
         module("ranks", "run_faults"),
     ),
+    "C-10-stages": Campaign(
+        "ranks of one pipeline that are killed and stopped under 32 streams (kills, stops)",
+        {"commit": (6, 2), "nightly": (50, 20), "release": (1000, 400)},
+        module("ranks", "run_stage_faults"),
+    ),
     "C-10-bits": Campaign(
         "generations by several ranks against one process",
         {"commit": 400, "nightly": 4000, "release": 40_000},
         module("ranks", "compare"),
+    ),
+    "C-10-hosts": Campaign(
+        "ranks on two hosts whose network is cut, silent, slow and lossy, and that are killed, under 16 streams",
+        {"commit": 6, "nightly": 100, "release": 2000},
+        module("hosts"),
+    ),
+    "C-10-experts": Campaign(
+        "generations by ranks with whole experts against one process",
+        {"commit": 300, "nightly": 3000, "release": 30_000},
+        module("ranks", "compare_experts"),
     ),
     "C-11": Campaign(
         "comparisons of keys by time", {"commit": 20_000, "nightly": 200_000, "release": 1_000_000}, module("isolation")
@@ -318,32 +338,37 @@ def main() -> int:
             parser.error(f"--only {name}: one of {', '.join(CAMPAIGNS)}")
     out = args.out or RESULTS / f"campaign-{args.tier}.json"
     console = Console()
-    facts = {"tier": args.tier, "host": doctor.examine()["cpu"]}
+    cpu = doctor.examine()["cpu"]
+    host = {name: cpu[name] for name in HOST}
     bad = 0
     for name in names:
         campaign = CAMPAIGNS[name]
         size = scaled(campaign.numbers[args.tier], args.share)
         console.print(f"[bold]{name}[/] {campaign.about}: {size}")
-        told = {"seed": args.seed, "commit": commit(), "code": code_hash(campaign.touches)}
+        told = {"seed": args.seed, "commit": commit(), "code": code_hash(campaign.touches), "host": host}
         begin = time.monotonic()
         piece = campaign.run(size, args.seed) | told
         piece["minutes"] = round((time.monotonic() - begin) / 60, 2)
         bad += piece["violations"]
-        keep(out, facts, name, piece, args.add)
+        keep(out, args.tier, name, piece, args.add)
     console.print(shown(json.loads(out.read_text())))
     if args.out is None:
         page.write()
     return 1 if bad else 0
 
 
-def keep(out: Path, facts: dict[str, Any], name: str, piece: Counts, add: bool) -> None:
-    """Into the file as it is now: another campaign may have ended meanwhile."""
+def keep(out: Path, tier: str, name: str, piece: Counts, add: bool) -> None:
+    """Into the file as it is now: another campaign may have ended meanwhile. What others counted keeps its host, which
+    older files have once, for all that they had then."""
     known = json.loads(out.read_text()) if out.exists() else {}
     results: dict[str, list[Counts]] = known.get("campaigns", {})
+    for other in itertools.chain.from_iterable(results.values()):
+        if "host" in known:
+            other.setdefault("host", {key: known["host"][key] for key in HOST})
     others = [other for other in results.get(name, []) if other["seed"] != piece["seed"]] if add else []
     results[name] = [*others, piece]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(facts | {"campaigns": dict(sorted(results.items()))}, indent=1) + "\n")
+    out.write_text(json.dumps({"tier": tier, "campaigns": dict(sorted(results.items()))}, indent=1) + "\n")
 
 
 def shown(report: dict[str, Any]) -> Table:

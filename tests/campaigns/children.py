@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx
 import psutil
+from bench.tied import tied
 from tests.support.serving import gauge
 
 from headrace.text.bounded import WATCHDOG_S
@@ -65,7 +66,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        self.process = subprocess.Popen(tied(self._command), cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         wait(lambda: self.is_ready(), 120, "the server is ready")
 
     def is_ready(self) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from bench.tied import tied
 from tests.campaigns.digests import Record
 
 START_SECONDS = 120
@@ -262,7 +263,7 @@ def serve(record: Record, title: str, work: Path, *flags: str, key: str = "") ->
         "--shutdown-delay", "0", *flags,
     ]  # fmt: skip
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment())
+        process = subprocess.Popen(tied(command), stdout=output, stderr=subprocess.STDOUT, env=environment())
         try:
             server = Server(record, title, port, (str(work),))
             wait_for(server, process, log, key)

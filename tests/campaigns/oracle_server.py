@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+from bench.tied import tied
 
 # To make a client loads the certificates, which takes longer than to ask.
 HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), verify=False)
@@ -86,7 +87,7 @@ def oracle(
         log = directory / "log"
         command = [sys.executable, __file__, folder, *map(str, (port, delay, max_queued, leak, drain, max_num_seqs))]
         with log.open("wb") as told:
-            process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=told)
+            process = subprocess.Popen(tied(command), env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=told)
         served = Oracle(port, process, log)
         try:
             end = time.monotonic() + 300

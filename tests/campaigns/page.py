@@ -72,23 +72,29 @@ def ranges(seeds: Sequence[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
+def host_of(piece: dict[str, Any], report: dict[str, Any]) -> str:
+    """The machine that counted a piece; older files have one for all."""
+    host = piece.get("host") or report["host"]
+    return f"{host['name']}, {host['cores_allowed']} cores"
+
+
 def table(report: dict[str, Any]) -> str:
     """The counts of one tier."""
     rows = {name: (summed(pieces), pieces) for name, pieces in report["campaigns"].items()}
     total = sum(counts["minutes"] for counts, _ in rows.values())
-    host = report["host"]
     lines = [
-        f"`make campaign-{report['tier']}` on {host['name']}, {host['cores_allowed']} cores, {total:.1f} minutes:",
+        f"`make campaign-{report['tier']}`, {total:.1f} minutes:",
         "",
-        "| campaign | counts | violations | seeds | minutes | commits |",
-        "|---|---|---|---|---|---|",
+        "| campaign | counts | violations | seeds | minutes | commits | hosts |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in sorted(rows, key=in_order):
         counts, pieces = rows[name]
         bad = f"**{counts['violations']}**" if counts["violations"] else "0"
         commits = ", ".join(dict.fromkeys(piece["commit"] for piece in pieces))
         cells = (name, ", ".join(told(counts)), bad, ranges([piece["seed"] for piece in pieces]))
-        lines.append(f"| {' | '.join(cells)} | {counts['minutes']:.1f} | {commits} |")
+        hosts = "; ".join(dict.fromkeys(host_of(piece, report) for piece in pieces))
+        lines.append(f"| {' | '.join(cells)} | {counts['minutes']:.1f} | {commits} | {hosts} |")
     return "\n".join(lines)
 
 

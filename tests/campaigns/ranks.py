@@ -1,9 +1,10 @@
 """The campaign of ranks (C-10): ranks of one model are killed and stopped in mid-answer, and the group is rebuilt.
 
 `python -m tests.campaigns.ranks --kills 50 --stops 20 --seed 1 --out bench/results/ranks-faults.json` runs the streams
-of C-5 against `headrace serve --tensor-parallel-size 2`, and strikes the other rank or the first. Every stream must end
-with the bits of the undisturbed run; a death must be noticed within `NOTICED_S`, silence within the timeout and
-`SILENCE_S` more. It prints its counts as JSON; the exit status is 1 if anything was wrong.
+of C-5 against `headrace serve --tensor-parallel-size 2`, and strikes the other rank or the first; with `--kind
+pipeline` against `--pipeline-parallel-size 2`. Every stream must end with the bits of the undisturbed run; a death must
+be noticed within `NOTICED_S`, silence within the timeout and `SILENCE_S` more. It prints its counts as JSON; the exit
+status is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import itertools
 import random
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from tests.e2e.test_law_speculation import varied
 from tests.support import law
 from tests.support.law import make_core, make_requests
 from tests.support.shallow import shallow
+
+from headrace import models
 
 FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
@@ -49,11 +53,13 @@ def run(
     max_tokens: int = 96,
     per_round: int = 1,
     arguments: tuple[str, ...] = (),
+    kind: str = "tensor",
 ) -> dict[str, Any]:
-    """The whole campaign. Three of four strikes are at another rank than the first. Returns its report."""
+    """The whole campaign, with ranks of a `kind`. Three of four strikes are at another rank than the first. Returns its
+    report."""
     kinds = ("rank-kill",) * (num_kills - num_kills // 4) + ("kill",) * (num_kills // 4)
     kinds += ("rank-stop",) * (num_stops - num_stops // 4) + ("stop",) * (num_stops // 4)
-    options = ("--tensor-parallel-size", str(ranks), "--distributed-timeout", str(timeout), *arguments)
+    options = (f"--{kind}-parallel-size", str(ranks), "--distributed-timeout", str(timeout), *arguments)
     # Later than the ranks' own timeout, so that it is theirs which ends a group; but for a first rank that is stopped.
     report = faults.run(len(kinds), seed, num_streams, kinds, timeout + SILENCE_S, max_tokens, per_round, options)
     report["campaign"] = "C-10 faults of ranks"
@@ -61,16 +67,21 @@ def run(
     most = report.get("recovery_s", {}).get("most", 0.0)
     if most > timeout + SILENCE_S + LONGEST_S:
         report["problems"].append(f"a group took {most} s to come back")
-    return report | {"ranks": ranks, "distributed_timeout_s": timeout}
+    return report | {"ranks": ranks, "kind": kind, "distributed_timeout_s": timeout}
 
 
-def run_faults(size: tuple[int, int], seed: int) -> dict[str, Any]:
+def run_faults(size: tuple[int, int], seed: int, kind: str = "tensor") -> dict[str, Any]:
     """For `tests.campaigns`: kills and stops."""
-    report = run(*size, seed, per_round=2)
+    report = run(*size, seed, per_round=2, kind=kind)
     counts = report["counts"]
     found = {"faults": counts.get("faults", 0), "streams_compared": counts.get("streams", 0), "by_kind": counts}
     known = {name: report[name] for name in ("streams_at_once", "restarts", "recovery_s", "noticed_s")}
     return found | known | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
+
+
+def run_stage_faults(size: tuple[int, int], seed: int) -> dict[str, Any]:
+    """The same, of ranks that have layers."""
+    return run_faults(size, seed, "pipeline")
 
 
 def compare(num: int, seed: int) -> dict[str, Any]:
@@ -79,10 +90,11 @@ def compare(num: int, seed: int) -> dict[str, Any]:
     cache, speculation and preemption are drawn."""
     noise, counts, wrong = random.Random(seed), Counter[str](), list[str]()
     everything = [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(make_requests())]
-    cases = itertools.cycle([(name, ranks) for ranks in (2, 3, 4, 8) for name in FORMS])
+    kinds = [("tensor", ranks) for ranks in (2, 3, 4, 8)] + [("pipeline", ranks) for ranks in (2, 3)]
+    cases = itertools.cycle([(name, *each) for each in kinds for name in FORMS])
     while counts["generations"] < num:
-        name, ranks = next(cases)
-        form = {"model": shallow(2)} | FORMS[name]
+        name, kind, ranks = next(cases)
+        form = {"model": shallow(2 if kind == "tensor" else 4)} | FORMS[name]
         requests = noise.sample(everything, 27)
         alone = make_core(**form, enable_prefix_caching=False)
         wanted = law.run(alone, requests)
@@ -92,14 +104,52 @@ def compare(num: int, seed: int) -> dict[str, Any]:
             ways |= {"num_gpu_blocks_override": 70, "max_model_len": 512, "block_size": 8}
         if noise.random() < 0.5:
             ways["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
-        core = make_core(**form, **ways, tensor_parallel_size=ranks)
+        core = make_core(**form, **ways, **{f"{kind}_parallel_size": ranks})
         found = law.run(core, requests, preempt_every=noise.choice([0, 7]))
         core.close()
         counts["generations"] += len(found)
-        counts[f"ranks: {ranks}"] += len(found)
+        counts[f"{kind} ranks: {ranks}"] += len(found)
         counts[f"form: {name}"] += len(found)
-        wrong += [f"{name}, {ranks} ranks, {ways}: {key}" for key in found if found[key] != wanted[key]]
+        wrong += [f"{name}, {ranks} {kind} ranks, {ways}: {key}" for key in found if found[key] != wanted[key]]
         print(f"{counts['generations']} generations, {len(wrong)} differ", file=sys.stderr, flush=True)
+    total = counts.pop("generations")
+    return {
+        "generations": total,
+        "by_kind": dict(sorted(counts.items())),
+        "violations": len(wrong),
+        "examples": wrong[:5],
+    }
+
+
+def compare_experts(num: int, seed: int) -> dict[str, Any]:
+    """For `tests.campaigns`: at least `num` generations by ranks with whole experts, beside those of one process, over
+    random mixtures of every type, forms of weights, and numbers of ranks that both may have."""
+    from tests.parallel.test_experts import case_of, has_experts
+    from tests.support.harness import RandomModels
+
+    noise, counts, wrong = random.Random(seed), Counter[str](), list[str]()
+    names = [name for name in models.names() if has_experts(name)]
+    forms = [name for name in FORMS if name != "int4, floats"] + ["int4-g32, floats"]
+    with tempfile.TemporaryDirectory() as folder:
+        directories = RandomModels(Path(folder))
+        while counts["generations"] < num:
+            name, ranks, form = noise.choice(names), noise.choice([2, 3]), noise.choice(forms)
+            tiny = models.find(name).TINY
+            ranks = min(ranks, tiny.get("text_config", tiny)["num_attention_heads"])
+            config, requests = case_of(name, directories[name])
+            config |= FORMS.get(form, {"quantization": "int4-g32", "activations": "16bit"})
+            alone = make_core(**config, enable_prefix_caching=False)
+            wanted = law.run(alone, requests)
+            alone.close()
+            ways: dict[str, Any] = {"max_num_batched_tokens": noise.choice([17, 64, 2048])}
+            core = make_core(**config, **ways, tensor_parallel_size=ranks, enable_expert_parallel=True)
+            found = law.run(core, requests, preempt_every=noise.choice([0, 5]))
+            core.close()
+            counts["generations"] += len(found)
+            for kind in (f"ranks: {ranks}", f"form: {form}", f"type: {name}"):
+                counts[kind] += len(found)
+            wrong += [f"{name}, {form}, {ranks} ranks, {ways}: {key}" for key in found if found[key] != wanted[key]]
+            print(f"{counts['generations']} generations, {len(wrong)} differ", file=sys.stderr, flush=True)
     total = counts.pop("generations")
     return {
         "generations": total,
@@ -125,6 +175,7 @@ def main() -> int:
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--kind", choices=["tensor", "pipeline"], default="tensor")
     parser.add_argument("--timeout", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -134,7 +185,7 @@ def main() -> int:
     given = parser.parse_args()
     report = run(
         given.kills, given.stops, given.seed, given.ranks, given.timeout, given.streams, given.max_tokens,
-        given.per_round, tuple(given.arguments),
+        given.per_round, tuple(given.arguments), given.kind,
     )  # fmt: skip
     return faults.concluded(report, given.out)
 

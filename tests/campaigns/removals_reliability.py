@@ -232,6 +232,20 @@ RELIABILITY = [
         "serve/test_shutdown.py::test_R_23_what_a_signal_does_and_when",
     ),
     Removal(
+        "R-24",
+        SRC + "parallel/group.py",
+        "        self.native.break_group()\n        self._kill()",
+        "        self.native.break_group()",
+        "parallel/test_pipeline.py::test_a_stage_that_stands_still_is_given_up_after_the_timeout",
+    ),
+    Removal(
+        "R-24",
+        SRC + "parallel/hosts/server.py",
+        "            if self._owes and self._watchdog.frozen >= self._watchdog.timeout:\n",
+        "            if False:\n",
+        "parallel/test_hosts.py::test_a_process_that_stands_still_while_it_loads_is_replaced",
+    ),
+    Removal(
         "R-25",
         SRC + "runner/faults.py",
         '            if num_rows == 1:\n                return ""\n',

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.record import commit
+from bench.tied import tied
 from tests.campaigns.removal import Removal
 from tests.campaigns.removals_reliability import RELIABILITY
 from tests.campaigns.removals_security import SECURITY
@@ -106,7 +107,7 @@ class Copy:
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE"]
         # A session of its own: what a test leaves running ends with it.
         process = subprocess.Popen(
-            [*command, *(["-x"] if len(tests) == 1 else []), *(f"tests/{test}" for test in tests)],
+            tied([*command, *(["-x"] if len(tests) == 1 else []), *(f"tests/{test}" for test in tests)]),
             env=self._env, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
         )  # fmt: skip

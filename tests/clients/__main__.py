@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import commit
+from bench.tied import tied
 from tests.clients import page
 from tests.clients.table import CLIENTS, FEATURES, Client
 from tests.programs import compatibility
@@ -103,7 +104,7 @@ def attempt(client: Client, folder: Path, variables: dict[str, str]) -> dict[str
     with open(folder / "output.txt", "w+", encoding="utf-8") as output, open(folder / "errors.txt", "w+") as errors:
         try:
             process = subprocess.run(
-                words, cwd=folder, env=variables, stdout=output, stderr=errors, timeout=client.seconds
+                tied(words), cwd=folder, env=variables, stdout=output, stderr=errors, timeout=client.seconds
             )
             ending = f"the script ended with status {process.returncode}"
         except subprocess.TimeoutExpired:
@@ -132,7 +133,7 @@ def scripted(key: str) -> Iterator[str]:
     """The address of a server whose model answers by rule."""
     port = free_port()
     words = [sys.executable, "-m", "tests.clients.scripted", "--port", str(port), "--api-key", key]
-    process = subprocess.Popen(words, cwd=ROOT)
+    process = subprocess.Popen(tied(words), cwd=ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
         end = time.monotonic() + 60

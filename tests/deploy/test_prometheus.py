@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import yaml
+from bench.tied import tied
 from tests.support.serving import free_port, serve
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -46,7 +47,7 @@ def prometheus(folder: Path, config: str) -> Iterator[Callable[..., Any]]:
     (folder / "prometheus.yml").write_text(config, encoding="utf-8")
     address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--log.level=warn"]
-    process = subprocess.Popen([*command, f"--web.listen-address={address}"], cwd=folder)
+    process = subprocess.Popen(tied([*command, f"--web.listen-address={address}"]), cwd=folder)
 
     def get(path: str, **parameters: str) -> Any:
         reply = httpx.get(f"http://{address}/api/v1/{path}", params=parameters, timeout=60)

@@ -49,6 +49,8 @@ NOT_RUN = {
     "ray ": "a cluster; tests/campaigns/ray_cluster.py runs it",
     "headrace deploy": "a cluster; tests/fleet/ray and tests/campaigns/ray_cluster.py run it",
     "headrace engine": "a server; tests/fleet/remote/test_commands.py runs it",
+    "headrace rank": "two hosts; tests/parallel/test_hosts_commands.py runs it",
+    "headrace serve builtin --tensor-parallel-size 2 --rendezvous": "two hosts; test_hosts_commands.py runs it",
     "openssl": "tests/support/remote.py runs them",
     "headrace pull": "needs the hub; tests/serve/test_models_folder.py runs it",
     "npm install": "changes the environment",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from bench.tied import tied
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
     with log.open("w") as stream:
         server = subprocess.Popen(
-            [sys.executable, "-m", "headrace", "serve", "--port", str(port)], stdout=stream, stderr=stream, cwd=ROOT
+            tied([sys.executable, "-m", "headrace", "serve", "--port", str(port)]),
+            stdout=stream,
+            stderr=stream,
+            cwd=ROOT,
         )
     address = f"http://127.0.0.1:{port}"
     try:

@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import httpx
 import pytest
+from bench.tied import tied
 from tests.formats.gguf.models import convert
 from tests.laws.rules import ROOT
 from tests.support.bits import digest
@@ -91,7 +92,9 @@ def test_the_server_answers(bare: dict[str, str]) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = ["serve", "builtin", "--port", str(port), "--num-gpu-blocks-override", "64", "--max-model-len", "512"]
-    process = subprocess.Popen([sys.executable, "-m", "headrace", *words], env=bare, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        tied([sys.executable, "-m", "headrace", *words]), env=bare, stderr=subprocess.PIPE, text=True
+    )
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):

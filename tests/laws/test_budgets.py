@@ -8,7 +8,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from tests.laws import rules
+from tests.laws import page_rules, rules
 
 from headrace.protocol.config import EngineConfig, ServerConfig
 
@@ -38,16 +38,16 @@ def test_files_are_short() -> None:
 
 
 def test_the_page_is_small() -> None:
-    assert {"app.js", "chat.js", "style.css"} <= rules.page_files().keys()
-    assert rules.page_violations(rules.page_files()) == []
+    assert {"app.js", "chat.js", "style.css"} <= page_rules.page_files().keys()
+    assert page_rules.page_violations(page_rules.page_files()) == []
 
 
 def test_a_page_that_is_too_long_is_reported() -> None:
-    assert rules.page_violations({f"{i}.js": "f();\n" * 500 for i in range(5)}) == []
-    assert rules.page_violations({"a.js": "\n" * 501, "b.css": "\n" * 500}) == ["a.js: 501 lines"]
+    assert page_rules.page_violations({f"{i}.js": "f();\n" * 500 for i in range(5)}) == []
+    assert page_rules.page_violations({"a.js": "\n" * 501, "b.css": "\n" * 500}) == ["a.js: 501 lines"]
     files = {f"{i}.js": "f();\n" * 417 + "\n// why\n" for i in range(6)}
-    assert rules.page_violations(files) == ["the page: 2502 lines with code"]
-    assert rules.num_page_code_lines("/* a\nb */\n/** c */ f();\n\n// d\ng();") == 2
+    assert page_rules.page_violations(files) == ["the page: 2502 lines with code"]
+    assert page_rules.num_page_code_lines("/* a\nb */\n/** c */ f();\n\n// d\ng();") == 2
 
 
 def code_lines() -> Counter[str]:

@@ -77,13 +77,13 @@ def test_sizes_that_an_operator_wrote_hold_in_the_same_run(native: ModuleType, n
     tape = native.Tape()
     arrays = {"ids": ids, "weights": weights, "begin": begin, "rows": row_of, "places": places}
     addresses = {name: array.ctypes.data for name, array in (arrays | {"pair_weights": pair_weights}).items()}
-    record(tape, "moe_group", dim=ROWS, top_k=2, num_experts=experts, **addresses)
+    record(tape, "moe_group", dim=ROWS, top_k=2, num_experts=experts, first=0, num_own=0, own_begin=0, **addresses)
     add(tape, x, x, out, PAIRS)
     for num_rows in (6, 1, 4):
         ids[:] = [1, 2]
         out[:] = 0
         tape.run([num_rows, 0, 0], num_threads)
-        assert tape.dims() == [num_rows, 0, 0, 2 * num_rows]
+        assert tape.dims() == [num_rows, 0, 0, 2 * num_rows, 0]
         assert int(out.sum()) == 2 * num_rows * 32
 
 
@@ -120,13 +120,16 @@ def test_what_is_wrong_is_told(native: ModuleType) -> None:
         tape.add("sclae", right)
     with pytest.raises(ValueError, match="scale takes 72 bytes of arguments, not 71"):
         tape.add("scale", right[:-1])
-    for dim in (-1, 4, 2**63 - 1):
-        with pytest.raises(ValueError, match=r"scale: dim must be 0 \.\.\. 3"):
+    for dim in (-1, 5, 2**63 - 1):
+        with pytest.raises(ValueError, match=r"scale: dim must be 0 \.\.\. 4"):
             tape.add("scale", pack("scale", **SCALE | {"dim": dim}))
     group = dict.fromkeys(fields()["moe_group"][1], 0)
     for experts in (0, -1, 8193):
         with pytest.raises(ValueError, match="num_experts"):
             tape.add("moe_group", pack("moe_group", **group | {"num_experts": experts}))
+    for first, num_own in ((-1, 1), (0, -1), (0, 4), (3, 1), (1, 2**63 - 1)):
+        with pytest.raises(ValueError, match="its own experts"):
+            tape.add("moe_group", pack("moe_group", **group | {"num_experts": 3, "first": first, "num_own": num_own}))
     each = dict.fromkeys(fields()["linear_each"][1], 0)
     for op, count in ((op_code("add"), 1), (-1, 1), (op_code("linear_f"), 0), (op_code("linear_f"), 8193)):
         with pytest.raises(ValueError, match="op must be a linear layer, count 1"):

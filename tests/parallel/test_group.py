@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -105,6 +107,13 @@ def test_offline_and_the_callers_thread_is_free_again_afterwards() -> None:
     assert texts == [output.outputs[0].token_ids for output in alone.generate(prompts, params, use_tqdm=False)]
     assert vectors == [output.outputs.embedding for output in alone.embed(prompts, use_tqdm=False)]
     alone.close()
+
+
+def test_an_engine_without_its_ranks_says_why_it_ends() -> None:
+    code = "from headrace.engine import child, logs; logs.set_up('warning'); child.end_without_ranks('rank 1 ended')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "rank 1 ended" in done.stderr
 
 
 def test_a_lost_rank_is_no_requests_fault() -> None:

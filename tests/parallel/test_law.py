@@ -88,13 +88,15 @@ def test_uneven_shares_change_no_bit(tmp_path: Path) -> None:
     check(requests_of(211), 3, model=str(path), skip_tokenizer_init=True)
 
 
+def k_form(name: str, weight: Any) -> tuple[Any, Any]:
+    """Random blocks of K-quants, of different kinds in the matrices of a layer."""
+    kind = next(kind for part, kind in K_KINDS.items() if part in name)
+    return random_blocks(kind, weight.shape, seed=len(name))[0], gguf.GGMLQuantizationType[kind]
+
+
 @pytest.fixture(scope="module")
 def k_quants(tmp_path_factory: pytest.TempPathFactory) -> str:
-    def form(name: str, weight: Any) -> tuple[Any, Any]:
-        kind = next(kind for part, kind in K_KINDS.items() if part in name)
-        return random_blocks(kind, weight.shape, seed=len(name))[0], gguf.GGMLQuantizationType[kind]
-
-    return str(convert(Path(shallow(2)), tmp_path_factory.mktemp("law") / "k.gguf", form))
+    return str(convert(Path(shallow(2)), tmp_path_factory.mktemp("law") / "k.gguf", k_form))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.tied import tied
 from tests.support.server import write_tokenizer
 from tests.support.serving import free_port
 
@@ -68,7 +69,7 @@ class Backend:
         words = [str(self.folder), str(self.port), str(DELAY_S), "5", "30", str(SHUTDOWN_DELAY_S)]
         with (self.folder / f"{self.port}.log").open("a") as log:
             command = [sys.executable, "-m", "tests.programs.serve_fake", *words]
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(tied(command), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         wait_until(lambda: get(self.port, "/health/ready") == 200, f"port {self.port} is not ready")
 
     def end(self, number: signal.Signals) -> int:
@@ -97,7 +98,7 @@ class Proxy:
         foreground = {"nginx": ["-p", str(folder), "-g", "daemon off;", "-c"], "haproxy": ["-f"]}[name]
         with (folder / f"{name}.log").open("w") as log:
             self.process = subprocess.Popen(
-                [name, *foreground, str(config)], stdout=log, stderr=log, start_new_session=True
+                tied([name, *foreground, str(config)]), stdout=log, stderr=log, start_new_session=True
             )
         wait_until(lambda: get(self.port, "/health/ready") == 200, f"{name} passes nothing on")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bench.tied import tied
 from tests.support.server import HTTP, write_tokenizer
 
 SERVE = Path(__file__).resolve().parents[1] / "programs" / "serve_fake.py"
@@ -39,7 +40,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]
         port = probe.getsockname()[1]
     folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     command = [sys.executable, str(SERVE), str(folder), str(port), "0", "1"]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(SERVE.parents[2])})
+    process = subprocess.Popen(tied(command), env=os.environ | {"PYTHONPATH": str(SERVE.parents[2])})
     end = time.monotonic() + 100
     while True:
         try:

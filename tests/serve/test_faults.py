@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from bench.tied import tied
 from tests.engine.test_client import is_running, pid_of
 from tests.support import fake
 from tests.support.server import HTTP, Live, child, inproc, write_tokenizer
@@ -331,7 +332,7 @@ class Served:
         command = [sys.executable, str(ROOT / "tests/programs/serve_fake.py"), str(write_tokenizer(directory))]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
-            [*command, str(self.port), str(delay), str(max_restarts), str(drain), str(leave)],
+            tied([*command, str(self.port), str(delay), str(max_restarts), str(drain), str(leave)]),
             env=environment,
             stderr=subprocess.PIPE,
             text=True,

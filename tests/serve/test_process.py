@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from bench.tied import tied
 from tests.serve.test_faults import LONG, ROOT
 from tests.support.server import HTTP, Live, write_tokenizer
 
@@ -39,7 +40,7 @@ class Started:
         self._reader, writer = pty.openpty() if on_terminal else os.pipe()
         command = [sys.executable, str(ROOT / "tests/programs/serve_fake.py"), str(write_tokenizer(folder))]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
-        self.process = subprocess.Popen([*command, str(self.port), "0.01", "3"], env=environment, stderr=writer)
+        self.process = subprocess.Popen(tied([*command, str(self.port), "0.01", "3"]), env=environment, stderr=writer)
         os.close(writer)
         self._text = b""
         self._thread = threading.Thread(target=self._read)

@@ -23,11 +23,11 @@ from tests.support import fake
 from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.engine.links import ProcessLink
-from headrace.fleet.remote.credentials import Credentials
-from headrace.fleet.remote.handshake import Times
 from headrace.fleet.remote.link import RemoteLink
 from headrace.fleet.remote.server import EngineLink, EngineServer
 from headrace.protocol.config import EngineConfig
+from headrace.secure.credentials import Credentials
+from headrace.secure.handshake import Times
 
 FAST = Times(tls=10.0, proof=10.0, silence=5.0, beat=0.1)
 PAGE = "howto-scale.md"
@@ -51,7 +51,7 @@ def credentials(name: str, folder: Path | None = None, secret: str = "fleet.secr
     """Those of "engine" or "front"."""
     place = folder or files()
     names = (place / secret, place / f"{name}.pem", place / f"{name}.key", files() / "ca.pem")
-    return Credentials.read(*map(str, names), is_engine=name == "engine")
+    return Credentials.read(*map(str, names), is_server=name == "engine")
 
 
 def child(delay: float = 0.0, shift: float = 0.0, **config: Any) -> ProcessLink:

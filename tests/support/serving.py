@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import httpx
 import psutil
+from bench.tied import tied
 
 
 class Served(NamedTuple):
@@ -60,7 +61,7 @@ def serve(*arguments: str, threads: int = 1, key: str = "", program: Sequence[st
     command = [*headrace, "serve", *arguments, "--port", str(port)]
     command += ["--crash-report-dir", reports.name, "--shutdown-delay", "0"]
     # On a machine with other work, torch's second thread costs more than it gives.
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+    process = subprocess.Popen(tied(command), env=os.environ | {"OMP_NUM_THREADS": str(threads)})
     url = f"http://127.0.0.1:{port}"
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
+
+from headrace.backends.cpu.gathers import Gathers
 from headrace.backends.cpu.ranks import RankOps, RankValue
 from headrace.backends.cpu.shares import rank_matrix
 from headrace.parallel.plan import Layout, Part
 from headrace.quant.arrays import cast
 from headrace.quant.base import QWeight, source_of
 
-spans, linear = Layout.spans, RankOps.linear
+spans, linear, experts, rows = Layout.spans, RankOps.linear, RankOps.experts, Gathers.rows
+SMALL_SLOT_BYTES = 4 * 4096
 
 
 def gather_in_reverse(self: Layout, rank: int) -> list[tuple[int, int, int]]:
@@ -39,11 +43,36 @@ def sum_over_ranks(self: RankOps, x: Any, matrix: Any) -> RankValue:
     own = self.inner.matrix(source_of([QWeight(weights)], "part"))
     product = self.inner.linear(self.graph.columns(self.whole(x), begin, end - begin), own)
     side_by_side = Part(world * width, tuple((r * width, (r + 1) * width) for r in range(world)))
-    partial = self._gathered(product, Layout((side_by_side,)))
+    return added(self, product, Layout((side_by_side,)))
+
+
+def added(self: RankOps, product: Any, side_by_side: Layout) -> RankValue:
+    """The sum of what the ranks have of rows, in their order."""
+    partial, width = self._gathers.columns(product, side_by_side), product.width
     total = self.graph.columns(partial, 0, width)
-    for r in range(1, world):
+    for r in range(1, self.plan.world):
         total = self.graph.add(total, self.graph.columns(partial, r * width, width))
     return RankValue(self, total)
+
+
+def sum_of_experts(self: RankOps, x: Any, router: Any, routing: Any, *matrices: Any) -> RankValue:
+    """A mixture as most engines split it: each rank adds what its experts make, and the sums are added in the order of
+    ranks. The weights of the other ranks' experts are zeros here, which change no sum."""
+    num, world = router.num_out, self.plan.world
+    first, last = self.plan.experts(num)
+    own = np.zeros(num, np.float32)
+    own[first:last] = 1 if routing.factors is None else routing.factors[first:last]
+    product = self.whole(experts(self, x, router, routing._replace(factors=own), *matrices))
+    # As a value of its own: the mixture's may have got what else is added to it.
+    width = product.width
+    return added(
+        self, product, Layout((Part(world * width, tuple((r * width, (r + 1) * width) for r in range(world))),))
+    )
+
+
+def rows_too_late(self: Gathers, x: Any, first: Any) -> Any:
+    """The rows of pairs where those of the next expert begin."""
+    return rows(self, x, first[1:])
 
 
 def keep_whole(weights: Any) -> None:
@@ -65,7 +94,11 @@ def keep_whole(weights: Any) -> None:
 
 
 def patch(mode: str, setattr_: Any = setattr) -> None:
-    """Break the law in this process: "reverse" or "sum"; "right" breaks nothing."""
+    """Break the law in this process: "reverse", "sum", "sum of experts" or "late"; "right" breaks nothing, and "small"
+    neither, where a gather takes several portions."""
+    import headrace.engine.rank
+    import headrace.engine.ranks
+    import headrace.parallel.group
     from headrace.parallel.sharding import RankWeights
 
     if mode == "reverse":
@@ -77,6 +110,13 @@ def patch(mode: str, setattr_: Any = setattr) -> None:
         RankWeights.linear = before  # type: ignore[method-assign]
         setattr_(RankWeights, "linear", changed)
         setattr_(RankOps, "linear", sum_over_ranks)
+    elif mode == "sum of experts":
+        setattr_(RankOps, "experts", sum_of_experts)
+    elif mode == "late":
+        setattr_(Gathers, "rows", rows_too_late)
+    elif mode == "small":
+        for module in (headrace.engine.rank, headrace.engine.ranks, headrace.parallel.group):
+            setattr_(module, "SLOT_BYTES", SMALL_SLOT_BYTES)
 
 
 if __name__ == "__main__":

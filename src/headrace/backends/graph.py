@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.backends.arena import Block, place
 
-ROWS, SEQS, LOGITS, PAIRS = 0, 1, 2, 3
+ROWS, SEQS, LOGITS, PAIRS, OWN_PAIRS = 0, 1, 2, 3, 4
 """Dimensions that change from step to step, as csrc/include/kernels.h numbers them. PAIRS are those of a row and one of
-its experts: operators count them on the way."""
+its experts, OWN_PAIRS those of a rank with some experts: operators count them on the way."""
 
 ALIGN = 64
 
@@ -214,7 +214,7 @@ class Graph:
 
     def plan(self, most: dict[int, int]) -> int:
         """Give every buffer a place in one arena and return its bytes; `most` holds each dimension's largest size."""
-        most = most | {PAIRS: most[ROWS] * self.pairs_of_row}
+        most = most | dict.fromkeys((PAIRS, OWN_PAIRS), most[ROWS] * self.pairs_of_row)
         blocks = [Block(b.row_bytes * most[b.dim], b.first, b.last) for b in self.buffers]
         offsets, total = place(blocks)
         for buffer, offset in zip(self.buffers, offsets, strict=True):

@@ -41,6 +41,10 @@ class Reader(Weights):
     def has_prefix(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self._names)
 
+    def leave(self, is_left: Callable[[str], bool]) -> None:
+        """Count the parts for which `is_left` is true as taken, unread: another process takes them."""
+        self._used |= set(filter(is_left, self._parts))
+
     @abstractmethod
     def finish(self) -> None:
         """Release memory and log what was loaded. Raises `CheckpointError` if the model did not take every part."""

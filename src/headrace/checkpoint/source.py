@@ -15,7 +15,6 @@ from headrace.backends.base import Backend
 from headrace.checkpoint.packed import Form, PackedWeights, PackedWriter, find
 from headrace.checkpoint.packing import Origin, has_layouts
 from headrace.checkpoint.reader import Progress, Reader
-from headrace.models.weights import Weights
 from headrace.protocol.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ T = TypeVar("T")
 
 
 def with_weights(
-    build: Callable[[Weights], T],
+    build: Callable[[Reader], T],
     read: Callable[[PackedWriter | None], Reader],
     checkpoint: Origin,
     backend: Backend,

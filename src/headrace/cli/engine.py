@@ -18,12 +18,12 @@ import msgspec
 import typer
 
 from headrace.cli.options import build, options
-from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.protocol.config import EngineConfig, Rendezvous, ServerConfig
 from headrace.protocol.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.engine.client import EngineClient
-    from headrace.fleet.remote.credentials import Credentials
+    from headrace.secure.credentials import Credentials
 
 FRONT_FIELDS = ("model", "tokenizer", "revision", "seed", "skip_tokenizer_init")
 """The settings of an engine that its front reads, too."""
@@ -32,11 +32,11 @@ NOT_REMOTE = ("models_dir", "slot_save_path")
 
 
 class FleetFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine and its front prove to each other, as files."""
+    """What an engine and its front, or the hosts of ranks, prove to each other, as files."""
 
     fleet_secret_file: Annotated[
         str | None,
-        msgspec.Meta(description="File of the secret that engines and fronts share: 32 bytes or more."),
+        msgspec.Meta(description="File of the secret that all hosts share: 32 bytes or more."),
     ] = None
     tls_cert: Annotated[
         str | None, msgspec.Meta(description="PEM file of the certificate that the other side sees.")
@@ -47,6 +47,25 @@ class FleetFlags(msgspec.Struct, frozen=True, kw_only=True):
     tls_ca: Annotated[
         str | None,
         msgspec.Meta(description="PEM file of the CA that the other side's certificate must come from."),
+    ] = None
+
+
+class RankFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of an engine whose other ranks are on other hosts."""
+
+    rendezvous: Annotated[
+        str | None,
+        msgspec.Meta(
+            description="IP:PORT of this host at which the other ranks come, each by a headrace rank on its own host; "
+            "needs the files of the fleet, and with --tensor-parallel-size the extra torch. See howto-scale.md."
+        ),
+    ] = None
+    distributed_interface: Annotated[
+        str | None,
+        msgspec.Meta(
+            description="Network interface through which ranks of several hosts gather, unencrypted: a trusted "
+            "network. Stages of a pipeline need none."
+        ),
     ] = None
 
 
@@ -62,7 +81,7 @@ class FrontFlags(FleetFlags, frozen=True, kw_only=True):
     ] = None
 
 
-@options(EngineConfig, FleetFlags, skip=("model", "seed"))
+@options(EngineConfig, FleetFlags, RankFlags, skip=("model", "seed"))
 def engine(
     model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or 'builtin'.")] = "builtin",
     *,
@@ -74,9 +93,9 @@ def engine(
     Both sides need a certificate of one CA, and the same secret; see howto-scale.md. Exit status: 0 after a signal, 1
     if the engine did not start, or not again, 2 for a flag or a value at fault.
     """
-    config = build(EngineConfig, fields | {"model": model})
+    config = build(EngineConfig, fields | {"model": model, "rendezvous": rendezvous_of(fields)})
     host, port = address_of("listen", listen)
-    credentials = credentials_of(build(FleetFlags, fields), is_engine=True)
+    credentials = credentials_of(build(FleetFlags, fields), is_server=True)
     from headrace import hub
     from headrace.engine import logs
     from headrace.engine.links import ProcessLink
@@ -114,9 +133,14 @@ def remote_client(
     Raises `RequestError` for a flag that would have no effect, or that is missing.
     """
     if flags.engine is None:
-        for name in FleetFlags.__struct_fields__:
-            if getattr(flags, name) is not None:
-                raise RequestError(name, getattr(flags, name), "left out without --engine")
+        if engine.rendezvous is None:
+            for name in FleetFlags.__struct_fields__:
+                if getattr(flags, name) is not None:
+                    raise RequestError(name, getattr(flags, name), "left out without --engine or --rendezvous")
+        elif server.data_parallel_size != "1":
+            raise RequestError("data_parallel_size", server.data_parallel_size, "1 with --rendezvous")
+        elif server.models_dir is not None:
+            raise RequestError("models_dir", server.models_dir, "left out with --rendezvous, which is one model's")
         return None
     if server.data_parallel_size != "1":
         raise RequestError(
@@ -131,7 +155,7 @@ def remote_client(
     addresses = [address_of("engine", text) for text in flags.engine]
     if len(set(addresses)) < len(addresses):
         raise RequestError("engine", ", ".join(flags.engine), "a different address each time")
-    credentials = credentials_of(flags, is_engine=False)
+    credentials = credentials_of(flags, is_server=False)
 
     def make(engine: EngineConfig, server: ServerConfig) -> EngineClient:
         from headrace import hub
@@ -162,6 +186,34 @@ def remote_client(
     return make
 
 
+def rendezvous_of(fields: dict[str, Any]) -> Rendezvous | None:
+    """Return where the ranks of other hosts come, of the flags of a command; None if they come from none.
+
+    Raises `RequestError` for a flag or a file at fault."""
+    flags, files = build(RankFlags, fields), build(FleetFlags, fields)
+    if flags.rendezvous is None:
+        if flags.distributed_interface is not None:
+            bound = "left out without --rendezvous"
+            raise RequestError("distributed_interface", flags.distributed_interface, bound)
+        return None
+    host, port = address_of("rendezvous", flags.rendezvous)
+    check_interface(flags.distributed_interface)
+    credentials_of(files, is_server=True)
+    interface = flags.distributed_interface
+    return Rendezvous(host=host, port=port, distributed_interface=interface, **msgspec.structs.asdict(files))
+
+
+def check_interface(name: str | None) -> None:
+    """Check the interface of the gathers, if there is one, and that there is what moves them. Raises `RequestError`."""
+    if name is None:
+        return
+    from headrace.parallel.gloo import address_of as address_of_interface
+    from headrace.parallel.gloo import require_gloo
+
+    address_of_interface(name)
+    require_gloo()
+
+
 def address_of(name: str, text: str) -> tuple[str, int]:
     """Return host and port of `HOST:PORT` or `[IPv6]:PORT`. Raises `RequestError`."""
     host, _, port = text.rpartition(":")
@@ -171,9 +223,9 @@ def address_of(name: str, text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def credentials_of(flags: FleetFlags, is_engine: bool) -> Credentials:
+def credentials_of(flags: FleetFlags, is_server: bool) -> Credentials:
     """Read the files of the flags. Raises `RequestError`."""
-    from headrace.fleet.remote.credentials import Credentials
+    from headrace.secure.credentials import Credentials
 
     names: list[str] = []
     for name in FleetFlags.__struct_fields__:
@@ -181,4 +233,4 @@ def credentials_of(flags: FleetFlags, is_engine: bool) -> Credentials:
         if value is None:
             raise RequestError(name, None, "a file; see howto-scale.md")
         names.append(value)
-    return Credentials.read(*names, is_engine=is_engine)
+    return Credentials.read(*names, is_server=is_server)

@@ -26,6 +26,7 @@ from headrace.cli import (
     models,
     plan,
     quantize,
+    rank,
     replay,
     run_batch,
     serve,
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 app.command(cls=serve.ServeCommand)(serve.serve)
 app.command()(engine.engine)
+app.command()(rank.rank)
 app.command()(deploy.deploy)
 app.command()(generate.generate)
 app.command()(chat.chat)

@@ -50,7 +50,12 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "torch_ref, the quantised formats save no memory.",
         "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
         "tensor_parallel_size": "Processes that compute the model together, each some columns and heads of each layer; "
-        "the output is the same. For CPUs of one host; see howto-scale.md.",
+        "the output is the same. On CPUs of this host, or with --rendezvous of several; see howto-scale.md.",
+        "enable_expert_parallel": "Of a mixture of experts, each of these processes has some experts whole instead of "
+        "some columns of each; the output is the same.",
+        "pipeline_parallel_size": "Processes that compute the model one after the other, each some layers; the output "
+        "is the same. For CPUs; see howto-scale.md.",
+        "rendezvous": "Where ranks of other hosts come: host, port, distributed_interface and the fleet's files.",
         "distributed_timeout": "Seconds that these processes wait for each other before all are replaced.",
         "async_scheduling": "Schedule and start a step while the one before runs on the device; the output is the "
         "same. By default on a GPU; never with --speculative-config or --record-schedule.",
@@ -129,8 +134,17 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
     },
 }
 
-SHORT = {"quantization": "-q", "speculative_config": "-sc", "data_parallel_size": "-dp", "tensor_parallel_size": "-tp"}
+SHORT = {
+    "quantization": "-q",
+    "speculative_config": "-sc",
+    "data_parallel_size": "-dp",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+}
 """Letters of vLLM's."""
+
+COMPOSED = {(EngineConfig, "rendezvous")}
+"""Fields that a command makes of several flags (`cli.engine.RankFlags`)."""
 
 PANELS = {EngineConfig: "Engine", ServerConfig: "Server", SamplingParams: "Sampling"}
 
@@ -226,6 +240,8 @@ def options(
         generated: list[inspect.Parameter] = []
         for struct in structs:
             for field in msgspec.structs.fields(struct):
+                if (struct, field.name) in COMPOSED:
+                    continue
                 if field.name in names or (struct is SamplingParams and only and field.name not in only):
                     continue
                 names.add(field.name)

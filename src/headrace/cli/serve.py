@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from headrace import builtin
-from headrace.cli.engine import FrontFlags, remote_client
+from headrace.cli.engine import FrontFlags, RankFlags, remote_client, rendezvous_of
 from headrace.cli.options import build, options
 from headrace.other_engines import translate
 from headrace.protocol.config import EngineConfig, ServerConfig
@@ -28,7 +28,7 @@ class ServeCommand(TyperCommand):
         return super().parse_args(ctx, words)
 
 
-@options(EngineConfig, ServerConfig, FrontFlags)
+@options(EngineConfig, ServerConfig, FrontFlags, RankFlags)
 def serve(
     ctx: typer.Context,
     model: Annotated[
@@ -43,7 +43,8 @@ def serve(
     in use) or its engine died too often, 2 for a flag or a value at fault, 130 (Ctrl-C) or 143 (SIGTERM) if a further
     signal cut the drain.
     """
-    engine_config = build(EngineConfig, fields | {"model": model or EngineConfig().model})
+    places: dict[str, Any] = {"model": model or EngineConfig().model, "rendezvous": rendezvous_of(fields)}
+    engine_config = build(EngineConfig, fields | places)
     server_config = build(ServerConfig, fields)
     make_client = remote_client(engine_config, server_config, build(FrontFlags, fields))
     # Bad values are refused above, before the server's libraries are loaded.

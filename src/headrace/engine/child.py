@@ -160,6 +160,8 @@ def end_without_ranks(reason: str) -> None:
     why."""
     time.sleep(LAST_WORDS_S)
     logger.error("%s", reason)
+    # Lines are written on a thread, which ends with the process.
+    logging.shutdown()
     os._exit(1)
 
 

@@ -399,10 +399,11 @@ class EngineClient:
 def watchdog_timeout(config: EngineConfig, server: ServerConfig) -> float:
     """Return the seconds without a step or processor time after which an engine is ended: the first of several ranks
     soon after the others would have ended for lack of it. Raises `RequestError` for settings that ranks do not have."""
-    if config.tensor_parallel_size == 1:
+    field, world = config.ranks
+    if world == 1:
         return server.watchdog_timeout
     if server.slot_save_path is not None:
-        bound = f"left out with tensor_parallel_size {config.tensor_parallel_size}: each rank has its part of a block"
+        bound = f"left out with {field} {world}: each rank has its part of a block"
         raise RequestError("slot_save_path", server.slot_save_path, bound)
     return min(server.watchdog_timeout or float("inf"), config.distributed_timeout + RANKS_GRACE_S)
 

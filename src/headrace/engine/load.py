@@ -26,14 +26,14 @@ from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.progress import progress_bar
-from headrace.engine.ranks import Go, SetUp, open_group, seat_of, take_seat
+from headrace.engine.ranks import Go, SetUp, first_seat, open_group, program_of, take_seat
+from headrace.engine.stages import stage_maker
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
-from headrace.models.weights import Weights
 from headrace.parallel.group import Group, Loaded, Ready
 from headrace.parallel.plan import Seat
-from headrace.parallel.program import RankedProgram
 from headrace.parallel.sharding import RankWeights
+from headrace.parallel.stages import StageSeat
 from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
@@ -64,7 +64,7 @@ def build_runner(
     Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model can not meet.
     """
     directory = hub.resolve(config.model, config.revision)
-    group = open_group(config, str(directory), on_lost)
+    group = _open_group(config, str(directory), on_lost)
     try:
         return _build_runner(config, directory, progress, vocabulary, group)
     except BaseException:
@@ -73,10 +73,29 @@ def build_runner(
         raise
 
 
+def _open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], None] | None) -> Group | None:
+    if config.rendezvous is None:
+        return open_group(config, directory, on_lost)
+    # Sockets with TLS, which no other engine needs.
+    from headrace.engine.hosts import await_hosts
+
+    return await_hosts(config, config.rendezvous, directory, on_lost)
+
+
+def _go(group: Group) -> None:
+    """Have all ranks, which have their weights, choose the activations. Raises as `hosts.connect`."""
+    if group.hosts is None:
+        group.send(Go())
+        return
+    from headrace.engine.hosts import connect
+
+    connect(group)
+
+
 def _build_runner(
     config: EngineConfig, directory: Path, progress: Progress | None, vocabulary: Load | None, group: Group | None
 ) -> tuple[Runner, EngineInfo]:
-    seat = None if group is None else seat_of(group.native, 0, group.world)
+    seat = None if group is None else first_seat(config, group)
     if progress is not None:
         backend, model, model_config = load_model(config, directory, progress, seat)
     else:
@@ -85,7 +104,7 @@ def _build_runner(
     weight_bytes = backend.ops.weight_bytes
     if group is not None:
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
-        group.send(Go())
+        _go(group)
     activations = choose_activations(config, backend, model, model_config)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))
@@ -118,8 +137,7 @@ def _build_runner(
     if group is not None:
         group.check()
         group.expect(Ready)
-        group.watch()
-        program = RankedProgram(program, group)
+        program = program_of(config, program, group)
     matchers = None
     if vocabulary is not None:
         matchers = Matchers(vocabulary, model.vocab_size, eos_token_ids, capacity=config.max_num_seqs)
@@ -207,7 +225,7 @@ def make_target(
 
 
 def load_model(
-    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | None = None
+    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | StageSeat | None = None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     """The model of `directory` (or of a GGUF file) with its weights. `seat`: of one rank of several, which takes its
     part of them. Raises `CheckpointError` or `RequestError`."""
@@ -216,7 +234,7 @@ def load_model(
 
 
 def _load_safetensors(
-    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | None
+    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     values = read_config(directory, models.names())
     config = _as_stored(config, find_method(values.get("quantization_config")))
@@ -237,7 +255,7 @@ def _load_safetensors(
         return SafetensorsWeights(Checkpoint(directory), backend, stored, progress, schemes, writer, spare)
 
     model: models.Model = with_weights(
-        maker(module, model_config, backend, max_model_len, seat),
+        maker(config, module, model_config, backend, max_model_len, seat),
         read, checkpoint, backend, quantization, config.save_packed, progress,
         in_parts=seat is not None,
     )  # fmt: skip
@@ -257,7 +275,7 @@ def _as_stored(config: EngineConfig, method: str) -> EngineConfig:
 
 
 def _load_gguf(
-    config: EngineConfig, path: Path, progress: Progress, seat: Seat | None
+    config: EngineConfig, path: Path, progress: Progress, seat: Seat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     config = _as_stored(config, "gguf")
     exact = config.quantization == DEQUANTIZE
@@ -275,7 +293,7 @@ def _load_gguf(
         return GGUFWeights(file, reading, backend, progress, schemes, exact, writer)
 
     model: models.Model = with_weights(
-        maker(module, model_config, backend, max_model_len, seat),
+        maker(config, module, model_config, backend, max_model_len, seat),
         read, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
         progress, in_parts=seat is not None,
     )  # fmt: skip
@@ -283,13 +301,29 @@ def _load_gguf(
 
 
 def maker(
-    module: Any, model_config: ModelConfig, backend: Backend, max_model_len: int, seat: Seat | None
-) -> Callable[[Weights], models.Model]:
-    """Return what makes a model of its weights, or one rank's part of it."""
+    config: EngineConfig,
+    module: Any,
+    model_config: ModelConfig,
+    backend: Backend,
+    max_model_len: int,
+    seat: Seat | StageSeat | None,
+) -> Callable[[Reader], models.Model]:
+    """Return what makes a model of its weights, or one rank's part of it. That raises `RequestError` where experts are
+    shared out of a model that has none."""
+    if isinstance(seat, StageSeat):
+        return stage_maker(module, model_config, config.quantization, backend, max_model_len, seat)
     if seat is None:
         return lambda weights: module.Model(model_config, weights, backend.ops, max_model_len)
-    ops = take_seat(backend, seat)
-    return lambda weights: module.Model(model_config, RankWeights(weights, ops), ops, max_model_len)
+    ops, whole_experts = take_seat(backend, seat), seat.plan.whole_experts
+
+    def make(weights: Reader) -> models.Model:
+        ranked = RankWeights(weights, ops)
+        model: models.Model = module.Model(model_config, ranked, ops, max_model_len)
+        if whole_experts and not ranked.has_experts:
+            raise RequestError("enable_expert_parallel", True, "left out for this model, whose layers have no experts")
+        return model
+
+    return make
 
 
 def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select:

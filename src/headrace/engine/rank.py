@@ -1,4 +1,5 @@
-"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`.
+"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`, or on a host of its
+own by `parallel.hosts.server.RankServer`.
 
 It loads its part of the model, makes the same program as rank 0, and then makes rank 0's calls. It schedules nothing,
 samples nothing and knows no requests. When rank 0 is gone the socket is at its end, and this process ends too.
@@ -7,14 +8,18 @@ samples nothing and knows no requests. When rank 0 is gone the socket is at its 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
+import queue
 import socket
 import sys
+import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,15 +27,33 @@ from headrace.backends.native import require_native
 from headrace.engine.child import set_up_process
 from headrace.engine.load import choose_activations, load_model
 from headrace.engine.ranks import Go, SetUp, Start, seat_of
-from headrace.parallel.group import SLOT_BYTES, Loaded, Ready, framed
-from headrace.parallel.program import Call, CopyBlocks, Forward, HiddenStatesOf, LogitsOf, RankLostError, follow
+from headrace.parallel.gloo import GlooRanks
+from headrace.parallel.group import SLOT_BYTES, Apart, Loaded, Ready, framed
+from headrace.parallel.pipeline import RankNeighbours, follow_stage, in_turn
+from headrace.parallel.plan import Seat
+from headrace.parallel.program import (
+    Call,
+    CopyBlocks,
+    Fault,
+    Forward,
+    HiddenRows,
+    HiddenStatesOf,
+    LogitsOf,
+    Numbers,
+    Passed,
+    RankLostError,
+    follow,
+)
+from headrace.parallel.stages import StageSeat
 from headrace.protocol import frames
 from headrace.protocol.errors import HeadraceError
 
 logger = logging.getLogger("headrace.engine")
 
-_setting_up: msgspec.msgpack.Decoder[Start | Go | SetUp] = msgspec.msgpack.Decoder(Start | Go | SetUp)
-_calls: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Forward | LogitsOf | HiddenStatesOf | CopyBlocks)
+_setting_up: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Start | Go | SetUp | HiddenRows | Numbers)
+_calls: msgspec.msgpack.Decoder[Call | Passed] = msgspec.msgpack.Decoder(
+    Forward | LogitsOf | HiddenStatesOf | CopyBlocks | HiddenRows | Fault
+)
 
 T = TypeVar("T")
 
@@ -53,7 +76,7 @@ class Inbox:
             self._payloads += self._buffer.feed(data)
         return self._payloads.popleft()
 
-    def call(self) -> Call | None:
+    def call(self) -> Any:
         payload = self.payload()
         return None if payload is None else _calls.decode(payload)
 
@@ -68,6 +91,43 @@ class Inbox:
         return message
 
 
+class Mail:
+    """What rank 0 sends to a stage, sorted: its calls, and what the stage before hands on.
+
+    It is read on a thread at all times, so that rank 0 never waits for a rank that computes.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._calls, self._passed = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+        threading.Thread(target=self._read, name="headrace-mail", daemon=True).start()
+
+    def _read(self) -> None:
+        message: Any = True
+        while message is not None:
+            try:
+                message = self._inbox.call()
+            except (OSError, ValueError, HeadraceError) as error:
+                logger.error("rank 0 sent what is no message", exc_info=error)
+                message = None
+            if isinstance(message, Passed):
+                self._passed.put(message)
+            else:
+                self._calls.put(message)
+        self._passed.put(None)
+
+    def call(self) -> Any:
+        """Wait for the next call; None at the end."""
+        return self._calls.get()
+
+    def passed(self) -> Passed:
+        """Wait for what the stage before hands on. Raises EOFError at the end."""
+        message: Passed | None = self._passed.get()
+        if message is None:
+            raise EOFError
+        return message
+
+
 def serve(sock: socket.socket) -> None:
     """Load, make the program, and make rank 0's calls until it hangs up. Raises EOFError if it does so before."""
     inbox = Inbox(sock)
@@ -75,22 +135,44 @@ def serve(sock: socket.socket) -> None:
     if start.cpus:
         os.sched_setaffinity(0, start.cpus)
     config = start.config
-    native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
-    os.close(start.memory)
-    seat = seat_of(native, start.rank, start.world)
+
+    def send(message: msgspec.Struct) -> None:
+        sock.sendall(framed(message))
+
+    native, seat = place_of(start, inbox, send)
     backend, model, model_config = load_model(config, Path(config.model), lambda done, total: None, seat)
-    sock.sendall(framed(Loaded(backend.ops.weight_bytes)))
-    inbox.expect(Go)
+    send(Loaded(backend.ops.weight_bytes))
+    go = inbox.expect(Go)
+    if isinstance(native, GlooRanks):
+        native.connect(go.host, go.port)
     choose_activations(config, backend, model, model_config)
-    arguments = msgspec.structs.asdict(inbox.expect(SetUp))
-    program = backend.program(model, **arguments)
+    arguments = msgspec.structs.asdict(inbox.expect(SetUp)) | {"num_threads": config.num_threads}
+    program: Any = backend.program(model, **arguments)
     if fault := native.fault():
         raise RankLostError(f"the ranks are apart: {fault}")
-    sock.sendall(framed(Ready()))
+    send(Ready())
     gc.collect()
     gc.freeze()
-    follow(program, inbox.call, native)
+    if config.pipeline_parallel_size > 1:
+        mail = Mail(inbox)
+        take = functools.partial(in_turn, mail.passed) if start.rank > 1 else None
+        follow_stage(program, start.world, mail.call, take, send)
+    else:
+        follow(program, inbox.call, native)
     program.close()
+
+
+def place_of(start: Start, inbox: Inbox, send: Callable[[msgspec.Struct], None]) -> tuple[Any, Seat | StageSeat]:
+    """Return where the calls of this rank meet those of the others, and its seat."""
+    if start.config.pipeline_parallel_size > 1:
+        return Apart(), StageSeat(start.rank, start.world, RankNeighbours(start.rank, inbox.expect, send))
+    native: Any
+    if start.interface:
+        native = GlooRanks(start.rank, start.world, SLOT_BYTES, start.interface, start.timeout)
+    else:
+        native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
+        os.close(start.memory)
+    return native, seat_of(native, start.rank, start.world, start.config.enable_expert_parallel)
 
 
 def main(fd: int) -> int:

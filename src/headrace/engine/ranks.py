@@ -13,10 +13,13 @@ from typing import Any
 import msgspec
 
 from headrace import env
-from headrace.backends.base import Backend
-from headrace.parallel.group import SLOT_BYTES, Group
+from headrace.backends.base import Backend, Program
+from headrace.parallel.group import SLOT_BYTES, Apart, Group
+from headrace.parallel.pipeline import Arrivals, FirstNeighbours, PipelinedProgram
 from headrace.parallel.plan import MAX_RANKS, Plan, Seat
+from headrace.parallel.program import RankedProgram
 from headrace.parallel.sharding import Sharing
+from headrace.parallel.stages import StageSeat
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 
@@ -25,8 +28,9 @@ ALONE = ("eagle", "eagle3", "medusa", "mtp", "early_exit")
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """To a rank, first: what to load, its number among `world`, the file of the memory that they share, how long it
-    waits for the others, whether it may spin while it does, and its processors (none: any)."""
+    """To a rank, first: what to load, its number among `world`, the file of the memory that they share (-1: none), how
+    long it waits for the others, whether it may spin while it does, and its processors (none: any). On a host of its
+    own it has an `interface` through which it gathers."""
 
     config: EngineConfig
     rank: int
@@ -35,10 +39,15 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     timeout: float
     spins: bool
     cpus: list[int]
+    interface: str = ""
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """To a rank: all have their weights; choose the activations."""
+    """To a rank: all have their weights; choose the activations. Ranks on several hosts find each other's gathers at
+    `host` and `port`."""
+
+    host: str = ""
+    port: int = 0
 
 
 class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
@@ -55,10 +64,13 @@ class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
 
 def refuse(config: EngineConfig) -> None:
     """Raise `RequestError` for what ranks can not do together."""
-    world = config.tensor_parallel_size
-    beside = f"with tensor_parallel_size {world}"
+    field, world = config.ranks
+    beside = f"with {field} {world}"
+    if config.tensor_parallel_size > 1 and config.pipeline_parallel_size > 1:
+        bound = f"1 with tensor_parallel_size {config.tensor_parallel_size}: ranks have columns or layers, not both"
+        raise RequestError("pipeline_parallel_size", config.pipeline_parallel_size, bound)
     if world > MAX_RANKS:
-        raise RequestError("tensor_parallel_size", world, f"at most {MAX_RANKS}")
+        raise RequestError(field, world, f"at most {MAX_RANKS}")
     if config.save_packed:
         raise RequestError("save_packed", True, f"left out {beside}: one process writes the file, ranks then read it")
     spec = config.speculative_config
@@ -72,7 +84,7 @@ def refuse(config: EngineConfig) -> None:
 def open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], None] | None) -> Group | None:
     """Start the other ranks of an engine, and bind this thread to its share of the processors; None for a model that
     one process computes. Raises `RequestError`."""
-    world = config.tensor_parallel_size
+    world = config.ranks[1]
     if world == 1:
         return None
     refuse(config)
@@ -84,7 +96,8 @@ def open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], No
     def first(rank: int, memory: int) -> Start:
         return Start(config, rank, world, memory, config.distributed_timeout, spins, shares[rank])
 
-    group = Group(world, config.distributed_timeout, spins, first, on_lost)
+    apart = Apart() if config.pipeline_parallel_size > 1 else None
+    group = Group(world, config.distributed_timeout, spins, first, on_lost, gathers=apart)
     if shares[0]:
         before = processors()
         os.sched_setaffinity(0, shares[0])
@@ -108,9 +121,29 @@ def divide(cpus: Sequence[int], world: int) -> list[list[int]]:
     return [list(cpus[len(cpus) * at // world : len(cpus) * (at + 1) // world]) for at in range(world)]
 
 
-def seat_of(native: Any, rank: int, world: int) -> Seat:
+def seat_of(native: Any, rank: int, world: int, whole_experts: bool) -> Seat:
     """Return the seat of a rank whose gathers meet those of the others in `native`."""
-    return Seat(Plan(rank, world), native.address(), SLOT_BYTES)
+    return Seat(Plan(rank, world, whole_experts), native.address(), SLOT_BYTES)
+
+
+def first_seat(config: EngineConfig, group: Group) -> Seat | StageSeat:
+    """Return the seat of rank 0."""
+    if config.pipeline_parallel_size > 1:
+        # On hosts of their own, each has its memory for itself.
+        hosts = () if group.hosts is None else tuple(range(group.world))
+        return StageSeat(0, group.world, FirstNeighbours(group), hosts)
+    return seat_of(group.native, 0, group.world, config.enable_expert_parallel)
+
+
+def program_of(config: EngineConfig, program: Any, group: Group) -> Program:
+    """Return the program of rank 0, whose ranks are ready, and look after them from now on."""
+    if config.pipeline_parallel_size == 1:
+        group.watch()
+        return RankedProgram(program, group)
+    arrivals = Arrivals(group, config.distributed_timeout)
+    group.on_passed = arrivals.arrived
+    group.watch()
+    return PipelinedProgram(program, group, arrivals.take, group.world)
 
 
 def take_seat(backend: Backend, seat: Seat) -> Sharing:

@@ -49,11 +49,16 @@ class Model(Protocol):
     def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
         """Rows -> hidden states [R, H]; writes their keys and values to `kv`, one cache for each layer. `streams` gets
         the residual stream [R, H] before each layer, and after the last."""
-        x = self.enter(rows)
-        for layer in self.layers:
+        return self.through(range(len(self.layers)), self.enter(rows), rows, kv, streams)
+
+    def through(
+        self, layer_ids: range, x: Array, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None
+    ) -> Array:
+        """What the first of `layer_ids` takes [R, H] -> what the last of them gives; else as `forward`."""
+        for i in layer_ids:
             if streams is not None:
                 streams.append(x)
-            x = layer(x, rows, kv)
+            x = self.layers[i](x, rows, kv)
         if streams is not None:
             streams.append(x)
         return x

@@ -13,6 +13,7 @@ from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, Ro
 from headrace.models import Model
 from headrace.models.config import MAX_SIZE, ModelConfig
 from headrace.models.rope import make_rope_table, pair_order
+from headrace.models.weights import Expert
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
 
@@ -223,12 +224,14 @@ class Experts:
             raise CheckpointError(f"config.json: num_experts_per_tok is {routing.top_k}, expected at most {num}")
         self.router = weights.linear([f"{name}.{router}"], decoder.hidden_size, [num], plain=True)
         *first, down = parts
-        names = [f"{name}.experts.{e}" for e in range(num)]
+        names, outs = [f"{name}.experts.{e}" for e in range(num)], [inner] * len(first)
         self.gate_up = [
-            stacked(weights, [f"{n}.{part}" for part in first], "gate_up_proj", outer, [inner] * len(first))
-            for n in names
+            stacked(weights, [f"{n}.{part}" for part in first], "gate_up_proj", outer, outs, cut=Expert(e, num, outs))
+            for e, n in enumerate(names)
         ]
-        self.down = [weights.linear([f"{n}.{down}"], inner, [outer]) for n in names]
+        self.down = [
+            weights.linear([f"{n}.{down}"], inner, [outer], cut=Expert(e, num, [outer])) for e, n in enumerate(names)
+        ]
 
     def __call__(self, x: Array, seen: Array | None = None) -> Array:
         """`seen`: what the router sees, where that is not x."""

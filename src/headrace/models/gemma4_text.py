@@ -31,16 +31,20 @@ TINY = {
 class Model(Frame):
     Layer = Layer  # type: ignore[assignment]
 
-    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
-        x, ops, width, extra = self.enter(rows), self.ops, self.extra_width, None
+    def through(
+        self, layer_ids: range, x: Array, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None
+    ) -> Array:
+        ops, width, extra = self.ops, self.extra_width, None
         if width:
+            # Of the tokens alone, so that a process which has later layers computes it by itself.
+            entered = self.enter(rows) if layer_ids.start else x
             of_tokens = ops.embedding(rows.token_ids, self.extra, width**0.5)
-            of_x = ops.scale(ops.linear(x, self.to_extra), self.hidden_size**-0.5)
+            of_x = ops.scale(ops.linear(entered, self.to_extra), self.hidden_size**-0.5)
             extra = ops.scale(ops.norm_columns(of_x, 0, self.num_layers, self.extra_norm) + of_tokens, 2**-0.5)
-        for i, layer in enumerate(self.layers):
+        for i in layer_ids:
             if streams is not None:
                 streams.append(x)
-            x = layer(x, rows, kv, extra if extra is None else ops.columns(extra, i * width, width))  # type: ignore[call-arg]
+            x = self.layers[i](x, rows, kv, extra if extra is None else ops.columns(extra, i * width, width))  # type: ignore[call-arg]
         if streams is not None:
             streams.append(x)
         return x

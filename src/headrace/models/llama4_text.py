@@ -11,6 +11,7 @@ from headrace.backends.base import Array, HeadNorm, Routing
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, GatedMLP, PreNormLayer, SharedExperts
 from headrace.models.ministral3 import query_scale
 from headrace.models.smollm3 import has_rope
+from headrace.models.weights import Expert
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -46,13 +47,21 @@ class Experts:
         self.ops, self.kind = decoder.ops, decoder.activation
         self.routing = Routing(top_k, "sigmoid", renormalise=False, scale_input=True)
         self.router = weights.linear([f"{name}.router"], hidden, [num], plain=True)
-        names = [f"{name}.experts.{e}" for e in range(num)]
+        names, outs = [f"{name}.experts.{e}" for e in range(num)], [inner, inner]
         if weights.has(f"{names[0]}.gate_proj.weight"):  # as GGUF files have them
-            parts = [[f"{n}.gate_proj", f"{n}.up_proj"] for n in names]
-            self.gate_up = [weights.linear(pair, hidden, [inner, inner]) for pair in parts]
+            self.gate_up = [
+                weights.linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, cut=Expert(e, num, outs))
+                for e, n in enumerate(names)
+            ]
         else:
-            self.gate_up = [weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], transposed=True) for n in names]
-        self.down = [weights.linear([f"{n}.down_proj"], inner, [hidden], transposed=True) for n in names]
+            self.gate_up = [
+                weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], transposed=True, cut=Expert(e, num, outs))
+                for e, n in enumerate(names)
+            ]
+        self.down = [
+            weights.linear([f"{n}.down_proj"], inner, [hidden], transposed=True, cut=Expert(e, num, [hidden]))
+            for e, n in enumerate(names)
+        ]
 
     def __call__(self, x: Array) -> Array:
         return self.ops.experts(x, self.router, self.routing, self.gate_up, self.down, self.kind)

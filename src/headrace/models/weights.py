@@ -18,9 +18,19 @@ if TYPE_CHECKING:
 
     from headrace.backends.base import Array, Matrix
 
-Cut: TypeAlias = "Heads | Sequence[int] | None"
+
+class Expert(NamedTuple):
+    """Whose layer it is: expert `expert_id` of `num`. parts: of its outputs, as `Cut` has them."""
+
+    expert_id: int
+    num: int
+    parts: Sequence[int]
+
+
+Cut: TypeAlias = "Heads | Expert | Sequence[int] | None"
 """What the outputs of a layer are, where ranks share them out: queries, keys and values of heads, or parts of so many
-outputs that are shared out each by itself. None: each of the stacked layers is such a part."""
+outputs that are shared out each by itself; those of an expert may be one rank's alone. None: each of the stacked layers
+is such a part."""
 
 
 class ByHead(NamedTuple):

@@ -1,8 +1,9 @@
-"""`Group`: the processes of a model's ranks on one host, as rank 0 has them: their start, their memory, their end.
+"""`Group`: the processes of a model's ranks, as rank 0 has them: their start, their gathers, their end.
 
-Rank 0 starts the others with a socket each, and a file in memory (memfd) that all of them map. If one ends, stands
-still or falls out of step, the group is of no use: it is killed, and the owner of rank 0 makes another. Knows messages
-as bytes; must not know models or requests. Called by `engine.ranks`.
+On one host, rank 0 starts the others with a socket each, and a file in memory (memfd) that all of them map. Ranks of
+other hosts come by themselves (`Hosts`). If one ends, stands still or falls out of step, the group is of no use: it is
+killed, and the owner of rank 0 makes another. Knows messages as bytes; must not know models or requests. Called by
+`engine.ranks`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from headrace.backends.native import require_native
-from headrace.parallel.program import Call, RankLostError
+from headrace.parallel.program import Call, Fault, HiddenRows, Numbers, Passed, RankLostError
 from headrace.protocol import frames
 from headrace.protocol.errors import HeadraceError, RequestError
 
@@ -31,6 +33,9 @@ CLOSE_TIMEOUT_S = 2.0
 LOAD_TIMEOUT_S = 3600.0
 COMMAND = (sys.executable, "-m", "headrace.engine.rank")
 """The program of a rank; its last argument is the number of its socket."""
+
+
+T = TypeVar("T")
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -43,9 +48,37 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """From a rank: it has its program, and waits for calls."""
 
 
-FromRank = Loaded | Ready | frames.Failed
+FromRank = Loaded | Ready | frames.Failed | HiddenRows | Fault | Numbers
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+class Gathers(Protocol):
+    """Where the gathers of this rank meet those of the others: `_native.Ranks`, or `parallel.gloo.GlooRanks`."""
+
+    def begin(self, call_id: int) -> None: ...
+
+    def fault(self) -> str: ...
+
+    def break_group(self) -> None: ...
+
+
+class Hosts(Protocol):
+    """The hosts of the other ranks, each of which has its rank's process: `parallel.hosts.rendezvous.Rendezvous`."""
+
+    def accept(self) -> list[socket.socket]:
+        """Wait until all ranks are there, and return the sockets to them, in order."""
+        ...
+
+    def end_of(self, rank: int) -> str:
+        """Return why a rank has hung up."""
+        ...
+
+    def hang_up(self) -> None:
+        """Have the hosts end all ranks."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def framed(message: msgspec.Struct) -> bytes:
@@ -54,14 +87,30 @@ def framed(message: msgspec.Struct) -> bytes:
     return frames.HEADER.pack(len(payload)) + payload
 
 
+class Apart:
+    """In place of the memory of a group whose ranks share none: their calls meet where rows are handed on."""
+
+    def begin(self, call_id: int) -> None:
+        """Nothing is gathered."""
+
+    def fault(self) -> str:
+        return ""
+
+    def break_group(self) -> None:
+        """There are no gathers to break."""
+
+
 class Group:
-    """Ranks 1 ... `world` - 1, from rank 0's side. `at_end` is called by the first `close`.
+    """Ranks 1 ... `world` - 1, from rank 0's side. `at_end` is called by the first `close`; `on_passed` for what a rank
+    hands on while calls are made, on the thread that watches.
 
     Args:
         timeout: seconds that a rank waits for the others in a gather, and for room in a socket.
         spins: whether every rank has processors of its own.
         first: makes the first message to a rank, of its number and the number of the memory's file.
         on_lost: called once, on the thread that watches, when the group is of no use any more; not after `close`.
+        gathers: of ranks that share no memory; `first` is then called with the number -1.
+        hosts: of ranks on hosts of their own.
     """
 
     def __init__(
@@ -72,28 +121,54 @@ class Group:
         first: Callable[[int, int], msgspec.Struct],
         on_lost: Callable[[str], None] | None = None,
         command: Sequence[str] | None = None,
+        gathers: Gathers | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise RequestError("tensor_parallel_size", world, "1 on this system: ranks share memory as Linux has it")
         self.world, self._timeout, self._on_lost = world, timeout, on_lost
-        native = require_native().Ranks
-        memory = os.memfd_create("headrace-ranks", os.MFD_CLOEXEC)
+        self.hosts = hosts
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._buffers = [frames.FrameBuffer() for _ in range(world - 1)]
+        self._messages: list[deque[FromRank]] = [deque() for _ in range(world - 1)]
+        # Calls and what is handed on are sent by two threads.
+        self._sending = [threading.Lock() for _ in range(world - 1)]
+        self.on_passed: Callable[[int, Passed], None] | None = None
         self._lock = threading.Lock()
         self._reason = ""
         self._closed = False
         self.at_end: Callable[[], None] | None = None
         self._call_id = 0
+        self.native: Gathers = gathers or Apart()
         try:
-            os.ftruncate(memory, native.bytes(SLOT_BYTES))
-            self.native = native(memory, 0, world, SLOT_BYTES, timeout, spins)
-            for rank in range(1, world):
-                self._start(rank, memory, first(rank, memory), command or COMMAND)
+            if hosts is not None:
+                self._sockets += hosts.accept()
+                for rank, sock in enumerate(self._sockets, 1):
+                    sock.settimeout(timeout)
+                    sock.sendall(framed(first(rank, -1)))
+            elif gathers is not None:
+                for rank in range(1, world):
+                    self._start(rank, -1, first(rank, -1), command or COMMAND)
+            else:
+                self.native = self._start_sharing(spins, first, command or COMMAND)
         except BaseException:
             self.close()
             raise
+
+    def _start_sharing(
+        self, spins: bool, first: Callable[[int, int], msgspec.Struct], command: Sequence[str]
+    ) -> Gathers:
+        """Start the other ranks on this host, which share memory. Returns rank 0's gathers."""
+        if not hasattr(os, "memfd_create"):
+            bound = "1 on this system: ranks share memory as Linux has it"
+            raise RequestError("tensor_parallel_size", self.world, bound)
+        native = require_native().Ranks
+        memory = os.memfd_create("headrace-ranks", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memory, native.bytes(SLOT_BYTES))
+            gathers: Gathers = native(memory, 0, self.world, SLOT_BYTES, self._timeout, spins)
+            for rank in range(1, self.world):
+                self._start(rank, memory, first(rank, memory), command)
+            return gathers
         finally:
             os.close(memory)
 
@@ -105,7 +180,7 @@ class Group:
             self._processes.append(
                 subprocess.Popen(
                     [*command, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno(), memory],
+                    pass_fds=[fd for fd in (theirs.fileno(), memory) if fd >= 0],
                     stdin=subprocess.DEVNULL,
                 )
             )
@@ -118,28 +193,34 @@ class Group:
 
     def expect(self, kind: type[Any]) -> list[Any]:
         """Wait for a message of `kind` from each rank. Raises the error with which one failed, or `RankLostError`."""
-        messages = []
-        for rank, (sock, buffer) in enumerate(zip(self._sockets, self._buffers, strict=True), 1):
-            sock.settimeout(LOAD_TIMEOUT_S)
-            message = self._receive(rank, sock, buffer)
-            sock.settimeout(self._timeout)
-            if isinstance(message, frames.Failed):
-                raise frames.startup_error(message)
-            if not isinstance(message, kind):
-                raise RankLostError(f"rank {rank} sent {type(message).__name__}, expected {kind.__name__}")
-            messages.append(message)
-        return messages
+        return [self.receive(rank, kind) for rank in range(1, self.world)]
 
-    def _receive(self, rank: int, sock: socket.socket, buffer: frames.FrameBuffer) -> FromRank:
-        while True:
+    def receive(self, rank: int, kind: type[T]) -> T:
+        """Wait for a message of `kind` from a rank, while the model is loaded. Raises as `expect`."""
+        sock = self._sockets[rank - 1]
+        sock.settimeout(LOAD_TIMEOUT_S)
+        message = self._receive(rank)
+        sock.settimeout(self._timeout)
+        if isinstance(message, frames.Failed):
+            raise frames.startup_error(message)
+        if not isinstance(message, kind):
+            raise RankLostError(f"rank {rank} sent {type(message).__name__}, expected {kind.__name__}")
+        return message
+
+    def _receive(self, rank: int) -> FromRank:
+        messages = self._messages[rank - 1]
+        while not messages:
             try:
-                data = sock.recv(frames.READ_BYTES)
+                data = self._sockets[rank - 1].recv(frames.READ_BYTES)
             except OSError as error:
                 raise RankLostError(f"rank {rank}: {error}") from error
             if not data:
                 raise RankLostError(self._end_of(rank))
-            for payload in buffer.feed(data):
-                return _decoder.decode(payload)
+            try:
+                messages += map(_decoder.decode, self._buffers[rank - 1].feed(data))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise RankLostError(f"rank {rank} sent what is no message: {error}") from error
+        return messages.popleft()
 
     def watch(self) -> None:
         """Look after the ranks from now on, on a thread."""
@@ -150,25 +231,38 @@ class Group:
         for sock in self._sockets:
             poll.register(sock, select.POLLIN)
         descriptors = [sock.fileno() for sock in self._sockets]
-        # A rank says nothing any more, unless it ends.
         while not self._closed:
             events = poll.poll(200)
             if self._closed or not events:
                 continue
             rank = 1 + descriptors.index(events[0][0])
             try:
-                message: Any = self._receive(rank, self._sockets[rank - 1], self._buffers[rank - 1])
-                reason = f"rank {rank}: {message.message or message.kind}"
+                reason = self._heard(rank)
             except HeadraceError as error:
                 reason = str(error)
-            if not self._closed:
+            if reason and not self._closed:
                 self.lose(reason)
                 if self._on_lost is not None:
                     self._on_lost(self._reason)
-            return
+            if reason:
+                return
+
+    def _heard(self, rank: int) -> str:
+        """Take what a rank sends: what it hands on, or else why the group is at its end."""
+        message: Any = self._receive(rank)
+        while isinstance(message, Passed) and self.on_passed is not None:
+            self.on_passed(rank, message)
+            if not self._messages[rank - 1]:
+                return ""
+            message = self._receive(rank)
+        if isinstance(message, frames.Failed):
+            return f"rank {rank}: {message.message or message.kind}"
+        return f"rank {rank} sent {type(message).__name__}"
 
     def _end_of(self, rank: int) -> str:
         """Return how a rank ended that has hung up."""
+        if self.hosts is not None:
+            return self.hosts.end_of(rank)
         try:
             status = self._processes[rank - 1].wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -192,13 +286,20 @@ class Group:
 
     def send(self, call: Call | msgspec.Struct) -> None:
         frame = framed(call)
-        for rank, sock in enumerate(self._sockets, 1):
-            try:
-                sock.sendall(frame)
-            except OSError as error:
-                self.lose(f"rank {rank} takes no calls: {error}")
-                self.check()
+        for rank in range(1, self.world):
+            self._send_frame(rank, frame)
         self.check()
+
+    def send_to(self, rank: int, message: msgspec.Struct) -> None:
+        self._send_frame(rank, framed(message))
+
+    def _send_frame(self, rank: int, frame: bytes) -> None:
+        try:
+            with self._sending[rank - 1]:
+                self._sockets[rank - 1].sendall(frame)
+        except OSError as error:
+            self.lose(f"rank {rank} takes no calls: {error}")
+            self.check()
 
     def check(self) -> None:
         fault = self.native.fault()
@@ -208,6 +309,8 @@ class Group:
             raise RankLostError(self._reason or fault)
 
     def _kill(self) -> None:
+        if self.hosts is not None:
+            self.hosts.hang_up()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -223,6 +326,8 @@ class Group:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+        if self.hosts is not None:
+            self.hosts.close()
         for process in self._processes:
             try:
                 process.wait(CLOSE_TIMEOUT_S)

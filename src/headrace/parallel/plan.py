@@ -89,10 +89,12 @@ class HeadShare(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The shares of rank `rank` of `world`, and those of the others."""
+    """The shares of rank `rank` of `world`, and those of the others. whole_experts: of a mixture, a rank has some
+    experts whole instead of some columns of each."""
 
     rank: int
     world: int
+    whole_experts: bool = False
 
     def part(self, width: int) -> Part | None:
         """Return how `width` columns are shared out; None if there are fewer than ranks: then each has all of them."""
@@ -139,6 +141,13 @@ class Plan(NamedTuple):
             for num, size, at in sizes
         ]
         return Layout(tuple(parts))
+
+    def experts(self, num: int) -> Bounds:
+        """Return the experts of this rank, of `num` of a layer. Raises `RequestError` for fewer experts than ranks."""
+        if num < self.world:
+            bound = f"at most {num} with enable_expert_parallel, the experts of a layer of the model"
+            raise RequestError("tensor_parallel_size", self.world, bound)
+        return num * self.rank // self.world, num * (self.rank + 1) // self.world
 
     def cached_heads(self, num_kv_heads: int) -> Bounds:
         """Return the KV heads that this rank keeps in its cache."""

@@ -30,7 +30,7 @@ class RankLostError(EngineDeadError):
     """The ranks of a model no longer compute together: one of them ended, stands still, or makes other calls."""
 
 
-class Forward(msgspec.Struct, frozen=True, tag="forward", array_like=True):
+class Forward(msgspec.Struct, frozen=True, tag="forward"):
     """`Program.forward`: the fields of `Chunks`, then the rows of logits."""
 
     call_id: int
@@ -44,26 +44,53 @@ class Forward(msgspec.Struct, frozen=True, tag="forward", array_like=True):
     rows: list[int]
 
 
-class LogitsOf(msgspec.Struct, frozen=True, tag="logits", array_like=True):
+class LogitsOf(msgspec.Struct, frozen=True, tag="logits"):
     """`Program.logits`."""
 
     call_id: int
     rows: list[int]
 
 
-class HiddenStatesOf(msgspec.Struct, frozen=True, tag="hidden_states", array_like=True):
+class HiddenStatesOf(msgspec.Struct, frozen=True, tag="hidden_states"):
     """`Program.hidden_states`."""
 
     call_id: int
     rows: list[int]
 
 
-class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks", array_like=True):
+class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
     """`Program.copy_blocks`."""
 
     call_id: int
     pairs: Sequence[tuple[int, int]]
     kind: int
+
+
+class HiddenRows(msgspec.Struct, frozen=True, tag="hidden_rows"):
+    """From one stage to the next: hidden rows [R, width] of piece `piece` of a call, as float32 in little-endian."""
+
+    call_id: int
+    piece: int
+    width: int
+    data: bytes
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """From one stage to the next, in place of the rows of a call that are not there: a rank could not compute it."""
+
+    call_id: int
+    kind: str
+    message: str
+
+
+class Numbers(msgspec.Struct, frozen=True, tag="numbers"):
+    """While a model is loaded: the values of one rank to rank 0, or those of all ranks from it, by stage."""
+
+    values: list[list[float]]
+
+
+Passed = HiddenRows | Fault
+"""What goes from stage to stage."""
 
 
 Call = Forward | LogitsOf | HiddenStatesOf | CopyBlocks

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Array, Heads, Matrix, Ops
-from headrace.models.weights import ByHead, Weights
+from headrace.models.weights import ByHead, Expert, Weights
 from headrace.parallel.plan import Layout, Plan
 
 if TYPE_CHECKING:
@@ -28,12 +28,15 @@ class Sharing(Ops, Protocol):
 
     def sharing(self, layout: Layout | None) -> AbstractContextManager[None]: ...
 
+    def of_expert(self, expert_id: int, num: int) -> AbstractContextManager[None]: ...
+
 
 class RankWeights(Weights):
     """`weights` for the rank whose operators are `ops`."""
 
     def __init__(self, weights: Weights, ops: Sharing) -> None:
         self._weights, self._ops = weights, ops
+        self.has_experts = False
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
@@ -69,6 +72,11 @@ class RankWeights(Weights):
         cut: Cut = None,
     ) -> Matrix:
         flags: dict[str, Any] = {"bias": bias, "transposed": transposed, "plain": plain, "orders": orders}
+        if isinstance(cut, Expert):
+            self.has_experts = True
+            if self._ops.plan.whole_experts:
+                with self._ops.of_expert(cut.expert_id, cut.num):
+                    return self._weights.linear(names, num_in, num_outs, **flags)
         # A router's few outputs are needed whole at once.
         layout = None if plain else self._layout(num_outs, cut)
         with self._ops.sharing(layout):
@@ -85,4 +93,6 @@ class RankWeights(Weights):
         plan = self._ops.plan
         if isinstance(cut, Heads):
             return plan.heads(cut.num_heads, cut.num_kv_heads, cut.head_dim, cut.value_size)
+        if isinstance(cut, Expert):
+            cut = cut.parts
         return plan.layout(cut or num_outs)

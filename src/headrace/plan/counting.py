@@ -316,8 +316,18 @@ class CountingWeights:
         return _Matrix(name, num_in, num_out, parameters, num_bytes, form)
 
 
-class _Rows:
+class _OneRow:
+    """The row that goes through a model."""
+
     token_ids = positions = features = None
+
+
+ONE_ROW = _OneRow()
+
+
+def cache_of(shape: Any) -> _Cache | _States:
+    """Return the cache of a `backends.base.LayerShape`."""
+    return _States([_State(state) for state in shape.states]) if shape.states else _Cache()
 
 
 def count(values: dict[str, Any], forms: Forms) -> Counts:
@@ -329,8 +339,8 @@ def count(values: dict[str, Any], forms: Forms) -> Counts:
     ops, weights = CountingOps(), CountingWeights(forms)
     model = models.find(values.get("model_type")).Model(ModelConfig(values), weights, ops, NUM_POSITIONS)
     shapes = model.cache_shapes
-    caches = [_States([_State(state) for state in shape.states]) if shape.states else _Cache() for shape in shapes]
-    hidden = model.forward(_Rows, caches)
+    caches = [cache_of(shape) for shape in shapes]
+    hidden = model.forward(ONE_ROW, caches)
     macs, num_read, widest = ops.macs, len(ops.read), ops.widest
     logits = model.logits(hidden, None)
     matrices = list(ops.read.values())

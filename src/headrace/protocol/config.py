@@ -39,6 +39,19 @@ STORED_METHODS = {
 """vLLM's names of a quantised checkpoint's own method, and the method: they load the weights as they are stored."""
 
 
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where rank 0 awaits ranks of other hosts, and the files of their proofs. distributed_interface: through which
+    ranks with columns gather; stages of a pipeline need none."""
+
+    host: str
+    port: int
+    distributed_interface: str | None = None
+    fleet_secret_file: str
+    tls_cert: str
+    tls_key: str
+    tls_ca: str
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What to load and how to run it. `None` means: take it from the model or measure it."""
 
@@ -68,7 +81,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     skip_tokenizer_init: bool = False
     num_threads: int = 0
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
     distributed_timeout: float = 10.0
+    rendezvous: Rendezvous | None = None
     async_scheduling: bool | None = None
     speculative_config: SpeculativeConfig | None = None
     record_schedule: str | None = None
@@ -86,9 +102,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
         if not 0 < self.distributed_timeout < float("inf"):
             raise RequestError("distributed_timeout", self.distributed_timeout, "above 0 seconds")
-        _at_least(
-            self, 1, "tensor_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_record_bytes"
-        )
+        _at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_record_bytes")
+        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise RequestError("enable_expert_parallel", True, "left out unless tensor_parallel_size is 2 or more")
         # One token of prompt and one of answer.
         _at_least(self, 2, "max_model_len", optional=True)
         _at_least(self, 1, "num_gpu_blocks_override", "kv_cache_memory_bytes", optional=True)
@@ -98,6 +115,38 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(self, 0, "seed", optional=True)
         if self.speculative_config is not None:
             msgspec.structs.force_setattr(self, "speculative_config", speculative_config(self.speculative_config))
+        place: object = self.rendezvous
+        if isinstance(place, dict):
+            try:
+                msgspec.structs.force_setattr(self, "rendezvous", msgspec.convert(place, Rendezvous))
+            except msgspec.ValidationError as error:
+                raise RequestError("rendezvous", sorted(place), str(error)) from None
+        if self.rendezvous is not None:
+            self._check_hosts(self.rendezvous)
+
+    def _check_hosts(self, place: Rendezvous) -> None:
+        if self.ranks[1] == 1:
+            bound = "left out with tensor_parallel_size 1 and pipeline_parallel_size 1"
+            raise RequestError("rendezvous", f"{place.host}:{place.port}", bound)
+        if self.enable_expert_parallel:
+            raise RequestError(
+                "enable_expert_parallel", True, "left out with rendezvous: only ranks of one host have it"
+            )
+        name, gathers = place.distributed_interface, self.pipeline_parallel_size == 1
+        if gathers and name is None:
+            bound = (
+                "an interface in a trusted network: what is gathered through it is neither encrypted nor authenticated"
+            )
+            raise RequestError("distributed_interface", None, bound)
+        if not gathers and name is not None:
+            bound = "left out with pipeline_parallel_size: stages send their rows over the connection with TLS"
+            raise RequestError("distributed_interface", name, bound)
+
+    @property
+    def ranks(self) -> tuple[str, int]:
+        """The field that says how the model is shared out, and the number of its ranks."""
+        field = "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
+        return field, getattr(self, field)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -16,13 +16,13 @@ from tests.support.remote import child, front, listening, run, served, until
 from headrace.engine.cache_tree import CacheTree, ReadCache
 from headrace.engine.client import EngineClient
 from headrace.fleet.remote import server as server_module
-from headrace.fleet.remote.handshake import HandshakeError
 from headrace.fleet.remote.server import EngineServer
 from headrace.fleet.remote.stamps import Stamps
 from headrace.insight.journal import Arrival, Note, Step, decode_note
 from headrace.protocol import frames
 from headrace.protocol.errors import EngineDeadError
 from headrace.protocol.step import Abort, Add, EngineInfo, Finish, Stats, StepOutput
+from headrace.secure.handshake import HandshakeError
 
 
 def pid_of(server: EngineServer) -> int:

@@ -20,14 +20,15 @@ from tests.fleet.remote.test_link import Scripted
 from tests.support.remote import FAST, credentials, files, front, listening, until
 
 from headrace.engine.sessions import MoveSession
-from headrace.fleet.remote import handshake, wire
-from headrace.fleet.remote.credentials import Credentials
-from headrace.fleet.remote.handshake import HandshakeError, Hello, Join, Times, Welcome
-from headrace.fleet.remote.server import MAX_PENDING, EngineServer
+from headrace.fleet.remote import wire
+from headrace.fleet.remote.server import EngineServer
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.errors import RequestError
 from headrace.protocol.step import Add, Stats, StepOutput
+from headrace.secure import door, handshake
+from headrace.secure.channel import pack
+from headrace.secure.credentials import Credentials
+from headrace.secure.handshake import HandshakeError, Hello, Join, Times, Welcome
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 HUGE = frames.HEADER.pack(256 * 2**20)
@@ -52,15 +53,15 @@ async def connect_plainly(port: int) -> Stream:
 
 async def receive(stream: Stream) -> Any:
     (length,) = frames.HEADER.unpack(await stream[0].readexactly(4))
-    return handshake._from_engine.decode(await stream[0].readexactly(length))
+    return handshake._from_server.decode(await stream[0].readexactly(length))
 
 
 async def join(stream: Stream, who: Credentials | None = None, front_id: bytes = b"front") -> Any:
     """What an engine says to a front that joins as it should."""
     who, hello = who or credentials("front"), await receive(stream)
     nonces, ends = (hello.nonce, b"n" * 32), (handshake.end_of(stream[1]), who.digest)
-    proof = handshake.proof(who.secret, "front", nonces, ends)
-    stream[1].write(wire.pack(Join(handshake.version(), nonces[1], front_id, proof)))
+    proof = handshake.proof(who.secret, "client", wire.talk(), nonces, ends)
+    stream[1].write(pack(Join(wire.talk().version, nonces[1], front_id, proof)))
     return await receive(stream)
 
 
@@ -160,7 +161,7 @@ def test_S_41_an_engine_of_another_ca_or_name_is_refused(tmp_path: Path) -> None
     nameless = [str(files() / name) for name in ("fleet.secret", "front.pem", "front.key")]
 
     async def work(mine: list[str]) -> None:
-        who = Credentials.read(*[*mine, str(files() / "ca.pem")], is_engine=True)
+        who = Credentials.read(*[*mine, str(files() / "ca.pem")], is_server=True)
 
         def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.close()
@@ -192,9 +193,9 @@ def test_S_41_a_wrong_secret_opens_neither_end(tmp_path: Path, caplog: pytest.Lo
         """An engine that lets everyone in, to read prompts."""
 
         async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(wire.pack(Hello(handshake.version(), b"n" * 32)))
+            writer.write(pack(Hello(wire.talk().version, b"n" * 32)))
             await reader.read(1024)
-            writer.write(wire.pack(Welcome(b"p" * 32)))
+            writer.write(pack(Welcome(b"p" * 32)))
             writer.close()
 
         listener = await asyncio.start_server(meet, "127.0.0.1", 0, ssl=credentials("engine").context)
@@ -217,7 +218,9 @@ def test_S_41_an_old_proof_opens_nothing(challenged: bool, monkeypatch: pytest.M
         first = await connect(port)
         hello = await receive(first)
         nonces, ends = (hello.nonce, b"n" * 32), (handshake.end_of(first[1]), who.digest)
-        old = wire.pack(Join(handshake.version(), nonces[1], b"f", handshake.proof(who.secret, "front", nonces, ends)))
+        old = pack(
+            Join(wire.talk().version, nonces[1], b"f", handshake.proof(who.secret, "client", wire.talk(), nonces, ends))
+        )
         first[1].write(old)
         assert isinstance(await receive(first), Welcome)
         first[1].close()
@@ -282,7 +285,7 @@ def test_S_41_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, caplog
     async def work(port: int, server: EngineServer) -> None:
         stream = await connect(port)
         await receive(stream)
-        stream[1].write(wire.pack(Join("0", b"n" * 32, b"f", b"p" * 32)))
+        stream[1].write(pack(Join("0", b"n" * 32, b"f", b"p" * 32)))
         assert await receive(stream) == handshake.Refused("version")
         assert await is_over(stream)
 
@@ -295,21 +298,21 @@ def test_the_version_depends_on_every_field() -> None:
         request_id: str
         more: int = 0
 
-    before = handshake.version()
+    before = wire.talk().version
     assert handshake._without_prose({"a": [{"description": "x", "type": "int"}]}) == {"a": [{"type": "int"}]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "ToEngine", Added)
-        assert handshake.version.__wrapped__() != before
-    assert handshake.version.__wrapped__() == before
+        assert wire.talk.__wrapped__().version != before
+    assert wire.talk.__wrapped__().version == before
 
 
 BEFORE_PROOF = {
     "256 MiB": (HUGE, "a frame of 268435456 bytes before the secret is proven"),
     "1 KiB and one byte": (frames.HEADER.pack(1025), "a frame of 1025 bytes before the secret is proven"),
     "garbage": (b"\xff" * 64, "a frame of 4294967295 bytes before the secret is proven"),
-    "not a join": (wire.pack(wire.Beat()), "not a handshake"),
-    "a request": (wire.pack(Add(request())), "not a handshake"),
-    "cut": (wire.pack(Join("0", b"", b"", b""))[:-3], "the connection ended in the handshake"),
+    "not a join": (pack(wire.Beat()), "not a handshake"),
+    "a request": (pack(Add(request())), "not a handshake"),
+    "cut": (pack(Join("0", b"", b"", b""))[:-3], "the connection ended in the handshake"),
 }
 
 
@@ -335,12 +338,12 @@ ONE = Add(request())
 MOVE = frames.Order("o", msgspec.msgpack.encode(MoveSession(path="/etc/passwd", weights="")))
 AFTER_PROOF = {
     "256 MiB": (HUGE, "above the cap"),
-    "a join again": (wire.pack(Join("0", b"", b"", b"")), "not a message"),
-    "a model": (wire.pack(frames.Start(EngineConfig(model="/etc"))), "not a message"),
-    "an end": (wire.pack(frames.Shutdown()), "not a message"),
-    "an order with a path": (wire.pack(MOVE), "an order other than"),
+    "a join again": (pack(Join("0", b"", b"", b"")), "not a message"),
+    "a model": (pack(frames.Start(EngineConfig(model="/etc"))), "not a message"),
+    "an end": (pack(frames.Shutdown()), "not a message"),
+    "an order with a path": (pack(MOVE), "an order other than"),
     "a pickle": (frames.HEADER.pack(4) + b"\x80\x04N.", "not a message"),
-    "a request twice": (wire.pack(ONE) * 2, "a request twice"),
+    "a request twice": (pack(ONE) * 2, "a request twice"),
 }
 
 
@@ -422,15 +425,16 @@ def test_S_43_a_silent_peer_is_given_up_in_every_state(state: str, caplog: pytes
 @pytest.mark.parametrize("drops", [True, False], ids=["", "control"])
 def test_S_43_idle_connectors_do_not_block_the_port(drops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are places for them, and more: the newest, which is the front, is taken."""
+    most = door.MAX_PENDING
     if not drops:
-        monkeypatch.setattr("headrace.fleet.remote.server.MAX_PENDING", 10**9)
+        monkeypatch.setattr(door, "MAX_PENDING", 10**9)
 
     async def go() -> None:
         async with listening(Scripted(), Times(tls=60.0, proof=60.0)) as (port, server):  # type: ignore[arg-type]
-            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * MAX_PENDING)]
-            await until(lambda: len(server._pending) >= MAX_PENDING)
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * most)]
+            await until(lambda: server.door.num_pending >= most)
             await asyncio.sleep(0.2)
-            assert (len(server._pending) <= MAX_PENDING) is drops
+            assert (server.door.num_pending <= most) is drops
             await serves(port)
             for _, writer in idle:
                 writer.close()
@@ -450,49 +454,3 @@ def test_S_43_a_second_front_is_refused_and_the_same_one_replaces_itself() -> No
         again[1].close()
 
     attack(work)
-
-
-# -- files -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("place", "content", "message"),
-    [
-        (0, b"short", "fleet_secret_file"),
-        (0, None, "fleet_secret_file"),
-        (1, b"no certificate", "tls_cert"),
-        (2, b"no key", "tls_key"),
-        (3, b"no ca", "tls_ca"),
-    ],
-)
-def test_files_at_fault_are_named(place: int, content: bytes | None, message: str, tmp_path: Path) -> None:
-    names = [str(files() / name) for name in ("fleet.secret", "front.pem", "front.key", "ca.pem")]
-    names[place] = str(tmp_path / "file")
-    if content is not None:
-        (tmp_path / "file").write_bytes(content)
-    with pytest.raises(RequestError, match=message):
-        Credentials.read(*names, is_engine=False)
-
-
-def test_a_key_with_a_password_is_refused_and_not_asked_for(tmp_path: Path) -> None:
-    command = ["openssl", "ec", "-in", str(files() / "front.key"), "-aes128", "-passout", "pass:x", "-out", "k.key"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    names = [
-        str(files() / "fleet.secret"),
-        str(files() / "front.pem"),
-        str(tmp_path / "k.key"),
-        str(files() / "ca.pem"),
-    ]
-    with pytest.raises(RequestError, match="without a password"):
-        Credentials.read(*names, is_engine=False)
-
-
-def test_a_secret_that_others_may_read_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "s"
-    path.write_text("s" * 64)
-    path.chmod(0o644)
-    Credentials.read(
-        str(path), *(str(files() / name) for name in ("front.pem", "front.key", "ca.pem")), is_engine=False
-    )
-    assert "chmod 600" in caplog.text
-    assert "sss" not in caplog.text

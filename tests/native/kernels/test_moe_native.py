@@ -129,7 +129,7 @@ def group(isa: str, ids: Array, weights: Floats, experts: int, num_threads: int 
     values: Values = {"num_experts": experts, "begin": found.begin, "rows": found.rows, "places": found.places}
     values |= {"pair_weights": found.weights}
     dims = call("moe_group", isa, rows, num_threads=num_threads, ids=ids, weights=weights, top_k=k, **values)
-    assert dims == [rows * k]
+    assert dims == [rows * k, 0]
     return found
 
 
@@ -154,6 +154,27 @@ def test_an_expert_nobody_chose_has_no_pairs(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_rank_with_some_experts_has_their_pairs_alone(isa: str, num_threads: int) -> None:
+    ids, weights = route(isa, normals(1, 30, 11), 3)
+    whole = group(isa, ids, weights, 11)
+    for first, num in ((0, 4), (4, 3), (7, 4), (0, 11), (5, 0)):
+        own_begin, begin, places = np.full(num + 1, -1, np.int32), whole.begin.copy(), whole.places.copy()
+        values: Values = {
+            "begin": begin,
+            "rows": whole.rows.copy(),
+            "places": places,
+            "pair_weights": whole.weights.copy(),
+        }
+        values |= {"num_experts": 11, "first": first, "num_own": num, "own_begin": own_begin}
+        dims = call("moe_group", isa, 30, num_threads=num_threads, ids=ids, weights=weights, top_k=3, **values)
+        assert (own_begin == whole.begin[first : first + num + 1] - whole.begin[first]).all()
+        assert dims == [90, own_begin[-1]]
+        assert (begin == whole.begin).all()
+        assert (places == whole.places).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_threads", [1, 2])
 def test_gather(isa: str, num_threads: int) -> None:
     x, rows = normals(1, 20, 700), np.array([1, 4, 5, 19], np.int32)
     out = padded(4, 700)
@@ -163,6 +184,10 @@ def test_gather(isa: str, num_threads: int) -> None:
     assert untouched(out, 700)
     call("moe_gather", isa, 4, num_threads=num_threads, list=rows, weights=x[0, :4].copy(), **values)
     assert same(out[:, :700], x[rows] * x[0, :4, None])
+    begin = np.array([2], np.int32)
+    values |= {"list": rows, "weights": x[0, :4].copy(), "from": begin}
+    call("moe_gather", isa, 2, num_threads=num_threads, **values)
+    assert same(out[:2, :700], x[rows[2:]] * x[0, 2:4, None])
     source, target = quantized(x, 64), Quantized(4, 700, 64)
     values = {f: v for f, v in source.fields().items() if f != "group"}
     to: Values = {"to_q": target.q, "to_scales": target.scales, "to_sums": target.sums}

@@ -15,7 +15,7 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace import env
-from headrace.backends.base import Chunks, part_of_memory
+from headrace.backends.base import Chunks, LayerShape, part_of_memory
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.activations import choose_activations
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
@@ -26,6 +26,7 @@ from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
 from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
+from headrace.backends.neighbours import neighbours_of
 from headrace.parallel.plan import Seat
 from headrace.protocol.errors import RequestError
 from headrace.quant.arrays import floats, type_name
@@ -54,6 +55,12 @@ class Cpu:
             raise ValueError("a backend has one seat")
         self.ops = RankOps(self.ops, seat)
         return self.ops
+
+    def take_stage(self) -> None:
+        """Load some layers of all models from now on. Before any matrix."""
+        if isinstance(self.ops, RankOps):
+            raise ValueError("a backend has one seat")
+        self.ops.copies = True
 
     def constant(self, values: NDArray[Any], is_weight: bool = False) -> NDArray[np.float32]:
         """Return `values` as contiguous float32; a copy of a weight, so that no page of its file is held."""
@@ -89,8 +96,13 @@ class Cpu:
         return Chooser(width, num_threads) if width <= MAX_WIDTH else None
 
     def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
-        every = self.ops.every_cache(model)
-        return sum(cache.block_bytes(shapes, kind, block_size, kv_dtype) for shapes in every)
+        def num_bytes(shapes: Sequence[LayerShape]) -> int:
+            return cache.block_bytes(shapes, kind, block_size, kv_dtype)
+
+        # Where several hosts have layers, the fullest of them counts.
+        if (by_host := getattr(model, "shapes_by_host", None)) is not None:
+            return max(map(num_bytes, by_host))
+        return sum(map(num_bytes, self.ops.every_cache(model)))
 
     def program(
         self,
@@ -123,12 +135,17 @@ class Cpu:
         probe_kv = cache.KVCache(self.ops.cache_shapes(model), [NUM_SEQS] * len(model.kinds), length, "float32")
         probe = TapedProgram(model, self.ops, probe_kv, NUM_SEQS * length, NUM_SEQS, NUM_SEQS, num_threads)
         tables = [[i] for i in range(NUM_SEQS)]
-        probe.forward(
-            Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables, states_in=[-1] * NUM_SEQS), []
+        neighbours = neighbours_of(model)
+        features = None if neighbours is None else neighbours.take(NUM_SEQS * length, model.feature_size)
+        _, hidden = probe.hidden_rows(
+            Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables, states_in=[-1] * NUM_SEQS), features
         )
+        if neighbours is not None:
+            neighbours.give(hidden)
         stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))
         stores = [store for store in stores if store["k"] is not None]  # without `CpuOps.rope`, which stores nothing
-        attending = [i for i, shape in enumerate(model.cache_shapes) if not shape.states]
+        # Of layers that other processes have, nothing is kept.
+        attending = [i for i, shape in enumerate(model.cache_shapes) if shape.num_kv_heads and not shape.states]
         every = zip(attending, looks, strict=True)
         writers = [(kv.layers[i], look) for i, look in every if model.cache_shapes[i].source is None]
         for (layer, look), store in zip(writers, stores, strict=True):

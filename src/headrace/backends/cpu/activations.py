@@ -10,6 +10,7 @@ model's, no request changes it. Called by the backend; must not know models.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from headrace.backends.cpu.products import FLOAT_KINDS
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
+from headrace.backends.neighbours import Neighbours, neighbours_of
 from headrace.protocol.errors import RequestError
 from headrace.quant.schemes import ROUNDED_BOOKS
 
@@ -47,22 +49,27 @@ def choose_activations(ops: CpuOps | RankOps, model: Any, mode: str, num_threads
         raise RequestError("activations", mode, "auto, int8 or 16bit: the CPU's kernels round nothing to 8-bit floats")
     if mode == "auto" and stated == "fp8":
         logger.info("the checkpoint's method rounds activations to 8-bit floats; here they stay in 16 bits")
+    rounded = {part for part in able if part.scheme.book in ROUNDED_BOOKS}
+    neighbours = neighbours_of(model)
+    num_quantised, num_able, num_rounded, num_outliers = _sums(
+        neighbours, len(quantised), len(able), len(rounded), sum(part.outliers is not None for part in able)
+    )
     # Where a checkpoint has a 16-bit part of its own, that is the method's, and the rest is measured like any other.
-    if mode == "auto" and stated == "16bit" and able and all(part.outliers is None for part in able):
+    if mode == "auto" and stated == "16bit" and num_able and not num_outliers:
         logger.info("the checkpoint's method has outliers in 16 bits: all activations stay so")
         mode = stated
-    if mode == "int8" and not able:
+    if mode == "int8" and not num_able:
         raise RequestError(
             "activations", mode, "auto or 16bit: the model has no weights of integer codes of 4 bits and more"
         )
-    if mode == "16bit" and not quantised:
+    if mode == "16bit" and not num_quantised:
         raise RequestError("activations", mode, "auto: the model's weights are not quantised")
     if mode == "16bit":
         ops.wide = set(able)
     # A model whose inputs are another's hidden states has no text of its own to be measured by.
-    elif mode == "auto" and able:
-        rounded = {part for part in able if part.scheme.book in ROUNDED_BOOKS}
-        losses = measure(ops, model, num_threads) if len(rounded) < len(able) and not model.feature_size else {}
+    elif mode == "auto" and num_able:
+        is_measured = num_rounded < num_able and (neighbours is not None or not model.feature_size)
+        losses = measure(ops, model, num_threads) if is_measured else {}
         spoilt = {part for part, loss in losses.items() if not loss <= TOLERANCE} & set(able) - rounded
         ops.wide = rounded | spoilt
         if rounded:
@@ -77,15 +84,21 @@ def choose_activations(ops: CpuOps | RankOps, model: Any, mode: str, num_threads
             logger.info(
                 "int8 activations would change products by more than %.0f%%: %s", 100 * TOLERANCE, listing + more
             )
-    num_wide = len(quantised) - len(able) + len(ops.wide)
-    if quantised:
+    (num_wide,) = _sums(neighbours, len(quantised) - len(able) + len(ops.wide))
+    if num_quantised:
         logger.info(
             "activations: %d of %d quantised matrices in 16 bits (W8A16, W4A16), %d in int8 (W8A8, W4A8)",
-            num_wide, len(quantised), len(quantised) - num_wide,
+            num_wide, num_quantised, num_quantised - num_wide,
         )  # fmt: skip
     if not num_wide:
-        return "int8" if quantised else ""
-    return "16bit" if num_wide == len(quantised) else "mixed"
+        return "int8" if num_quantised else ""
+    return "16bit" if num_wide == num_quantised else "mixed"
+
+
+def _sums(neighbours: Neighbours | None, *values: int) -> list[int]:
+    """Return the sums of each value over all processes that have layers of the model."""
+    every: Sequence[Sequence[float]] = [values] if neighbours is None else neighbours.exchange(values)
+    return [int(sum(column)) for column in zip(*every, strict=True)]
 
 
 def measure(ops: CpuOps | RankOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]:
@@ -101,8 +114,10 @@ def measure(ops: CpuOps | RankOps, model: Any, num_threads: int) -> dict[CpuMatr
     finally:
         ops.pairs = None
     tokens = probe_tokens(program.vocab_size, LENGTH)
-    num_rows = program.inputs.fill(
-        Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)], states_in=[-1] * NUM_SEQS)
+    neighbours = neighbours_of(model)
+    features = None if neighbours is None else neighbours.take(NUM_SEQS * LENGTH, model.feature_size)
+    num_rows = program.fill(
+        Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)], states_in=[-1] * NUM_SEQS), features
     )
     program.logit_rows[:] = range(LENGTH - 1, num_rows, LENGTH)
     dims, tape = [num_rows, NUM_SEQS, NUM_SEQS], program.tape
@@ -122,8 +137,13 @@ def measure(ops: CpuOps | RankOps, model: Any, num_threads: int) -> dict[CpuMatr
             if first < last:
                 loss = _loss(narrow[first:last], wide[first:last])
                 losses |= {part: max(loss, losses.get(part, 0.0)) for part in parts_of(matrix)}
-    program.close()
     worst = max(losses.values(), default=0.0)
+    if neighbours is not None:
+        # Behind the last product there may be more.
+        tape.run_range(done, len(tape.nodes), dims, num_threads)
+        neighbours.give(program.hidden_states_of(num_rows))
+        worst = max(value for values in neighbours.exchange([worst]) for value in values)
+    program.close()
     return {part: losses.get(part, worst) for pair in pairs for matrix in pair.matrices for part in parts_of(matrix)}
 
 

@@ -7,7 +7,7 @@ holds a table with a product for each expert. Knows buffers and matrices; must n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from headrace.backends.cpu.codes import new_codes, quantised
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, parts_of
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.products import NO_Q, NO_RESIDUAL, Pair, product
-from headrace.backends.graph import PAIRS, Graph, Value
+from headrace.backends.graph import OWN_PAIRS, PAIRS, Graph, Value
 from headrace.backends.native import op_code
 from headrace.protocol.errors import CheckpointError
 
@@ -37,12 +37,25 @@ class Recording(Protocol):
     def permuted(self, x: Value, columns: NDArray[np.int32], begin: NDArray[np.int32], count: int) -> Value: ...
 
 
-class Experts:
-    """One layer's records. `begin` [E + 1]: the first pair of each expert."""
+class Share(NamedTuple):
+    """The experts bounds[0] ... bounds[1] - 1 of one rank of several. `collect` makes all pairs of those that each rank
+    has, of which this rank's begin at a number that is known when the tape runs."""
 
-    def __init__(self, ops: Recording, routing: Routing, num_experts: int) -> None:
+    bounds: tuple[int, int]
+    collect: Callable[[Value, NDArray[np.int32]], Value]
+
+
+class Experts:
+    """One layer's records. `begin` [E + 1]: the first pair of each expert. share: of a rank that computes the pairs of
+    some experts alone, which are numbers 0, 1, ... of dimension OWN_PAIRS; their experts begin at `own_begin`."""
+
+    def __init__(self, ops: Recording, routing: Routing, num_experts: int, share: Share | None = None) -> None:
         self.ops, self.graph, self.routing, self.num_experts = ops, ops.graph, routing, num_experts
-        self.begin = np.zeros(num_experts + 1, np.int32)
+        self.begin = self.own_begin = np.zeros(num_experts + 1, np.int32)
+        self.share, self.dim = share, PAIRS
+        self.first, self.last = (0, num_experts) if share is None else share.bounds
+        if share is not None:
+            self.own_begin, self.dim = np.zeros(self.last - self.first + 1, np.int32), OWN_PAIRS
 
     def mix(
         self,
@@ -76,31 +89,39 @@ class Experts:
         places = graph.buffer(4 * top_k, x.dim)
         fields = {"ids": graph.touch(ids), "weights": graph.touch(weights), "top_k": top_k, "begin": self.begin}
         fields |= {"num_experts": self.num_experts, "rows": rows, "places": places, "pair_weights": pair_weights}
+        fields |= {"first": self.first, "num_own": self.last - self.first}
+        fields["own_begin"] = None if self.share is None else self.own_begin
         graph.put("moe_group", x.dim, None, fields)
         gathered = self._gather(x, rows, pair_weights, gate_up)
-        y = self._each(bend(self._each(gathered, gate_up)), down)
+        y = self._collected(self._each(bend(self._each(gathered, gate_up)), down))
         out = graph.value(y.width, x.dim)
         fields = {"places": graph.touch(places), "top_k": top_k, "x": graph.read(y), "ld_x": y.ld, "width": y.width}
         fields |= {"weights": None if routing.scale_input else graph.touch(pair_weights)}
         graph.put("moe_combine", x.dim, out, fields | NO_RESIDUAL | {"out": out.buffer, "ld_out": out.ld})
         return out
 
+    def _collected(self, y: Value) -> Value:
+        """All pairs, of those of this rank."""
+        return y if self.share is None else self.share.collect(y, self.begin[self.first :])
+
     def _gather(self, x: Value, rows: Any, weights: Any, matrices: Sequence[CpuMatrix | CpuStack]) -> Value:
         """The rows of all pairs: as codes where all products take the same, so that a row is quantised but once."""
         graph, ops, scales = self.graph, self.ops, self.routing.scale_input
+        matrices = matrices[self.first : self.last]
         parts = [part for matrix in matrices for part in parts_of(matrix)]
         groups = {part.act_group for part in parts}
         is_ordered = any(part.permutation is not None for part in parts)
         as_floats = scales or is_ordered or len(groups) > 1 or ops.pairs is not None or ops.takes_floats(*matrices)
-        gathered = graph.value(x.width, PAIRS)
+        gathered = graph.value(x.width, self.dim)
         fields = NO_Q | {"to_q": None, "to_scales": None, "to_sums": None, "x": None, "ld_x": 0, "width": x.width}
         fields |= {"list": rows, "weights": None, "out": None, "ld_out": 0}
+        fields["from"] = None if self.share is None else self.begin[self.first :]
         if as_floats:
             fields |= {"x": graph.read(x), "ld_x": x.ld, "out": gathered.buffer, "ld_out": gathered.ld}
             fields |= {"weights": graph.touch(weights) if scales else None}
         else:
             source = quantised(x, groups.pop())
-            codes = gathered.codes[source.group] = new_codes(graph, PAIRS, source.ld_q, source.ld_s, source.group)
+            codes = gathered.codes[source.group] = new_codes(graph, self.dim, source.ld_q, source.ld_s, source.group)
             fields |= source.fields() | {"to_q": codes.q, "to_scales": codes.scales, "to_sums": codes.sums}
             for part in (*source.buffers(), *codes.buffers()):
                 graph.touch(part)
@@ -108,7 +129,7 @@ class Experts:
         del fields["group"]
         graph.touch(rows)
         # The node's q is codes that it reads, so `gathered` is the value of none.
-        graph.put("moe_gather", PAIRS, None, fields)
+        graph.put("moe_gather", self.dim, None, fields)
         return gathered
 
     def _each(self, x: Value, matrices: Sequence[CpuMatrix | CpuStack]) -> Value:
@@ -116,9 +137,11 @@ class Experts:
         if pairs is None or all(self.ops.takes_floats(part) for matrix in matrices for part in parts_of(matrix)):
             return self._products(x, matrices, as_floats=False)
         narrow, wide = (self._products(x, matrices, as_floats) for as_floats in (False, True))
+        # All ranks measure the pairs of all, so that they choose as one process would.
+        all_narrow, all_wide = self._collected(narrow), self._collected(wide)
         last = len(self.graph.nodes) - 1
-        narrow.buffer.last = wide.buffer.last = last
-        pairs.append(Pair(matrices, narrow, wide, last, self.begin))
+        all_narrow.buffer.last = all_wide.buffer.last = last
+        pairs.append(Pair(matrices, all_narrow, all_wide, last, self.begin))
         return wide
 
     def _products(self, x: Value, matrices: Sequence[CpuMatrix | CpuStack], as_floats: bool) -> Value:
@@ -131,7 +154,8 @@ class Experts:
                 f"{matrices[0].name} and the other experts of the layer: the native kernels take matrices of one "
                 "shape with the same parts, without outliers; dequantise them, or use backend torch_ref"
             )
-        out = graph.value(matrices[0].num_out, PAIRS)
+        experts = experts[self.first : self.last]
+        out = graph.value(matrices[0].num_out, self.dim)
         column = 0
         for place, first in enumerate(experts[0]):
             ordered = self._ordered(x, [parts[place] for parts in experts])
@@ -154,12 +178,12 @@ class Experts:
                     "args": ("table", calls[0][0], [call | at for _, call in calls]),
                     "experts": np.array(expert_ids, np.int32),
                     "count": len(expert_ids),
-                    "begin": self.begin,
+                    "begin": self.own_begin,
                     "counters": aligned(8 * COUNTERS_APART * (len(expert_ids) + 1)),
                 }
                 graph.put(
                     "linear_each",
-                    PAIRS,
+                    self.dim,
                     None,
                     fields,
                     note=first.name,
@@ -175,4 +199,4 @@ class Experts:
             return x
         plain = np.arange(x.width, dtype=np.int32)
         orders = [plain if matrix.permutation is None else matrix.permutation for matrix in matrices]
-        return self.ops.permuted(x, np.concatenate(orders), self.begin, len(orders))
+        return self.ops.permuted(x, np.concatenate(orders), self.own_begin, len(orders))

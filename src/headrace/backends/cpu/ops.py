@@ -47,6 +47,8 @@ class CpuOps:
         self.pool = Pool()
         self.wide: set[CpuMatrix] = set()
         """Matrices of integer codes whose activations stay floats (`activations.choose_activations`)."""
+        self.copies = False
+        """Whether a packed matrix is copied out of its file, which is not read as a whole."""
         self.pairs: list[Pair] | None = None
         """A list while products are recorded both ways."""
 
@@ -82,8 +84,12 @@ class CpuOps:
 
     def packed(self, record: PackedRecord) -> CpuMatrix:
         """Return a matrix that was packed before and is mapped now."""
+        data = record.data
+        if self.copies:
+            data = self.pool.take(len(record.data))
+            data[:] = record.data
         matrix = CpuMatrix(
-            record.name, record.scheme, record.data, record.num_in, record.num_out, record.bias,
+            record.name, record.scheme, data, record.num_in, record.num_out, record.bias,
             permutation=record.permutation,
         )  # fmt: skip
         self.matrices.append(matrix)

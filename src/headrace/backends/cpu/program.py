@@ -109,9 +109,7 @@ class TapedProgram:
         self.cache.copy_blocks(pairs, kind)
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], HostLogits]:
-        num_rows = self.inputs.fill(chunks)
-        if features is not None:
-            self._features[:num_rows, : self.model.feature_size] = features
+        num_rows = self.fill(chunks, features)
         num_chunks = len(chunks.starts)
         self.logit_rows[: len(rows)] = rows
         dims = [num_rows, num_chunks, len(rows)]
@@ -119,12 +117,36 @@ class TapedProgram:
             self._verify(dims)
         else:
             self.tape.run(dims, self.num_threads)
+        return self._are_finite(num_rows, num_chunks), self._take(len(rows))
+
+    def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
+        """Compute the chunks, without logits: whether those of each are finite, and the hidden states [R, H] before the
+        final norm, which are there until the next call."""
+        num_rows, num_chunks = self.fill(chunks, features), len(chunks.starts)
+        self.tape.run_range(0, self._num_forward, [num_rows, num_chunks, 0], self.num_threads)
+        return self._are_finite(num_rows, num_chunks), self.hidden_states_of(num_rows)
+
+    def hidden_states_of(self, num_rows: int) -> F32:
+        """Return the hidden states [R, H] of the first rows of the last call, as they lie in memory."""
+        return self.tape.floats(self.hidden.buffer, num_rows)[:, : self.hidden.width]
+
+    def logits_of(self, hidden: F32, rows: list[int]) -> HostLogits:
+        """Return the logits of some rows of hidden states [R, H], which are those of the last call from now on."""
+        self.hidden_states_of(len(hidden))[:] = hidden
+        return self.logits(rows)
+
+    def fill(self, chunks: Chunks, features: F32 | None = None) -> int:
+        """Write the inputs of a step and return its number of rows."""
+        num_rows = self.inputs.fill(chunks)
+        if features is not None:
+            self._features[:num_rows, : self.model.feature_size] = features
+        return num_rows
+
+    def _are_finite(self, num_rows: int, num_chunks: int) -> list[bool]:
         if self._finite_rows[:num_rows].all():
-            finite = [True] * num_chunks
-        else:
-            begin = self.inputs.row_begin
-            finite = [bool(self._finite_rows[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
-        return finite, self._take(len(rows))
+            return [True] * num_chunks
+        begin = self.inputs.row_begin
+        return [bool(self._finite_rows[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
 
     def _verify(self, dims: list[int]) -> None:
         """Run the step record by record, and only so: a state that was written where it is read has moved on."""

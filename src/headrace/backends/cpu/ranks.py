@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Activation, HeadNorm, Heads, LayerShape, Matrix, RopeTable, Routing
-from headrace.backends.cpu.codes import new_codes, padded, quantised
-from headrace.backends.cpu.experts import Experts
+from headrace.backends.cpu.experts import Experts, Share
+from headrace.backends.cpu.gathers import Gathers
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, parts_of
 from headrace.backends.cpu.ops import F32, CpuOps
 from headrace.backends.cpu.products import Pair
-from headrace.backends.cpu.shares import RankMatrix, SomeRows, panels, rank_matrix, some_rows
+from headrace.backends.cpu.shares import RankMatrix, SomeRows, panels, rank_matrix, some_rows, without_weights
 from headrace.backends.graph import Graph, Value
 from headrace.backends.states import StateHeads
 from headrace.backends.step import StepRows
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from headrace.backends.cpu.cache import LayerCache
     from headrace.backends.cpu.matrix import PackedRecord, Table
     from headrace.quant.base import MatrixSource
-
-NO_CODES: dict[str, Any] = {"q": None, "ld_q": 0, "scales": None, "sums": None, "ld_s": 0, "group": 1}
-NO_TARGETS: dict[str, Any] = {"to_q": None, "ld_to_q": 0, "to_scales": None, "to_sums": None, "ld_to_s": 0}
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +68,11 @@ class RankOps:
     """`Ops` around those that record (`inner`)."""
 
     def __init__(self, inner: CpuOps, seat: Seat) -> None:
-        self.inner, self.plan, self._seat = inner, seat.plan, seat
+        self.inner, self.plan, self._gathers = inner, seat.plan, Gathers(inner, seat)
         # The parts of the layers that are about to be made, in order; None: they are not shared out.
         self._parts: list[Part] | None = None
+        # Whether the expert whose layers are about to be made is this rank's; None: they are no such expert's.
+        self._has_expert: bool | None = None
         self._layouts: dict[CpuMatrix | CpuStack, Layout] = {}
 
     @property
@@ -131,6 +130,18 @@ class RankOps:
         finally:
             self._parts = None
 
+    @contextmanager
+    def of_expert(self, expert_id: int, num: int) -> Iterator[None]:
+        """The matrices that are made inside belong to one expert of `num`: whole if this rank has it, else not read.
+
+        Raises `RequestError` for fewer experts than ranks."""
+        first, last = self.plan.experts(num)
+        self._has_expert = first <= expert_id < last
+        try:
+            yield
+        finally:
+            self._has_expert = None
+
     def _next_layout(self, num_out: int) -> Layout | None:
         if self._parts is None:
             return None
@@ -143,6 +154,11 @@ class RankOps:
         return layout
 
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> RankMatrix:
+        if self._has_expert is not None and source.columns is not None:
+            # As one process refuses them, and here on all ranks.
+            raise CheckpointError(f"{source.name}: the native kernels have no experts with outliers; dequantise them")
+        if self._has_expert is False:
+            return self._elsewhere(source)
         layout = self._next_layout(source.num_out)
         if layout is None:
             return RankMatrix(self.inner.matrix(source, bias), source.num_in, source.num_out, None)
@@ -154,6 +170,8 @@ class RankOps:
         """Return this rank's panels of a matrix that was packed before, copied.
 
         Raises `CheckpointError` where they are no whole panels."""
+        if self._has_expert is False:
+            return self._elsewhere(record)
         layout = self._next_layout(record.num_out)
         if layout is None:
             return RankMatrix(self.inner.packed(record), record.num_in, record.num_out, None)
@@ -170,6 +188,12 @@ class RankOps:
         layout = Layout(tuple(part for each in layouts for part in each.parts))
         return self._known(local, local.num_in, num_out, layout)
 
+    def _elsewhere(self, source: MatrixSource | PackedRecord) -> RankMatrix:
+        """Return a matrix of another rank, which is here without its weights: all ranks decide by the forms of all."""
+        local = without_weights(source)
+        self.inner.matrices.append(local)
+        return RankMatrix(local, source.num_in, source.num_out, None)
+
     def _known(self, local: CpuMatrix | CpuStack, num_in: int, num_out: int, layout: Layout) -> RankMatrix:
         self._layouts[local] = layout
         return RankMatrix(local, num_in, num_out, layout)
@@ -183,7 +207,7 @@ class RankOps:
         """Return all columns of a value, gathered if need be."""
         x = self.value(x)
         if x.full is None:
-            x.full = self._gathered(x.local, x.layout)
+            x.full = self._gathers.columns(x.local, x.layout)
         full: Value = x.full
         return full
 
@@ -192,38 +216,6 @@ class RankOps:
 
     def _split(self, value: Value, layout: Layout) -> RankValue:
         return RankValue(self, local=value, layout=layout)
-
-    def _spans(self, layout: Layout, row_bytes: int) -> dict[str, Any]:
-        if row_bytes > self._seat.most_row_bytes:
-            raise CheckpointError(
-                f"rows of {layout.width} numbers: the memory that ranks share has room for "
-                f"{self._seat.most_row_bytes} bytes of one"
-            )
-        spans = np.array(layout.spans(self.plan.rank), np.int64).reshape(-1, 3)
-        return {"ranks": self._seat.group, "spans": spans, "count": len(spans), "width": layout.width}
-
-    def _gathered(self, x: Value, layout: Layout) -> Value:
-        graph = self.graph
-        out = graph.value(layout.width, x.dim)
-        fields = self._spans(layout, 4 * layout.width) | {"x": graph.read(x), "ld_x": x.ld}
-        graph.put("gather", x.dim, out, fields | {"out": out.buffer, "ld_out": out.ld} | NO_CODES | NO_TARGETS)
-        out.node = None  # it can neither add a residual nor quantise
-        return out
-
-    def _gathered_codes(self, x: Value, layout: Layout, group: int) -> Value:
-        graph = self.graph
-        source = quantised(x, group)
-        whole = graph.outside(layout.width, x.dim)
-        num_groups = -(-layout.width // group)
-        target = whole.codes[group] = new_codes(graph, x.dim, padded(layout.width), num_groups, group)
-        fields = self._spans(layout, layout.width + 8 * num_groups) | source.fields()
-        fields |= {"x": None, "ld_x": 0, "out": None, "ld_out": 0}
-        fields |= {"to_q": target.q, "ld_to_q": target.ld_q}
-        fields |= {"to_scales": target.scales, "to_sums": target.sums, "ld_to_s": target.ld_s}
-        for buffer in (*source.buffers(), *target.buffers()):
-            graph.touch(buffer)
-        graph.put("gather", x.dim, None, fields)
-        return whole
 
     def operand(self, value: Any, parts: Sequence[CpuMatrix]) -> Value:
         """Return all columns of a value as a product with `parts` takes them: as codes alone, where these will do."""
@@ -234,7 +226,7 @@ class RankOps:
         if x.split is not None and len(groups) == 1 and is_plain and not needs_floats:
             (group,), (local, layout) = groups, x.split
             if group not in x.coded and layout.is_grouped(group):
-                x.coded[group] = self._gathered_codes(local, layout, group)
+                x.coded[group] = self._gathers.codes(local, layout, group)
             if group in x.coded:
                 return x.coded[group]
         return self.whole(x)
@@ -362,7 +354,12 @@ class RankOps:
 
         logits = self.whole(self.linear(x if seen is None else seen, router))
         num_pairs = len(self.pairs or ())
-        mixture = Experts(self.inner, routing, router.num_out)
+        share = None
+        if self.plan.whole_experts:
+            share = Share(self.plan.experts(router.num_out), self._gathers.rows)
+            if any(matrix.layout is not None for matrix in (*first, *second)):
+                raise ValueError(f"{first[0].local.name}: the model file does not say which expert has it (`cut`)")
+        mixture = Experts(self.inner, routing, router.num_out, share)
         out = mixture.mix(self.whole(x), logits, [m.local for m in first], [m.local for m in second], bend)
         self._gather_pairs(num_pairs)
         return self._as(out, second[0].layout)
@@ -378,7 +375,9 @@ class RankOps:
             if layout is not None:
                 wide = self.graph.columns(pair.wide, pair.column, pair.narrow.width)
                 pair = pair._replace(
-                    narrow=self._gathered(pair.narrow, layout), wide=self._gathered(wide, layout), column=0
+                    narrow=self._gathers.columns(pair.narrow, layout),
+                    wide=self._gathers.columns(wide, layout),
+                    column=0,
                 )
             last = len(self.graph.nodes) - 1
             pair.narrow.buffer.last = pair.wide.buffer.last = last

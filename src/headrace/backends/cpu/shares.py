@@ -1,4 +1,5 @@
-"""What a rank has of a matrix: the rows of a source, or the panels of a packed record, that its layout gives it.
+"""What a rank has of a matrix: the rows of a source, or the panels of a packed record, that its layout gives it, or of
+the expert of another rank no weights.
 
 Knows matrices and layouts; must not know values, models or processes. Called by `ranks`.
 """
@@ -57,6 +58,13 @@ class SomeRows:
                 pieces.append(self._source.slab(begin + low - start, begin + high - start))
             start += end - begin
         return concatenated(pieces)
+
+
+def without_weights(source: MatrixSource | PackedRecord) -> CpuMatrix:
+    """Return the matrix of a source without its weights, which another rank has."""
+    order = None if source.permutation is None else source.permutation.astype(np.int32)
+    nothing = np.empty(0, np.uint8)
+    return CpuMatrix(source.name, source.scheme, nothing, source.num_in, source.num_out, permutation=order)
 
 
 def rank_matrix(matrix: Matrix) -> RankMatrix:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.cpu.memory import aligned
-from headrace.backends.graph import LOGITS, PAIRS, ROWS, SEQS, Buffer, Graph, Node
+from headrace.backends.graph import LOGITS, OWN_PAIRS, PAIRS, ROWS, SEQS, Buffer, Graph, Node
 from headrace.backends.native import pack, record, require_native
 
-DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits", PAIRS: "pairs"}
+DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits", PAIRS: "pairs", OWN_PAIRS: "own pairs"}
 
 
 @dataclass(frozen=True, slots=True)

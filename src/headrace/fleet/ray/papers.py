@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.fleet.remote.credentials import Credentials
 from headrace.protocol.errors import RequestError
+from headrace.secure.credentials import Credentials
 
 ENGINE_NAME = "engine.headrace.internal"
 """The name in the certificate of every engine of a deployment."""
@@ -123,7 +123,7 @@ def _names(role: str) -> tuple[str, str, str, str]:
 
 def _read(folder: Path, role: str) -> Credentials:
     secret, ca, cert, key = (str(folder / name) for name in _names(role))
-    return Credentials.read(secret, cert, key, ca, is_engine=role == "engine")
+    return Credentials.read(secret, cert, key, ca, is_server=role == "engine")
 
 
 def _text(path: Path) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from secrets import token_bytes
@@ -19,13 +18,14 @@ from headrace.engine.black_box import BlackBox
 from headrace.engine.links import POSTED_BYTES, OnLost, OnMessage
 from headrace.engine.parts import Joiner
 from headrace.fleet.remote import wire
-from headrace.fleet.remote.credentials import Credentials
-from headrace.fleet.remote.handshake import HandshakeError, Times, join_engine
 from headrace.fleet.remote.stamps import Stamps
-from headrace.fleet.remote.wire import Channel
 from headrace.protocol import frames
 from headrace.protocol.frames import TransportError
 from headrace.protocol.step import Add, EngineInfo
+from headrace.secure.channel import Channel, pack
+from headrace.secure.credentials import Credentials
+from headrace.secure.door import Server, connect
+from headrace.secure.handshake import HandshakeError, Times, is_final
 
 logger = logging.getLogger("headrace.engine")
 
@@ -64,8 +64,7 @@ class RemoteLink:
         self.name = f"{host}:{port}"
         self.was_killed = False
         self.load_seconds = 0.0
-        self._address = host, port
-        self._certified_name = certified_name or host
+        self._server = Server("an engine", host, port, certified_name or host)
         self._credentials = credentials
         self._digest = functools.cache(weights)
         self._times = times
@@ -92,7 +91,7 @@ class RemoteLink:
                 return await self._connect(weights, on_message, on_lost)
             except (OSError, HandshakeError, TransportError) as error:
                 text = str(error) or type(error).__name__
-                if self._identity is None and _is_final(error):
+                if self._identity is None and is_final(error):
                     raise HandshakeError(f"the engine at {self.name}: {text}", is_final=True) from error
                 if text != reported:
                     logger.warning("the engine at %s: %s; tried again until it is there", self.name, text)
@@ -100,27 +99,14 @@ class RemoteLink:
             await asyncio.sleep(RETRY_S)
 
     async def _connect(self, weights: str, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
-        host, port = self._address
-        async with asyncio.timeout(self._times.tls):
-            reader, writer = await asyncio.open_connection(
-                host,
-                port,
-                ssl=self._credentials.context,
-                server_hostname=self._certified_name,
-                ssl_shutdown_timeout=wire.CLOSE_S,
-            )
-        channel: Channel | None = None
+        reader, writer, _ = await connect(self._server, self._credentials, wire.talk(), self._times, self._front_id)
+        bounds = (wire.MAX_BYTES_FROM_ENGINE, self._times.silence, self._times.beat)
+        channel = Channel(reader, writer, wire.from_engine.decode, *bounds, lambda: pack(wire.Beat()))
         try:
-            async with asyncio.timeout(self._times.proof):
-                await join_engine(reader, writer, self._credentials, self._front_id)
-            bounds = (wire.MAX_BYTES_FROM_ENGINE, self._times.silence, self._times.beat)
-            channel = Channel(reader, writer, wire.from_engine, *bounds, wire.Beat)
             messages = channel.messages()
             info = self._check(await _first(messages, channel), weights)
         except BaseException:
-            writer.transport.abort()
-            if channel is not None:
-                channel.cut("not served")
+            channel.cut("not served")
             raise
         self._channel, self._posted, self._stamps, self._beats = channel, asyncio.Queue(), Stamps(), []
         self._tasks = [
@@ -153,7 +139,7 @@ class RemoteLink:
         while True:
             message = await posted.get()
             try:
-                frame = wire.pack(message, wire.MAX_BYTES_TO_ENGINE)
+                frame = pack(message, wire.MAX_BYTES_TO_ENGINE)
             except TransportError as error:
                 if not isinstance(message, Add):
                     raise
@@ -217,7 +203,7 @@ class RemoteLink:
         self.was_killed = False
         if channel is not None and is_beating and time.monotonic() - self._beats[-1][0] < 4 * self._times.beat:
             # Its server lives: the engine's own process stands still.
-            channel.send(wire.pack(wire.Kill()))
+            channel.send(pack(wire.Kill()))
         self._leave()
 
     async def close(self, at_once: bool = False) -> None:
@@ -245,10 +231,3 @@ async def _first(messages: AsyncIterator[Any], channel: Channel) -> wire.Loaded:
             case other:
                 raise TransportError(f"the engine began with {type(other).__name__}")
     raise ConnectionError(channel.reason)
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether a certificate, a secret or a version is at fault, which no waiting mends."""
-    if isinstance(error, ssl.SSLError):
-        return not isinstance(error, ssl.SSLEOFError)
-    return isinstance(error, HandshakeError) and error.is_final

@@ -23,18 +23,17 @@ from headrace.engine.links import Link
 from headrace.engine.orders import ReadFingerprint
 from headrace.engine.parts import parts_of
 from headrace.engine.resumption import negated, summed
-from headrace.fleet.remote import handshake, wire
-from headrace.fleet.remote.credentials import Credentials
-from headrace.fleet.remote.handshake import HandshakeError, Times
-from headrace.fleet.remote.wire import Channel
+from headrace.fleet.remote import wire
 from headrace.protocol import frames
 from headrace.protocol.frames import TransportError
 from headrace.protocol.step import Abort, Add, EngineInfo, ResetPrefixCache, Stats
+from headrace.secure.channel import Channel, pack
+from headrace.secure.credentials import Credentials
+from headrace.secure.door import Door, Guest
+from headrace.secure.handshake import Times
 
 logger = logging.getLogger("headrace.engine")
 
-MAX_PENDING = 32
-"""Connections without a proof at once; for a further one the oldest is dropped."""
 MAX_OPEN = 2**16
 """Requests of a front that are open at once."""
 MAX_UNSENT_BYTES = 32 * 2**20
@@ -68,7 +67,7 @@ class EngineServer:
         self, link: EngineLink, credentials: Credentials, weights: Callable[[], str], times: Times = Times()
     ) -> None:
         self._link = link
-        self._credentials = credentials
+        self.door = Door(credentials, wire.talk(), times, self._meet)
         self._digest = weights
         self._times = times
         self._weights: str | None = None
@@ -85,7 +84,6 @@ class EngineServer:
         self._vacant = asyncio.Event()
         self._open: set[str] = set()
         self._stats = self._base = Stats()
-        self._pending: dict[asyncio.Task[None], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
         link.drain = self._drain
@@ -93,7 +91,7 @@ class EngineServer:
     async def serve(self, listener: socket.socket) -> None:
         """Serve until it is cancelled. Raises what kept the engine from loading, the first time or again."""
         self._failure = asyncio.get_running_loop().create_future()
-        self._spawn(self._accept(listener))
+        self._spawn(self.door.accept(listener))
         self._spawn(self._load())
         try:
             await self._failure
@@ -198,85 +196,26 @@ class EngineServer:
             await self._served.drain()
 
     def _send(self, channel: Channel, message: wire.FromEngine) -> None:
-        channel.send(wire.pack(wire.Sent(time.monotonic(), message)))
+        channel.send(pack(wire.Sent(time.monotonic(), message)))
 
     # -- connections
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        listener.setblocking(False)
-        while True:
-            try:
-                sock, address = await loop.sock_accept(listener)
-            except OSError as error:  # such as no more files; the next one may be taken
-                logger.error("a connection was not taken: %s", error)
-                await asyncio.sleep(1.0)
-                continue
-            if len(self._pending) >= MAX_PENDING:
-                oldest = next(iter(self._pending))
-                del self._pending[oldest]
-                oldest.cancel("too many connections without a proof")
-            task = asyncio.create_task(self._meet(sock, f"{address[0]} port {address[1]}"))
-            self._pending[task] = None
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _meet(self, sock: socket.socket, name: str) -> None:
-        """Serve a connection from its first byte to its end. What is wrong with it is one line of the log."""
-        task = asyncio.current_task()
-        writer: asyncio.StreamWriter | None = None
-        try:
-            reader, writer = await self._secure(sock)
+    async def _meet(self, guest: Guest) -> None:
+        """Serve a front that has proven itself until its connection ends."""
+        front_id = guest.client
+        if self._front is not None and front_id == self._front_id:
+            self._front.cut("the same front has come again")
             async with asyncio.timeout(self._times.proof):
-                front_id, welcome = await handshake.admit(reader, writer, self._credentials)
-            if self._front is not None and front_id == self._front_id:
-                self._front.cut("the same front has come again")
-                async with asyncio.timeout(self._times.proof):
-                    await self._vacant.wait()
-            if self._front is not None:
-                raise handshake.refuse(writer, "busy")
-            writer.write(wire.pack(welcome))
-            self._vacant.clear()
-            self._front_id = front_id
-            beat = lambda: wire.Sent(time.monotonic(), wire.Beat(self._link.usage()))  # noqa: E731
-            bounds = (wire.MAX_BYTES_TO_ENGINE, self._times.silence, self._times.beat)
-            self._front = Channel(reader, writer, wire.to_engine, *bounds, beat)
-            self._pending.pop(task, None)  # type: ignore[arg-type]
-            await self._serve_front(self._front, name)
-        except HandshakeError as error:
-            logger.warning("refused %s: %s", name, error)
-            if writer is not None:
-                writer.close()
-        except TimeoutError:
-            logger.warning("refused %s: it was silent before its proof", name)
-        except OSError as error:
-            logger.warning("refused %s: %s", name, str(error) or type(error).__name__)
-        except asyncio.CancelledError as error:
-            if error.args:
-                logger.warning("refused %s: %s", name, error)
-            raise
-        except Exception:  # a defect: the others go on
-            logger.exception("the connection of %s failed", name)
-        finally:
-            self._pending.pop(task, None)  # type: ignore[arg-type]
-            if writer is None:
-                sock.close()
-            elif not writer.is_closing():
-                writer.transport.abort()
-
-    async def _secure(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=frames.READ_BYTES)
-        protocol = asyncio.StreamReaderProtocol(reader)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport, _ = await loop.connect_accepted_socket(
-            lambda: protocol,
-            sock,
-            ssl=self._credentials.context,
-            ssl_handshake_timeout=self._times.tls,
-            ssl_shutdown_timeout=wire.CLOSE_S,
-        )
-        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+                await self._vacant.wait()
+        if self._front is not None:
+            raise guest.refuse("busy")
+        guest.welcome()
+        self._vacant.clear()
+        self._front_id = front_id
+        beat = lambda: pack(wire.Sent(time.monotonic(), wire.Beat(self._link.usage())))  # noqa: E731
+        bounds = (wire.MAX_BYTES_TO_ENGINE, self._times.silence, self._times.beat)
+        self._front = Channel(guest.reader, guest.writer, wire.to_engine.decode, *bounds, beat)
+        await self._serve_front(self._front, guest.name)
 
     async def _serve_front(self, front: Channel, name: str) -> None:
         logger.info("serves the front at %s", name)

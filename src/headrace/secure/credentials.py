@@ -1,6 +1,7 @@
-"""What a front and an engine prove to each other with: certificates under one CA, and the fleet's secret.
+"""What two sides prove to each other with: certificates under one CA, and the fleet's secret.
 
-Reads the files that the command line names. Knows no connections. Called by `cli.engine`; `handshake` uses the result.
+Reads the files that the command line names. Knows no connections. Called by `cli` and `engine.ranks`; `handshake` uses
+the result.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class Credentials:
     context: ssl.SSLContext
 
     @classmethod
-    def read(cls, secret_file: str, cert: str, key: str, ca: str, *, is_engine: bool) -> Credentials:
-        """Read the files. The other side must have a certificate under `ca`, an engine's for the name by which it is
+    def read(cls, secret_file: str, cert: str, key: str, ca: str, *, is_server: bool) -> Credentials:
+        """Read the files. The other side must have a certificate under `ca`, a server's for the name by which it is
         called.
 
         Raises `RequestError`, which names the flag and what is wrong with its file.
         """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_engine else ssl.PROTOCOL_TLS_CLIENT)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        if is_engine:
+        if is_server:
             # Each connection shows its certificate: none is resumed.
             context.num_tickets = 0
         try:

@@ -1,0 +1,118 @@
+"""Rank 0 and ranks of other hosts: `await_hosts` waits for them, `connect` connects their gathers.
+
+What a rank loads, and through which interface it gathers, is its own host's matter: `prepared` is applied there to what
+rank 0 says. Called by `load`, which imports it only where it is needed, and by `headrace rank`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import headrace
+from headrace import hub
+from headrace.engine.ranks import Go, Start, refuse
+from headrace.parallel.gloo import GlooRanks
+from headrace.parallel.group import SLOT_BYTES, Apart, Gathers, Group
+from headrace.parallel.hosts.rendezvous import Rendezvous as Hosts
+from headrace.parallel.program import RankLostError
+from headrace.protocol.config import EngineConfig, Rendezvous
+from headrace.protocol.errors import RequestError
+from headrace.protocol.frames import TransportError
+from headrace.secure.credentials import Credentials
+from headrace.secure.handshake import HandshakeError
+
+OF_ONE_HOST: dict[str, Any] = {
+    "model": "", "tokenizer": None, "revision": None, "num_threads": 0, "rendezvous": None, "record_schedule": None,
+    "speculative_config": None,
+}  # fmt: skip
+"""Settings that are each host's own matter, or rank 0's alone: a rank gets none of them from another host."""
+
+
+def await_hosts(
+    config: EngineConfig, place: Rendezvous, directory: str, on_lost: Callable[[str], None] | None
+) -> Group:
+    """Wait until the ranks of other hosts are there. Raises `RequestError`."""
+    refuse(config)
+    (_, world), timeout = config.ranks, config.distributed_timeout
+    credentials = Credentials.read(place.fleet_secret_file, place.tls_cert, place.tls_key, place.tls_ca, is_server=True)
+    try:
+        family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+        listener = socket.create_server((place.host, place.port), family=family)
+    except OSError as error:
+        bound = f"an address of this machine and a free port ({error.strerror or error})"
+        raise RequestError("rendezvous", f"{place.host}:{place.port}", bound) from error
+    hosts = Hosts(listener, world, timeout, credentials, version(), lambda: hub.digest(Path(directory)))
+    try:
+        # It imports torch, while the ranks come.
+        name = place.distributed_interface
+        gathers: Gathers = Apart() if name is None else GlooRanks(0, world, SLOT_BYTES, name, timeout)
+    except BaseException:
+        hosts.close()
+        raise
+    # Every host has its own paths and processors.
+    shared = msgspec.structs.replace(config, **OF_ONE_HOST)
+
+    def first(rank: int, memory: int) -> Start:
+        return Start(shared, rank, world, memory, timeout, False, [])
+
+    return Group(world, timeout, False, first, on_lost, gathers=gathers, hosts=hosts)
+
+
+def prepared(payload: bytes, rank: int, model: str, num_threads: int, interface: str | None) -> bytes:
+    """Return the `Start` of a rank on this host: what rank 0 says of the model's numbers, but no path of its.
+
+    Raises `TransportError` for another message, or for that of another rank, and `HandshakeError` where gathers need
+    an interface."""
+    try:
+        start = msgspec.msgpack.decode(payload, type=Start)
+    except (msgspec.DecodeError, RequestError, UnicodeDecodeError) as error:
+        raise TransportError(f"not a start: {error}") from error
+    if start.rank != rank:
+        raise TransportError(f"a start of rank {start.rank}")
+    gathers = start.config.tensor_parallel_size > 1
+    if gathers and interface is None:
+        raise HandshakeError("the ranks gather columns: --distributed-interface is missing here", is_final=True)
+    config = msgspec.structs.replace(start.config, **OF_ONE_HOST | {"model": model, "num_threads": num_threads})
+    return msgspec.msgpack.encode(
+        msgspec.structs.replace(
+            start, config=config, memory=-1, cpus=[], interface=(interface or "") if gathers else ""
+        )
+    )
+
+
+def connect(group: Group) -> None:
+    """Send `Go` to all ranks, which have their weights: compare these, and connect the gathers, if there are any.
+
+    Raises `CheckpointError` for ranks with other weights, and `RankLostError`."""
+    hosts, gathers = group.hosts, group.native
+    if not isinstance(hosts, Hosts):
+        raise TypeError("a group of hosts that `await_hosts` has not made")
+    hosts.check_weights()
+    if not isinstance(gathers, GlooRanks):
+        group.send(Go())
+        return
+    with gathers.listen() as listener:
+        host, port = listener.getsockname()[:2]
+        group.send(Go(host, port))
+        try:
+            gathers.connect(host, port, listener)
+        except (TimeoutError, OSError) as error:
+            raise RankLostError(str(error)) from error
+
+
+@functools.cache
+def version() -> str:
+    """Return a digest of headrace's sources, of which all ranks must have the same: each plans its part by itself."""
+    folder = Path(headrace.__file__).parent
+    hasher = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        hasher.update(hashlib.sha256(str(path.relative_to(folder)).encode()).digest())
+        hasher.update(hashlib.sha256(path.read_bytes()).digest())
+    return hasher.hexdigest()[:16]

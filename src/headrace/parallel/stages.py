@@ -1,0 +1,232 @@
+"""Some layers of a model, those of one rank: `Stage`, its weights, and how the layers are shared out (ADR 0038).
+
+The layers of other ranks are made without weights and never called; what they keep in the cache takes no memory, but
+its kinds are known everywhere, so that one block table fits all ranks. Knows models, names and shapes; must not know
+formats or processes. Called by `engine.stages`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Array, Cache, LayerShape, Matrix, Rows
+from headrace.backends.neighbours import Neighbours
+from headrace.models import Model
+from headrace.models.weights import ByHead, Weights
+from headrace.protocol.errors import RequestError
+
+if TYPE_CHECKING:
+    from headrace.models.weights import Cut
+
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+"""Where the name of a tensor has the number of its layer: what model files and checkpoints agree on."""
+
+
+class StageSeat(NamedTuple):
+    """A rank's place in a pipeline of `world` ranks. Rank 0 has the last layers, the others those before, in order.
+
+    hosts: for each rank the number of its host; without any all ranks share one."""
+
+    rank: int
+    world: int
+    neighbours: Neighbours
+    hosts: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> int:
+        """Return the number of the stage, in the order of layers."""
+        return (self.rank - 1) % self.world
+
+
+def divide(costs: Sequence[float], head: float, world: int, joined: Collection[tuple[int, int]] = ()) -> list[range]:
+    """Return the layers of each stage: neighbouring ones, at least one, so that the most that one stage has of `costs`
+    is least. The last one has the `head` too.
+
+    joined: pairs of layers (first, last) between which no stage may begin. Raises `RequestError` where there are fewer
+    places to begin than stages.
+    """
+    num = len(costs)
+    begins = [at for at in range(1, num) if not any(first < at <= last for first, last in joined)]
+    if world > len(begins) + 1:
+        bound = f"at most {len(begins) + 1}, "
+        bound += "for " if joined else ""
+        bound += f"the {num} layers of the model"
+        if joined:
+            first, last = min(pair[0] for pair in joined), max(pair[1] for pair in joined)
+            bound += f", of which those from {first} to {last} share caches and stay on one rank"
+        raise RequestError("pipeline_parallel_size", world, bound)
+    sums = [0.0, *itertools.accumulate(costs)]
+    ends = [0, *begins, num]
+    # best[i]: (the most of a stage, where the stages begin) of the layers before ends[i]. Ties go to the earlier place.
+    best: list[tuple[float, tuple[int, ...]]] = [(sums[end], (0,)) for end in ends]
+    for stage in range(1, world):
+        more = head if stage == world - 1 else 0.0
+        before = best
+        best = [
+            min(
+                (
+                    (max(before[j][0], sums[end] - sums[ends[j]] + more), (*before[j][1], ends[j]))
+                    for j in range(stage, i)
+                ),
+                default=(math.inf, ()),
+            )
+            for i, end in enumerate(ends)
+        ]
+    starts = best[-1][1]
+    return [range(first, end) for first, end in itertools.pairwise([*starts, num])]
+
+
+def joined_layers(caches: Sequence[Collection[int]]) -> list[tuple[int, int]]:
+    """Return the first and the last layer of those that look at one cache, for each cache with several. `caches`: of
+    each layer."""
+    users: dict[int, list[int]] = {}
+    for layer_id, places in enumerate(caches):
+        for place in places:
+            users.setdefault(place, []).append(layer_id)
+    return [(min(ids), max(ids)) for ids in users.values() if len(ids) > 1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AbsentMatrix:
+    """The linear layer of another rank, by its sizes."""
+
+    num_in: int
+    num_out: int
+
+
+class LeavingWeights(Weights, Protocol):
+    """Weights of which a model may leave some to other processes (`checkpoint.reader.Reader`)."""
+
+    def leave(self, is_left: Callable[[str], bool]) -> None: ...
+
+
+class StageWeights(Weights):
+    """`weights` for the layers `layer_ids` of `num_layers`. What belongs to another layer is not read: tensors are
+    None, numbers 0, matrices sizes alone. The head is the last layers'; a table of tokens is wherever it is looked up
+    (`has_table`)."""
+
+    def __init__(self, weights: LeavingWeights, layer_ids: range, num_layers: int, has_table: bool) -> None:
+        self._weights, self._layer_ids, self._num_layers = weights, layer_ids, num_layers
+        self._has_table = has_table
+        weights.leave(self._is_absent)
+
+    def _is_absent(self, name: str) -> bool:
+        match = LAYER.search(f"{name}.")
+        return match is not None and int(match[1]) < self._num_layers and int(match[1]) not in self._layer_ids
+
+    def has(self, name: str) -> bool:
+        return self._weights.has(name)
+
+    def has_prefix(self, prefix: str) -> bool:
+        return self._weights.has_prefix(prefix)
+
+    def constant(self, values: Array) -> Array:
+        return self._weights.constant(values)
+
+    def constant_table(self, values: Array) -> Array:
+        return self._weights.constant_table(values)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
+        return None if self._is_absent(name) else self._weights.tensor(name, shape)
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return np.zeros(shape, np.float32) if self._is_absent(name) else self._weights.numbers(name, shape)
+
+    def table(self, name: str, shape: tuple[int, int]) -> Array:
+        return None if self._is_absent(name) else self._weights.table(name, shape)
+
+    def linear(
+        self,
+        names: Sequence[str],
+        num_in: int,
+        num_outs: Sequence[int],
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        plain: bool = False,
+        orders: Sequence[NDArray[np.int64] | None] = (),
+        cut: Cut = None,
+    ) -> Matrix:
+        if self._is_absent(names[0]):
+            return AbsentMatrix(num_in, sum(num_outs))
+        flags: dict[str, Any] = {"bias": bias, "transposed": transposed, "plain": plain, "orders": orders, "cut": cut}
+        return self._weights.linear(names, num_in, num_outs, **flags)
+
+    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        if not self._is_absent(name):
+            return self._weights.by_head(name, num_in, num_heads, turned, straight)
+        first: list[Matrix] = [AbsentMatrix(turned, num_in)] * num_heads
+        second: list[Matrix] = [AbsentMatrix(num_in, straight)] * num_heads
+        return ByHead(first, second)
+
+    def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
+        if self._layer_ids.stop == self._num_layers:
+            return self._weights.ends(embedding, head, shape, tied=tied)
+        names = (f"{embedding}.", f"{head}.")
+        self._weights.leave(lambda part: f"{part}.".startswith(names))
+        first = f"{embedding}.weight"
+        if tied and not self.has(first) and self.has(f"{head}.weight"):
+            first = f"{head}.weight"
+        table = self._weights.table(first, shape) if self._has_table else None
+        return table, AbsentMatrix(shape[1], shape[0])
+
+
+class Stage(Model):
+    """Layers `layer_ids` of the model `whole`, as a model of its own. If they are not its first, they take hidden rows
+    as features; if they are not its last, it has no logits.
+
+    Args:
+        caches: for each layer of `whole` the places in its `cache_shapes` that it looks at.
+        shares: the layers of each stage.
+        hosts: for each stage the number of its host.
+    """
+
+    def __init__(
+        self,
+        whole: Model,
+        place: int,
+        shares: Sequence[range],
+        caches: Sequence[Collection[int]],
+        hosts: Sequence[int],
+        neighbours: Neighbours,
+    ) -> None:
+        self.whole, self.layer_ids, self.neighbours = whole, shares[place], neighbours
+        self.ops, self.kinds = whole.ops, whole.kinds
+        self.vocab_size, self.hidden_size = whole.vocab_size, whole.hidden_size
+        self.embedding, self.head = whole.embedding, whole.head
+        self.layers = whole.layers[self.layer_ids.start : self.layer_ids.stop]
+        self.feature_size = whole.hidden_size if self.layer_ids.start else 0
+        self.is_last = self.layer_ids.stop == len(whole.layers)
+        every = [kept(whole.cache_shapes, {at for i in share for at in caches[i]}) for share in shares]
+        self.cache_shapes: Sequence[LayerShape] = every[place]
+        self.shapes_by_host = [
+            [shape for shapes, host in zip(every, hosts, strict=True) if host == number for shape in shapes]
+            for number in sorted(set(hosts))
+        ]
+        """What the caches of all ranks of a host hold, for each host."""
+
+    def enter(self, rows: Rows) -> Array:
+        return self.whole.enter(rows) if not self.layer_ids.start else rows.features
+
+    def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
+        return self.whole.through(self.layer_ids, self.enter(rows), rows, kv, streams)
+
+    def logits(self, hidden: Array, rows: Array) -> Array:
+        """As `Model.logits`; before the last layers the hidden rows, which are not used."""
+        return self.whole.logits(hidden, rows) if self.is_last else self.ops.select(hidden, rows)
+
+    def final(self, hidden: Array, rows: Array) -> Array:
+        return self.whole.final(hidden, rows)
+
+
+def kept(shapes: Sequence[LayerShape], places: Collection[int]) -> list[LayerShape]:
+    """Return `shapes`, of which those that are not at `places` are empty."""
+    return [shape if at in places else LayerShape(0, 0, kind=shape.kind) for at, shape in enumerate(shapes)]

@@ -1,0 +1,205 @@
+"""The determinism law over ranks of several hosts, whose gathers gloo moves; and what becomes of their groups."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.parallel.test_group import is_gone, until
+from tests.support import small_slots, wrong_ranks
+from tests.support.hosts import RankHost, free_port, place, rank_host
+from tests.support.law import Bits, assert_same, make_core, make_requests, run
+from tests.support.shallow import shallow
+
+from headrace.engine.core import EngineCore
+from headrace.parallel.gloo import Exchange
+from headrace.parallel.program import RankLostError
+from headrace.protocol.errors import CheckpointError
+
+FORMS: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "int8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"quantization": "int4"},
+}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[tuple[RankHost, int]]:
+    """One host, for a group after the other."""
+    port = free_port()
+    with rank_host(port, shallow(2)) as host:
+        yield host, port
+
+
+def core_at(port: int, **form: Any) -> EngineCore:
+    numbers: dict[str, Any] = {"tensor_parallel_size": 2, "num_threads": 1, "distributed_timeout": 5.0}
+    return make_core(rendezvous=place(port), **({"model": shallow(2)} | numbers | form))
+
+
+def stages_at(port: int, ranks: int, **form: Any) -> EngineCore:
+    form = {"model": shallow(2), "num_threads": 1, "distributed_timeout": 5.0} | form
+    return make_core(pipeline_parallel_size=ranks, rendezvous=place(port, None), **form)
+
+
+def bits(core: EngineCore) -> dict[str, Bits]:
+    try:
+        return run(core, make_requests()[::9])
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
+    """Greedy and drawn, with log-probabilities, penalties and grammars, as `make_requests` has them."""
+    alone = bits(make_core(model=shallow(2), **FORMS[form]))
+    assert_same(bits(core_at(host[1], **FORMS[form])), alone)
+    assert host[0].error is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_stages_on_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
+    alone = bits(make_core(model=shallow(2), **FORMS[form]))
+    assert_same(bits(stages_at(host[1], 2, **FORMS[form])), alone)
+    assert host[0].error is None
+
+
+def test_rank_0_hands_on_the_rows_of_three_stages_and_no_interface_is_needed() -> None:
+    port, alone = free_port(), bits(make_core(model=shallow(4)))
+    with (
+        rank_host(port, shallow(4), rank=1, world=3, interface=None),
+        rank_host(port, shallow(4), rank=2, world=3, interface=None),
+    ):
+        assert_same(bits(stages_at(port, 3, model=shallow(4))), alone)
+
+
+def test_a_stage_on_a_host_that_dies_ends_the_group(host: tuple[RankHost, int]) -> None:
+    core = stages_at(host[1], 2)
+    os.kill(child(), signal.SIGKILL)
+    core.add(make_requests()[0])
+    with pytest.raises(RankLostError, match="SIGKILL"):
+        core.step()
+    core.close()
+    assert_same(bits(stages_at(host[1], 2)), bits(make_core(model=shallow(2))))
+
+
+def test_a_rank_that_gathers_needs_an_interface_of_its_host() -> None:
+    port = free_port()
+    with rank_host(port, shallow(2), interface=None) as host:
+        with pytest.raises(RankLostError):
+            core_at(port)
+        host.thread.join(20)
+        assert "--distributed-interface is missing here" in str(host.error)
+
+
+def test_three_hosts_with_uneven_shares_change_no_bit() -> None:
+    port = free_port()
+    with rank_host(port, shallow(2), rank=1, world=3), rank_host(port, shallow(2), rank=2, world=3):
+        found = bits(core_at(port, tensor_parallel_size=3))
+    assert_same(found, bits(make_core(model=shallow(2))))
+
+
+def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts, and slots that have room for few of their rows."""
+    for module in ("hosts", "ranks"):
+        monkeypatch.setattr(f"headrace.engine.{module}.SLOT_BYTES", small_slots.SLOT_BYTES)
+    sizes: list[int] = []
+    move = Exchange.__call__
+    monkeypatch.setattr(Exchange, "__call__", lambda self, size: sizes.append(size) or move(self, size))
+    port = free_port()
+    with rank_host(port, shallow(2), command=(sys.executable, "-m", "tests.support.small_slots")):
+        found = bits(core_at(port))
+    assert small_slots.SLOT_BYTES / 4 < max(sizes) <= small_slots.SLOT_BYTES + 64
+    assert_same(found, bits(make_core(model=shallow(2))))
+
+
+@pytest.mark.parametrize("mode", ["right", "reverse"])
+def test_control_parts_in_the_wrong_place_are_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = bits(make_core(model=shallow(2)))
+    port = free_port()
+    with rank_host(port, shallow(2), command=(sys.executable, "-m", "tests.support.wrong_ranks", mode)):
+        wrong_ranks.patch(mode, monkeypatch.setattr)
+        found = bits(core_at(port))
+    if mode == "right":
+        assert_same(found, alone)
+    else:
+        with pytest.raises(AssertionError, match="differ"):
+            assert_same(found, alone)
+
+
+def child() -> int:
+    """The process of the rank."""
+    [pid] = [int(each) for each in os.listdir("/proc") if each.isdecimal() and is_rank(int(each))]
+    return pid
+
+
+def is_rank(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().split(b"\0")
+        with open(f"/proc/{pid}/stat") as file:
+            parent = int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return False
+    return b"headrace.engine.rank" in words and parent == os.getpid()
+
+
+def test_a_rank_that_ends_or_stands_still_ends_the_group_and_the_host_serves_the_next(
+    host: tuple[RankHost, int],
+) -> None:
+    core = core_at(host[1], distributed_timeout=2.0)
+    before = child()
+    os.kill(before, signal.SIGKILL)
+    core.add(make_requests()[0])
+    with pytest.raises(RankLostError):
+        core.step()
+    core.close()
+    again = core_at(host[1], distributed_timeout=2.0)
+    stopped = child()
+    assert stopped != before
+    os.kill(stopped, signal.SIGSTOP)
+    again.add(make_requests()[0])
+    with pytest.raises(RankLostError, match="Timed out"):
+        again.step()
+    again.close()
+    until(lambda: is_gone(stopped))
+    alone = bits(make_core(model=shallow(2)))
+    assert_same(bits(core_at(host[1])), alone)
+
+
+def test_ranks_out_of_step_find_it_out(host: tuple[RankHost, int]) -> None:
+    core = core_at(host[1])
+    group = core.executor.program._followers  # type: ignore[attr-defined]
+    core.add(make_requests()[0])
+    begin = group.begin
+
+    def begin_again() -> int:
+        number = begin()
+        group.native.begin(number + 1)
+        return int(number)
+
+    group.begin = begin_again
+    with pytest.raises(RankLostError, match="out of step"):
+        core.step()
+    core.close()
+
+
+def test_a_rank_with_other_weights_is_refused_by_both() -> None:
+    port = free_port()
+    with rank_host(port, shallow(2), weights=lambda: "others") as host:
+        with pytest.raises(CheckpointError, match=r"rank 1 has other weights \(digest others\) than rank 0 \(digest "):
+            core_at(port)
+        host.thread.join(20)
+        assert "rank 1 has other weights (digest others)" in str(host.error)
+
+
+def test_a_model_that_the_rank_can_not_load_is_an_error_of_both(tmp_path: Any) -> None:
+    port = free_port()
+    with rank_host(port, str(tmp_path), weights=lambda: "") as host:
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            core_at(port)
+        host.thread.join(20)
+        assert isinstance(host.error, CheckpointError)
