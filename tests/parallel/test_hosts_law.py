@@ -60,6 +60,7 @@ def test_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
     assert host[0].error is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_stages_on_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
     alone = bits(make_core(model=shallow(2), **FORMS[form]))
@@ -95,6 +96,7 @@ def test_a_rank_that_gathers_needs_an_interface_of_its_host() -> None:
         assert "--distributed-interface is missing here" in str(host.error)
 
 
+@pytest.mark.slow
 def test_three_hosts_with_uneven_shares_change_no_bit() -> None:
     port = free_port()
     with rank_host(port, shallow(2), rank=1, world=3), rank_host(port, shallow(2), rank=2, world=3):
@@ -116,7 +118,7 @@ def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(found, bits(make_core(model=shallow(2))))
 
 
-@pytest.mark.parametrize("mode", ["right", "reverse"])
+@pytest.mark.parametrize("mode", [pytest.param("right", marks=pytest.mark.slow), "reverse"])
 def test_control_parts_in_the_wrong_place_are_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = bits(make_core(model=shallow(2)))
     port = free_port()
