@@ -124,7 +124,7 @@ def test_keywords_of_vllms_LLM(caplog: pytest.LogCaptureFixture) -> None:
         "swap_space=4 has no effect here",
     ]
     for name, value, words in (
-        ("nnodes", 2, "it must be 1: the ranks of a model are processes of one host"),
+        ("nnodes", 2, "it must be 1: ranks of other hosts come by themselves"),
         ("enable_lora", True, "enable_lora: not supported here; merge"),
         ("max_modle_len", 5, "it must be a field of EngineConfig"),
     ):

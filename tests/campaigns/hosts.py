@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+from bench.tied import tied
 from tests.campaigns.faults import Campaign, concluded, is_live
 from tests.campaigns.ranks import LONGEST_S, NOTICED_S, SILENCE_S
 from tests.campaigns.relay import Relay
@@ -70,7 +71,7 @@ def run(*words: str) -> None:
 @contextlib.contextmanager
 def links() -> Iterator[Links]:
     """The other host, and the links to it."""
-    holder = subprocess.Popen(["unshare", "--net", "--kill-child", "cat"], stdin=subprocess.PIPE)
+    holder = subprocess.Popen(tied(["unshare", "--net", "--kill-child", "cat"]), stdin=subprocess.PIPE)
     try:
         ours = os.readlink("/proc/self/ns/net")
         while os.readlink(f"/proc/{holder.pid}/ns/net") == ours:
@@ -117,7 +118,7 @@ class HostCampaign(Campaign):
     ) -> None:  # fmt: skip
         super().__init__(served, num_streams, seed, max_tokens)
         self._links, self._name, self._timeout, self._folder = network, name, timeout, folder
-        self.rank = subprocess.Popen(["true"])
+        self.rank = subprocess.Popen(tied(["true"]))
         self.num_losses = 0
         self._is_far = False
 
@@ -237,7 +238,7 @@ def start_rank(network: Links, name: str, folder: Path) -> subprocess.Popen[byte
     words = [program, "rank", MODEL[0], "--rank", "1", "--world", "2", *flags(name, folder, "front")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        network.inside(*words, "--num-threads", "1"), env=environment, stdin=subprocess.DEVNULL,
+        tied(network.inside(*words, "--num-threads", "1")), env=environment, stdin=subprocess.DEVNULL,
         stderr=(folder / "rank.log").open("ab"),
     )  # fmt: skip
 

@@ -22,6 +22,8 @@ import sys
 import threading
 import time
 
+from bench.tied import tied
+
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
 CLONE_NEWNET = 0x40000000
@@ -99,7 +101,7 @@ class Relay:
 
     def __init__(self, pid: int, name: str) -> None:
         command = [sys.executable, "-m", "tests.campaigns.relay", str(pid), name]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(tied(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "there\n":
             raise OSError("the relay has not begun")

@@ -51,6 +51,7 @@ NOT_RUN = {
     "headrace engine": "a server; tests/fleet/remote/test_commands.py runs it",
     "headrace rank": "two hosts; tests/parallel/test_hosts_commands.py runs it",
     "headrace serve builtin --tensor-parallel-size 2 --rendezvous": "two hosts; test_hosts_commands.py runs it",
+    "headrace serve builtin --pipeline-parallel-size 2 --rendezvous": "two hosts; test_hosts_commands.py runs it",
     "openssl": "tests/support/remote.py runs them",
     "headrace pull": "needs the hub; tests/serve/test_models_folder.py runs it",
     "npm install": "changes the environment",

@@ -250,10 +250,12 @@ def test_the_progress_of_a_prompt_and_the_choice_of_a_model(chromium: Any, token
     ):
         cards = [{"id": name, "object": "model", "max_model_len": 2048} for name in ("fake", "another")]
         page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": cards}))
-        models = []
-        page.on("request", lambda request: models.append((request.post_data_json or {}).get("model")))
         page.goto("/")
         ready(page)
+        page.evaluate(
+            "window.models = []; const send = window.fetch; window.fetch = (to, request) => {"
+            "if (request?.body) models.push(JSON.parse(request.body).model); return send(to, request); }; null"
+        )
         set_knobs(page, max_tokens=2)
         page.get_by_text("Settings", exact=True).click()
         page.get_by_label("Model").select_option("another")
@@ -269,7 +271,7 @@ def test_the_progress_of_a_prompt_and_the_choice_of_a_model(chromium: Any, token
         numbers = [int(number.replace(",", "")) for number in reading]
         assert len(set(numbers)) > 1
         assert numbers == sorted(numbers)
-        assert "another" in models
+        assert "another" in page.evaluate("window.models")
         [conversation] = kept(page)
         assert (conversation["model"], conversation["system"]) == ("another", "Be brief.")
         assert len(conversation["messages"][1]["promptIds"]) > 1200 + len("Be brief.")

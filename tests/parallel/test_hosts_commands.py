@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from bench.tied import tied
 from tests.campaigns.streams import Told, asked, is_whole, read, same
 from tests.docs.pages import ROOT, blocks, commands
 from tests.support.remote import PAGE, files
@@ -46,7 +47,7 @@ def rank(port: int, gathers: bool) -> Iterator[subprocess.Popen[bytes]]:
     words = command("rank", port, gathers)
     program = str(Path(sys.executable).parent / words[0])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([program, *words[1:], "--num-threads", "1"], env=environment)
+    process = subprocess.Popen(tied([program, *words[1:], "--num-threads", "1"]), env=environment)
     try:
         yield process
         if process.poll() is None:
