@@ -3,7 +3,9 @@
     python -m bench.fleet --trace FILE
 
 Starts two servers with `--replicas` engines each, one with `--router prefix` and one with `round-robin`, and plays
-the same slice of Mooncake's trace against each in turn, `--runs` times; caches are empty before each run. A prompt's
+the same slice of Mooncake's trace against each in turn, `--runs` times; caches are empty before each run. The slice has
+the first `--minutes` of the trace, and of its conversations one in `--conversations`: a conversation goes on for many
+minutes, in which the whole trace has more requests than this host computes. A prompt's
 blocks of 512 tokens become `512 / --scale` tokens each, answers are as much shorter, and what prompts share stays the
 same. Prints the hit rate and the TTFT of each run as JSON lines, and in how many runs `prefix` was better. Needs an
 otherwise idle machine: the engines of the server that waits take no time, the client is on the same processors.
@@ -44,6 +46,11 @@ def prompt_of(call: traces.Call, scale: int) -> list[int]:
         noise = random.Random(key)
         token_ids += [noise.randrange(300, 2000) for _ in range(size)]
     return token_ids[: max(1, call.num_prompt // scale)]
+
+
+def conversation_of(call: traces.Call) -> int:
+    """The key of a conversation: its first block after the one that all share."""
+    return call.keys[1] if len(call.keys) > 1 else call.keys[0]
 
 
 @contextlib.contextmanager
@@ -120,12 +127,14 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=3.0, help="of the trace")
-    parser.add_argument("--speed-up", type=float, default=4.0)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of the trace")
+    parser.add_argument("--conversations", type=int, default=16, help="of so many one is played")
+    parser.add_argument("--speed-up", type=float, default=24.0)
     parser.add_argument("--scale", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=2048, help="blocks of 16 tokens in an engine's cache")
     options = parser.parse_args()
     calls = traces.read(options.trace, 60 * options.minutes / options.speed_up, options.speed_up)
+    calls = [call for call in calls if conversation_of(call) % options.conversations == 0]
     wins = {"hits": 0, "p50_ttft_ms": 0}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

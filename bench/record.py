@@ -49,6 +49,7 @@ def main() -> None:
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(tied(args.command), stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
+        print(done.stdout, end="", file=sys.stderr)
         raise SystemExit(f"the command ended with status {done.returncode}; nothing is recorded")
     machine = doctor.examine()
     record = {
