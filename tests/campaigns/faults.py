@@ -57,6 +57,19 @@ class Campaign:
             if not is_whole(told):
                 self.problems.append(f"{one.kind} fails without a fault: {told.bits()[:300]}")
 
+    def rounds(self, kinds: list[str], per_round: int, label: str = "") -> None:
+        """Rounds with some of the faults each, until all have come, or too much is wrong."""
+        left = list(kinds)
+        while left and len(self.problems) < 20:
+            now, left = left[:per_round], left[per_round:]
+            before = self.counts["faults"]
+            asyncio.run(self.round(now))
+            missed = len(now) - (self.counts["faults"] - before)
+            # The round was over before they came.
+            left += now[len(now) - missed :] if missed else []
+            print(f"{label}{self.counts['faults']} faults, {self.counts['streams']} streams, "
+                  f"{self.counts['wrong']} wrong", file=sys.stderr, flush=True)  # fmt: skip
+
     async def round(self, kinds: list[str]) -> None:
         """All streams once, with one fault of each of `kinds` while they run."""
         seen = asyncio.Event()
@@ -209,15 +222,7 @@ def run(
         asyncio.run(campaign.undisturbed())
         left = [kinds[turn % len(kinds)] for turn in range(num_faults)]
         campaign.noise.shuffle(left)
-        while left and len(campaign.problems) < 20:
-            now, left = left[:per_round], left[per_round:]
-            before = campaign.counts["faults"]
-            asyncio.run(campaign.round(now))
-            missed = len(now) - (campaign.counts["faults"] - before)
-            # The round was over before they came.
-            left += now[len(now) - missed :] if missed else []
-            print(f"{campaign.counts['faults']} faults, {campaign.counts['streams']} streams, "
-                  f"{campaign.counts['wrong']} wrong", file=sys.stderr, flush=True)  # fmt: skip
+        campaign.rounds(left, per_round)
         campaign.settle()
         minutes = round((time.monotonic() - began) / 60, 2)
         known = {"seed": seed, "streams_at_once": num_streams, "watchdog_s": watchdog, "arguments": list(arguments)}

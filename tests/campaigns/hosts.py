@@ -271,16 +271,7 @@ def part(
         with serve(*MODEL, *options, *ranks) as served:
             campaign = HostCampaign(served, num_streams, seed, max_tokens, network, name, timeout, folder)
             campaign.rank, campaign.wanted, campaign.problems = rank, reference.wanted, reference.problems
-            left = list(kinds)
-            while left and len(campaign.problems) < 20:
-                now, left = left[:per_round], left[per_round:]
-                before = campaign.counts["faults"]
-                asyncio.run(campaign.round(now))
-                missed = len(now) - (campaign.counts["faults"] - before)
-                # The round was over before they came.
-                left += now[len(now) - missed :] if missed else []
-                print(f"{name}: {campaign.counts['faults']} faults, {campaign.counts['streams']} streams, "
-                      f"{campaign.counts['wrong']} wrong", file=sys.stderr, flush=True)  # fmt: skip
+            campaign.rounds(kinds, per_round, f"{name}: ")
             campaign.settle()
             return campaign.report(minutes=round((time.monotonic() - began) / 60, 2), groups_lost=campaign.num_losses)
     finally:

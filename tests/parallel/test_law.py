@@ -27,6 +27,7 @@ from tests.support.stored import mixed
 
 from headrace import models
 from headrace.parallel import group
+from headrace.parallel.pipeline import PipelinedProgram
 from headrace.parallel.program import RankedProgram
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
@@ -53,11 +54,14 @@ def few() -> tuple[Request, ...]:
     return tuple(make_requests()[::7])
 
 
-def bits(requests: list[Request], ranks: int = 1, **form: Any) -> dict[str, Bits]:
+PROGRAMS = {"tensor_parallel_size": RankedProgram, "pipeline_parallel_size": PipelinedProgram}
+
+
+def bits(requests: list[Request], ranks: int = 1, field: str = "tensor_parallel_size", **form: Any) -> dict[str, Bits]:
     """All together, then in groups, whose prefixes are cached."""
-    core = make_core(tensor_parallel_size=ranks, **form)
+    core = make_core(**{field: ranks}, **form)
     try:
-        assert (type(core.executor.program) is RankedProgram) == (ranks > 1)  # type: ignore[attr-defined]
+        assert (type(core.executor.program) is PROGRAMS[field]) == (ranks > 1)  # type: ignore[attr-defined]
         found = run(core, requests)
         for part in groups_of(requests, 3):
             assert_same(run(core, part), found)

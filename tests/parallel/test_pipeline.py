@@ -3,6 +3,7 @@ stands still, falls out of step or can not compute a call."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -16,40 +17,23 @@ import pytest
 from tests.campaigns.ranks import FORMS
 from tests.e2e.test_law_speculation import varied
 from tests.formats.gguf.models import convert
+from tests.parallel import test_law
 from tests.parallel.test_group import group_of, is_gone, until
 from tests.parallel.test_law import few, k_form, requests_of
 from tests.support import wrong_stages
 from tests.support.harness import RandomModels
-from tests.support.law import Bits, assert_same, groups_of, make_core, make_requests, run
+from tests.support.law import assert_same, make_core, make_requests, run
 from tests.support.shallow import shallow
 from tests.support.stored import mixed
 
 from headrace import LLM, SamplingParams, models
 from headrace.engine.core import EngineCore
 from headrace.parallel import group, pipeline
-from headrace.parallel.pipeline import PipelinedProgram
 from headrace.parallel.program import RankLostError
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.protocol.step import Request
 
-
-def bits(requests: list[Request], ranks: int = 1, **form: Any) -> dict[str, Bits]:
-    """All together, then in groups, whose prefixes are cached."""
-    core = make_core(pipeline_parallel_size=ranks, **form)
-    try:
-        assert (type(core.executor.program) is PipelinedProgram) == (ranks > 1)  # type: ignore[attr-defined]
-        found = run(core, requests)
-        for part in groups_of(requests, 3):
-            assert_same(run(core, part), found)
-    finally:
-        core.close()
-    return found
-
-
-def check(requests: list[Request], ranks: int, **form: Any) -> None:
-    alone = bits(requests, **form)
-    assert len({tuple(ids) for ids, _ in alone.values()}) > len(alone) / 2
-    assert_same(bits(requests, ranks, **form), alone)
+bits = functools.partial(test_law.bits, field="pipeline_parallel_size")
+check = functools.partial(test_law.check, field="pipeline_parallel_size")
 
 
 @pytest.mark.sampled(3)

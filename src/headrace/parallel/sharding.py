@@ -31,12 +31,11 @@ class Sharing(Ops, Protocol):
     def of_expert(self, expert_id: int, num: int) -> AbstractContextManager[None]: ...
 
 
-class RankWeights(Weights):
-    """`weights` for the rank whose operators are `ops`."""
+class PartialWeights(Weights):
+    """`weights`, of which a subclass says what this rank reads of each layer (`linear`, `ends`)."""
 
-    def __init__(self, weights: Weights, ops: Sharing) -> None:
-        self._weights, self._ops = weights, ops
-        self.has_experts = False
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
@@ -58,6 +57,18 @@ class RankWeights(Weights):
 
     def table(self, name: str, shape: tuple[int, int]) -> Array:
         return self._weights.table(name, shape)
+
+    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        return self._weights.by_head(name, num_in, num_heads, turned, straight)
+
+
+class RankWeights(PartialWeights):
+    """`weights` for the rank whose operators are `ops`."""
+
+    def __init__(self, weights: Weights, ops: Sharing) -> None:
+        super().__init__(weights)
+        self._ops = ops
+        self.has_experts = False
 
     def linear(
         self,
@@ -81,9 +92,6 @@ class RankWeights(Weights):
         layout = None if plain else self._layout(num_outs, cut)
         with self._ops.sharing(layout):
             return self._weights.linear(names, num_in, num_outs, **flags)
-
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        return self._weights.by_head(name, num_in, num_heads, turned, straight)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
         with self._ops.sharing(self._layout(shape[:1], None)):

@@ -21,6 +21,7 @@ from headrace.backends.base import Array, Cache, LayerShape, Matrix, Rows
 from headrace.backends.neighbours import Neighbours
 from headrace.models import Model
 from headrace.models.weights import ByHead, Weights
+from headrace.parallel.sharding import PartialWeights
 from headrace.protocol.errors import RequestError
 
 if TYPE_CHECKING:
@@ -108,40 +109,29 @@ class LeavingWeights(Weights, Protocol):
     def leave(self, is_left: Callable[[str], bool]) -> None: ...
 
 
-class StageWeights(Weights):
+class StageWeights(PartialWeights):
     """`weights` for the layers `layer_ids` of `num_layers`. What belongs to another layer is not read: tensors are
     None, numbers 0, matrices sizes alone. The head is the last layers'; a table of tokens is wherever it is looked up
     (`has_table`)."""
 
     def __init__(self, weights: LeavingWeights, layer_ids: range, num_layers: int, has_table: bool) -> None:
-        self._weights, self._layer_ids, self._num_layers = weights, layer_ids, num_layers
-        self._has_table = has_table
+        super().__init__(weights)
+        self._layer_ids, self._num_layers, self._has_table = layer_ids, num_layers, has_table
+        self._leave = weights.leave
         weights.leave(self._is_absent)
 
     def _is_absent(self, name: str) -> bool:
         match = LAYER.search(f"{name}.")
         return match is not None and int(match[1]) < self._num_layers and int(match[1]) not in self._layer_ids
 
-    def has(self, name: str) -> bool:
-        return self._weights.has(name)
-
-    def has_prefix(self, prefix: str) -> bool:
-        return self._weights.has_prefix(prefix)
-
-    def constant(self, values: Array) -> Array:
-        return self._weights.constant(values)
-
-    def constant_table(self, values: Array) -> Array:
-        return self._weights.constant_table(values)
-
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
-        return None if self._is_absent(name) else self._weights.tensor(name, shape)
+        return None if self._is_absent(name) else super().tensor(name, shape)
 
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        return np.zeros(shape, np.float32) if self._is_absent(name) else self._weights.numbers(name, shape)
+        return np.zeros(shape, np.float32) if self._is_absent(name) else super().numbers(name, shape)
 
     def table(self, name: str, shape: tuple[int, int]) -> Array:
-        return None if self._is_absent(name) else self._weights.table(name, shape)
+        return None if self._is_absent(name) else super().table(name, shape)
 
     def linear(
         self,
@@ -162,7 +152,7 @@ class StageWeights(Weights):
 
     def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
         if not self._is_absent(name):
-            return self._weights.by_head(name, num_in, num_heads, turned, straight)
+            return super().by_head(name, num_in, num_heads, turned, straight)
         first: list[Matrix] = [AbsentMatrix(turned, num_in)] * num_heads
         second: list[Matrix] = [AbsentMatrix(num_in, straight)] * num_heads
         return ByHead(first, second)
@@ -171,7 +161,7 @@ class StageWeights(Weights):
         if self._layer_ids.stop == self._num_layers:
             return self._weights.ends(embedding, head, shape, tied=tied)
         names = (f"{embedding}.", f"{head}.")
-        self._weights.leave(lambda part: f"{part}.".startswith(names))
+        self._leave(lambda part: f"{part}.".startswith(names))
         first = f"{embedding}.weight"
         if tied and not self.has(first) and self.has(f"{head}.weight"):
             first = f"{head}.weight"
