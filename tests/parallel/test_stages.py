@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.campaigns.ranks import FORMS
 from tests.support import wrong_stages
@@ -17,7 +19,7 @@ from headrace import models
 from headrace.backends.base import Chunks
 from headrace.backends.cpu import activations
 from headrace.checkpoint.names import text_config
-from headrace.parallel.pipeline import Piece, cut, in_turn, num_pieces, num_rows_of
+from headrace.parallel.pipeline import Piece, PipelinedProgram, cut, in_turn, num_pieces, num_rows_of
 from headrace.parallel.program import Fault, HiddenRows, RankLostError
 from headrace.parallel.stages import divide, joined_layers
 from headrace.plan.forms import Forms
@@ -226,6 +228,45 @@ def test_a_chunk_whose_state_goes_nowhere_is_not_cut() -> None:
 
 def test_few_rows_go_at_once() -> None:
     assert [num_pieces(num, 2) for num in (1, 8, 32, 512)] == [1, 1, 2, 8]
+
+
+class Stage:
+    """A program whose hidden rows are finite or not, piece by piece, as `are_finite` says."""
+
+    vocab_size = block_size = num_blocks = max_rows = max_logits = 1
+    kinds = pool_sizes = ()
+    model = SimpleNamespace(hidden_size=2, feature_size=2)
+
+    def __init__(self, are_finite: list[bool]) -> None:
+        self.are_finite = are_finite
+
+    def begin(self) -> int:
+        return 1
+
+    def send(self, call: Any) -> None:
+        pass
+
+    def hidden_rows(self, chunks: Chunks, features: Any) -> tuple[list[bool], Any]:
+        return [self.are_finite.pop(0)] * len(chunks.starts), features
+
+    def logits_of(self, hidden: Any, rows: list[int]) -> Any:
+        return hidden
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+def test_a_chunk_is_finite_if_all_of_its_pieces_are(bad: int | None) -> None:
+    chunks = Chunks([0], [[1] * 64], [[0]])
+    num = len(cut(chunks, 2))
+    assert num == 3
+    stage: Any = Stage([piece != bad for piece in range(num)])
+    sizes = [num_rows_of(piece.chunks) for piece in cut(chunks, 2)]
+
+    def take(call_id: int, piece: int) -> HiddenRows:
+        return HiddenRows(call_id, piece, 2, np.full((sizes[piece], 2), piece, "<f4").tobytes())
+
+    finite, hidden = PipelinedProgram(stage, stage, take, 2).forward(chunks, [63])
+    assert finite == [bad is None]
+    assert hidden[:, 0].tolist() == [piece for piece, size in enumerate(sizes) for _ in range(size)]
 
 
 # Messages.
