@@ -76,6 +76,8 @@ SHAPES = {
         "gemma4", 30, 2816, 16, 8, 256, 704, 128, 8, 262144, 1e6, *QWEN, 1024,
         context=262144, dense_inner=2112, period=6, wide=(2, 512),
     ),
+    # The cache of gpt-oss-20b behind narrow matrices, for long prompts.
+    "narrow-gpt-oss": Shape("gpt-oss", 24, 512, 8, 8, 64, 512, 8, 2, 1024, 150000.0, *GPT, 128, 131072),
     "tiny": Shape("qwen3moe", 2, 256, 4, 2, 64, 128, 8, 2, 1024, 1e6, *QWEN),
     "tiny-gpt-oss": Shape("gpt-oss", 2, 64, 4, 2, 32, 32, 5, 2, 1024, 150000.0, *GPT, 24, 131072),
     "tiny-qwen3.6": Shape(

@@ -42,6 +42,10 @@ PAGE, LINE = 4096, 64
 LEFTOVER_SECONDS = 3600
 """A temporary file of this age was written by a process that was killed."""
 PIECE_BYTES = 16 * 2**20
+READERS = 4
+"""Threads that read: more than two do not copy faster, and keep a disk busy."""
+NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
+"""Linux alone has it: read what the page cache has, and nothing from a disk."""
 
 
 class Form(NamedTuple):
@@ -129,30 +133,42 @@ class PackedFile:
         }
 
     def read(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
-        """Copy the matrices into memory of `allocate`, by two threads; the mapping's small pages are slower to read.
+        """Copy the matrices into memory of `allocate`, by several threads; the mapping's small pages are slower to
+        read. What the page cache has comes first: the memory that is filled would push it out before its turn.
 
         Raises MemoryError, and `CheckpointError` for a file that ends early.
         """
         size = self.path.stat().st_size
         memory = allocate(size)
-        pieces = iter(range(0, size, PIECE_BYTES))
         view = memory.data
 
-        def copy() -> None:
-            # Each of the two takes the next piece; the interpreter is free while the kernel copies.
-            for begin in pieces:
-                end = min(begin + PIECE_BYTES, size)
+        def copy(pieces: Iterator[tuple[int, int]], flags: int) -> list[tuple[int, int]]:
+            """Copy pieces, of which each thread takes the next; return those that would have to be waited for."""
+            late = []
+            for begin, end in pieces:
                 while begin < end:
-                    num_read = os.preadv(descriptor, [view[begin:end]], begin)
+                    try:
+                        num_read = os.preadv(descriptor, [view[begin:end]], begin, flags)
+                    except BlockingIOError:
+                        late.append((begin, end))
+                        break
                     if num_read == 0:
                         raise CheckpointError("it ends early")
                     begin += num_read
+            return late
+
+        def share(threads: ThreadPoolExecutor, pieces: list[tuple[int, int]], flags: int) -> list[tuple[int, int]]:
+            each = iter(pieces)
+            done = [threads.submit(copy, each, flags) for _ in range(READERS)]
+            return sorted(piece for late in done for piece in late.result())
 
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            with ThreadPoolExecutor(2) as threads:
-                for done in [threads.submit(copy), threads.submit(copy)]:
-                    done.result()
+            with ThreadPoolExecutor(READERS) as threads:
+                pieces = [(begin, min(begin + PIECE_BYTES, size)) for begin in range(0, size, PIECE_BYTES)]
+                if NO_WAIT:
+                    pieces = share(threads, pieces, NO_WAIT)
+                share(threads, pieces, 0)
         except OSError as error:
             raise CheckpointError(f"it can not be read: {error}") from error
         finally:
