@@ -21,7 +21,7 @@ from headrace.checkpoint import gguf_config, mapped
 from headrace.checkpoint.gguf_source import GGUFWeights
 from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint
-from headrace.checkpoint.packed import PackedWeights
+from headrace.checkpoint.packed_weights import PackedWeights
 from headrace.checkpoint.reader import RELEASE_BYTES, Reader, ResidentBytes
 from headrace.models.weights import Weights
 from headrace.protocol.errors import CheckpointError

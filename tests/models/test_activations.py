@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.models.test_quantised import distance
 from tests.support.harness import follow, load, save_random
 
 from headrace.backends.cpu import activations
+from headrace.backends.cpu.measured import build
 from headrace.engine.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
@@ -87,6 +89,61 @@ def test_control_without_the_measurement_outliers_spoil_it(planted: Path, monkey
     good = distance(logits(planted, quantization="int8"), logits(planted))
     monkeypatch.setattr(activations, "measure", lambda ops, model, num_threads: {})
     assert distance(logits(planted, quantization="int8"), logits(planted)) > 1.3 * good
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A mark for each time that something is measured."""
+    marks: list[str] = []
+    measure = activations.measure
+    monkeypatch.setattr(activations, "measure", lambda *args: marks.append("measured") or measure(*args))
+    return marks
+
+
+def copied(directory: Path, target: Path) -> Path:
+    return Path(shutil.copytree(directory, target / "model"))
+
+
+def test_beside_a_packed_file_the_measurement_is_kept(planted: Path, tmp_path: Path, measuring: list[str]) -> None:
+    path = copied(planted, tmp_path)
+    chosen = wide_of(path, quantization="int8", save_packed=True)
+    (kept,) = path.glob("*.packed.measured")
+    assert wide_of(path, quantization="int8") == chosen
+    assert measuring == ["measured"]
+    assert chosen[1] == "mixed"
+    # The choice is what the file says.
+    values = json.loads(kept.read_text())
+    kept.write_text(json.dumps(values | {"losses": dict.fromkeys(values["losses"], 0.0)}))
+    assert wide_of(path, quantization="int8") == (set(), "int8")
+    assert measuring == ["measured"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"build": "another", "losses": {}}', '{"losses": {}}', '{"build": "BUILD", "losses": {"a": 1}}',
+     '{"build": "BUILD", "losses": {"a": "b"}}'],
+)  # fmt: skip
+def test_what_another_build_measured_or_is_damaged_is_measured_again(
+    text: str, planted: Path, tmp_path: Path, measuring: list[str]
+) -> None:
+    path = copied(planted, tmp_path)
+    chosen = wide_of(path, quantization="int8", save_packed=True)
+    (kept,) = path.glob("*.packed.measured")
+    before = kept.read_text()
+    kept.write_text(text.replace("BUILD", build()))
+    assert wide_of(path, quantization="int8") == chosen
+    assert measuring == ["measured"] * 2
+    assert kept.read_text() != before  # a start without --save-packed writes nothing
+    assert wide_of(path, quantization="int8", save_packed=True) == chosen
+    assert kept.read_text() == before
+
+
+def test_without_a_packed_file_nothing_is_kept(planted: Path, tmp_path: Path, measuring: list[str]) -> None:
+    path = copied(planted, tmp_path)
+    for _ in range(2):
+        wide_of(path, quantization="int8")
+    assert measuring == ["measured"] * 2
+    assert not list(path.glob("*.measured"))
 
 
 @pytest.mark.parametrize("mode", ["auto", "16bit"])

@@ -21,7 +21,7 @@ from tests.parallel.test_group import until
 from tests.support.hosts import FAST, RankHost, place, rank_host
 from tests.support.remote import credentials, files
 
-from headrace.engine.hosts import await_hosts, prepared, version
+from headrace.engine.hosts import await_hosts, prepared
 from headrace.engine.ranks import Go, SetUp, Start
 from headrace.parallel import gloo
 from headrace.parallel.group import Group, Loaded, Ready
@@ -31,6 +31,7 @@ from headrace.parallel.program import LogitsOf, RankLostError
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.frames import TransportError
+from headrace.protocol.sources import digest_of_sources
 from headrace.secure.credentials import Credentials
 from headrace.secure.door import Server, connect
 from headrace.secure.handshake import HandshakeError, Talk, Times
@@ -65,7 +66,9 @@ def rendezvous(
     world: int = 2, timeout: float = 5.0, weights: str = "w", speaks: str = "", times: Times = FAST
 ) -> Iterator[Rendezvous]:
     listener = socket.create_server(("127.0.0.1", 0))
-    hosts = Rendezvous(listener, world, timeout, credentials("engine"), speaks or version(), lambda: weights, times)
+    hosts = Rendezvous(
+        listener, world, timeout, credentials("engine"), speaks or digest_of_sources(), lambda: weights, times
+    )
     try:
         yield hosts
     finally:
@@ -171,7 +174,7 @@ def test_S_44_a_proof_for_another_end_opens_nothing(name: str) -> None:
         seat = seats.encode(seats.Seat(b"host", 1, 2, "w"))
 
         async def work() -> bytes:
-            _, writer, terms = await connect(server, credentials("front"), Talk(name, version()), FAST, seat)
+            _, writer, terms = await connect(server, credentials("front"), Talk(name, digest_of_sources()), FAST, seat)
             writer.close()
             await writer.wait_closed()
             return terms

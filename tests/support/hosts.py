@@ -13,8 +13,9 @@ from tests.support.remote import credentials, files
 from tests.support.serving import free_port
 
 from headrace import hub
-from headrace.engine.hosts import prepared, version
+from headrace.engine.hosts import prepared
 from headrace.parallel.hosts.server import RankServer
+from headrace.protocol.sources import digest_of_sources
 from headrace.secure.credentials import Credentials
 from headrace.secure.door import Server
 from headrace.secure.handshake import Times
@@ -72,7 +73,7 @@ def rank_host(
         rank,
         world,
         who or credentials("front"),
-        speaks or version(),
+        speaks or digest_of_sources(),
         weights or (lambda: hub.digest(Path(model))),
         (lambda payload: prepared(payload, rank, model, 1, interface)) if model else bytes,
         FAST,

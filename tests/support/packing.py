@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from headrace import models
 from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint
-from headrace.checkpoint.packed import Form, PackedFile, PackedWeights, PackedWriter, find
+from headrace.checkpoint.packed import Form, PackedFile, PackedWriter, find
+from headrace.checkpoint.packed_weights import PackedWeights
 from headrace.models.config import ModelConfig
 from headrace.quant.arrays import floats, type_name
 from headrace.quant.base import slabs
@@ -74,6 +75,9 @@ class ToyBackend:
     device = "cpu"
     schemes = SCHEMES
     mixes = False
+
+    def keep_measured(self, path: Path, may_write: bool) -> None:
+        """Nothing is measured."""
 
     def __init__(self, dtype: str = "float32", version: str = "1") -> None:
         self.dtype = dtype

@@ -196,7 +196,10 @@ class GGUFWeights(QuantisingReader["Rows"]):
                 gguf_blocks.check_scales(rows.kind, rows.raw_rows(first, min(first + step, rows.num_out)), name)
             self._count_form(rows.kind, f"{rows.kind} (table, mapped)", rows.raw.nbytes, rows.raw.nbytes)
             return self._backend.table(blocks_of(rows.raw, rows.kind, K_TYPES[rows.kind].size))
-        return self._backend.table(self.floats(name, shape))
+        table = self.floats(name, shape)
+        if self._writer is not None:
+            self._writer.table(name, table)
+        return self._backend.table(table)
 
     def floats(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
         """A table of blocks in the model's dtype, made on all cores: a packed start waits for little else."""

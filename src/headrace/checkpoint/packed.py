@@ -1,9 +1,10 @@
 """Packed files: weights in the backend's layouts, written once beside the model and mapped at every later start.
 
 The file is a safetensors container whose tensors begin at pages (large ones) or cache lines: matrices in the layout of
-the native formats, biases, orders of inputs, norms. Embedding tables are not copied: they stay mapped in the
-checkpoint, of which the file holds a fingerprint. A file that does not fit is logged and not used, and the checkpoint
-is read instead. Imports no torch. Called by `checkpoint.source`; the readers of checkpoints fill it.
+the native formats, biases, orders of inputs, norms, and embedding tables that the checkpoint has in another form. Other
+tables stay mapped in the checkpoint, of which the file holds a fingerprint. A file that does not fit is logged and not
+used, and the checkpoint is read instead. Imports no torch. Called by `checkpoint.source` and `packed_weights`; the
+readers of checkpoints fill it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import glob
 import hashlib
 import json
 import logging
+import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +28,10 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.mapped import MappedFile, stacked_name, verify_shape
+from headrace.checkpoint.mapped import DTYPE_NAMES, MappedFile
 from headrace.checkpoint.packing import Origin, Packable, PackedBackend
-from headrace.checkpoint.reader import Progress, Reader
-from headrace.models.weights import ByHead, Cut
 from headrace.protocol.errors import CheckpointError
+from headrace.quant.arrays import type_name
 from headrace.quant.schemes import METHOD, Scheme, native_flag, scheme_of_flag
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ CONTAINER = 2
 """Version of this file format. The layouts of the matrices have names beside it."""
 
 PAGE, LINE = 4096, 64
+TABLE = "table/"
 LEFTOVER_SECONDS = 3600
 """A temporary file of this age was written by a process that was killed."""
 PIECE_BYTES = 16 * 2**20
@@ -89,6 +91,11 @@ def cache_directory(directory: Path) -> Path:
     return Path.home() / ".cache" / "headrace" / "packed" / name
 
 
+def measured_path(path: Path) -> Path:
+    """Return the name of the file beside a packed file that has what was measured of its weights."""
+    return path.with_name(f"{path.name}.measured")
+
+
 def file_name(checkpoint: Origin, form: Form) -> str:
     # Not *.safetensors: other software reads every such file of a directory as a part of the checkpoint.
     text = json.dumps(fingerprint(checkpoint), sort_keys=True)
@@ -131,10 +138,16 @@ class PackedFile:
             for name in self._file.entries
             if name.startswith("tensor/")
         }
+        self.tables = {name for name in self._file.entries if name.startswith(TABLE)}
+
+    def table(self, name: str) -> NDArray[Any]:
+        """Return an embedding table, mapped: only the rows that are looked up come into memory."""
+        self._file.advise(TABLE + name, mmap.MADV_RANDOM)
+        return self._file.array(TABLE + name)
 
     def read(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
-        """Copy the matrices into memory of `allocate`, by several threads; the mapping's small pages are slower to
-        read. What the page cache has comes first: the memory that is filled would push it out before its turn.
+        """Copy all but the tables into memory of `allocate`, by several threads: the mapping's small pages are slower
+        to read. What the page cache has comes first, or the memory that is filled would push it out before its turn.
 
         Raises MemoryError, and `CheckpointError` for a file that ends early.
         """
@@ -165,7 +178,11 @@ class PackedFile:
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             with ThreadPoolExecutor(READERS) as threads:
-                pieces = [(begin, min(begin + PIECE_BYTES, size)) for begin in range(0, size, PIECE_BYTES)]
+                pieces = [
+                    (at, min(at + PIECE_BYTES, end))
+                    for begin, end in self._beside_tables(size)
+                    for at in range(begin, end, PIECE_BYTES)
+                ]
                 if NO_WAIT:
                     pieces = share(threads, pieces, NO_WAIT)
                 share(threads, pieces, 0)
@@ -177,6 +194,13 @@ class PackedFile:
             begin = self._file.entries[f"matrix/{name}"].begin
             self.matrices[name] = replace(matrix, data=memory[begin : begin + matrix.data.nbytes])
         self._file.release()
+
+    def _beside_tables(self, size: int) -> Iterator[tuple[int, int]]:
+        begin = 0
+        for entry in sorted((self._file.entries[name] for name in self.tables), key=lambda entry: entry.begin):
+            yield begin, entry.begin
+            begin = entry.end
+        yield begin, size
 
     def _facts(self) -> dict[str, Any]:
         entry = self._file.entries.get("digest")
@@ -226,94 +250,6 @@ class PackedFile:
         if self._file.entries[name].dtype != "F32":
             raise CheckpointError(f"{name} is {self._file.entries[name].dtype}, expected F32")
         return self._file.array(name)
-
-
-class PackedWeights(Reader):
-    """A packed file as `models.weights.Weights`.
-
-    Raises `CheckpointError` where the model takes something else than was packed: the file was written for another
-    version of the model file, and the caller should load the checkpoint instead.
-    """
-
-    def __init__(
-        self,
-        packed: PackedFile,
-        checkpoint: Origin,
-        backend: PackedBackend,
-        on_tensor: Progress | None = None,
-    ) -> None:
-        super().__init__(checkpoint.names, on_tensor, parts=[*packed.matrices, *packed.tensors])
-        self._packed = packed
-        self._checkpoint = checkpoint
-        self._backend = backend
-
-    def constant(self, values: Any) -> Any:
-        return self._backend.constant(values)
-
-    def constant_table(self, values: Any) -> Any:
-        return self._backend.table(values)
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
-        return self._backend.constant(self.numbers(name, shape), is_weight=True)
-
-    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        values = self._packed.tensors.get(name)
-        if values is None:
-            raise CheckpointError(f"{self._packed.path} lacks {name}")
-        verify_shape(name, values.shape, shape)
-        self._take(name)
-        return values
-
-    def table(self, name: str, shape: tuple[int, int]) -> Any:
-        """As `Weights.table`: mapped in the checkpoint, which a packed file does not repeat."""
-        return self._backend.table(self._checkpoint.table(name, shape))
-
-    def linear(
-        self,
-        names: Sequence[str],
-        num_in: int,
-        num_outs: Sequence[int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        plain: bool = False,
-        orders: Sequence[NDArray[np.int64] | None] = (),
-        cut: Cut = None,
-    ) -> Any:
-        matrices, begin = [], 0
-        while begin < len(names):  # one matrix, or several of different schemes
-            ends = range(len(names), begin, -1)
-            end = next((end for end in ends if stacked_name(names[begin:end]) in self._packed.matrices), None)
-            if end is None:
-                raise CheckpointError(f"{self._packed.path} lacks {stacked_name(names[begin:])}")
-            name = stacked_name(names[begin:end])
-            matrix = self._packed.matrices[name]
-            verify_shape(name, (matrix.num_out, matrix.num_in), (sum(num_outs[begin:end]), num_in))
-            if bias != (matrix.bias is not None) or (plain and matrix.scheme.kind != "f"):
-                raise CheckpointError(f"{self._packed.path} has another {name} than the model asks for")
-            self._take(name)
-            matrices.append(self._backend.ops.packed(matrix))
-            begin = end
-        return matrices[0] if len(matrices) == 1 else self._backend.ops.stacked(stacked_name(names), matrices)
-
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        names = [ByHead.names(name, head) for head in range(num_heads)]
-        return ByHead(
-            [self.linear([first], turned, [num_in]) for first, _ in names],
-            [self.linear([second], num_in, [straight]) for _, second in names],
-        )
-
-    def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Any, Any]:
-        first, last = f"{embedding}.weight", f"{head}.weight"
-        # The head was packed as a matrix whether it is tied or not.
-        table = self.table(last if tied and not self.has(first) else first, shape)
-        return table, self.linear([head], shape[1], [shape[0]])
-
-    def finish(self) -> None:
-        """Raise `CheckpointError` if the model did not take everything that was packed."""
-        names = self._not_taken()
-        if names:
-            raise CheckpointError(f"{self._packed.path} has {names[0]}, which the model did not ask for")
 
 
 class PackedWriter:
@@ -381,6 +317,11 @@ class PackedWriter:
         """Add a small tensor."""
         self._put(f"tensor/{name}", "F32", np.asarray(values, np.float32), LINE)
 
+    def table(self, name: str, values: NDArray[Any]) -> None:
+        """Add an embedding table [V, H] of float16, bfloat16 or float32."""
+        names = {stated: code for code, stated in DTYPE_NAMES.items()}
+        self._put(TABLE + name, names[type_name(values)], values, PAGE)
+
     @contextlib.contextmanager
     def _writing(self) -> Iterator[IO[bytes] | None]:
         """Yield the file, or None if there is none. An error of the disk is logged, and leaves no file."""
@@ -434,7 +375,7 @@ class PackedWriter:
         """Remove packed files of this form that no longer fit their checkpoint, and those of killed processes."""
         for path in target.parent.glob(f"{glob.escape(_stem(self._checkpoint, self._form))}-*.packed*"):
             try:
-                is_stale = path.suffix == ".packed" and path.name != self._name
+                is_stale = path.suffix in (".packed", ".measured") and not path.name.startswith(self._name)
                 is_leftover = path.suffix == ".tmp" and time.time() - path.stat().st_mtime > LEFTOVER_SECONDS
                 if is_stale or is_leftover:
                     path.unlink(missing_ok=True)

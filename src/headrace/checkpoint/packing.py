@@ -71,6 +71,10 @@ class PackedBackend(Backend, Protocol):
         """Return the size of a packed matrix."""
         ...
 
+    def keep_measured(self, path: Path, may_write: bool) -> None:
+        """Keep what is measured of the weights in a file, to be read at the next start; write it if `may_write`."""
+        ...
+
 
 def has_layouts(backend: Backend) -> TypeGuard[PackedBackend]:
     """Return whether the matrices of `backend` can be kept in a file, mapped and stacked."""

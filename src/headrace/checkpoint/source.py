@@ -12,7 +12,8 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from headrace.backends.base import Backend
-from headrace.checkpoint.packed import Form, PackedWeights, PackedWriter, find
+from headrace.checkpoint.packed import Form, PackedWriter, find, measured_path
+from headrace.checkpoint.packed_weights import PackedWeights
 from headrace.checkpoint.packing import Origin, has_layouts
 from headrace.checkpoint.reader import Progress, Reader
 from headrace.protocol.errors import CheckpointError
@@ -52,6 +53,7 @@ def with_weights(
                 weights = PackedWeights(packed, checkpoint, backend, on_tensor)
                 model = build(weights)
                 weights.finish()
+                backend.keep_measured(measured_path(packed.path), save_packed)
                 return model
             except CheckpointError as error:
                 logger.warning("%s is not used, the weights are read from the checkpoint: %s", packed.path, error)
@@ -59,6 +61,8 @@ def with_weights(
         reader = read(writer)
         model = build(reader)
         reader.finish()
+    if writer is not None and writer.path is not None and has_layouts(backend):
+        backend.keep_measured(measured_path(writer.path), may_write=True)
     return model
 
 

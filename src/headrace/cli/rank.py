@@ -17,6 +17,7 @@ from headrace.cli.engine import FleetFlags, address_of, check_interface, credent
 from headrace.cli.options import build, options
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
+from headrace.protocol.sources import digest_of_sources
 
 
 @options(FleetFlags)
@@ -53,7 +54,7 @@ def rank(
     credentials = credentials_of(build(FleetFlags, fields), is_server=False)
     from headrace import hub
     from headrace.engine import logs
-    from headrace.engine.hosts import prepared, version
+    from headrace.engine.hosts import prepared
     from headrace.parallel.hosts.server import RankServer
     from headrace.secure.door import Server
 
@@ -64,7 +65,7 @@ def rank(
         rank,
         world,
         credentials,
-        version(),
+        digest_of_sources(),
         Weights(path),
         lambda payload: prepared(payload, rank, str(path), num_threads, distributed_interface),
     )

@@ -6,8 +6,6 @@ rank 0 says. Called by `load`, which imports it only where it is needed, and by 
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +13,14 @@ from typing import Any
 
 import msgspec
 
-import headrace
 from headrace import hub
-from headrace.engine.ranks import Go, Start, refuse
-from headrace.parallel.gloo import GlooRanks
-from headrace.parallel.group import SLOT_BYTES, Apart, Gathers, Group
+from headrace.engine.ranks import Start, gathers_at, go, refuse
+from headrace.parallel.group import Apart, Gathers, Group
 from headrace.parallel.hosts.rendezvous import Rendezvous as Hosts
-from headrace.parallel.program import RankLostError
 from headrace.protocol.config import EngineConfig, Rendezvous
 from headrace.protocol.errors import RequestError
 from headrace.protocol.frames import TransportError
+from headrace.protocol.sources import digest_of_sources
 from headrace.secure.credentials import Credentials
 from headrace.secure.handshake import HandshakeError
 
@@ -48,11 +44,11 @@ def await_hosts(
     except OSError as error:
         bound = f"an address of this machine and a free port ({error.strerror or error})"
         raise RequestError("rendezvous", f"{place.host}:{place.port}", bound) from error
-    hosts = Hosts(listener, world, timeout, credentials, version(), lambda: hub.digest(Path(directory)))
+    hosts = Hosts(listener, world, timeout, credentials, digest_of_sources(), lambda: hub.digest(Path(directory)))
     try:
         # It imports torch, while the ranks come.
         name = place.distributed_interface
-        gathers: Gathers = Apart() if name is None else GlooRanks(0, world, SLOT_BYTES, name, timeout)
+        gathers: Gathers = Apart() if name is None else gathers_at(config, 0, name)
     except BaseException:
         hosts.close()
         raise
@@ -88,31 +84,10 @@ def prepared(payload: bytes, rank: int, model: str, num_threads: int, interface:
 
 
 def connect(group: Group) -> None:
-    """Send `Go` to all ranks, which have their weights: compare these, and connect the gathers, if there are any.
+    """Compare the weights of all ranks, then go on as ranks of one host do (`ranks.go`).
 
     Raises `CheckpointError` for ranks with other weights, and `RankLostError`."""
-    hosts, gathers = group.hosts, group.native
-    if not isinstance(hosts, Hosts):
+    if not isinstance(group.hosts, Hosts):
         raise TypeError("a group of hosts that `await_hosts` has not made")
-    hosts.check_weights()
-    if not isinstance(gathers, GlooRanks):
-        group.send(Go())
-        return
-    with gathers.listen() as listener:
-        host, port = listener.getsockname()[:2]
-        group.send(Go(host, port))
-        try:
-            gathers.connect(host, port, listener)
-        except (TimeoutError, OSError) as error:
-            raise RankLostError(str(error)) from error
-
-
-@functools.cache
-def version() -> str:
-    """Return a digest of headrace's sources, of which all ranks must have the same: each plans its part by itself."""
-    folder = Path(headrace.__file__).parent
-    hasher = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        hasher.update(hashlib.sha256(str(path.relative_to(folder)).encode()).digest())
-        hasher.update(hashlib.sha256(path.read_bytes()).digest())
-    return hasher.hexdigest()[:16]
+    group.hosts.check_weights()
+    go(group)

@@ -264,6 +264,28 @@ def test_packed_once_a_file_gives_the_same_bits(tmp_path: Path, monkeypatch: pyt
     assert len(again.read_bytes()) == len(whole)
 
 
+def test_a_table_that_is_converted_is_packed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(BIG, tmp_path)
+    path = quantised(tmp_path, lambda name: "Q8_0")
+    token_ids = random_ids(40, BIG["vocab_size"], 2)
+
+    def logits(**options: Any) -> torch.Tensor:
+        return follow(load(path, backend="cpu", **options), token_ids, [40])
+
+    expected = logits(save_packed=True)
+    converted: list[str] = []
+    floats = gguf_source.GGUFWeights.floats
+    monkeypatch.setattr(
+        gguf_source.GGUFWeights, "floats", lambda self, name, shape: converted.append(name) or floats(self, name, shape)
+    )
+    assert torch.equal(logits(), expected)
+    assert converted == []
+    (packed,) = tmp_path.glob("*.packed")
+    packed.unlink()
+    assert torch.equal(logits(), expected)
+    assert converted == ["model.embed_tokens.weight"]
+
+
 def test_control_rows_left_in_pairs_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny("llama", {})
     save_random(config, tmp_path)

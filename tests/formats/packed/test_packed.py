@@ -23,7 +23,8 @@ from tests.support.packing import ToyBackend, form_of, found, leaves, load, mapp
 from headrace.checkpoint import packed
 from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint, MappedFile
-from headrace.checkpoint.packed import PackedFile, PackedWeights
+from headrace.checkpoint.packed import PackedFile
+from headrace.checkpoint.packed_weights import PackedWeights
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import NAMES, Scheme, parse
 
@@ -105,8 +106,24 @@ def test_the_embedding_table_is_not_copied(tmp_path: Path) -> None:
     assert not any("embed" in name for name in MappedFile(path).entries)
 
 
-def test_reading_copies_every_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cached", ["all", "some", "half a piece", "none", "unknown"])
+def test_reading_copies_every_matrix(cached: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the page cache has of the file. The pieces that it does not have come last."""
     directory = write_llama(tmp_path)
+    preadv, order = os.preadv, []
+
+    def read_cached(descriptor: int, buffers: list[memoryview], begin: int, flags: int = 0) -> int:
+        if flags and (cached == "none" or (cached == "some" and begin // 4096 % 3)):
+            raise BlockingIOError
+        if flags and cached == "half a piece":
+            if begin % 4096:
+                raise BlockingIOError
+            buffers = [buffers[0][:1000]]
+        order.append(flags)
+        return preadv(descriptor, buffers, begin)
+
+    monkeypatch.setattr(os, "preadv", read_cached)
+    monkeypatch.setattr("headrace.checkpoint.packed.NO_WAIT", 0 if cached == "unknown" else 8)
     save(directory)
     kept, read = found(directory), found(directory)
     assert kept is not None
@@ -118,6 +135,8 @@ def test_reading_copies_every_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, matrix in read.matrices.items():
         assert np.array_equal(matrix.data, kept.matrices[name].data)
         assert not np.shares_memory(matrix.data, before[name])
+    assert order == sorted(order, reverse=True)
+    assert (0 in order) == (cached != "all")
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_told_of(tmp_path: Path) -> None:

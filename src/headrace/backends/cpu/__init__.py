@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from headrace.backends.cpu import cache
 from headrace.backends.cpu.activations import choose_activations
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
+from headrace.backends.cpu.measured import Measured
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
@@ -48,6 +50,7 @@ class Cpu:
         self.device = device
         self.dtype = dtype
         self.ops: CpuOps | RankOps = CpuOps(dtype)
+        self._measured: Measured | None = None
 
     def take_seat(self, seat: Seat) -> RankOps:
         """Record one rank's part of all models from now on, and return the operators of it. Before any matrix."""
@@ -90,7 +93,11 @@ class Cpu:
         return int(require_native().packed_bytes(scheme.kind, num_out, num_in, group, native_flag(scheme)))
 
     def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
-        return choose_activations(self.ops, model, mode, num_threads, stated)
+        return choose_activations(self.ops, model, mode, num_threads, stated, self._measured)
+
+    def keep_measured(self, path: Path, may_write: bool) -> None:
+        """Keep what is measured of the weights in the file `path`, beside those."""
+        self._measured = Measured(path, may_write)
 
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
         return Chooser(width, num_threads) if width <= MAX_WIDTH else None

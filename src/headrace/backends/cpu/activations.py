@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.matrix import CpuMatrix, parts_of
+from headrace.backends.cpu.measured import Measured
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.products import FLOAT_KINDS
 from headrace.backends.cpu.program import TapedProgram
@@ -37,11 +38,14 @@ SHOWN = 3
 logger = logging.getLogger(__name__)
 
 
-def choose_activations(ops: CpuOps | RankOps, model: Any, mode: str, num_threads: int, stated: str) -> str:
+def choose_activations(
+    ops: CpuOps | RankOps, model: Any, mode: str, num_threads: int, stated: str, measured: Measured | None = None
+) -> str:
     """Set `ops.wide` to the matrices that take floats; return "int8", "16bit", "mixed", or "" if none is quantised.
 
-    stated: as `Backend.choose_activations` has it. Raises `RequestError` for a mode that changes nothing (int8 without
-    weights of integer codes of 4 bits and more), and for fp8, which has no kernels.
+    stated: as `Backend.choose_activations` has it. measured: where losses are kept between starts. Raises
+    `RequestError` for a mode that changes nothing (int8 without weights of integer codes of 4 bits and more), and for
+    fp8, which has no kernels.
     """
     quantised = [part for matrix in ops.matrices for part in parts_of(matrix) if part.kind != "f"]
     able = [part for part in quantised if part.kind not in FLOAT_KINDS]
@@ -69,7 +73,7 @@ def choose_activations(ops: CpuOps | RankOps, model: Any, mode: str, num_threads
     # A model whose inputs are another's hidden states has no text of its own to be measured by.
     elif mode == "auto" and num_able:
         is_measured = num_rounded < num_able and (neighbours is not None or not model.feature_size)
-        losses = measure(ops, model, num_threads) if is_measured else {}
+        losses = _losses(ops, model, num_threads, able, measured) if is_measured else {}
         spoilt = {part for part, loss in losses.items() if not loss <= TOLERANCE} & set(able) - rounded
         ops.wide = rounded | spoilt
         if rounded:
@@ -99,6 +103,21 @@ def _sums(neighbours: Neighbours | None, *values: int) -> list[int]:
     """Return the sums of each value over all processes that have layers of the model."""
     every: Sequence[Sequence[float]] = [values] if neighbours is None else neighbours.exchange(values)
     return [int(sum(column)) for column in zip(*every, strict=True)]
+
+
+def _losses(
+    ops: CpuOps | RankOps, model: Any, num_threads: int, able: Sequence[CpuMatrix], measured: Measured | None
+) -> dict[CpuMatrix, float]:
+    """Return what `measure` returns, or what it returned when the weights were packed."""
+    # Ranks measure together, or none of them does.
+    if measured is None or isinstance(ops, RankOps) or neighbours_of(model) is not None:
+        return measure(ops, model, num_threads)
+    by_name = measured.read()
+    if by_name.keys() == {part.name for part in able} and len(by_name) == len(able):
+        return {part: by_name[part.name] for part in able}
+    losses = measure(ops, model, num_threads)
+    measured.write({part.name: losses[part] for part in able if part in losses})
+    return losses
 
 
 def measure(ops: CpuOps | RankOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]:

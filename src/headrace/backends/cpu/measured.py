@@ -1,0 +1,55 @@
+"""`Measured`: what was measured of a model's products when it was loaded, kept beside its packed file.
+
+The file holds for one build of headrace: any other measures again, so that what is chosen by it never depends on when
+it was written. Knows names and numbers; must not know models or matrices. Made by `checkpoint.source`, used by
+`activations`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+from headrace.backends.native import require_native
+from headrace.protocol.sources import digest_of_sources
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def build() -> str:
+    """Return a digest of headrace's sources and its native library."""
+    library = require_native().__file__ or ""
+    return digest_of_sources() + hashlib.sha256(Path(library).read_bytes()).hexdigest()[:16]
+
+
+class Measured:
+    """The losses of matrices by name, in the file `path`. may_write: whether it is written if there is none."""
+
+    def __init__(self, path: Path, may_write: bool) -> None:
+        self._path, self._may_write = path, may_write
+
+    def read(self) -> dict[str, float]:
+        """Return what the file has; nothing if there is none, or one of another build."""
+        try:
+            values = json.loads(self._path.read_text(encoding="utf-8"))
+            losses = values["losses"] if values["build"] == build() else {}
+            return {str(name): float(loss) for name, loss in losses.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s is not used: %s", self._path, error)
+            return {}
+
+    def write(self, losses: dict[str, float]) -> None:
+        if not self._may_write:
+            return
+        part = self._path.with_name(self._path.name + ".tmp")
+        try:
+            part.write_text(json.dumps({"build": build(), "losses": losses}), encoding="utf-8")
+            part.replace(self._path)
+        except OSError as error:
+            logger.warning("%s can not be written: %s", self._path, error)
