@@ -83,13 +83,21 @@ class Steps(NamedTuple):
 
 def sample_of(batch: ScheduledBatch, seconds: float) -> fitted.Sample:
     """Return a step for a fit."""
-    seen = step_model.num_seen(batch.starts, batch.lens)
-    return fitted.Sample(sum(batch.lens), sum(batch.samples), seen, seconds)
+    seen, alone = (count(batch.starts, batch.lens) for count in (step_model.num_seen, step_model.num_alone))
+    return fitted.Sample(sum(batch.lens), sum(batch.samples), seen, seconds, alone)
 
 
-def measured_steps(core: EngineCore, seconds: float, least: int = fitted.MIN_SAMPLES, seed: int = 3) -> Steps:
-    """Return the steps of bursts of random requests, for about `seconds`, but `least` at least."""
-    num_blocks = 0
+def measured_steps(
+    core: EngineCore,
+    seconds: float,
+    least: int = fitted.MIN_SAMPLES,
+    seed: int = 3,
+    more_lengths: Sequence[int] = (),
+    most_seqs: int = 0,
+) -> Steps:
+    """Return the steps of bursts of random requests, for about `seconds`, but `least` at least. more_lengths: of
+    prompts, beside `LENGTHS`: a fit says little of longer ones. most_seqs: at once, `MOST_SEQS` by default."""
+    num_blocks, lengths, most_seqs = 0, (*LENGTHS, *more_lengths), most_seqs or MOST_SEQS
     noise, samples = random.Random(seed), list[fitted.Sample]()
     batches = list[ScheduledBatch]()
     executor = core.executor = ObservedExecutor(core.executor, batches.append)
@@ -99,11 +107,11 @@ def measured_steps(core: EngineCore, seconds: float, least: int = fitted.MIN_SAM
         if noise.random() < 0.12 or not core.has_work():
             for _ in range(noise.choice((1, 1, 2, 4, 8, 16))):
                 stats = core.stats()
-                if stats.num_waiting + stats.num_running >= MOST_SEQS:
+                if stats.num_waiting + stats.num_running >= most_seqs:
                     break
                 number += 1
                 num_new = noise.choice((4, 16, 48, 96))
-                length = max(1, min(noise.choice(LENGTHS), most - num_new))
+                length = max(1, min(noise.choice(lengths), most - num_new))
                 prompt = [noise.randrange(core.info.vocab_size) for _ in range(length)]
                 params = msgspec.structs.replace(PARAMS, seed=number, max_tokens=min(num_new, most - 1))
                 core.add(Request(request_id=f"step {number}", prompt_token_ids=prompt, params=params))

@@ -31,6 +31,8 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.step import Request, ScheduledBatch
 
 FIT_SECONDS = 45.0
+NUM_LENGTHS = 6
+"""Lengths of the slice's prompts, from the shortest to the longest, with which the times of steps are fitted."""
 SMALL_SHARE = 0.4
 """Blocks of the small cache, of the most that the replay before held."""
 
@@ -166,7 +168,12 @@ def check_trace(
 
     show(0, total, "times of steps")
     with closing(build_engine(config)) as core:
-        model = fitted.fit(warm(measured_steps(core, FIT_SECONDS).samples))
+        prompts = sorted(call.num_prompt for call in calls if call.num_prompt < longest)
+        evenly = [prompts[(len(prompts) - 1) * i // (NUM_LENGTHS - 1)] for i in range(NUM_LENGTHS) if prompts]
+        # Short prompts bring many small steps, the slice's own few large ones.
+        short = measured_steps(core, FIT_SECONDS / 2)
+        longer = measured_steps(core, FIT_SECONDS / 2, more_lengths=evenly, most_seqs=config.max_num_seqs)
+        model = fitted.fit([*warm(short.samples), *longer.samples])
         step_model.save(step_model.path_of(one.subject.name, one.form, one.kv_dtype), model)
         replays = replays_on(core, 1)
         cases.append(_case("large", core, config, calls, model, replays))

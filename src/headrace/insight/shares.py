@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from headrace.insight.journal import Step
-from headrace.plan.step_model import StepModel, num_seen
+from headrace.plan.step_model import StepModel, num_alone, num_seen
 
 BY_ROWS, BY_FIT = "rows", "fitted step times"
 
@@ -55,12 +55,25 @@ def by_fit(
     stops = [starts[i] + lens[i] for i in guesses]
     guess_seen = num_seen(stops, [*guesses.values()])
     seen = num_seen(starts, lens) + guess_seen
-    parts = {i: (lens[i], int(i in ends), num_seen([starts[i]], [lens[i]])) for i in prompts}
-    whole = model.of(rows, logits, seen)
-    rest = rows - sum(p[0] for p in parts.values()), logits - len(ends), seen - sum(p[2] for p in parts.values())
+    # A row with guesses is not alone in its chunk.
+    guessing = num_alone([starts[i] for i in guesses], [lens[i] for i in guesses])
+    alone = num_alone(starts, lens) - guessing
+    parts = {
+        i: (lens[i], int(i in ends), num_seen([starts[i]], [lens[i]]), num_alone([starts[i]], [lens[i]]))
+        for i in prompts
+    }
+    whole = model.of(rows, logits, seen, alone)
+    prompt_rows, _, prompts_seen, prompts_alone = (sum(part[at] for part in parts.values()) for at in range(4))
+    rest = rows - int(prompt_rows), logits - len(ends), seen - prompts_seen, alone - prompts_alone
     without = min(whole, model.of(*rest))
-    decode = min(without, model.of(rest[0] - num_guesses, rest[1] - num_guesses, rest[2] - guess_seen))
-    added = {i: max(0.0, whole - model.of(rows - n, logits - end, seen - s)) for i, (n, end, s) in parts.items()}
+    decode = min(
+        without,
+        model.of(rest[0] - num_guesses, rest[1] - num_guesses, rest[2] - guess_seen, rest[3] + guessing),
+    )
+    added = {
+        i: max(0.0, whole - model.of(rows - n, logits - end, seen - s, alone - a))
+        for i, (n, end, s, a) in parts.items()
+    }
     if not any(added.values()):
         added = {i: float(lens[i]) for i in prompts}
     prefill, weight = seconds * (whole - without) / whole, sum(added.values()) or 1.0

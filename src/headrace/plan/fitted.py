@@ -1,5 +1,7 @@
 """How long a step takes on this machine, fitted to steps that it ran: straight lines between numbers of rows, one for
-rows of logits, and one for the positions that rows look back on. Called by `headrace plan --check`, which measures.
+rows of logits, one for the positions that rows look back on, and one for those that rows see alone.
+
+Called by `headrace plan --check`, which measures.
 """
 
 from __future__ import annotations
@@ -20,12 +22,19 @@ MIN_SAMPLES = 40
 
 
 class Sample(NamedTuple):
-    """A step that ran: its rows, rows of logits, positions that its rows saw, and seconds."""
+    """A step that ran: its rows, rows of logits, positions that its rows saw, seconds, and of the positions those that
+    rows alone in a chunk saw."""
 
     num_rows: int
     num_logits: int
     num_seen: float
     seconds: float
+    num_alone: float = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, int, float, float]:
+        """Return what `StepModel.of` takes."""
+        return self.num_rows, self.num_logits, self.num_seen, self.num_alone
 
 
 def fit(samples: Sequence[Sample]) -> StepModel:
@@ -42,7 +51,7 @@ def fit(samples: Sequence[Sample]) -> StepModel:
     most = rows[-max(2, len(rows) // 50)]
     knots = tuple(knot for knot in KNOTS if knot < most) or (KNOTS[0],)
     half = _solve(samples[::2], knots)
-    errors = sorted(abs(half.of(*each[:3]) / each.seconds - 1) for each in samples[1::2])
+    errors = sorted(abs(half.of(*each.sizes) / each.seconds - 1) for each in samples[1::2])
     return msgspec.structs.replace(
         _solve(samples, knots),
         num_steps=len(samples),
@@ -53,12 +62,12 @@ def fit(samples: Sequence[Sample]) -> StepModel:
 
 
 def _solve(samples: Sequence[Sample], knots: tuple[int, ...]) -> StepModel:
-    table = np.array([sample[:3] for sample in samples], np.float64)
+    table = np.array([sample.sizes for sample in samples], np.float64)
     weights = 1 / np.array([sample.seconds for sample in samples], np.float64)
     hinges = np.maximum(0, table[:, :1] - np.array(knots))
     columns = np.concatenate([np.ones((len(table), 1)), hinges, table[:, 1:]], axis=1) * weights[:, None]
     scales = np.abs(columns).max(axis=0)
     scales[scales == 0] = 1.0
     solution: NDArray[np.float64] = np.linalg.lstsq(columns / scales, np.ones(len(table)), rcond=1e-9)[0] / scales
-    base, *slopes, logits, seen = (float(number) for number in solution)
-    return StepModel(base=base, knots=knots, slopes=tuple(slopes), logits=logits, seen=seen)
+    base, *slopes, logits, seen, alone = (float(number) for number in solution)
+    return StepModel(base=base, knots=knots, slopes=tuple(slopes), logits=logits, seen=seen, alone=alone)

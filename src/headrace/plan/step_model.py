@@ -20,33 +20,42 @@ FOLDER = Path("~/.cache/headrace/steps")
 
 
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step: base, and for each of `knots` a slope from there on, for each row of logits, and for each
-    position seen. `median_error`, `p90_error`: of steps that were not fitted, as parts of their seconds."""
+    """Seconds of a step: base, and for each of `knots` a slope from there on, for each row of logits, for each position
+    seen, and more for each that a row sees alone: rows of one chunk read together what they see.
+
+    `median_error`, `p90_error`: of steps that were not fitted, as parts of their seconds."""
 
     base: float
     knots: tuple[int, ...]
     slopes: tuple[float, ...]
     logits: float
     seen: float
+    alone: float = 0.0
     num_steps: int = 0
     most_rows: int = 0
     median_error: float = 0.0
     p90_error: float = 0.0
 
-    def of(self, num_rows: int, num_logits: int, num_seen: float) -> float:
-        """Return the seconds of a step, above 0."""
+    def of(self, num_rows: int, num_logits: int, num_seen: float, num_alone: float = 0.0) -> float:
+        """Return the seconds of a step, above 0. num_alone: of `num_seen`, those that rows alone in a chunk see."""
         rows = sum(
             slope * (num_rows - knot) for slope, knot in zip(self.slopes, self.knots, strict=True) if num_rows > knot
         )
-        return max(1e-9, self.base + rows + self.logits * num_logits + self.seen * num_seen)
+        looks = self.seen * num_seen + self.alone * num_alone
+        return max(1e-9, self.base + rows + self.logits * num_logits + looks)
 
     def __call__(self, starts: Sequence[int], lens: Sequence[int], num_logits: int) -> float:
-        return self.of(sum(lens), num_logits, num_seen(starts, lens))
+        return self.of(sum(lens), num_logits, num_seen(starts, lens), num_alone(starts, lens))
 
 
 def num_seen(starts: Sequence[int], lens: Sequence[int]) -> float:
     """Return the positions that the rows of these chunks look back on, in all."""
     return sum(n * (s + n / 2) for s, n in zip(starts, lens, strict=True))
+
+
+def num_alone(starts: Sequence[int], lens: Sequence[int]) -> float:
+    """Return the positions that rows alone in a chunk look back on, in all."""
+    return sum(s + 0.5 for s, n in zip(starts, lens, strict=True) if n == 1)
 
 
 def path_of(name: str, form: str, kv_dtype: str) -> Path:
