@@ -20,6 +20,7 @@ from bench.gpu.operators import Item, Operators
 from bench.gpu.report import Report, Result
 from bench.gpu.weights import BLOCK, make_program
 from headrace.backends.base import Chunks
+from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.program import CudaProgram
 
 BATCHES = (1, 8, 64, 256)
@@ -120,7 +121,8 @@ class Bench:
         made = time.perf_counter() - began
         result: Result = {"making": made, "weights": self.weight_bytes}
         if self.device.is_gpu:
-            result |= compile_all(launch for size in program._whole.sizes for launch in program._whole.launches(size))
+            every = (work for size in program._whole.sizes for work in program._whole.launches(size))
+            result |= compile_all(work for work in every if isinstance(work, Launch))
             result["memory"] = torch.cuda.memory_allocated()
         return result
 

@@ -33,6 +33,12 @@ def is_terminal(descriptor: int) -> bool:
     return os.isatty(descriptor) and os.environ.get("TERM") != "dumb"
 
 
+def set_nccl_interface(name: str) -> None:
+    """NCCL_SOCKET_IFNAME: read by NCCL when ranks on GPUs connect; set to the interface that they gather through, if it
+    is not set."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
 def tame_openmp() -> str:
     """OMP_WAIT_POLICY: read by GNU OpenMP when torch is loaded; `import headrace` makes it passive if it is not set.
 

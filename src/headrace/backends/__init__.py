@@ -28,7 +28,14 @@ def names() -> list[str]:
 
 
 def make_backend(name: str, device: str, dtype: str) -> Backend:
-    """Return the backend `name` on `device` ("auto" is cuda where there is one, else cpu), with weights of `dtype`.
+    """Return a backend with weights of `dtype`. Raises as `choose_backend`."""
+    name, device = choose_backend(name, device)
+    backend: Backend = importlib.import_module(f"headrace.backends.{name}").make(device, dtype)
+    return backend
+
+
+def choose_backend(name: str, device: str) -> tuple[str, str]:
+    """Return the names of the backend and of the device ("auto" is cuda where there is one, else cpu).
 
     "auto" is cpu, the native kernels, on a CPU, and cuda, the Triton kernels, on a GPU; where those are missing it is
     torch_ref. Backend cuda also runs on device cpu, for tests: its kernels' twins, in plain torch. Raises
@@ -50,8 +57,14 @@ def make_backend(name: str, device: str, dtype: str) -> Backend:
     for package, extra in NEEDS.get(name, {}).items():
         if importlib.util.find_spec(package) is None:
             raise RequestError("backend", name, f"cpu, or install {package}: pip install 'headrace[{extra}]'")
-    backend: Backend = importlib.import_module(f"headrace.backends.{name}").make(device, dtype)
-    return backend
+    return name, device
+
+
+def num_gpus() -> int:
+    """Return the number of CUDA devices. Imports torch."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def has_cuda() -> bool:

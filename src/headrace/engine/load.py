@@ -26,12 +26,12 @@ from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.progress import progress_bar
-from headrace.engine.ranks import Go, SetUp, first_seat, open_group, program_of, take_seat
+from headrace.engine.ranks import SetUp, first_seat, go, open_group, program_of, take_seat
 from headrace.engine.stages import stage_maker
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
 from headrace.parallel.group import Group, Loaded, Ready
-from headrace.parallel.plan import Seat
+from headrace.parallel.plan import DeviceSeat, Seat
 from headrace.parallel.sharding import RankWeights
 from headrace.parallel.stages import StageSeat
 from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, EngineConfig
@@ -85,7 +85,7 @@ def _open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], N
 def _go(group: Group) -> None:
     """Have all ranks, which have their weights, choose the activations. Raises as `hosts.connect`."""
     if group.hosts is None:
-        group.send(Go())
+        go(group)
         return
     from headrace.engine.hosts import connect
 
@@ -225,7 +225,7 @@ def make_target(
 
 
 def load_model(
-    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | StageSeat | None = None
+    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None = None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     """The model of `directory` (or of a GGUF file) with its weights. `seat`: of one rank of several, which takes its
     part of them. Raises `CheckpointError` or `RequestError`."""
@@ -234,7 +234,7 @@ def load_model(
 
 
 def _load_safetensors(
-    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | StageSeat | None
+    config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     values = read_config(directory, models.names())
     config = _as_stored(config, find_method(values.get("quantization_config")))
@@ -275,7 +275,7 @@ def _as_stored(config: EngineConfig, method: str) -> EngineConfig:
 
 
 def _load_gguf(
-    config: EngineConfig, path: Path, progress: Progress, seat: Seat | StageSeat | None
+    config: EngineConfig, path: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     config = _as_stored(config, "gguf")
     exact = config.quantization == DEQUANTIZE
@@ -306,7 +306,7 @@ def maker(
     model_config: ModelConfig,
     backend: Backend,
     max_model_len: int,
-    seat: Seat | StageSeat | None,
+    seat: Seat | DeviceSeat | StageSeat | None,
 ) -> Callable[[Reader], models.Model]:
     """Return what makes a model of its weights, or one rank's part of it. That raises `RequestError` where experts are
     shared out of a model that has none."""

@@ -26,11 +26,10 @@ import msgspec
 from headrace.backends.native import require_native
 from headrace.engine.child import set_up_process
 from headrace.engine.load import choose_activations, load_model
-from headrace.engine.ranks import Go, SetUp, Start, seat_of
-from headrace.parallel.gloo import GlooRanks
+from headrace.engine.ranks import Go, SetUp, Start, gathers_at, seat_of
 from headrace.parallel.group import SLOT_BYTES, Apart, Loaded, Ready, framed
 from headrace.parallel.pipeline import RankNeighbours, follow_stage, in_turn
-from headrace.parallel.plan import Seat
+from headrace.parallel.plan import DeviceSeat, Seat
 from headrace.parallel.program import (
     Call,
     CopyBlocks,
@@ -143,7 +142,7 @@ def serve(sock: socket.socket) -> None:
     backend, model, model_config = load_model(config, Path(config.model), lambda done, total: None, seat)
     send(Loaded(backend.ops.weight_bytes))
     go = inbox.expect(Go)
-    if isinstance(native, GlooRanks):
+    if go.host:
         native.connect(go.host, go.port)
     choose_activations(config, backend, model, model_config)
     arguments = msgspec.structs.asdict(inbox.expect(SetUp)) | {"num_threads": config.num_threads}
@@ -162,13 +161,15 @@ def serve(sock: socket.socket) -> None:
     program.close()
 
 
-def place_of(start: Start, inbox: Inbox, send: Callable[[msgspec.Struct], None]) -> tuple[Any, Seat | StageSeat]:
+def place_of(
+    start: Start, inbox: Inbox, send: Callable[[msgspec.Struct], None]
+) -> tuple[Any, Seat | DeviceSeat | StageSeat]:
     """Return where the calls of this rank meet those of the others, and its seat."""
     if start.config.pipeline_parallel_size > 1:
         return Apart(), StageSeat(start.rank, start.world, RankNeighbours(start.rank, inbox.expect, send))
     native: Any
     if start.interface:
-        native = GlooRanks(start.rank, start.world, SLOT_BYTES, start.interface, start.timeout)
+        native = gathers_at(start.config, start.rank, start.interface)
     else:
         native = require_native().Ranks(start.memory, start.rank, start.world, SLOT_BYTES, start.timeout, start.spins)
         os.close(start.memory)

@@ -13,11 +13,14 @@ from typing import Any
 import msgspec
 
 from headrace import env
+from headrace.backends import choose_backend, num_gpus
 from headrace.backends.base import Backend, Program
+from headrace.parallel.devices import DeviceRanks
+from headrace.parallel.gloo import GlooRanks
 from headrace.parallel.group import SLOT_BYTES, Apart, Group
 from headrace.parallel.pipeline import Arrivals, FirstNeighbours, PipelinedProgram
-from headrace.parallel.plan import MAX_RANKS, Plan, Seat
-from headrace.parallel.program import RankedProgram
+from headrace.parallel.plan import MAX_RANKS, DeviceSeat, Plan, Seat
+from headrace.parallel.program import RankedProgram, RankLostError
 from headrace.parallel.sharding import Sharing
 from headrace.parallel.stages import StageSeat
 from headrace.protocol.config import EngineConfig
@@ -25,6 +28,8 @@ from headrace.protocol.errors import RequestError
 
 ALONE = ("eagle", "eagle3", "medusa", "mtp", "early_exit")
 """Drafters that read the target's hidden states or share its layers, which ranks have in parts."""
+LOOPBACK = "lo"
+"""The interface of ranks with GPUs of one host."""
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -81,6 +86,37 @@ def refuse(config: EngineConfig) -> None:
         raise RequestError("HEADRACE_DEBUG", env.debug_level(), f"at most 2 {beside}")
 
 
+def on_devices(config: EngineConfig) -> bool:
+    """Return whether each rank has a device of its own, or what stands for one in tests."""
+    return choose_backend(config.backend, config.device)[0] == "cuda"
+
+
+def gathers_at(config: EngineConfig, rank: int, interface: str) -> GlooRanks | DeviceRanks:
+    """Return the gathers of a rank by `torch.distributed`, through an interface of this host. Raises `RequestError`."""
+    world, timeout = config.ranks[1], config.distributed_timeout
+    if on_devices(config):
+        return DeviceRanks(rank, world, interface, timeout, choose_backend(config.backend, config.device)[1])
+    return GlooRanks(rank, world, SLOT_BYTES, interface, timeout)
+
+
+def open_devices(config: EngineConfig, on_lost: Callable[[str], None] | None) -> Group:
+    """Start the other ranks of an engine, each on the next GPU of this host. Raises `RequestError`."""
+    (field, world), device = config.ranks, choose_backend(config.backend, config.device)[1]
+    devices, interface = ["cpu"] * world, "" if config.pipeline_parallel_size > 1 else LOOPBACK
+    if device != "cpu":
+        first_gpu, num = int(device.partition(":")[2] or 0), num_gpus()
+        if first_gpu + world > num:
+            raise RequestError(field, world, f"at most {num - first_gpu}: this host has {num} GPUs")
+        devices = [f"cuda:{first_gpu + rank}" for rank in range(world)]
+
+    def first(rank: int, memory: int) -> Start:
+        part = msgspec.structs.replace(config, device=devices[rank])
+        return Start(part, rank, world, memory, timeout, False, [], interface)
+
+    timeout, gathers = config.distributed_timeout, gathers_at(config, 0, interface) if interface else Apart()
+    return Group(world, timeout, False, first, on_lost, gathers=gathers)
+
+
 def open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], None] | None) -> Group | None:
     """Start the other ranks of an engine, and bind this thread to its share of the processors; None for a model that
     one process computes. Raises `RequestError`."""
@@ -88,6 +124,8 @@ def open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], No
     if world == 1:
         return None
     refuse(config)
+    if on_devices(config):
+        return open_devices(msgspec.structs.replace(config, model=directory), on_lost)
     shares = divide(processors(), world)
     spins = bool(shares[0]) and config.num_threads <= len(shares[0])
     # Where there are not processors for all, more threads than ranks would only be in each other's way.
@@ -121,16 +159,35 @@ def divide(cpus: Sequence[int], world: int) -> list[list[int]]:
     return [list(cpus[len(cpus) * at // world : len(cpus) * (at + 1) // world]) for at in range(world)]
 
 
-def seat_of(native: Any, rank: int, world: int, whole_experts: bool) -> Seat:
+def go(group: Group) -> None:
+    """Have all ranks, which have their weights, choose the activations. Connects gathers by `torch.distributed` before.
+
+    Raises `RankLostError`."""
+    gathers = group.native
+    if not isinstance(gathers, GlooRanks | DeviceRanks):
+        group.send(Go())
+        return
+    with gathers.listen() as listener:
+        host, port = listener.getsockname()[:2]
+        group.send(Go(host, port))
+        try:
+            gathers.connect(host, port, listener)
+        except (TimeoutError, OSError) as error:
+            raise RankLostError(str(error)) from error
+
+
+def seat_of(native: Any, rank: int, world: int, whole_experts: bool) -> Seat | DeviceSeat:
     """Return the seat of a rank whose gathers meet those of the others in `native`."""
-    return Seat(Plan(rank, world, whole_experts), native.address(), SLOT_BYTES)
+    plan = Plan(rank, world, whole_experts)
+    return DeviceSeat(plan, native) if isinstance(native, DeviceRanks) else Seat(plan, native.address(), SLOT_BYTES)
 
 
-def first_seat(config: EngineConfig, group: Group) -> Seat | StageSeat:
+def first_seat(config: EngineConfig, group: Group) -> Seat | DeviceSeat | StageSeat:
     """Return the seat of rank 0."""
     if config.pipeline_parallel_size > 1:
-        # On hosts of their own, each has its memory for itself.
-        hosts = () if group.hosts is None else tuple(range(group.world))
+        # On hosts or GPUs of their own, each has its memory for itself.
+        is_apart = group.hosts is not None or on_devices(config)
+        hosts = tuple(range(group.world)) if is_apart else ()
         return StageSeat(0, group.world, FirstNeighbours(group), hosts)
     return seat_of(group.native, 0, group.world, config.enable_expert_parallel)
 
@@ -146,12 +203,10 @@ def program_of(config: EngineConfig, program: Any, group: Group) -> Program:
     return PipelinedProgram(program, group, arrivals.take, group.world)
 
 
-def take_seat(backend: Backend, seat: Seat) -> Sharing:
+def take_seat(backend: Backend, seat: Seat | DeviceSeat) -> Sharing:
     """Have `backend` record one rank's part. Raises `RequestError` for one that can not."""
     take = getattr(backend, "take_seat", None)
     if take is None:
-        raise RequestError(
-            "tensor_parallel_size", seat.plan.world, f"1 on backend {backend.name}: ranks are CPUs' alone"
-        )
+        raise RequestError("tensor_parallel_size", seat.plan.world, f"1 on backend {backend.name}")
     ops: Sharing = take(seat)
     return ops

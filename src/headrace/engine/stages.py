@@ -32,8 +32,7 @@ def stage_maker(
     has no stages, and for more ranks than the model can be divided among."""
     take = getattr(backend, "take_stage", None)
     if take is None:
-        bound = f"1 on backend {backend.name}: ranks are CPUs' alone"
-        raise RequestError("pipeline_parallel_size", seat.world, bound)
+        raise RequestError("pipeline_parallel_size", seat.world, f"1 on backend {backend.name}")
     take()
     reads, head = count_layers(model_config.values, forms_of(model_config, quantization, backend.dtype))
     caches = [each.caches for each in reads]

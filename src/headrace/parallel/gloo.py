@@ -1,8 +1,8 @@
 """`GlooRanks`: the gathers of ranks on several hosts, whose parts gloo (`torch.distributed`) moves.
 
 Has the face of the native group of one host (`parallel.group.Gathers`). gloo neither encrypts nor checks who is at the
-other end: what goes through it are numbers, between addresses that come over a connection which does. The one module
-that imports torch for ranks. Called by `engine.ranks` and `engine.rank`.
+other end: what goes through it are numbers, between addresses that come over a connection which does. Called by
+`engine.ranks`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,20 @@ def require_gloo() -> Any:
     return distributed
 
 
+def listen_at(host: str) -> socket.socket:
+    """Return a listening socket at a free port of an address."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def store_at(host: str, port: int, world: int, patience: timedelta, listener: socket.socket | None) -> Any:
+    """Return the store at rank 0's `port` by which ranks find each other. Rank 0 has a `listener` there, which is then
+    owned."""
+    more = {} if listener is None else {"master_listen_fd": listener.detach()}
+    return require_gloo().TCPStore(
+        host, port, world, listener is not None, timeout=patience, wait_for_workers=False, **more
+    )
+
+
 class Exchange:
     """Moves the parts of gathers between all ranks: each is sent to each. `reason` says why it could not."""
 
@@ -58,19 +72,16 @@ class Exchange:
         self._patience = timedelta(seconds=timeout)
         self.reason = ""
 
-    def connect(self, parts: list[memoryview], host: str, port: int, listener: int = -1) -> None:
-        """Find the others at rank 0's `port`, where rank 0 has a listening socket (`listener`, which is then owned).
+    def connect(self, parts: list[memoryview], host: str, port: int, listener: socket.socket | None) -> None:
+        """Find the others at rank 0's `port`, where rank 0 has a listening socket.
 
         Raises `TimeoutError`, or `OSError` for an interface that has none."""
         import torch
 
         gloo = self._distributed.ProcessGroupGloo
         patience = timedelta(seconds=max(self._timeout, CONNECT_TIMEOUT_S))
-        more = {} if listener < 0 else {"master_listen_fd": listener}
         try:
-            store = self._distributed.TCPStore(
-                host, port, self._world, listener >= 0, timeout=patience, wait_for_workers=False, **more
-            )
+            store = store_at(host, port, self._world, patience, listener)
             options = gloo._Options()
             options._devices = [gloo.create_device(interface=self._interface)]
             options._timeout = self._patience = patience
@@ -128,12 +139,12 @@ class GlooRanks:
 
     def listen(self) -> socket.socket:
         """Return the socket by which the others find this rank, the first: on the interface, at a free port."""
-        return socket.create_server((self.host, 0), family=socket.AF_INET6 if ":" in self.host else socket.AF_INET)
+        return listen_at(self.host)
 
     def connect(self, host: str, port: int, listener: socket.socket | None = None) -> None:
         """See `Exchange.connect`."""
         parts = [self._native.part(rank) for rank in range(self._world)]
-        self._exchange.connect(parts, host, port, -1 if listener is None else listener.detach())
+        self._exchange.connect(parts, host, port, listener)
 
     def fault(self) -> str:
         fault: str = self._native.fault()

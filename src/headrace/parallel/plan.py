@@ -1,14 +1,14 @@
 """How the ranks of a model share out the columns of its rows: heads by KV head, other columns by panel.
 
 Every rank makes the same plan by itself. Knows widths and numbers of heads; must not know weights, models or processes.
-Called by `sharding` and by `backends.cpu.ranks`.
+Called by `sharding` and by the backends.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.protocol.errors import RequestError
 
@@ -164,3 +164,11 @@ class Seat(NamedTuple):
     plan: Plan
     group: int
     most_row_bytes: int
+
+
+class DeviceSeat(NamedTuple):
+    """As `Seat`, of a rank on a device of its own. exchange: moves numbers between the devices
+    (`backends.cuda.gathers.Exchange`)."""
+
+    plan: Plan
+    exchange: Any

@@ -8,7 +8,8 @@ messages; must not know requests, processes or sockets. Called by `engine.ranks`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -143,21 +144,28 @@ class RankedProgram:
         if features is not None:
             raise ValueError("ranks compute no drafters, which alone take features")
         self._followers.send(Forward(self._followers.begin(), *chunks, rows))
-        result = self._program.forward(chunks, rows)
-        self._followers.check()
-        return result
+        with self._together():
+            return self._program.forward(chunks, rows)
 
     def logits(self, rows: list[int]) -> Logits:
         self._followers.send(LogitsOf(self._followers.begin(), rows))
-        result = self._program.logits(rows)
-        self._followers.check()
-        return result
+        with self._together():
+            return self._program.logits(rows)
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         self._followers.send(HiddenStatesOf(self._followers.begin(), rows))
-        result = self._program.hidden_states(rows)
+        with self._together():
+            return self._program.hidden_states(rows)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raise `RankLostError` at the end of a call, also of one that failed, if what was gathered is of no use."""
+        try:
+            yield
+        except Exception:
+            self._followers.check()
+            raise
         self._followers.check()
-        return result
 
     def features(self, rows: list[int]) -> NDArray[np.float32]:
         raise ValueError("ranks keep no features for drafters")

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 
 class Sharing(Ops, Protocol):
-    """The operators that make a rank's matrices: `backends.cpu.ranks.RankOps`."""
+    """The operators that make a rank's matrices: `backends.split.SplitOps`.
+
+    splits_experts: whether a rank may have some columns of an expert's matrices; else it has them whole."""
 
     plan: Plan
+    splits_experts: bool
 
     def sharing(self, layout: Layout | None) -> AbstractContextManager[None]: ...
 
@@ -89,7 +92,8 @@ class RankWeights(PartialWeights):
                 with self._ops.of_expert(cut.expert_id, cut.num):
                     return self._weights.linear(names, num_in, num_outs, **flags)
         # A router's few outputs are needed whole at once.
-        layout = None if plain else self._layout(num_outs, cut)
+        is_whole = plain or (isinstance(cut, Expert) and not self._ops.splits_experts)
+        layout = None if is_whole else self._layout(num_outs, cut)
         with self._ops.sharing(layout):
             return self._weights.linear(names, num_in, num_outs, **flags)
 

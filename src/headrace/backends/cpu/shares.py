@@ -1,5 +1,4 @@
-"""What a rank has of a matrix: the rows of a source, or the panels of a packed record, that its layout gives it, or of
-the expert of another rank no weights.
+"""What a rank has of a packed matrix: the panels that its layout gives it, or of the expert of another rank no weights.
 
 Knows matrices and layouts; must not know values, models or processes. Called by `ranks`.
 """
@@ -7,18 +6,17 @@ Knows matrices and layouts; must not know values, models or processes. Called by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.backends.base import Matrix
-from headrace.backends.cpu.matrix import ACT_GROUP, CpuMatrix, CpuStack
+from headrace.backends.cpu.matrix import ACT_GROUP, CpuMatrix
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.native import require_native
-from headrace.parallel.plan import Bounds, Layout
+from headrace.parallel.plan import Bounds
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.base import Inputs, MatrixSource, QWeight, concatenated
+from headrace.quant.base import MatrixSource
 from headrace.quant.schemes import native_flag
 
 if TYPE_CHECKING:
@@ -30,47 +28,11 @@ PANEL = 32
 """Outputs that every format packs together."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankMatrix:
-    """This rank's outputs of a linear layer; all of them where `layout` is None."""
-
-    local: CpuMatrix | CpuStack
-    num_in: int
-    num_out: int
-    layout: Layout | None
-
-
-class SomeRows:
-    """A `MatrixSource` of some rows of another, in the order of `bounds`."""
-
-    def __init__(self, source: MatrixSource, bounds: Sequence[tuple[int, int]]) -> None:
-        self._source, self._bounds = source, bounds
-        self.name, self.num_in, self.scheme = source.name, source.num_in, source.scheme
-        self.num_out = sum(end - begin for begin, end in bounds)
-        self.columns, self.permutation = source.columns, source.permutation
-        self.inputs: Sequence[tuple[int, Inputs | None]] = ()
-
-    def slab(self, first: int, last: int) -> QWeight:
-        pieces, start = [], 0
-        for begin, end in self._bounds:
-            low, high = max(first, start), min(last, start + end - begin)
-            if low < high:
-                pieces.append(self._source.slab(begin + low - start, begin + high - start))
-            start += end - begin
-        return concatenated(pieces)
-
-
 def without_weights(source: MatrixSource | PackedRecord) -> CpuMatrix:
     """Return the matrix of a source without its weights, which another rank has."""
     order = None if source.permutation is None else source.permutation.astype(np.int32)
     nothing = np.empty(0, np.uint8)
     return CpuMatrix(source.name, source.scheme, nothing, source.num_in, source.num_out, permutation=order)
-
-
-def rank_matrix(matrix: Matrix) -> RankMatrix:
-    if not isinstance(matrix, RankMatrix):
-        raise TypeError(f"a matrix that belongs to no rank: {type(matrix).__name__}")
-    return matrix
 
 
 def some_rows(values: NDArray[np.float32] | None, bounds: Sequence[tuple[int, int]]) -> NDArray[np.float32] | None:

@@ -20,8 +20,10 @@ from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.matrix import schemes
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.program import MAX_ROWS, CudaProgram, capability, planned_bytes
+from headrace.backends.cuda.ranks import CudaRankOps
 from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.tensors import DTYPES, tensor
+from headrace.parallel.plan import DeviceSeat
 from headrace.protocol.errors import RequestError
 
 GRAPH_BYTES = 512 * 2**20
@@ -38,8 +40,25 @@ class Cuda:
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device, self.dtype = device, dtype
-        self.ops = CudaOps(torch.device(device), DTYPES[dtype])
+        self.ops: CudaOps | CudaRankOps = CudaOps(torch.device(device), DTYPES[dtype])
         self.schemes = schemes(DTYPES[dtype], capability(self.ops.device))
+        if self.ops.device.index is not None:
+            # Triton launches on the current device, wherever its arguments lie.
+            torch.cuda.set_device(self.ops.device)
+
+    def take_seat(self, seat: DeviceSeat) -> CudaRankOps:
+        """Record one rank's part of all models from now on, and return the operators of it. Before any matrix.
+
+        Raises `RequestError` for whole experts, which every rank has here."""
+        if not isinstance(self.ops, CudaOps):
+            raise ValueError("a backend has one seat")
+        if seat.plan.whole_experts:
+            raise RequestError("enable_expert_parallel", True, "left out on backend cuda")
+        self.ops = CudaRankOps(self.ops, seat)
+        return self.ops
+
+    def take_stage(self) -> None:
+        """Load some layers of all models from now on."""
 
     def constant(self, values: Any, is_weight: bool = False) -> Tensor:
         """Return a norm or bias in the model's dtype; a rope table stays float32."""
@@ -59,7 +78,8 @@ class Cuda:
         return None
 
     def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
-        return cache.block_bytes(model.cache_shapes, kind, block_size, kv_dtype)
+        # Each rank has a device of its own: the fullest of them counts.
+        return max(cache.block_bytes(shapes, kind, block_size, kv_dtype) for shapes in self.ops.every_cache(model))
 
     def program(
         self,
@@ -81,7 +101,7 @@ class Cuda:
         return CudaProgram(
             model,
             self.ops,
-            KVCache(model.cache_shapes, pool_sizes, block_size, kv_dtype, self.ops.device),
+            KVCache(self.ops.cache_shapes(model), pool_sizes, block_size, kv_dtype, self.ops.device),
             max_rows=max_rows,
             max_chunks=max_chunks,
             max_blocks=max_chunks * max_blocks_per_seq,

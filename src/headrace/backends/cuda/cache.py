@@ -72,7 +72,9 @@ class KVCache:
                     f"{shape.head_dim}; use cpu or torch_ref"
                 )
             sizes, stored = (2, pool_sizes[shape.kind], shape.num_kv_heads, block_size), STORED[dtype]
-            codes = zeros((*sizes, shape.head_dim * stored.itemsize), torch.uint8, device).view(stored)
+            # A view, because not each device fills each type; of a layer that another rank has, an empty one.
+            codes = zeros((*sizes, max(1, shape.head_dim) * stored.itemsize), torch.uint8, device).view(stored)
+            codes = codes[..., : shape.head_dim]
             layer = LayerCache(dtype, codes[0], codes[1], kind=shape.kind)
             if dtype in SCALED:
                 scales = zeros(sizes, torch.float32, device)

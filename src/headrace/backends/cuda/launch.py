@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +64,14 @@ class Kernel:
     @property
     def name(self) -> str:
         return str(self.jit.__name__)
+
+
+class Work(Protocol):
+    """What a step runs, one after the other: launches, and the gathers of ranks."""
+
+    def run_twin(self) -> None: ...
+
+    def run_gpu(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -50,14 +50,17 @@ class EightBits:
 
 @dataclass(slots=True, eq=False)
 class CudaMatrix:
-    """A linear layer: `data` [num_out, num_in] in the model's dtype, contiguous, or codes; `bias` [num_out] float32."""
+    """A linear layer: `data` [num_out, num_in] in the model's dtype, contiguous, or codes; `bias` [num_out] float32.
+
+    num_whole: outputs of the matrix that these are a part of, by which its sums are cut in spans."""
 
     name: str
     scheme: Scheme
     data: Tensor | PackedCodes | EightBits
     num_in: int
     num_out: int
-    bias: Tensor | None = None
+    bias: Tensor | None
+    num_whole: int
 
     @property
     def num_bytes(self) -> int:
@@ -81,8 +84,12 @@ def schemes(dtype: torch.dtype, capability: int) -> frozenset[Scheme]:
     return frozenset([*floats, *(scheme for scheme in SCHEMES if packs(scheme))])
 
 
-def make_matrix(source: MatrixSource, bias: Any, device: torch.device, dtype: torch.dtype) -> CudaMatrix:
-    """Copy `source` to the device. Raises `CheckpointError` for weights that do not fit their scheme."""
+def make_matrix(
+    source: MatrixSource, bias: Any, device: torch.device, dtype: torch.dtype, num_whole: int = 0
+) -> CudaMatrix:
+    """Copy `source` to the device. num_whole: as `CudaMatrix` has it; 0: `source` is no part of another.
+
+    Raises `CheckpointError` for weights that do not fit their scheme."""
     data: Tensor | PackedCodes | EightBits
     if source.scheme.kind == "f8":
         parts = [weight_of(source.slab(first, last)) for first, last in slabs(source)]
@@ -96,7 +103,9 @@ def make_matrix(source: MatrixSource, bias: Any, device: torch.device, dtype: to
             data[first:last] = tensor(source.slab(first, last).dequantize())
     if bias is not None:
         bias = bias.to(device, torch.float32)
-    return CudaMatrix(source.name, source.scheme, data, source.num_in, source.num_out, bias)
+    return CudaMatrix(
+        source.name, source.scheme, data, source.num_in, source.num_out, bias, num_whole or source.num_out
+    )
 
 
 def _packed(source: MatrixSource, device: torch.device, dtype: torch.dtype) -> PackedCodes:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
+from headrace.backends.base import Activation, HeadNorm, Heads, LayerShape, Matrix, RopeTable, Routing
+from headrace.backends.cuda.gathers import Exchange
 from headrace.backends.cuda.kernels.experts import stacked
 from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
 from headrace.backends.graph import LOGITS, ROWS, Graph, Value
 from headrace.backends.step import StepRows
+from headrace.parallel.plan import Layout
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,8 +38,23 @@ class CudaOps:
     def begin(self) -> None:
         self.graph = Graph(self.dtype.itemsize)
 
-    def matrix(self, source: MatrixSource, bias: Tensor | None = None) -> CudaMatrix:
-        matrix = make_matrix(source, bias, self.device, self.dtype)
+    def whole(self, x: Value) -> Value:
+        """Return all columns of x, of which an operator of one rank of several may give some (`ranks.CudaRankOps`)."""
+        return x
+
+    def cache_shapes(self, model: Any) -> Sequence[LayerShape]:
+        """Return what the cache holds of each layer."""
+        shapes: Sequence[LayerShape] = model.cache_shapes
+        return shapes
+
+    def every_cache(self, model: Any) -> Sequence[Sequence[LayerShape]]:
+        """Return what the caches of all ranks hold, each on a device of its own."""
+        every: Sequence[Sequence[LayerShape]] | None = getattr(model, "shapes_by_host", None)
+        return every or [self.cache_shapes(model)]
+
+    def matrix(self, source: MatrixSource, bias: Tensor | None = None, num_whole: int = 0) -> CudaMatrix:
+        """See `make_matrix`."""
+        matrix = make_matrix(source, bias, self.device, self.dtype, num_whole)
         self.matrices.append(matrix)
         self.weight_bytes += matrix.num_bytes
         return matrix
@@ -123,7 +140,7 @@ class CudaOps:
     ) -> Value:
         fields = {"x": self._read(qkv), "heads": heads, "rows": rows, "cache": cache, "rope_table": rope_table}
         node = self.graph.put("rope_store", qkv.dim, None, fields | {"q_norm": q_norm, "k_norm": k_norm})
-        return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node)
+        return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node, column=qkv.column)
 
     def attention(
         self,
@@ -179,6 +196,10 @@ class CudaOps:
         for part, data in zip(parts, stack, strict=True):
             part.data = data
         return stack
+
+    def gather(self, x: Value, layout: Layout, exchange: Exchange) -> Value:
+        """Return the whole rows of which each rank has the columns that `layout` gives it."""
+        return self._put("gather", layout.width, x.dim, x.item_bytes, x=x, layout=layout, exchange=exchange)
 
     def finite(self, x: Value, flags: Tensor) -> None:
         """Write for each row of x whether all its numbers are finite."""

@@ -22,8 +22,9 @@ from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.drawing import Drawing
 from headrace.backends.cuda.kernels import attention, spans
-from headrace.backends.cuda.launch import Config, Launch
+from headrace.backends.cuda.launch import Config, Work
 from headrace.backends.cuda.ops import CudaOps
+from headrace.backends.cuda.ranks import CudaRankOps
 from headrace.backends.cuda.replay import Replay
 from headrace.backends.cuda.staging import Mark, Staging, to_host
 from headrace.backends.cuda.tape import StepTensors, Tape
@@ -95,7 +96,7 @@ class CudaProgram:
     def __init__(
         self,
         model: Any,
-        ops: CudaOps,
+        ops: CudaOps | CudaRankOps,
         cache: KVCache,
         max_rows: int,
         max_chunks: int,
@@ -121,11 +122,11 @@ class CudaProgram:
         # Ids and flags lie together: one copy brings them to the host.
         self._best = torch.zeros(2, max_chunks, dtype=torch.int32, device=device)
         streams: list[Value] = []
-        self._hidden: Value = model.forward(image, cache.layers, streams if layers else None)
-        self._streams = [streams[layer] for layer in layers]
+        self._hidden = ops.whole(model.forward(image, cache.layers, streams if layers else None))
+        self._streams = [ops.whole(streams[layer]) for layer in layers]
         ops.finite(self._hidden, self._finite_rows)
         self._num_forward = len(graph.nodes)
-        logits: Value = model.logits(self._hidden, self._logit_rows_image)
+        logits = ops.whole(model.logits(self._hidden, self._logit_rows_image))
         self._best_values = torch.zeros(max_chunks, device=device)
         ops.best(logits, self._best[0], self._best[1], self._best_values)
         # Hidden states and streams stay until the next step, for `logits` and `features` of other rows.
@@ -137,6 +138,7 @@ class CudaProgram:
         self.tape = self._make_tape(graph, outside, ops)
         self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
         self._whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
+        self._body = Replay(self._bind_body, bucket_sizes(max_rows), device)
         self._head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
         self.tape.reserve([self._most(size) for size in bucket_sizes(max_rows)])
         self._final = self._record_final(ops)
@@ -162,7 +164,7 @@ class CudaProgram:
         self._last_ids = torch.zeros(self.max_logits, dtype=torch.int32, device=self._device)
         return image
 
-    def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], ops: CudaOps) -> Tape:
+    def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], ops: CudaOps | CudaRankOps) -> Tape:
         most = {ROWS: self.max_rows, SEQS: self.max_logits, LOGITS: self.max_logits}
         return Tape(graph, most, self._step, ops.dtype, outside, ops.device, num_programs(ops.device), self._partials)
 
@@ -175,25 +177,48 @@ class CudaProgram:
     def _most(self, size: int) -> dict[int, int]:
         return {ROWS: size, SEQS: min(size, self.max_logits), LOGITS: min(size, self.max_logits)}
 
-    def _bind_whole(self, size: int) -> list[Launch]:
+    def _bind_whole(self, size: int) -> list[Work]:
         return self.tape.bind(0, len(self.tape.nodes), self._most(size))
 
-    def _bind_head(self, size: int) -> list[Launch]:
+    def _bind_body(self, size: int) -> list[Work]:
+        return self.tape.bind(0, self._num_forward, self._most(size))
+
+    def _bind_head(self, size: int) -> list[Work]:
         return self.tape.bind(self._num_forward, len(self.tape.nodes), {ROWS: self.max_rows, LOGITS: size})
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         self.cache.copy_blocks(pairs, kind)
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], DeviceLogits]:
-        num_rows, num_chunks = self._fill(chunks), len(chunks.starts)
-        if features is not None:
-            self._features[:num_rows, : features.shape[1]] = torch.from_numpy(features).to(self._device)
-        self._send(rows, bool(chunks.copies))
+        num_rows = self._place(chunks, rows, features)
         self._whole.run(num_rows)
         logits = self._take(len(rows))
-        sound = self._finite_rows[:num_rows].cpu().numpy()
-        begin = self.inputs.row_begin
-        return [bool(sound[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)], logits
+        return self._are_finite(num_rows, len(chunks.starts)), logits
+
+    def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
+        """Compute the chunks, without logits: whether those of each are finite, and the hidden states [R, H] before the
+        final norm."""
+        num_rows = self._place(chunks, [], features)
+        self._body.run(num_rows)
+        hidden: F32 = self.tape.value(self._hidden, num_rows).float().cpu().numpy()
+        return self._are_finite(num_rows, len(chunks.starts)), hidden
+
+    def logits_of(self, hidden: F32, rows: list[int]) -> DeviceLogits:
+        """Return the logits of some rows of hidden states [R, H], which are those of the last call from now on."""
+        self.tape.value(self._hidden, len(hidden)).copy_(torch.tensor(hidden))
+        return self.logits(rows)
+
+    def _place(self, chunks: Chunks, rows: list[int], features: F32 | None) -> int:
+        """Send a step's inputs to the device. Returns the number of rows."""
+        num_rows = self._fill(chunks)
+        if features is not None:
+            self._features[:num_rows, : features.shape[1]] = torch.tensor(features, device=self._device)
+        self._send(rows, bool(chunks.copies))
+        return num_rows
+
+    def _are_finite(self, num_rows: int, num_chunks: int) -> list[bool]:
+        sound, begin = self._finite_rows[:num_rows].cpu().numpy(), self.inputs.row_begin
+        return [bool(sound[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
 
     def start(self, chunks: Chunks, rows: list[int], draws: list[Draw | None], carried: dict[int, int]) -> StartedCall:
         # What the host sent for the last call has arrived once that began.
@@ -261,17 +286,17 @@ class CudaProgram:
         self._logit_rows[: len(rows)] = rows
         self._staging.send(has_copies)
 
-    def _record_final(self, ops: CudaOps) -> tuple[Replay, Tensor]:
+    def _record_final(self, ops: CudaOps | CudaRankOps) -> tuple[Replay, Tensor]:
         """Record select and final norm on a second tape, which reads the hidden states of the last step: on the step's
         tape they would run in each step, and few callers need them."""
         ops.begin()
         graph, hidden = ops.graph, self._hidden
         source = graph.outside(hidden.width, ROWS, hidden.buffer.row_bytes)
-        final: Value = self.model.final(source, self._logit_rows_image)
+        final = ops.whole(self.model.final(source, self._logit_rows_image))
         out = torch.zeros(self.max_logits, final.ld, dtype=ops.dtype, device=self._device)
         tape = self._make_tape(graph, {source.buffer: self.tape.value(hidden, self.max_rows), final.buffer: out}, ops)
 
-        def bind(size: int) -> list[Launch]:
+        def bind(size: int) -> list[Work]:
             return tape.bind(0, len(tape.nodes), {ROWS: self.max_rows, LOGITS: size})
 
         return Replay(bind, bucket_sizes(self.max_logits), self._device), out[:, : final.width]
@@ -287,7 +312,7 @@ class CudaProgram:
         return np.concatenate(pieces) if pieces else np.empty((0, self._hidden.width), np.float32)
 
     def close(self) -> None:
-        for replay in (self._whole, self._head, self._final[0]):
+        for replay in (self._whole, self._body, self._head, self._final[0]):
             replay.close()
         self.tape.close()
         self.cache.close()
@@ -325,10 +350,10 @@ def attention_configs(device: torch.device, shape: tuple[int, int, int, torch.dt
     return listed[0], listed[1]
 
 
-def planned_bytes(model: Any, ops: CudaOps, max_rows: int, max_chunks: int, max_len: int) -> int:
+def planned_bytes(model: Any, ops: CudaOps | CudaRankOps, max_rows: int, max_chunks: int, max_len: int) -> int:
     """Return the bytes that a program takes beside weights and cache, without allocating them."""
     block, meta = 16, torch.device("meta")
-    cache = KVCache(model.cache_shapes, [1] * len(model.kinds), block, "bfloat16", meta)
+    cache = KVCache(ops.cache_shapes(model), [1] * len(model.kinds), block, "bfloat16", meta)
     max_blocks = max_chunks * -(-max_len // block)
     return CudaProgram(model, ops, cache, max_rows, max_chunks, max_blocks, max_len, device=meta).num_bytes
 

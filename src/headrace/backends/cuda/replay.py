@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from headrace.backends.cuda.launch import Launch
+from headrace.backends.cuda.launch import Work
 
-Bind = Callable[[int], list[Launch]]
+Bind = Callable[[int], list[Work]]
 
 
 class Replay:
@@ -29,7 +29,7 @@ class Replay:
     def __init__(self, bind: Bind, sizes: Sequence[int], device: torch.device) -> None:
         self.sizes = list(sizes)
         self._bind, self._device = bind, device
-        self._launches: dict[int, list[Launch]] = {}
+        self._launches: dict[int, list[Work]] = {}
         self._graphs: dict[int, Any] = {}
         self._pool: Any = None
 
@@ -60,7 +60,7 @@ class Replay:
     def bucket(self, num_rows: int) -> int:
         return next(size for size in self.sizes if size >= num_rows)
 
-    def launches(self, size: int) -> list[Launch]:
+    def launches(self, size: int) -> list[Work]:
         if size not in self._launches:
             self._launches[size] = self._bind(size)
         return self._launches[size]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
-from headrace.backends.cuda import tuned
+from headrace.backends.cuda import gathers, tuned
+from headrace.backends.cuda.gathers import Gather
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import (
     best,
@@ -28,7 +29,7 @@ from headrace.backends.cuda.kernels import (
     rows,
     spans,
 )
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Config, Kernel, Launch, Work
 from headrace.backends.cuda.matrix import CudaMatrix, EightBits
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
 
@@ -79,28 +80,33 @@ class Tape:
         self._most_rows = most[ROWS]
         self._wide = torch.zeros(0, dtype=dtype, device=self.device)
         self._rounded = torch.zeros(0), torch.zeros(0)
+        self._gathering = torch.zeros(0, dtype=torch.uint8, device=self.device)
 
-    def rows(self, buffer: Buffer, width: int, item_bytes: int, num_rows: int) -> Tensor:
-        """Return the first rows of a buffer [num_rows, width], a view."""
+    def rows(self, buffer: Buffer, width: int, item_bytes: int, num_rows: int, column: int = 0) -> Tensor:
+        """Return the first rows of a buffer [num_rows, width], a view of its columns from `column` on."""
         memory = self._outside.get(buffer)
         if memory is None:
             dtype = self.dtype if item_bytes == self.dtype.itemsize else torch.float32
             size = buffer.row_bytes * num_rows
             memory = self.arena[buffer.offset : buffer.offset + size].view(dtype).view(num_rows, -1)
-        return memory[:num_rows, :width]
+        return memory[:num_rows, column : column + width]
 
     def value(self, value: Value, num_rows: int) -> Tensor:
         """Return the first rows of a value, a view."""
-        return self.rows(value.buffer, value.width, value.item_bytes, num_rows)
+        return self.rows(value.buffer, value.width, value.item_bytes, num_rows, value.column)
 
-    def bind(self, first: int, last: int, most: Mapping[int, int]) -> list[Launch]:
-        """Return the launches of the nodes first ... last - 1 for a bucket of `most` rows of each dimension."""
+    def bind(self, first: int, last: int, most: Mapping[int, int]) -> list[Work]:
+        """Return the work of the nodes first ... last - 1 for a bucket of `most` rows of each dimension."""
         frame = Frame(self, most)
         return [launch for node in self.nodes[first:last] for launch in BINDERS[node.op](frame, node)]
 
     def reserve(self, buckets: Sequence[Mapping[int, int]]) -> None:
         """Make the scratch of linear layers as large as the buckets, in ascending order, need it at most. What grows
         later would be there twice: launches that are bound keep what they have."""
+        for node in self.nodes:
+            if node.op == "gather":
+                item_bytes = node.fields["x"].item_bytes
+                self.gathering(gathers.num_bytes(node.fields["layout"], buckets[-1][node.dim], item_bytes))
         frames, linears = [Frame(self, most) for most in buckets], [node for node in self.nodes if node.op == "linear"]
         numbers, tiles = zip(*[_linear_config(frame, node)[1] for frame in frames for node in linears], strict=True)
         self.sums((max(numbers), max(tiles)))
@@ -123,6 +129,11 @@ class Tape:
         if self._wide.numel() < num_weights:
             self._wide = torch.zeros(num_weights, dtype=self.dtype, device=self.device)
         return self._wide
+
+    def gathering(self, num_bytes: int) -> Tensor:
+        """Return memory for what ranks send and receive, which gathers use in turn."""
+        self._gathering = gathers.grown(self._gathering, num_bytes)
+        return self._gathering
 
     def rounded(self, width: int, grouped: bool) -> tuple[Tensor, Tensor]:
         """Return memory for rows of `width` numbers rounded to 8 bits, and for their scales."""
@@ -155,13 +166,13 @@ class Tape:
     @property
     def num_bytes(self) -> int:
         """Of the arena and the scratch of what was bound so far."""
-        scratch = [self._wide, *self._rounded, *(self._sums or ()), *(self._pairs or ())]
+        scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ()), *(self._pairs or ())]
         scratch += [part for each in self._spans.values() for part in (each.sums, each.totals, each.arrived)]
         return sum(int(part.nbytes) for part in [self.arena, *scratch])
 
     def close(self) -> None:
         """Free the memory."""
-        self._pairs, self._wide = None, self._wide.new_empty(0)
+        self._pairs, self._wide, self._gathering = None, self._wide.new_empty(0), self._gathering.new_empty(0)
         self.arena, self._sums, self._spans, self._outside = self.arena.new_empty(0), None, {}, {}
 
     def dump(self) -> list[str]:
@@ -198,8 +209,9 @@ class Frame:
 
     def buffer(self, node: Node, name: str, ld: str, width: int) -> Tensor:
         """Return the rows of a buffer that the graph wrote into a node by itself (`Graph.add`)."""
-        buffer = node.fields[name]
-        return self.tape.rows(buffer, width, buffer.row_bytes // node.fields[ld], self.most[buffer.dim])
+        at = node.fields[name]
+        _, buffer, column = at if isinstance(at, tuple) else ("column", at, 0)
+        return self.tape.rows(buffer, width, buffer.row_bytes // node.fields[ld], self.most[buffer.dim], column)
 
 
 def _embedding(frame: Frame, node: Node) -> list[Launch]:
@@ -248,6 +260,7 @@ def _linear(frame: Frame, node: Node) -> list[Launch]:
         "residual": None if f.get("residual") is None else frame.buffer(node, "residual", "ld_res", out.shape[1]),
         "activation": gate,
         "gated": gated,
+        "num_whole": matrix.num_whole,
     }
     config, needed = _linear_config(frame, node)
     options |= {"config": config, "scratch": tape.sums(needed) if any(needed) else None}
@@ -269,20 +282,20 @@ def _linear(frame: Frame, node: Node) -> list[Launch]:
 def _linear_config(frame: Frame, node: Node) -> tuple[Config, tuple[int, int]]:
     """Return the config of a linear layer, and how many numbers of scratch it takes for the sums of spans."""
     matrix, num_rows, gated = node.fields["matrix"], frame.most[node.dim], node.fields["gate"] is not None
-    weight, dtype = matrix.data, frame.tape.dtype
+    weight, dtype, num_whole = matrix.data, frame.tape.dtype, matrix.num_whole
     if isinstance(weight, EightBits):
         form = tuned.dtype_name(weight.codes.dtype) + "-128" * weight.grouped
-        config = linear_8bit.default(weight.codes, num_rows, gated, weight.grouped)
+        config = linear_8bit.default(weight.codes, num_rows, gated, weight.grouped, num_whole)
         config = frame.config(linear_8bit.KERNEL, matrix, form, gated, num_rows, config)
-        return config, linear.scratch_numbers(weight.codes, num_rows, config)
+        return config, linear.scratch_numbers(weight.codes, num_rows, config, num_whole)
     if not isinstance(weight, Tensor) and num_rows <= linear_codes.MOST_ROWS:
         config = linear_codes.default(weight, num_rows, gated)
         config = frame.config(linear_codes.KERNEL, matrix, tuned.form_of(matrix.scheme), gated, num_rows, config)
-        return config, linear_codes.scratch_numbers(weight, num_rows, config)
+        return config, linear_codes.scratch_numbers(weight, num_rows, config, num_whole)
     plain = torch.empty(matrix.num_out, matrix.num_in, dtype=dtype, device="meta")
-    config = linear.default(plain, num_rows, gated)
+    config = linear.default(plain, num_rows, gated, num_whole)
     config = frame.config(linear.KERNEL, matrix, tuned.dtype_name(dtype), gated, num_rows, config)
-    return config, linear.scratch_numbers(plain, num_rows, config)
+    return config, linear.scratch_numbers(plain, num_rows, config, num_whole)
 
 
 def _rope_store(frame: Frame, node: Node) -> list[Launch]:
@@ -355,7 +368,13 @@ def _best(frame: Frame, node: Node) -> list[Launch]:
     return [best.best(frame.rows(f["x"]), f["ids"], f["values"], f["finite"], frame.sizes, node.dim)]
 
 
-BINDERS: dict[str, Callable[[Frame, Node], list[Launch]]] = {
+def _gather(frame: Frame, node: Node) -> list[Gather]:
+    f, x, out = node.fields, frame.rows(node.fields["x"]), frame.rows(node.fields["out"])
+    memory = frame.tape.gathering(gathers.num_bytes(f["layout"], len(out), x.element_size()))
+    return [Gather(f["exchange"], f["layout"], x, out, memory)]
+
+
+BINDERS: dict[str, Callable[[Frame, Node], Sequence[Work]]] = {
     "embedding": _embedding,
     "select": _select,
     "add": _add,
@@ -369,6 +388,7 @@ BINDERS: dict[str, Callable[[Frame, Node], list[Launch]]] = {
     "rope_store": _rope_store,
     "attention": _attention,
     "experts": _experts,
+    "gather": _gather,
     "finite": _finite,
     "best": _best,
 }

@@ -248,27 +248,28 @@ def num_spans(num_out: int, num_in: int) -> int:
     return -(-num_in // span_of(num_out, num_in))
 
 
-def suits(config: Config, weight: Tensor) -> bool:
+def suits(config: Config, weight: Tensor, num_whole: int = 0) -> bool:
     """Whether the sums of a span and of all fit the registers."""
-    tiles = config.tiles
-    nested = not tiles["APART"] and span_of(*weight.shape) < weight.shape[1]
+    tiles, (num_out, num_in) = config.tiles, weight.shape
+    nested = not tiles["APART"] and span_of(num_whole or num_out, num_in) < num_in
     sums = tiles["BR"] * tiles["BN"] * (1 + nested) / (32 * config.num_warps)
     return (config is FULL) == (weight.dtype == torch.float32) and sums <= 128
 
 
-def default(weight: Tensor, num_rows: int, gated: bool = False) -> Config:
+def default(weight: Tensor, num_rows: int, gated: bool = False, num_whole: int = 0) -> Config:
     """The configuration where none was measured. Both halves of a gated tile have the 64 columns of an instruction."""
     if weight.dtype == torch.float32:
         return FULL
     rows = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
     columns = 128 if gated else 64
-    suited = [config for config in KERNEL.configs if not config.capabilities and suits(config, weight)]
+    suited = [config for config in KERNEL.configs if not config.capabilities and suits(config, weight, num_whole)]
     return next(config for config in suited if config.tiles["BR"] == rows and config.tiles["BN"] >= columns)
 
 
-def scratch_numbers(weight: Tensor, num_rows: int, config: Config) -> tuple[int, int]:
+def scratch_numbers(weight: Tensor, num_rows: int, config: Config, num_whole: int = 0) -> tuple[int, int]:
     """Return how many numbers `Scratch.partial` and `Scratch.arrived` must hold for a launch."""
-    tiles, spans = num_tiles(weight.shape[0], num_rows, config), num_spans(*weight.shape)
+    num_out, num_in = weight.shape
+    tiles, spans = num_tiles(num_out, num_rows, config), num_spans(num_whole or num_out, num_in)
     if spans == 1 or not config.tiles["APART"]:
         return 0, 0
     return tiles * spans * config.tiles["BR"] * config.tiles["BN"], tiles
@@ -280,18 +281,18 @@ def num_tiles(num_out: int, num_rows: int, config: Config) -> int:
 
 def arguments(
     x: Tensor, num_out: int, out: Tensor, sizes: Tensor, dim: int, needed: tuple[int, int], scratch: Scratch | None,
-    bias: Tensor | None, residual: Tensor | None, activation: Activation | None, gated: bool,
+    bias: Tensor | None, residual: Tensor | None, activation: Activation | None, gated: bool, num_whole: int,
 ) -> dict[str, Argument]:  # fmt: skip
     """Return what all kernels of linear layers take. Raises ValueError for scratch of less than `needed` numbers."""
     if any(needed) and (scratch is None or not holds(scratch, needed)):
         raise ValueError(f"scratch is too small: {needed} numbers are needed")
     partial, arrived = (None, None) if scratch is None else scratch
-    num_in = x.shape[1]
+    num_in, num_whole = x.shape[1], num_whole or num_out
     return {
         "x": x, "ld_x": x.stride(0), "bias": bias, "residual": residual,
         "ld_residual": 0 if residual is None else residual.stride(0), "out": out, "ld_out": out.stride(0),
         "sizes": sizes, "partial": partial, "arrived": arrived, "K": num_in, "N": num_out // 2 if gated else num_out,
-        "SPAN": span_of(num_out, num_in), "DIM": dim, "SPANS": num_spans(num_out, num_in), "ACT": activation or "",
+        "SPAN": span_of(num_whole, num_in), "DIM": dim, "SPANS": num_spans(num_whole, num_in), "ACT": activation or "",
         "GATED": gated,
     }  # fmt: skip
 
@@ -310,19 +311,21 @@ def linear(
     residual: Tensor | None = None,
     activation: Activation | None = None,
     gated: bool = False,
+    num_whole: int = 0,
     config: Config | None = None,
 ) -> Launch:
     """act(x [R, K] weight [N, K]^T + bias [N]) + residual [R, N] -> out [R, N], sums in float32.
 
     gated: weight [2 N, K], and out = act(first half) * second half. out may be the residual, and float32. sizes: int32
     in device memory; `sizes[dim]` rows count, at most `num_rows`. num_programs: multiprocessors of the GPU.
-    scratch: at least `scratch_numbers`, where these are not 0.
+    scratch: at least `scratch_numbers`, where these are not 0. num_whole: outputs of the matrix that weight is a part
+    of, whose spans it has; 0: it is no part.
     """
-    config = config or default(weight, num_rows, gated)
-    needed = scratch_numbers(weight, num_rows, config)
+    config = config or default(weight, num_rows, gated, num_whole)
+    needed = scratch_numbers(weight, num_rows, config, num_whole)
     (num_out, num_in), tiles = weight.shape, config.tiles
-    items = num_tiles(num_out, num_rows, config) * (num_spans(num_out, num_in) if tiles["APART"] else 1)
-    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated)
+    items = num_tiles(num_out, num_rows, config) * (num_spans(num_whole or num_out, num_in) if tiles["APART"] else 1)
+    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated, num_whole)
     values |= {"weight": weight, "ld_weight": weight.stride(0), "WHOLE": num_in % tiles["BK"] == 0}
     return Launch(KERNEL, (min(items, num_programs * _resident(config, weight.element_size())),), values, config)
 

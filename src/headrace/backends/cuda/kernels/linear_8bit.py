@@ -227,20 +227,20 @@ KERNEL = Kernel(
 )
 
 
-def suits(config: Config, weight: Tensor, gated: bool, grouped: bool) -> bool:
+def suits(config: Config, weight: Tensor, gated: bool, grouped: bool, num_whole: int = 0) -> bool:
     """Whether the sums fit the registers, and the tile the instructions of sm_90, which have 64 rows: with fewer the
     compiler takes those for float16, whose sums have other bits."""
-    tiles = config.tiles
-    nested = not tiles["APART"] and span_of(*weight.shape) < weight.shape[1]
+    tiles, (num_out, num_in) = config.tiles, weight.shape
+    nested = not tiles["APART"] and span_of(num_whole or num_out, num_in) < num_in
     sums = tiles["BR"] * tiles["BN"] // (32 * config.num_warps)
     first_operand = tiles["BN"] // (1 + gated) if tiles["SWAP"] else tiles["BR"]
     return first_operand >= 64 and not (nested and grouped and sums >= 64)
 
 
-def default(weight: Tensor, num_rows: int, gated: bool, grouped: bool) -> Config:
+def default(weight: Tensor, num_rows: int, gated: bool, grouped: bool, num_whole: int = 0) -> Config:
     """The configuration where none was measured."""
     rows = next((rows for rows in (16, 32, 64) if num_rows <= rows), 128)
-    return next(c for c in KERNEL.configs if c.tiles["BR"] == rows and suits(c, weight, gated, grouped))
+    return next(c for c in KERNEL.configs if c.tiles["BR"] == rows and suits(c, weight, gated, grouped, num_whole))
 
 
 def linear_8bit(
@@ -259,6 +259,7 @@ def linear_8bit(
     residual: Tensor | None = None,
     activation: Activation | None = None,
     gated: bool = False,
+    num_whole: int = 0,
     config: Config | None = None,
 ) -> Launch:
     """act(x [R, K] weight [N, K]^T, both times their scales, + bias [N]) + residual [R, N] -> out [R, N].
@@ -267,11 +268,12 @@ def linear_8bit(
     with x_scales [1, R], else [N or ceil(N / 128), ceil(K / 128)]. For the others see `linear.linear`.
     """
     grouped = x_scales.shape[0] > 1 or w_scales.shape[1] > 1
-    config = config or default(weight, num_rows, gated, grouped)
-    needed = dense.scratch_numbers(weight, num_rows, config)
+    config = config or default(weight, num_rows, gated, grouped, num_whole)
+    needed = dense.scratch_numbers(weight, num_rows, config, num_whole)
     num_out, num_in = weight.shape
-    items = num_tiles(num_out, num_rows, config) * (num_spans(num_out, num_in) if config.tiles["APART"] else 1)
-    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated)
+    num_shares = num_spans(num_whole or num_out, num_in) if config.tiles["APART"] else 1
+    items = num_tiles(num_out, num_rows, config) * num_shares
+    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated, num_whole)
     values |= {
         "x_scales": x_scales, "ld_x_scales": x_scales.stride(0), "weight": weight, "ld_weight": weight.stride(0),
         "w_scales": w_scales, "ld_w_scales": w_scales.stride(0), "GROUPED": grouped,

@@ -450,9 +450,9 @@ def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:
     return next(config for config in suited if config.tiles["BN"] >= columns)
 
 
-def scratch_numbers(weight: PackedCodes, num_rows: int, config: Config) -> tuple[int, int]:
+def scratch_numbers(weight: PackedCodes, num_rows: int, config: Config, num_whole: int = 0) -> tuple[int, int]:
     """Return how many numbers `Scratch.partial` and `Scratch.arrived` must hold for a launch."""
-    tiles, spans = num_tiles(weight.num_out, num_rows, config), num_spans(weight.num_out, weight.num_in)
+    tiles, spans = num_tiles(weight.num_out, num_rows, config), num_spans(num_whole or weight.num_out, weight.num_in)
     return (tiles * spans * config.tiles["BR"] * config.tiles["BN"], tiles) if spans > 1 else (0, 0)
 
 
@@ -471,6 +471,7 @@ def linear_codes(
     residual: Tensor | None = None,
     activation: Activation | None = None,
     gated: bool = False,
+    num_whole: int = 0,
     config: Config | None = None,
 ) -> list[Launch]:
     """`linear.linear` with a weight of codes.
@@ -488,12 +489,12 @@ def linear_codes(
             widen,
             dense.linear(
                 x, plain, out, sizes, dim, num_rows, num_programs=num_programs, scratch=scratch, bias=bias,
-                residual=residual, activation=activation, gated=gated, config=config,
+                residual=residual, activation=activation, gated=gated, num_whole=num_whole, config=config,
             ),
         ]  # fmt: skip
     config = config or default(weight, num_rows, gated)
-    needed = scratch_numbers(weight, num_rows, config)
-    items = num_tiles(num_out, num_rows, config) * num_spans(num_out, num_in)
-    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated)
+    needed = scratch_numbers(weight, num_rows, config, num_whole)
+    items = num_tiles(num_out, num_rows, config) * num_spans(num_whole or num_out, num_in)
+    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated, num_whole)
     values |= weight.arguments() | {"WHOLE": num_in % (weight.step * (1 if weight.eight else 4)) == 0}
     return [Launch(KERNEL, (min(items, num_programs * (16 // config.num_warps)),), values, config)]
