@@ -30,7 +30,8 @@ def only_raise(source: str) -> list[str]:
     """Names of the functions in `source` that do nothing but raise, and not the `CheckpointError` that refuses a model
     in the words of its user."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    bodies = {f.name: f.body[1 if ast.get_docstring(f) else 0] for f in functions}
+    # A method that is all docstring is a subclass's to write.
+    bodies = {f.name: (f.body[1 if ast.get_docstring(f) else 0 :] or f.body)[0] for f in functions}
     raises = {name: ast.unparse(body) for name, body in bodies.items() if isinstance(body, ast.Raise)}
     return [name for name, text in raises.items() if not text.startswith("raise CheckpointError(")]
 

@@ -20,6 +20,7 @@ def test_a_step_has_as_many_rows_as_it_should(rows: int, chunks: int) -> None:
     assert len({block for table in step.tables for block in table}) == sum(map(len, step.tables))
 
 
+@pytest.mark.slow
 def test_it_prints_both_times_and_the_cost_of_a_gather() -> None:
     command = [sys.executable, "-m", "bench.ranks", shallow(1), "--rows", "1", "40", "--rounds", "1", "--repeats", "2"]
     done = subprocess.run(

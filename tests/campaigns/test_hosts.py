@@ -11,6 +11,7 @@ needs_root = pytest.mark.skipif(not hosts.can_run(), reason="needs root, ip, uns
 
 
 @needs_root
+@pytest.mark.slow
 def test_streams_survive_a_cut_link() -> None:
     words = ("--faults", "1", "--streams", "8", "--max-tokens", "48", "--timeout", "2", "--seed", "1")
     report = hosts.outside(*words)

@@ -60,7 +60,7 @@ def reference(requests: list[Request], form: dict[str, Any]) -> dict[str, Bits]:
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 def test_I_13_in_company(requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]) -> None:
     core = make_core(**form)
     assert_same(run(core, groups_of(requests, len(requests))[0]), reference)

@@ -45,14 +45,14 @@ def requests() -> list[Any]:
     return list(few())[:6]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("field", "ranks"), [(TP, 2), (TP, 3), (PP, 2)])
 def test_ranks_change_no_bit(field: str, ranks: int, form: str) -> None:
     test_law.check(requests(), ranks, field=field, model=shallow(2), **ON_CPU, **FORMS[form])
 
 
-@pytest.mark.parametrize(("field", "ranks"), [(TP, 3), (PP, 2)])
+@pytest.mark.parametrize(("field", "ranks"), [(TP, 3), pytest.param(PP, 2, marks=pytest.mark.slow)])
 def test_uneven_shares_change_no_bit(field: str, ranks: int, tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 64, "intermediate_size": 104}
     config = {"model_type": "llama", "vocab_size": 211, "num_hidden_layers": 2, "max_position_embeddings": 512,
@@ -62,7 +62,9 @@ def test_uneven_shares_change_no_bit(field: str, ranks: int, tmp_path: Path) -> 
     test_law.check(requests_of(211)[:6], ranks, field=field, **form)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gemma2", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3", "gemma2", "qwen2"))]
+)
 @pytest.mark.parametrize(("field", "ranks"), [(TP, 2), pytest.param(PP, 2, marks=pytest.mark.slow)])
 def test_norms_of_heads_experts_soft_caps_and_biases(
     field: str, ranks: int, name: str, tmp_path_factory: pytest.TempPathFactory

@@ -64,7 +64,7 @@ def check(requests: list[Any], ranks: int, **form: Any) -> dict[str, Bits]:
     return alone
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", MIXTURES)

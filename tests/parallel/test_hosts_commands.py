@@ -64,7 +64,7 @@ async def streams(url: str, seen: Callable[[], None] = lambda: None) -> list[Tol
         return await asyncio.gather(*(read(client, url, asked(kind, 48), seen) for kind in KINDS))
 
 
-@pytest.mark.parametrize("gathers", [True, False], ids=["columns", "layers"])
+@pytest.mark.parametrize("gathers", [pytest.param(True, marks=pytest.mark.slow), False], ids=["columns", "layers"])
 def test_streams_have_the_bits_of_one_process_also_when_a_rank_is_killed(gathers: bool) -> None:
     options = ("--served-model-name", "builtin", "--num-threads", "1")
     with serve(MODEL, *options) as local:

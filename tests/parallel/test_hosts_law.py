@@ -106,8 +106,7 @@ def test_three_hosts_with_uneven_shares_change_no_bit() -> None:
 
 def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts, and slots that have room for few of their rows."""
-    for module in ("hosts", "ranks"):
-        monkeypatch.setattr(f"headrace.engine.{module}.SLOT_BYTES", small_slots.SLOT_BYTES)
+    monkeypatch.setattr("headrace.engine.ranks.SLOT_BYTES", small_slots.SLOT_BYTES)
     sizes: list[int] = []
     move = Exchange.__call__
     monkeypatch.setattr(Exchange, "__call__", lambda self, size: sizes.append(size) or move(self, size))

@@ -76,7 +76,7 @@ def check(requests: list[Request], ranks: int, **form: Any) -> None:
     assert_same(bits(requests, ranks, **form), alone)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_ranks_change_no_bit(ranks: int, form: str) -> None:

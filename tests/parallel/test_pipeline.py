@@ -36,7 +36,7 @@ bits = functools.partial(test_law.bits, field="pipeline_parallel_size")
 check = functools.partial(test_law.check, field="pipeline_parallel_size")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_stages_change_no_bit(ranks: int, form: str) -> None:

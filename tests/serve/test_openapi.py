@@ -274,6 +274,7 @@ def test_allow_tells_all_methods_of_a_path(live: Live) -> None:
         assert (reply.status_code, reply.headers["allow"]) == (405, methods)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_schemathesis_finds_nothing(tokenizer: Tokenizer) -> None:
     """A short run: a handful of made-up calls to each route; `make test-openapi` runs all phases."""

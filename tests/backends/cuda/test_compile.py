@@ -128,7 +128,7 @@ def test_the_heaviest_compile_for_other_gpus(file: str, capability: int) -> None
     assert not wrong_with([max(launches, key=lambda each: math.prod(each.config.tiles.values()))], capability)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in CAPABILITIES if each != 90)]
 )
