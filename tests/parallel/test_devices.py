@@ -157,7 +157,7 @@ def test_a_rank_that_ends_is_the_end_of_the_group(field: str) -> None:
         os.kill(pid, signal.SIGKILL)
         until(lambda: is_gone(pid))
         core.add(make_requests()[1])
-        with pytest.raises(RankLostError, match=r"rank 1 ended \(SIGKILL\)|gloo"):
+        with pytest.raises(RankLostError, match="rank 1|gloo"):
             core.step()
     finally:
         core.close()
@@ -170,7 +170,7 @@ def test_a_gather_that_waits_for_a_stopped_rank_ends(monkeypatch: pytest.MonkeyP
         (pid,) = group_of(core).pids
         os.kill(pid, signal.SIGSTOP)
         core.add(make_requests()[1])
-        with pytest.raises(RankLostError, match="gloo"):
+        with pytest.raises(RankLostError, match="rank 1|gloo"):
             core.step()
         until(lambda: is_gone(pid))
     finally:
