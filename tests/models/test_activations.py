@@ -120,8 +120,9 @@ def test_beside_a_packed_file_the_measurement_is_kept(planted: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"build": "another", "losses": {}}', '{"losses": {}}', '{"build": "BUILD", "losses": {"a": 1}}',
-     '{"build": "BUILD", "losses": {"a": "b"}}'],
+    ["", "{", "[]", '{"build": "another", "max_model_len": 256, "losses": {}}', '{"losses": {}}',
+     '{"build": "BUILD", "max_model_len": 256, "losses": {"a": 1}}',
+     '{"build": "BUILD", "max_model_len": 256, "losses": {"a": "b"}}'],
 )  # fmt: skip
 def test_what_another_build_measured_or_is_damaged_is_measured_again(
     text: str, planted: Path, tmp_path: Path, measuring: list[str]
@@ -136,6 +137,14 @@ def test_what_another_build_measured_or_is_damaged_is_measured_again(
     assert kept.read_text() != before  # a start without --save-packed writes nothing
     assert wide_of(path, quantization="int8", save_packed=True) == chosen
     assert kept.read_text() == before
+
+
+def test_another_context_is_measured_for_itself(planted: Path, tmp_path: Path, measuring: list[str]) -> None:
+    """Rotary frequencies may depend on it, and the choice must not depend on an earlier start."""
+    path = copied(planted, tmp_path)
+    wide_of(path, quantization="int8", save_packed=True)
+    wide_of(path, quantization="int8", max_model_len=128)
+    assert measuring == ["measured"] * 2
 
 
 def test_without_a_packed_file_nothing_is_kept(planted: Path, tmp_path: Path, measuring: list[str]) -> None:

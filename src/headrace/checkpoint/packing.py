@@ -71,8 +71,9 @@ class PackedBackend(Backend, Protocol):
         """Return the size of a packed matrix."""
         ...
 
-    def keep_measured(self, path: Path, may_write: bool) -> None:
-        """Keep what is measured of the weights in a file, to be read at the next start; write it if `may_write`."""
+    def keep_measured(self, path: Path, max_model_len: int, may_write: bool) -> None:
+        """Keep what is measured of the weights, in a model of `max_model_len` positions, in a file, to be read at the
+        next start; write it if `may_write`."""
         ...
 
 

@@ -34,13 +34,14 @@ def with_weights(
     quantization: str | None,
     save_packed: bool,
     on_tensor: Progress,
+    max_model_len: int,
     in_parts: bool = False,
 ) -> T:
     """Return what `build` makes of the weights of `checkpoint`; it has to take all of them.
 
     The weights come from a packed file beside the model if one fits, else from what `read` opens. With `save_packed` a
     packed file is written if none fits. `in_parts`: the backend takes parts of the matrices, so a packed file is not
-    read as a whole. Raises `CheckpointError`.
+    read as a whole. max_model_len: of the model that `build` makes. Raises `CheckpointError`.
     """
     layouts = backend.layouts()
     form = Form(quantization or "", backend.dtype, layouts)
@@ -53,7 +54,7 @@ def with_weights(
                 weights = PackedWeights(packed, checkpoint, backend, on_tensor)
                 model = build(weights)
                 weights.finish()
-                backend.keep_measured(measured_path(packed.path), save_packed)
+                backend.keep_measured(measured_path(packed.path), max_model_len, save_packed)
                 return model
             except CheckpointError as error:
                 logger.warning("%s is not used, the weights are read from the checkpoint: %s", packed.path, error)
@@ -62,7 +63,7 @@ def with_weights(
         model = build(reader)
         reader.finish()
     if writer is not None and writer.path is not None and has_layouts(backend):
-        backend.keep_measured(measured_path(writer.path), may_write=True)
+        backend.keep_measured(measured_path(writer.path), max_model_len, may_write=True)
     return model
 
 

@@ -256,7 +256,7 @@ def _load_safetensors(
 
     model: models.Model = with_weights(
         maker(config, module, model_config, backend, max_model_len, seat),
-        read, checkpoint, backend, quantization, config.save_packed, progress,
+        read, checkpoint, backend, quantization, config.save_packed, progress, max_model_len,
         in_parts=seat is not None,
     )  # fmt: skip
     return backend, model, model_config
@@ -295,7 +295,7 @@ def _load_gguf(
     model: models.Model = with_weights(
         maker(config, module, model_config, backend, max_model_len, seat),
         read, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
-        progress, in_parts=seat is not None,
+        progress, max_model_len, in_parts=seat is not None,
     )  # fmt: skip
     return backend, model, model_config
 

@@ -95,9 +95,9 @@ class Cpu:
     def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
         return choose_activations(self.ops, model, mode, num_threads, stated, self._measured)
 
-    def keep_measured(self, path: Path, may_write: bool) -> None:
+    def keep_measured(self, path: Path, max_model_len: int, may_write: bool) -> None:
         """Keep what is measured of the weights in the file `path`, beside those."""
-        self._measured = Measured(path, may_write)
+        self._measured = Measured(path, max_model_len, may_write)
 
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
         return Chooser(width, num_threads) if width <= MAX_WIDTH else None

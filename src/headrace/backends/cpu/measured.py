@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import logging
+import secrets
 from pathlib import Path
 
 from headrace.backends.native import require_native
@@ -27,16 +28,19 @@ def build() -> str:
 
 
 class Measured:
-    """The losses of matrices by name, in the file `path`. may_write: whether it is written if there is none."""
+    """The losses of matrices by name, in the file `path`. may_write: whether it is written if there is none.
 
-    def __init__(self, path: Path, may_write: bool) -> None:
-        self._path, self._may_write = path, may_write
+    They are those of a model made for `max_model_len` positions, by which some turn with other frequencies."""
+
+    def __init__(self, path: Path, max_model_len: int, may_write: bool) -> None:
+        self._path, self._max_model_len, self._may_write = path, max_model_len, may_write
 
     def read(self) -> dict[str, float]:
         """Return what the file has; nothing if there is none, or one of another build."""
         try:
             values = json.loads(self._path.read_text(encoding="utf-8"))
-            losses = values["losses"] if values["build"] == build() else {}
+            fits = (values["build"], values["max_model_len"]) == (build(), self._max_model_len)
+            losses = values["losses"] if fits else {}
             return {str(name): float(loss) for name, loss in losses.items()}
         except FileNotFoundError:
             return {}
@@ -47,9 +51,10 @@ class Measured:
     def write(self, losses: dict[str, float]) -> None:
         if not self._may_write:
             return
-        part = self._path.with_name(self._path.name + ".tmp")
+        part = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            part.write_text(json.dumps({"build": build(), "losses": losses}), encoding="utf-8")
+            facts = {"build": build(), "max_model_len": self._max_model_len, "losses": losses}
+            part.write_text(json.dumps(facts), encoding="utf-8")
             part.replace(self._path)
         except OSError as error:
             logger.warning("%s can not be written: %s", self._path, error)
