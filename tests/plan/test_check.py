@@ -18,7 +18,7 @@ from headrace.plan import hardware, step_model
 from headrace.plan.fitted import Sample, fit
 from headrace.plan.planner import Planner, read
 from headrace.plan.plans import Wish
-from headrace.plan.step_model import StepModel
+from headrace.plan.step_model import StepModel, num_alone, num_seen
 from headrace.protocol.errors import CheckpointError, HeadraceError
 
 
@@ -131,3 +131,15 @@ def test_the_comparison_is_a_table() -> None:
     assert first.endswith("9.00 to 12.00, predicted within")
     assert "+100.0%" in second
     assert second.endswith("9.00 to 12.00")
+
+
+def test_rows_that_look_back_alone_have_a_slope_of_their_own() -> None:
+    shapes = [([100 * i] * rows, [size] * rows) for i in range(1, 12) for rows in (1, 3) for size in (1, 5, 20)]
+    samples = []
+    for starts, lens in shapes:
+        seen, alone = num_seen(starts, lens), num_alone(starts, lens)
+        seconds = 0.004 + 1e-4 * sum(lens) + 1e-7 * seen + 2e-7 * alone
+        samples.append(Sample(sum(lens), len(lens), seen, seconds, alone))
+    model = fit(samples)
+    assert model.of(1, 1, 2000.5, 2000.5) == pytest.approx(0.0041 + 3e-7 * 2000.5, rel=0.02)
+    assert model([2000], [1], 1) == pytest.approx(model.of(1, 1, 2000.5, 2000.5))
