@@ -9,6 +9,7 @@ PIP_ARGS ?=
 ARGS     ?=
 SCHEMAS  ?= ../shared/data/prompts/jsonschema
 BIN      := $(VENV)/bin
+SERVING  := $(VENV)/.serving
 STAMP    := $(VENV)/.installed
 RECORD   := $(BIN)/python -m bench.record
 NATIVE   := build/native
@@ -16,6 +17,7 @@ TESTED   := build/selftest
 LM_EVAL  := build/lm-eval
 AUDIT    := build/audit
 LINTERS  := build/linters
+LOCKER   := build/lock
 PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
@@ -28,21 +30,22 @@ help:  ## list the targets
 setup: $(STAMP)  ## make .venv with the headrace command and the dev tools in it
 
 # An absent or unfit Python ends here with one sentence, not with a traceback of venv or pip.
-$(STAMP): pyproject.toml constraints.txt
-	@python=$$(for p in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+$(SERVING): pyproject.toml constraints.txt
+	@python=$$(for p in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
 	    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; \
 	    test -n "$(PYTHON)" && break; done; true); \
 	  test -n "$$python" || { echo "headrace needs Python 3.11 or newer; name one with make setup PYTHON=/path/to/python3" >&2; exit 1; }; \
 	  $$python -c 'import ensurepip, venv' 2>/dev/null || { echo "$$python has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
 	  test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "$$python -m venv $(VENV)"; $$python -m venv --clear $(VENV); }
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt nanobind scikit-build-core cmake ninja
-	$(if $(LOCKED),$(BIN)/python -m pip install --quiet $(PIP_ARGS) --require-hashes --no-deps -r requirements.lock)
-	$(TOOLS) python -m pip install --quiet --no-build-isolation $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python supply/install.py run $(if $(LOCKED),--locked) $(PIP_ARGS)
 	@touch $@
-	@$(BIN)/python -c 'import headrace._native' 2>/dev/null || echo "no C++17 compiler was found: headrace runs without its native kernels, slowly; install one, then: make native" >&2
-	@echo "headrace $$($(BIN)/headrace --version | cut -d' ' -f2) is in $(VENV); try: make run"
+	@echo "headrace $$($(BIN)/headrace --version | cut -d' ' -f2) is in $(VENV)"
 
-run: $(STAMP)  ## serve MODEL (the built-in one) with the OpenAI API on PORT (8000)
+$(STAMP): $(SERVING)
+	$(BIN)/python supply/install.py tests $(PIP_ARGS)
+	@touch $@
+
+run: $(SERVING)  ## serve MODEL (the built-in one) with the OpenAI API on PORT (8000)
 	$(BIN)/headrace serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(STAMP)  ## run all tests but the slow ones, a process for each core; ARGS goes to pytest (-n 0: in one process)
@@ -119,13 +122,13 @@ campaign-release: $(STAMP)  ## the same with the counts of a release (days)
 	$(BIN)/python -m tests.campaigns release $(ARGS)
 
 # The build folder is the one of `make setup`. Where there is none (no compiler then), the install is made again.
-native: $(STAMP)  ## compile what was edited in csrc/ and put the extension into .venv
+native: $(SERVING)  ## compile what was edited in csrc/ and put the extension into .venv
 	test -f $(NATIVE)/build.ninja || $(TOOLS) sh -c "cmake -S . -B $(NATIVE) -G Ninja && python -m pip install --quiet --no-build-isolation --no-deps -e ."
 	$(BIN)/cmake --build $(NATIVE)
 	$(BIN)/cmake --install $(NATIVE) --prefix $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))') >/dev/null
 
 # SANITIZE=thread looks for races of the thread team instead, in a build of its own.
-native-test: $(STAMP)  ## the operators of every ISA against scalar, in C++ alone, with the address and undefined sanitizers
+native-test: $(SERVING)  ## the operators of every ISA against scalar, in C++ alone, with the address and undefined sanitizers
 	$(TOOLS) cmake -S . -B $(TESTED)$(SANITIZE:%=-%) -G Ninja -DHEADRACE_SELFTEST=ON $(SANITIZE:%=-DHEADRACE_SANITIZE=%) >/dev/null
 	$(BIN)/cmake --build $(TESTED)$(SANITIZE:%=-%)
 	$(TESTED)$(SANITIZE:%=-%)/selftest
@@ -154,10 +157,9 @@ wheel: $(STAMP)  ## a manylinux wheel for each of PYTHONS in dist, tried in a fr
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py $(ARGS) $(PYTHONS)
 	$(BIN)/python supply/sbom.py > dist/headrace.cdx.json
 
-lock: $(STAMP)  ## write requirements.lock: what headrace needs to run, with hashes
-	mkdir -p build
-	$(BIN)/python supply/lock.py > build/requirements.lock
-	mv build/requirements.lock requirements.lock
+lock: $(STAMP)  ## write constraints.txt and requirements.lock from pyproject.toml; ARGS="--upgrade NAME" takes a newer one
+	test -x $(LOCKER)/bin/uv || { $(BIN)/python -m venv $(LOCKER) && $(LOCKER)/bin/python -m pip install --quiet $(PIP_ARGS) uv==0.13.9; }
+	PATH="$(abspath $(LOCKER)/bin):$$PATH" $(BIN)/python supply/lock.py $(ARGS)
 
 audit: $(STAMP)  ## bill of materials into build/sbom.json; known vulnerabilities of the lock, from the network
 	mkdir -p build

@@ -1,29 +1,34 @@
-"""`python supply/lock.py` prints requirements.lock: every package that headrace needs to run, with the hashes of its
-wheels, so that an index can give nothing else (S-36).
+"""`python supply/lock.py [--upgrade NAME ...]` writes constraints.txt and requirements.lock from pyproject.toml.
 
-The versions are those that are installed beside this Python, which the tests ran with. pip is asked for the wheels of
-each platform and Python below, and tells their hashes.
+constraints.txt has the version of every package that any extra or target of the Makefile installs, for each Python and
+machine below; requirements.lock has those that headrace needs to run, with the hashes of their files, so that an index
+can give nothing else (S-36). uv finds versions that suit all of them at once. A version that stands in constraints.txt
+stays while a requirement allows it; `--upgrade` takes the newest of the named packages.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
 import subprocess
-import sys
 import tempfile
 import tomllib
-from collections import defaultdict
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("3.11", "3.12", "3.13")
-MACHINES = ("x86_64",)
-HEAD = """\
-# Written by `make lock`: what headrace needs to run, each with the hashes of its wheels for Linux on x86-64.
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+MACHINES = ("x86_64", "aarch64")
+CONSTRAINTS = ROOT / "constraints.txt"
+LOCK = ROOT / "requirements.lock"
+CONSTRAINTS_HEAD = """\
+# Written by `make lock` from pyproject.toml: the versions that the tests ran with, for CPython {pythons} on Linux
+# ({machines}). Everything is installed through this file. To take a newer one: make lock ARGS="--upgrade NAME".
+"""
+LOCK_HEAD = """\
+# Written by `make lock`: what headrace needs to run, with the hashes of its files (CPython {pythons}, Linux).
 # pip install --require-hashes --no-deps -r requirements.lock
 """
 
@@ -33,62 +38,82 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def needed(names: list[str]) -> dict[str, str]:
-    """Versions of packages and of all that they need here, by name."""
-    found: dict[str, str] = {}
-    todo = [Requirement(name) for name in names]
-    while todo:
-        wanted = todo.pop()
-        name = normal(wanted.name)
-        if name in found:
-            continue
-        installed = metadata.distribution(name)
-        found[name] = installed.version
-        for text in installed.requires or ():
-            other = Requirement(text)
-            if other.marker is None or any(other.marker.evaluate({"extra": e}) for e in wanted.extras or ("",)):
-                todo.append(other)
-    return dict(sorted(found.items()))
-
-
-def direct() -> list[str]:
-    """What pyproject.toml says that the package needs."""
-    dependencies: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return dependencies
-
-
-def hashes(pins: dict[str, str], python: str, machine: str) -> dict[str, str]:
-    """SHA-256 of the wheel that pip would install of each, by name."""
-    platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(39, 4, -1)]
-    platforms += [f"manylinux2014_{machine}"]
-    with tempfile.TemporaryDirectory() as folder:
-        listed = Path(folder) / "pins.txt"
-        listed.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
-        command += ["--only-binary=:all:", "--target", folder, "--python-version", python, "--implementation", "cp"]
-        command += ["--report", f"{folder}/report.json", "-r", str(listed)]
-        command += [word for platform in platforms for word in ("--platform", platform)]
-        subprocess.run(command, check=True)
-        report = json.loads((Path(folder) / "report.json").read_text())
+def environment(python: str, machine: str) -> dict[str, str]:
+    """What the markers of requirements are evaluated with, for CPython on Linux."""
     return {
-        normal(item["metadata"]["name"]): item["download_info"]["archive_info"]["hashes"]["sha256"]
-        for item in report["install"]
+        "implementation_name": "cpython",
+        "implementation_version": f"{python}.0",
+        "os_name": "posix",
+        "platform_machine": machine,
+        "platform_python_implementation": "CPython",
+        "platform_release": "",
+        "platform_system": "Linux",
+        "platform_version": "",
+        "python_full_version": f"{python}.0",
+        "python_version": python,
+        "sys_platform": "linux",
     }
 
 
+def marker(requirement: Requirement) -> str | None:
+    """The shortest marker that means the same on every Python and machine; None where it holds on none of them.
+
+    Raises `SystemExit` where neither Pythons alone nor machines alone tell them apart.
+    """
+    if requirement.marker is None:
+        return ""
+    found = {(p, m) for p in PYTHONS for m in MACHINES if requirement.marker.evaluate(environment(p, m))}
+    pythons, machines = sorted({p for p, _ in found}, key=PYTHONS.index), sorted({m for _, m in found})
+    if not found:
+        return None
+    if len(found) != len(pythons) * len(machines):
+        raise SystemExit(f"{requirement}: its marker mixes Pythons and machines")
+    first, last = PYTHONS.index(pythons[0]), PYTHONS.index(pythons[-1])
+    if pythons != list(PYTHONS[first : last + 1]):
+        raise SystemExit(f"{requirement}: its Pythons {', '.join(pythons)} do not follow each other")
+    terms = [f'python_version >= "{pythons[0]}"'] if first else []
+    terms += [f'python_version < "{PYTHONS[last + 1]}"'] if last + 1 < len(PYTHONS) else []
+    terms += [f'platform_machine == "{machines[0]}"'] if len(machines) < len(MACHINES) else []
+    return " and ".join(terms)
+
+
+def simplified(text: str) -> str:
+    """The lines that `uv` wrote, with short markers."""
+
+    def lines() -> Iterator[str]:
+        for entry in re.split(r"\n(?=\S)", text.strip()):
+            words, *hashes = entry.split(" \\\n")
+            requirement = Requirement(words)
+            short = marker(requirement)
+            if short is not None:
+                pin = f"{normal(requirement.name)}{requirement.specifier}"
+                yield " \\\n".join([f"{pin} ; {short}" if short else pin, *hashes])
+
+    return "\n".join(lines()) + "\n"
+
+
+def solved(kept: str, *flags: str) -> str:
+    """The versions that `uv` finds, those of `kept` first."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.txt"
+        out.write_text(kept)
+        command = ["uv", "pip", "compile", "pyproject.toml", "--universal", "--python-version", PYTHONS[0]]
+        command += ["--quiet", "--no-annotate", "--no-header", "--output-file", str(out), *flags]
+        subprocess.run(command, cwd=ROOT, check=True)
+        return out.read_text()
+
+
 def main() -> None:
-    pins = needed(direct())
-    found: dict[str, set[str]] = defaultdict(set)
-    for python in PYTHONS:
-        for machine in MACHINES:
-            for name, digest in hashes(pins, python, machine).items():
-                found[name].add(digest)
-    print(HEAD, end="")
-    for name, version in pins.items():
-        if not found[name]:
-            raise SystemExit(f"{name} {version}: no wheel was found to hash")
-        lines = [f"{name}=={version}", *(f"    --hash=sha256:{digest}" for digest in sorted(found[name]))]
-        print(" \\\n".join(lines))
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--upgrade", nargs="*", default=[], metavar="NAME")
+    upgrades = [word for name in arguments.parse_args().upgrade for word in ("--upgrade-package", name)]
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    named = [word for name in groups for word in ("--group", name)]
+    names = {"pythons": ", ".join(PYTHONS), "machines": " and ".join(MACHINES)}
+    text = simplified(solved(CONSTRAINTS.read_text(), "--all-extras", *named, *upgrades))
+    CONSTRAINTS.write_text(CONSTRAINTS_HEAD.format_map(names) + text)
+    locked = solved("", "--generate-hashes", "--constraints", str(CONSTRAINTS))
+    LOCK.write_text(LOCK_HEAD.format_map(names) + simplified(locked))
 
 
 if __name__ == "__main__":
