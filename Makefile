@@ -7,6 +7,7 @@ MODEL    ?= builtin
 PORT     ?= 8000
 PIP_ARGS ?=
 ARGS     ?=
+TRITON   ?= 3.6.0
 SCHEMAS  ?= ../shared/data/prompts/jsonschema
 BIN      := $(VENV)/bin
 SERVING  := $(VENV)/.serving
@@ -22,7 +23,7 @@ PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-clients test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval wheel lock audit clean
+.PHONY: help setup run test test-bfcl test-clients test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval test-triton check-install wheel lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -142,13 +143,27 @@ fuzz-kernels: $(STAMP)  ## the same on random shapes, 100,000 at a time (ARGS="C
 gpu-check: $(if $(PYTHON),,$(STAMP))  ## prove, tune and measure the GPU backend (at toy size without a GPU); JSON in build/gpu
 	PYTHONPATH=src $(or $(PYTHON),$(BIN)/python) -m bench.gpu --out build/gpu $(ARGS)
 
-# 650 MB of packages that nothing else needs: an environment of its own, which sees what .venv has.
+# $(call beside,FOLDER,PIP WORDS): an environment with packages of its own, which sees those of .venv behind them.
+define beside
+test -e $(1)/.installed || { $(BIN)/python -m venv --clear $(1) && \
+    $(1)/bin/python -c 'import pathlib, sys, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "venv.pth").write_text(sys.argv[1])' \
+    "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+    $(1)/bin/python -m pip install --quiet $(PIP_ARGS) $(2) && touch $(1)/.installed; }
+endef
+
+# 650 MB of packages that nothing else needs.
 test-lm-eval: $(STAMP)  ## lm-eval against the server and against transformers: the same scores
-	test -x $(LM_EVAL)/bin/lm_eval || { $(BIN)/python -m venv $(LM_EVAL) && \
-	    $(LM_EVAL)/bin/python -c 'import pathlib, sys, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "venv.pth").write_text(sys.argv[1])' \
-	    "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
-	    $(LM_EVAL)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt 'lm-eval[api]'; }
+	$(call beside,$(LM_EVAL),-c constraints.txt 'lm-eval[api]')
 	$(BIN)/python -m pytest tests/e2e/test_lm_eval.py $(ARGS)
+
+# constraints.txt has the Triton that belongs to its torch; on an H100 the kernels ran with that of torch 2.11.
+test-triton: $(STAMP)  ## the kernels of backend cuda, compiled and interpreted, with another TRITON (3.6.0)
+	$(call beside,build/triton-$(TRITON),--no-deps triton==$(TRITON))
+	build/triton-$(TRITON)/bin/python -c 'import triton; assert triton.__version__ == "$(TRITON)", triton.__version__'
+	build/triton-$(TRITON)/bin/python -m pytest tests/backends/cuda -m "not slow" -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+
+check-install: $(STAMP)  ## let pip resolve every extra for every Python and machine; REAL=1: install, serve and test with each Python here
+	$(BIN)/python supply/$(if $(REAL),real_installs,check_install).py $(ARGS)
 
 # pip builds a wheel for this machine alone (linux_x86_64), which no index takes. auditwheel gives it the tag of the oldest
 # glibc whose symbols it needs. PYTHONS are the interpreters to build for; 3.12 and newer share one wheel. ARGS=--twice builds

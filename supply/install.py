@@ -1,9 +1,9 @@
-"""`python supply/install.py run|tests [--locked] [PIP_ARGUMENT ...]` installs headrace into the environment of this Python.
+"""`python supply/install.py run|tests [--locked] [PIP_ARGUMENT ...]` installs headrace for the Python that runs it.
 
-`run` installs what serving needs and compiles the kernels; `tests` adds torch, transformers and the tools of the tests.
-Versions come from constraints.txt. Before more than 500 MB are downloaded, it says how much, and why, and then shows
-pip's progress. Where the kernels can not be compiled, it takes a wheel of dist/ that suits, or else says what to install
-and goes on with the reference backend, which needs torch.
+`run` installs what serving needs and compiles the kernels; `tests` adds torch, transformers and the tools of the
+tests. Versions come from constraints.txt. Before more than 500 MB are downloaded, it says how much and why, and then
+shows pip's progress. Where the kernels can not be compiled, it takes a wheel of dist/ that suits, or else says what to
+install and goes on with the reference backend, which needs torch.
 
 Called by the Makefile. Uses the standard library alone: the environment is empty when it starts.
 """
@@ -78,11 +78,14 @@ def announcement(sizes: dict[str, int], why: str) -> str:
         return ""
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{name} {bytes_ / 1e6:,.0f}" for name, bytes_ in largest)
-    text = f"{why}: {len(sizes)} packages, {total / 1e6:,.0f} MB to download, less what pip has cached ({parts} MB and so on)."
+    text = (
+        f"{why}: {len(sizes)} packages, {total / 1e6:,.0f} MB to download, of which {parts}. What pip has cached is not"
+    )
+    text += " downloaded again."
     if any(name.startswith("nvidia-") for name in sizes):
         text += (
-            "\nThis torch brings CUDA. The build for CPUs takes a tenth and does for all that needs no GPU; name the index"
-            "\nthat torch's install page gives for it, PIP_EXTRA_INDEX_URL=<that index> before make."
+            "\nThis torch brings CUDA. Without a GPU, the build for CPUs does, and takes a tenth: end this, and set"
+            "\nPIP_EXTRA_INDEX_URL to the index that torch's install page names for CPUs."
         )
     return text
 
@@ -127,7 +130,15 @@ def install_run(pip: Pip) -> None:
         missing = ["a C++17 compiler that can build them (make native shows its messages)"]
     print(f"The native kernels can not be compiled here: {' and '.join(missing)} is missing.", flush=True)
     if any((ROOT / "dist").glob("*.whl")):
-        words = ("--only-binary=:all:", "--no-index", "--no-deps", "--force-reinstall", "--find-links", "dist", "headrace")
+        words = (
+            "--only-binary=:all:",
+            "--no-index",
+            "--no-deps",
+            "--force-reinstall",
+            "--find-links",
+            "dist",
+            "headrace",
+        )
         if pip(*words, may_fail=True) and has_kernels():
             pip(*project()["dependencies"])
             print("headrace comes from the wheel in dist/, not from this checkout.", flush=True)
@@ -150,7 +161,9 @@ def project() -> dict[str, dict[str, list[str]]]:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("part", choices=("run", "tests"))
-    arguments.add_argument("--locked", action="store_true", help="take what serving needs by the hashes of requirements.lock")
+    arguments.add_argument(
+        "--locked", action="store_true", help="take what serving needs by the hashes of requirements.lock"
+    )
     args, words = arguments.parse_known_args()
     pip = Pip(words)
     if args.part == "run":

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 
+from packaging.requirements import Requirement
 from tests.laws import rules
 
 LOCK = rules.ROOT / "requirements.lock"
@@ -35,9 +37,21 @@ def unlocked(names: dict[str, str], text: str) -> list[str]:
 
 
 def needed() -> dict[str, str]:
-    code = "import json, lock; print(json.dumps(lock.needed(lock.direct())))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=rules.ROOT / "supply")
-    found: dict[str, str] = json.loads(done.stdout)
+    """Versions of headrace's packages and of all that they need here, by name."""
+    found: dict[str, str] = {}
+    project = tomllib.loads((rules.ROOT / "pyproject.toml").read_text())["project"]
+    todo = [Requirement(text) for text in project["dependencies"]]
+    while todo:
+        wanted = todo.pop()
+        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
+        if name in found:
+            continue
+        installed = metadata.distribution(name)
+        found[name] = installed.version
+        for text in installed.requires or ():
+            other = Requirement(text)
+            if other.marker is None or any(other.marker.evaluate({"extra": e}) for e in wanted.extras or ("",)):
+                todo.append(other)
     return found
 
 
@@ -55,6 +69,17 @@ def test_S_36_the_lock_agrees_with_the_constraints() -> None:
     pins = re.findall(r"(?m)^([\w-]+)==(\S+)$", (rules.ROOT / "constraints.txt").read_text())
     pinned = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
     assert {name: pinned.get(name) for name in lock} == {name: version for name, (version, _) in lock.items()}
+
+
+def test_S_36_every_extra_is_pinned() -> None:
+    project = tomllib.loads((rules.ROOT / "pyproject.toml").read_text())
+    groups = [*project["project"]["optional-dependencies"].values(), *project["dependency-groups"].values()]
+    pins = [Requirement(line) for line in (rules.ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    versions = {pin.name: [other.specifier for other in pins if other.name == pin.name] for pin in pins}
+    for wanted in (Requirement(text) for group in groups for text in group):
+        [*found] = versions[re.sub(r"[-_.]+", "-", wanted.name).lower()]
+        assert found, wanted
+        assert all(wanted.specifier.contains(str(one)[2:]) for one in found), wanted
 
 
 def test_S_36_the_bill_of_materials_names_the_lock() -> None:

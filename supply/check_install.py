@@ -1,0 +1,157 @@
+"""`python supply/check_install.py` checks that what headrace needs can be installed on machines that are not this one.
+
+pip's own resolver finds the packages of each extra for each Python and machine, through constraints.txt and as wheels
+alone. Nothing of this machine helps it: no configuration, no `PIP_` variable, no other index, no local wheel. pip
+evaluates markers for the Python that runs it, whatever `--python-version` says, so it runs with the markers of the
+target here. Then pins that can not be met are planted, and must be noticed. Installs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from lock import CONSTRAINTS, LOCK, MACHINES, PYTHONS, ROOT, environment
+
+NUM_AT_ONCE = os.cpu_count() or 1
+GLIBC = 36
+"""The minor version of glibc of the machines: Debian 12 has 2.36."""
+KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+"""Variables that pip sees; certificates belong to the network. Those of proxies are kept too."""
+PIP = """
+import json, sys
+import pip._vendor.packaging.markers as markers
+target = json.loads(sys.argv.pop(1))
+markers.default_environment = lambda: dict(target)
+from pip._internal.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+PLANTED = (("cuda", "triton==3.6.0"), ("serve", "numpy==1.0.99"))
+"""Extras, and pins that can not be met: one against another package's own, and one that does not exist."""
+
+
+class Target(NamedTuple):
+    """A Python and a machine to install on."""
+
+    python: str
+    machine: str
+
+    def __str__(self) -> str:
+        return f"{self.python} {self.machine}"
+
+
+class Outcome(NamedTuple):
+    """What pip found: versions by package, or its complaint."""
+
+    versions: dict[str, str]
+    fault: str
+    seconds: float
+
+
+def isolated() -> dict[str, str]:
+    """The variables for a pip that knows nothing of this machine but its network."""
+    kept = {name: value for name, value in os.environ.items() if name in KEPT or name.lower().endswith("_proxy")}
+    return kept | {"PIP_CONFIG_FILE": os.devnull}
+
+
+def resolve(target: Target, *words: str) -> Outcome:
+    """Let pip find what `words` ask for, on `target`."""
+    began = time.monotonic()
+    tags = [f"manylinux_2_{minor}_{target.machine}" for minor in range(GLIBC, 4, -1)]
+    platforms = [*tags, f"manylinux2014_{target.machine}", f"linux_{target.machine}"]
+    markers = environment(target.python, target.machine)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-I", "-c", PIP, json.dumps(markers), "install", "--isolated", "--quiet"]
+        command += ["--disable-pip-version-check", "--dry-run", "--ignore-installed", "--only-binary=:all:"]
+        command += ["--python-version", target.python, "--implementation", "cp", "--target", folder]
+        command += [word for platform in platforms for word in ("--platform", platform)]
+        command += ["--report", str(report), *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=isolated(), cwd=ROOT)
+        seconds = time.monotonic() - began
+        if done.returncode:
+            return Outcome({}, done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}", seconds)
+        found = json.loads(report.read_text())
+    if found["environment"]["python_version"] != target.python:
+        return Outcome({}, "pip did not take the markers of the target", seconds)
+    versions = {item["metadata"]["name"]: item["metadata"]["version"] for item in found["install"]}
+    return Outcome(versions, "", seconds)
+
+
+def requirements() -> dict[str, list[str]]:
+    """What each extra asks for, with what headrace itself needs; `serve` is headrace alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    own: list[str] = project["dependencies"]
+    return {"serve": own} | {name: own + needs for name, needs in extras.items()}
+
+
+def cases() -> dict[str, list[str]]:
+    """The words for pip, by row of the table."""
+    rows = {name: [*needs, "--constraint", str(CONSTRAINTS)] for name, needs in requirements().items()}
+    return rows | {"lock": ["--require-hashes", "--no-deps", "--requirement", str(LOCK)]}
+
+
+def unnoticed(target: Target) -> list[str]:
+    """The planted pins that pip took all the same."""
+    found = []
+    for extra, pin in PLANTED:
+        name = pin.partition("==")[0]
+        lines = [line for line in CONSTRAINTS.read_text().splitlines() if not line.startswith(f"{name}==")]
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as planted:
+            planted.write("\n".join([*lines, pin]) + "\n")
+            planted.flush()
+            fault = resolve(target, *requirements()[extra], "--constraint", planted.name).fault
+        if name not in fault:
+            found.append(f"{pin} ({extra}): {fault or 'no complaint'}")
+    return found
+
+
+def table(outcomes: dict[tuple[str, Target], Outcome], targets: Sequence[Target]) -> str:
+    """Rows of extras and columns of targets; a cell has the number of packages."""
+    rows = dict.fromkeys(name for name, _ in outcomes)
+    lines = [f"{'packages':<9}" + "".join(f"{target!s:>14}" for target in targets)]
+    for row in rows:
+        cells = [outcomes[row, target] for target in targets]
+        lines.append(f"{row:<9}" + "".join(f"{'FAILED' if c.fault else len(c.versions):>14}" for c in cells))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    began = time.monotonic()
+    targets = [Target(python, machine) for machine in MACHINES for python in PYTHONS]
+    wanted = [(row, target, words) for row, words in cases().items() for target in targets]
+    outcomes: dict[tuple[str, Target], Outcome] = {}
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        controls = pool.submit(unnoticed, targets[0])
+        for (row, target, _), outcome in zip(
+            wanted, pool.map(lambda case: resolve(case[1], *case[2]), wanted), strict=True
+        ):
+            outcomes[row, target] = outcome
+            if outcome.fault:
+                print(f"{row} on {target}: {outcome.fault}", flush=True)
+            elif sys.stderr.isatty():
+                print(f"\r{len(outcomes)} of {len(wanted)}", end="", file=sys.stderr, flush=True)
+    print(table(outcomes, targets))
+    taken = controls.result()
+    for pin in taken:
+        print(f"a planted pin was not noticed: {pin}")
+    faults = sum(bool(outcome.fault) for outcome in outcomes.values())
+    print(
+        f"{len(outcomes)} resolutions, {faults} failed; {len(PLANTED) - len(taken)} of {len(PLANTED)} planted pins "
+        f"noticed; {time.monotonic() - began:.0f} s"
+    )
+    return bool(faults or taken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
