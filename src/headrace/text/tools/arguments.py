@@ -108,19 +108,21 @@ class Argument:
             return True
         if depth > MAX_DEPTH:
             raise UndecidedError("nested too deeply")
-        found = [self._parameter(self._seek(schema["$ref"]), key, depth + 1)] if "$ref" in schema else []
+        parts = [self._parameter(self._seek(schema["$ref"]), key, depth + 1)] if "$ref" in schema else []
         if key in schema.get("properties", {}):
-            found.append(schema["properties"][key])
+            parts.append(schema["properties"][key])
         else:
-            found += [part for pattern, part in schema.get("patternProperties", {}).items() if _is_named(pattern, key)]
-            found += [] if found else [schema.get("additionalProperties", True)]
-        found += [self._parameter(part, key, depth + 1) for part in schema.get("allOf", ())]
+            parts += [
+                inner for pattern, inner in schema.get("patternProperties", {}).items() if _is_named(pattern, key)
+            ]
+            parts += [] if parts else [schema.get("additionalProperties", True)]
+        parts += [self._parameter(inner, key, depth + 1) for inner in schema.get("allOf", ())]
         for keyword in ("anyOf", "oneOf"):
             ways = [self._parameter(part, key, depth + 1) for part in schema.get(keyword, ())]
             if ways := [part for part in ways if not isinstance(part, bool)]:
-                found.append({"anyOf": ways})
-        found = [part for part in found if not isinstance(part, bool)]
-        return ({"allOf": found} if len(found) > 1 else found[0]) if found else True
+                parts.append({"anyOf": ways})
+        parts = [part for part in parts if not isinstance(part, bool)]
+        return ({"allOf": parts} if len(parts) > 1 else parts[0]) if parts else True
 
     def _flat(self, schema: Any) -> Any:
         """Return the schema that stands behind references and lists of one, where nothing but notes is beside them."""
@@ -155,8 +157,8 @@ class Argument:
             ways = [self._types(part, depth + 1) for part in schema.get(key, ())]
             if ways and None not in ways:
                 each.append(frozenset().union(*(way for way in ways if way is not None)))
-        said = [types for types in each if types is not None]
-        return frozenset.intersection(*map(_with_integers, said)) if said else None
+        named = [types for types in each if types is not None]
+        return frozenset.intersection(*map(_with_integers, named)) if named else None
 
     def _takes_texts(self, schema: Any, depth: int) -> bool | None:
         """Whether a schema allows every text (True), none (False), or some, as far as is known (None)."""
