@@ -174,7 +174,11 @@ FROM_VLLM = """`headrace serve MODEL` takes the command line of `vllm serve MODE
 vLLM's. [Flags](flags.md) of the same name mean the same; this page lists the others. A flag without effect here is
 accepted, and the log says why it has none. `EngineArgs`, `TokensPrompt`, `StructuredOutputsParams` and the other
 names of offline scripts are imported from `headrace`. Routes, request fields, metrics (with the prefix `headrace:`) and
-`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md)."""
+`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md).
+
+`--tool-call-parser` and `--reasoning-parser` take the names of vLLM 0.33 and mean the same
+[formats](howto-tools.md#formats), under one name here where vLLM has several. A name whose format is missing here is
+refused, with the nearest that there is. Neither flag is needed: the format is read from the chat template."""
 FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
 (`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served beside OpenAI's: see
 [clients](howto-clients.md#llama-server). Where vLLM has a flag of the same name, that meaning counts: `--api-key-file`
