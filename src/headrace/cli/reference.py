@@ -119,8 +119,11 @@ The fields of `SamplingParams`, from `headrace/protocol/parameters.py`, and thei
 
 - OpenAI's API has vLLM's extensions. A chat has `max_completion_tokens` too, and `top_logprobs` beside `logprobs`;
   Responses has `max_output_tokens`.
-- Ollama's names are fields of `options`; `top_logprobs` stands beside it. There and in llama-server's API a `seed` or
-  length of -1 means none, and a share of 0 keeps one token.
+- Ollama's names are fields of `options`; `top_logprobs` stands beside it.
+- A share (`top_p`, `typical_p`) of 0 is greedy: it keeps one token. A `seed` of -1 is random, as none is. In Ollama's
+  and llama-server's APIs a length of -1 or -2 means none, in Ollama's a length of 0 too.
+- `max_tokens: 0` on /v1/completions (with `echo`, to score a text) and `n_predict: 0` on /completion (to fill the
+  cache) compute the prompt alone. The engine ends it with one token, which no reply shows or counts.
 - The form of an answer is `output_config` for Anthropic, `format` for Ollama, `grammar` or `json_schema` for
   llama-server.
 """
