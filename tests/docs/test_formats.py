@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import pytest
 from tests.laws.rules import ROOT
 
+from headrace.protocol.errors import RequestError
 from headrace.text import reasoning
 from headrace.text.tools import formats
 
@@ -40,10 +41,20 @@ def faults(text: str) -> list[str]:
     def differs(what: str, on_page: Collection[str], there: Collection[str]) -> list[str]:
         return [f"{what}: {sorted(set(on_page) ^ set(there))}"] if sorted(on_page) != sorted(there) else []
 
+    def resolved(on_page: list[str], resolve: Callable[[str], str]) -> list[str]:
+        """The names that are keys, and of the others those that are no name of a key."""
+        keys = []
+        for name in on_page:
+            try:
+                keys += [name] if resolve(name) == name else []
+            except RequestError:
+                keys.append(name)
+        return keys
+
     unmarked = {name for name, each in formats.FORMATS.items() if each.layouts[0].marks == "read only"}
     return [
-        *differs("formats", table(text, "| name | looks like |"), [*formats.FORMATS, *formats.ALIASES]),
-        *differs("styles", table(text, "| name | marks |"), [*reasoning.STYLES, *reasoning.ALIASES]),
+        *differs("formats", resolved(table(text, "| name | looks like |"), formats.format_name), formats.FORMATS),
+        *differs("styles", resolved(table(text, "| name | marks |"), reasoning.style_name), reasoning.STYLES),
         *differs("no quotes", listed(text, r"write strings without quotes \(([^)]*)\)"), with_body("tagged")),
         *differs("bare text", listed(text, r"writes bare text \(([^)]*)\)"), with_body("tagged")),
         *differs("no mark", listed(text, r"no mark before a call \(([^)]*)\)"), unmarked),

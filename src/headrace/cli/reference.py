@@ -119,8 +119,11 @@ The fields of `SamplingParams`, from `headrace/protocol/parameters.py`, and thei
 
 - OpenAI's API has vLLM's extensions. A chat has `max_completion_tokens` too, and `top_logprobs` beside `logprobs`;
   Responses has `max_output_tokens`.
-- Ollama's names are fields of `options`; `top_logprobs` stands beside it. There and in llama-server's API a `seed` or
-  length of -1 means none, and a share of 0 keeps one token.
+- Ollama's names are fields of `options`; `top_logprobs` stands beside it.
+- A share (`top_p`, `typical_p`) of 0 is greedy: it keeps one token. A `seed` of -1 is random, as none is. In Ollama's
+  and llama-server's APIs a length of -1 or -2 means none, in Ollama's a length of 0 too.
+- `max_tokens: 0` on /v1/completions (with `echo`, to score a text) and `n_predict: 0` on /completion (to fill the
+  cache) compute the prompt alone. The engine ends it with one token, which no reply shows or counts.
 - The form of an answer is `output_config` for Anthropic, `format` for Ollama, `grammar` or `json_schema` for
   llama-server.
 """
@@ -174,7 +177,11 @@ FROM_VLLM = """`headrace serve MODEL` takes the command line of `vllm serve MODE
 vLLM's. [Flags](flags.md) of the same name mean the same; this page lists the others. A flag without effect here is
 accepted, and the log says why it has none. `EngineArgs`, `TokensPrompt`, `StructuredOutputsParams` and the other
 names of offline scripts are imported from `headrace`. Routes, request fields, metrics (with the prefix `headrace:`) and
-`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md)."""
+`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md).
+
+`--tool-call-parser` and `--reasoning-parser` take the names of vLLM 0.33 and mean the same
+[formats](howto-tools.md#formats), under one name here where vLLM has several. A name whose format is missing here is
+refused, with the nearest that there is. Neither flag is needed: the format is read from the chat template."""
 FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
 (`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served beside OpenAI's: see
 [clients](howto-clients.md#llama-server). Where vLLM has a flag of the same name, that meaning counts: `--api-key-file`

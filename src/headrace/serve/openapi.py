@@ -18,7 +18,7 @@ from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.parameters import APIS, names_in
 from headrace.serve import docs_page, routing
 from headrace.serve.call import schema
-from headrace.serve.call.sampling import WIDER
+from headrace.serve.call.sampling import LEAST, WIDER
 from headrace.serve.errors import STATUSES
 
 # Which row of the bounds table holds for a number, where the names differ.
@@ -148,7 +148,7 @@ def _ranged(form: Any, row: str) -> Any:
         return form | {"anyOf": [_ranged(option, row) for option in form["anyOf"]]}
     if form.get("type") not in ("integer", "number"):
         return form
-    low, high = (int(x) if bound.kind == "int" else x for x in (bound.low, bound.high))
+    low, high = (int(x) if bound.kind == "int" else x for x in (LEAST.get(row, bound.low), bound.high))
     return form | {"minimum": low, "maximum": high}
 
 

@@ -205,6 +205,8 @@ class RequestState:
         # The result of a search, or of one answer of it.
         self.beams: BeamResult | None = None
         self.closed = False
+        # Whether the caller wants nothing but the prompt computed: the answer stays empty.
+        self.only_prompt = False
         self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
         self._stream = (
             DetokenizeStream(tokenizer, params, request.prompt_token_ids)
@@ -223,6 +225,9 @@ class RequestState:
         self.beams = self.beams or delta.beams
         token_ids, logprobs = delta.token_ids, delta.logprobs
         finish = delta.finish
+        if self.only_prompt:
+            token_ids, logprobs = [], []
+            finish = Finish("length") if finish is not None and finish.reason == "stop" else finish
         text = ""
         if self._stream is not None:
             stopped = finish is not None and finish.reason == "stop"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from headrace.protocol.errors import RequestError
+from headrace.text import parser_names
 from headrace.text.outputs import MessageParser, MessagePart, Reasoning
 from headrace.text.tools.reader import Reader, Reading
 
@@ -44,9 +44,6 @@ STYLES: dict[str, Style] = {
         ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
     ),
 }
-ALIASES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "olmo3": "deepseek_r1", "step3": "deepseek_r1"}
-"""vLLM's other names for what is one style here."""
-
 # The text in a chat template that shows its style; the first row whose text is there decides.
 _SIGNS = (
     ("[THINK]", "mistral"),
@@ -58,11 +55,8 @@ _SIGNS = (
 
 
 def style_name(name: str) -> str:
-    """Return the key in `STYLES` of a style or an alias. Raises `RequestError` for an unknown name."""
-    key = ALIASES.get(name, name)
-    if key not in STYLES:
-        raise RequestError("reasoning_parser", name, "one of " + ", ".join(sorted([*STYLES, *ALIASES])))
-    return key
+    """Return the key in `STYLES` of a style's name here or in vLLM. Raises `RequestError` for any other."""
+    return parser_names.resolve("reasoning_parser", name, parser_names.REASONING, STYLES)
 
 
 def detect(templates: Iterable[str]) -> str | None:

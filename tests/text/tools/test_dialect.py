@@ -17,7 +17,7 @@ from headrace.text.bounded import BoundedProcess
 from headrace.text.outputs import MessageBuilder
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools import calls, formats
+from headrace.text.tools import calls
 from headrace.text.tools.choice import ToolUse
 
 # All templates of the data that name a format, as (format, style of reasoning); the others have neither.
@@ -157,6 +157,7 @@ def test_flags_have_the_last_word() -> None:
     template = ChatTemplate({"default": "<tool_call> </think>"}, {})
     assert Dialect.of(template)[:3] == ("hermes", "qwen3", True)
     assert Dialect.of(template, None, "llama4_json", "olmo3")[:3] == ("llama3_json", "deepseek_r1", True)
+    assert Dialect.of(template, None, "hf", "hf") == Dialect.of(template)
     assert Dialect.of(template, None, "none", "none")[:3] == (None, None, False)
     assert Dialect.of(template, None, None, None, False)[:3] == ("hermes", "qwen3", False)
     with pytest.raises(RequestError, match="tool_call_parser"):
@@ -194,13 +195,6 @@ def test_where_an_answer_begins(style: str, prompt: str, inside: bool) -> None:
     assert reasoning.begins_inside(style, prompt) == inside
     before = reasoning.prefix(style, prompt, {})
     assert (before is None) == prompt.rstrip().endswith("</think>")
-
-
-def test_all_names_of_formats_are_known() -> None:
-    for name in (*formats.FORMATS, *formats.ALIASES):
-        assert formats.format_name(name) in formats.FORMATS
-    for name in (*reasoning.STYLES, *reasoning.ALIASES):
-        assert reasoning.style_name(name) in reasoning.STYLES
 
 
 def test_ids_of_calls() -> None:

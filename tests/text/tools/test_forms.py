@@ -135,8 +135,14 @@ def test_bare_text_is_held_to_what_it_can_be(name: str) -> None:
                 tool_parser(name), [walk(constraint, seed).split("</tool_call>")[0] + "</tool_call>"]
             )[2]
             assert json.loads(arguments)["a"] in fits
-    with pytest.raises(RequestError, match=r"properties\.a\.pattern"):
-        form(pattern="^a+$")
+    # What bare text can not be held to stands there as JSON, with quotes, and is read so.
+    patterned = {"type": "string", "pattern": '^"?b{1,3}$'}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": patterned}, "required": ["a"]}}
+    use = ToolUse.of([{"type": "function", "function": tool}], "required", False)
+    for seed in range(5):
+        text = walk(held(name, use), seed)
+        [(_, arguments)] = read(tool_parser(name, use.schemas, enforced=True), [text])[2]
+        jsonschema.validate(json.loads(arguments), tool["parameters"])
 
 
 def test_the_walk_sees_a_grammar_of_another_format() -> None:

@@ -74,11 +74,18 @@ class Call(msgspec.Struct, kw_only=True):
 
 class TextCall(Call, kw_only=True):
     """Texts, or lists of token ids, to be gone on with. `fills_context`: without max_tokens an answer may be as long
-    as the context has room after the longest prompt."""
+    as the context has room after the longest prompt. `only_prompts`: the answers are empty, as max_tokens 0 asks."""
 
     prompts: list[str | list[int]]
     echo: bool = False
     fills_context: bool = False
+    only_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sampling.get("max_tokens") == 0 and self.beam is None:
+            # The engine ends a sequence with a token, which the answer drops.
+            self.only_prompts = True
+            self.sampling = {**self.sampling, "max_tokens": 1}
 
 
 class ChatCall(Call, kw_only=True):

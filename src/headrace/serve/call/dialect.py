@@ -19,6 +19,7 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
 from headrace.text.outputs import ContentParser, MessageParser
+from headrace.text.parser_names import FOUND, NONE
 from headrace.text.reasoning import ReasoningParser
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -30,8 +31,6 @@ from headrace.text.traits import Traits
 logger = logging.getLogger("headrace.server")
 
 _ONLY: dict[str, Any] = dict.fromkeys(KINDS)
-NONE = "none"
-"""As the name of a parser: there is none."""
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh")
 EFFORTS = ("reasoning_effort", "enable_thinking", "thinking")
 """Variables of chat templates that say how much to reason."""
@@ -64,6 +63,8 @@ class Dialect(NamedTuple):
     ) -> Dialect:
         """Return the dialect of a model; a parser that is not named is detected by what the template shows. Raises
         `RequestError`."""
+        tool_call_parser = None if tool_call_parser in FOUND else tool_call_parser
+        reasoning_parser = None if reasoning_parser in FOUND else reasoning_parser
         sources = [] if template is None else template.sources
         tools, style = None, reasoning.detect(sources)
         if template is not None and tool_call_parser is None:

@@ -1,31 +1,37 @@
 """The sampling parameters in the body of a request, from the table `headrace.protocol.parameters`.
 
 Gives the struct of a body its fields, reads `SamplingParams`' fields from such a struct, and says how an API spells
-them. The request modules of the APIs are the callers. Knows APIs by their names in the table, and llama.cpp's rules,
-which two of them share.
+them. The request modules of the APIs are the callers. Knows APIs by their names in the table, and the values that each
+has beyond the engine's.
 """
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.protocol.errors import RequestError
-from headrace.protocol.parameters import LLAMA_SERVER, OLLAMA, names_in
+from headrace.protocol.parameters import LLAMA_SERVER, OLLAMA, OPENAI, names_in
 from headrace.protocol.params import field_types
 
-# llama.cpp's rules, which Ollama and llama-server share: what stands for "none", and the least.
-# A share of nothing keeps one token there; here a share is above 0, and the least one keeps one token.
 LEAST_SHARE = 1e-6
+"""A share of 0 is greedy in every API; here a share is above 0, and the least one keeps one token."""
 SHARES = ("top_p", "typical_p")
-# The least value of those whose negative values mean: none.
-LEAST = {"max_tokens": -2, "seed": -1}
-# How llama.cpp writes a seed of -1.
+# What stands for "none", beside leaving the field out: the ways of llama.cpp to write a random seed and an endless
+# answer, the former of which OpenAI's clients have taken over.
 NO_SEED = 2**32 - 1
-WIDER = frozenset(names_in(api)[field] for api in (OLLAMA, LLAMA_SERVER) for field in (*SHARES, *LEAST))
+_SEEDS = (-1, NO_SEED)
+NONES: dict[str, dict[str, tuple[int, ...]]] = {
+    OPENAI: {"seed": (-1,)},
+    OLLAMA: {"seed": _SEEDS, "max_tokens": (-2, -1, 0)},
+    LLAMA_SERVER: {"seed": _SEEDS, "max_tokens": (-2, -1)},
+}
+LEAST: dict[str, float] = dict.fromkeys(SHARES, 0.0) | {"seed": -1}
+"""The least values of parameters in the APIs of which the table says more."""
+WIDER = frozenset(names_in(api)[field] for api in (OLLAMA, LLAMA_SERVER) for field in (*SHARES, *NONES[api]))
 """The options, by llama.cpp's names, whose range is wider than the engine's."""
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -58,31 +64,29 @@ def takes_parameters(api: str, but: Collection[str] = ()) -> Callable[[type[T]],
     return extend
 
 
-def sampling_of(struct: msgspec.Struct, api: str) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a body gives, or an object in it."""
-    values = {field: getattr(struct, name, None) for field, name in names_in(api).items()}
-    return {field: value for field, value in values.items() if value is not None}
+def sampling_of(struct: msgspec.Struct, api: str, prefix: str = "") -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that a body gives, or the object in it that `prefix` leads to. Raises
+    `RequestError`."""
+    return engine_values({field: getattr(struct, name, None) for field, name in names_in(api).items()}, api, prefix)
+
+
+def engine_values(values: Mapping[str, Any], api: str, prefix: str = "") -> dict[str, Any]:
+    """Return parameters as the engine has them: without those that are None or that `api` has other values for.
+
+    Raises `RequestError` for what is less than those values, with `prefix` before the API's name.
+    """
+    present = {field: value for field, value in values.items() if value is not None}
+    for field in SHARES:
+        if present.get(field) == 0:
+            present[field] = LEAST_SHARE
+    for field, nones in NONES.get(api, {}).items():
+        if present.get(field, 0) < min(nones):
+            raise RequestError(prefix + names_in(api)[field], present[field], f"{min(nones)} or more")
+        if present.get(field) in nones:
+            del present[field]
+    return present
 
 
 def spelling_of(api: str, prefix: str = "") -> dict[str, str]:
     """Return the names that an API has for the fields of `SamplingParams`; `prefix` leads to the object with them."""
     return {field: prefix + name for field, name in names_in(api).items()}
-
-
-def llama_sampling_of(options: msgspec.Struct, api: str, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that `options` gives. A seed of -1, and a length of -1 or -2, mean: none.
-
-    Raises `RequestError` for other negative ones, with `prefix` before the name.
-    """
-    values = sampling_of(options, api)
-    for field in SHARES:
-        if values.get(field) == 0:
-            values[field] = LEAST_SHARE
-    for field, low in LEAST.items():
-        if values.get(field, low) < low:
-            raise RequestError(prefix + names_in(api)[field], values[field], f"{low} or more")
-    if values.get("max_tokens", 0) < 0:
-        del values["max_tokens"]
-    if values.get("seed") in (-1, NO_SEED):
-        del values["seed"]
-    return values

@@ -158,6 +158,8 @@ class ServedModel:
                 for prompt in call.prompts
             ]
             generation = await self._open([token_ids for _, token_ids in prompts], params, call)
+            for state in generation.states if call.only_prompts else ():
+                state.only_prompt = True
         return Answer(generation, call, self.front.tokenizer, "cmpl", [text for text, _ in prompts])
 
     async def chat(self, call: ChatCall) -> Answer:

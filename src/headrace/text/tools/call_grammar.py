@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headrace.protocol.errors import RequestError
-from headrace.text.tools.calls import types_of
+from headrace.text.tools.arguments import Argument
 from headrace.text.tools.custom import INPUT
 from headrace.text.tools.formats import FORMATS, Layout
 from headrace.text.tools.parser import Schemas
@@ -130,27 +130,21 @@ def _tagged_arguments(
     parts: list[FormatPart | str] = []
     for key, inner, is_required in _properties(schema):
         closing = layout.value[1]
-        if types_of(required.schemas, name, key) in (None, {"string"}):
-            # The tag is a part by itself: free text ends at the first one, even if other text follows it.
-            value = required.sequence(_bare_string(inner, name, key, closing.strip()), closing.strip())
-        else:
+        bare = Argument(schema, key).bare(closing.strip())
+        if bare is None:
             value = required.sequence(_json(inner), closing)
+        else:
+            # The tag is a part by itself: free text ends at the first one, even if other text follows it.
+            value = required.sequence(_bare_text(bare), closing.strip())
         part = required.sequence(layout.key[0], key, layout.key[1], layout.value[0], value, "\n")
         parts.append(part if is_required else _optional(part))
     return parts
 
 
-def _bare_string(schema: Any, name: str, key: str, closing: str) -> FormatPart:
-    """Return the grammar of a bare string up to `closing`. Raises `RequestError` for what it can not be held to."""
-    schema = schema if isinstance(schema, dict) else {}
-    for keyword in ("pattern", "format", "allOf", "anyOf", "oneOf", "not", "if"):
-        if keyword in schema:
-            field = f"tools[{name}].function.parameters.properties.{key}"
-            bound = "left out, or tool_choice be auto: the model's format of calls writes bare text, not held to it"
-            raise RequestError(f"{field}.{keyword}", schema[keyword], bound)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and all(isinstance(value, str) and closing not in value for value in values):
-        return _either([{"type": "const_string", "value": value} for value in values])
+def _bare_text(schema: Mapping[str, Any]) -> FormatPart:
+    """Return the grammar of a bare text that is held to a schema from `Argument.bare`."""
+    if "enum" in schema:
+        return _either([{"type": "const_string", "value": value} for value in schema["enum"]])
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     if low or high != "":
         # Without a "<" it contains no mark, which would end it too soon.
@@ -169,10 +163,11 @@ def _keyword_arguments(
     equals, comma = (":", ",") if layout.body == "bare" else ("=", ", ")
 
     def argument(key: str, inner: Any) -> FormatPart:
-        if before and types_of(required.schemas, name, key) in (None, {"string"}):
+        of_tool = Argument(schema, key)
+        bare = of_tool.bare(after) if before and of_tool.types in (None, {"string"}) else None
+        if bare is not None:
             # The quote is a part by itself: free text ends at the first one.
-            value = required.sequence(_bare_string(inner, name, key, after), after)
-            return required.sequence(f"{key}{equals}{before}", value)
+            return required.sequence(f"{key}{equals}{before}", required.sequence(_bare_text(bare), after))
         return required.sequence(f"{key}{equals}", _json(inner))
 
     first = [argument(key, inner) for key, inner, is_required in arguments if is_required]

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from headrace.text.tools.arguments import TEXT, Argument, is_json
 from headrace.text.tools.formats import FORMATS, Body, Layout, ToolFormat
 from headrace.text.tools.parser import Schemas, ToolParser
 from headrace.text.tools.reader import MAX_DEPTH, IllFormed, Reader, Reading
@@ -23,7 +24,6 @@ _ID = re.compile(r"[^\s\[\]{}\"]+")
 MAX_LITERAL = 2**16
 """Characters of one argument that is a Python literal."""
 
-_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _BARE = re.compile(r"[^\s\[\]{}:,\"<>]+")
 _PYTHON_KEY = re.compile(r"\w+")
@@ -187,22 +187,21 @@ def _read_value(layout: Layout, call: ToolParser, name: str, key: str) -> Readin
     text, closing = call.text, layout.value[1].strip()
     # White space before the tag that belongs to the tag.
     margin = layout.value[1].removesuffix(closing)
-    types = types_of(call.schemas, name, key)
-    if types == {"string"}:
-        yield from _read_string(call, closing, margin)
-    elif call.enforced and types is not None:
-        # The value is JSON, in which the tag may stand too.
+    argument = Argument(call.schemas.get(name, {}), key)
+    is_bare = not call.enforced or argument.bare(closing) is not None
+    if not is_bare:
+        # A grammar sees to it that the value is JSON, in which the tag may stand too.
         start = text.position
         with text.kept():
             yield from text.json_value()
             call.write(text.since(start))
         yield from text.take(margin)
         yield from text.expect(closing)
+    elif argument.takes_any_text or (call.enforced and argument.types == TEXT):
+        yield from _read_string(call, closing, margin)
     else:
-        value = (yield from text.until(closing)).removesuffix(margin)
-        bare = value.strip()
-        constant = _CONSTANTS.get(bare) if types is not None else None
-        call.write(constant or (bare if is_json(bare) else json_text(value)))
+        # What it is, only the whole text decides.
+        call.write(argument.value((yield from text.until(closing)).removesuffix(margin)))
 
 
 def _read_string(call: ToolParser, closing: str, margin: str) -> Reading[None]:
@@ -380,42 +379,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(inner) for inner in value)
     return value is None or isinstance(value, str | bool | int | float)
-
-
-def is_json(text: str) -> bool:
-    """Whether a text is one JSON value, strictly: NaN and Infinity are none."""
-    try:
-        json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
-
-
-def types_of(schemas: Schemas, name: str, key: str) -> set[str] | None:
-    """Return the JSON types that a parameter's schema allows, or None if it does not say."""
-    properties = schemas.get(name, {}).get("properties")
-    return _types(properties.get(key) if isinstance(properties, dict) else None)
-
-
-def _types(schema: Any) -> set[str] | None:
-    """Return the JSON types that a schema allows, or None if it does not say."""
-    if not isinstance(schema, dict):
-        return None
-    types = schema.get("type")
-    if isinstance(types, str):
-        return {types}
-    if isinstance(types, list):
-        return {str(one) for one in types}
-    if isinstance(schema.get("enum"), list):
-        return {"string" if isinstance(value, str) else "other" for value in schema["enum"]}
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            return set().union(*(_types(option) or {"string"} for option in schema[keyword]))
-    return {"other"} if "$ref" in schema else None
 
 
 _READERS: dict[Body, Callable[[Layout, ToolParser], Reading[None]]] = {

@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from headrace.protocol.errors import RequestError
+from headrace.text import parser_names
 
 Body = Literal["json", "named", "fenced", "tagged", "python", "bare"]
 """How the name and the arguments of a call are written:
@@ -225,19 +225,8 @@ FORMATS: dict[str, ToolFormat] = {
         special=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
 }
-ALIASES = {
-    "llama4_json": "llama3_json",
-    "llama4_pythonic": "pythonic",
-    "qwen3_xml": "qwen3_coder",
-    "deepseek_v31": "deepseek_v3",
-    "glm47": "glm45",
-}
-"""vLLM's other names for what is one format here."""
 
 
 def format_name(name: str) -> str:
-    """Return the key in `FORMATS` of a format or an alias. Raises `RequestError` for an unknown name."""
-    key = ALIASES.get(name, name)
-    if key not in FORMATS:
-        raise RequestError("tool_call_parser", name, "one of " + ", ".join(sorted([*FORMATS, *ALIASES])))
-    return key
+    """Return the key in `FORMATS` of a format's name here or in vLLM. Raises `RequestError` for any other."""
+    return parser_names.resolve("tool_call_parser", name, parser_names.TOOL_CALLS, FORMATS)

@@ -268,7 +268,7 @@ class LlamaAnswer(Readable):
             model=self._model,
             tokens_predicted=len(state.token_ids),
             tokens_evaluated=len(state.request.prompt_token_ids),
-            generation_settings=settings(state.request.params),
+            generation_settings=settings(state.request.params) | ({"n_predict": 0} if state.only_prompt else {}),
             prompt=text or "",
             has_new_line="\n" in state.text,
             truncated=False,

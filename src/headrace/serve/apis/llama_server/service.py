@@ -34,7 +34,7 @@ from headrace.serve.call.call import TextCall, chat_of, spelled
 from headrace.serve.call.embedding import vectors
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.replies import Tokenized, TokenPiece
-from headrace.serve.call.sampling import llama_sampling_of, spelling_of
+from headrace.serve.call.sampling import NONES, sampling_of, spelling_of
 from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import CallError
@@ -75,11 +75,11 @@ class LlamaServer:
         return LlamaAnswer(answer, request, self.model.name, many, places, self.model.follow_prompt)
 
     async def _call(self, request: LlamaCompletionRequest, prompts: list[list[int]]) -> TextCall:
-        sampling = llama_sampling_of(request, LLAMA_SERVER)
+        sampling = sampling_of(request, LLAMA_SERVER)
         spelling = spelling_of(LLAMA_SERVER)
         if request.n_predict is None:
             spelling["max_tokens"] = "max_tokens"
-            if request.max_tokens is not None:
+            if request.max_tokens is not None and request.max_tokens not in NONES[LLAMA_SERVER]["max_tokens"]:
                 sampling["max_tokens"] = request.max_tokens
         if request.n_probs == 0:
             del sampling["logprobs"]

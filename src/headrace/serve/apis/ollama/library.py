@@ -36,7 +36,7 @@ from headrace.serve.apis.ollama.request import CopyRequest, CreateRequest, Optio
 from headrace.serve.call.call import spelled
 from headrace.serve.call.models import Entry, ModelSet, Running
 from headrace.serve.call.parsing import WarningLines, convert
-from headrace.serve.call.sampling import llama_sampling_of, spelling_of
+from headrace.serve.call.sampling import sampling_of, spelling_of
 from headrace.serve.errors import CallError
 from headrace.serve.gates.limits import body_pieces
 from headrace.text.templates import check_source
@@ -326,7 +326,7 @@ async def _settings_of(request: CreateRequest) -> ModelSettings:
     options, system, template = request.parameters or Options(), request.system or "", request.template or ""
     bounds.check("text", system, "system")
     with spelled(spelling_of(OLLAMA, "parameters.")):
-        sampling = llama_sampling_of(options, OLLAMA, "parameters.")
+        sampling = sampling_of(options, OLLAMA, "parameters.")
         SamplingParams(**sampling)
     warn_of(options, "parameters", request)
     if options.num_ctx is not None:

@@ -36,7 +36,7 @@ from headrace.serve.call.call import ChatCall, TextCall, spelled
 from headrace.serve.call.embedding import vectors
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Warnings, convert, seconds_of
-from headrace.serve.call.sampling import llama_sampling_of, spelling_of
+from headrace.serve.call.sampling import sampling_of, spelling_of
 from headrace.serve.call.schema import UNSUPPORTED
 from headrace.serve.call.service import ServedModel
 from headrace.text.templates import ChatMessage
@@ -180,7 +180,7 @@ class Ollama:
         request = read_options(kind, body, "options", IGNORED)
         with spelled(SPELLING):
             # Also where the request only loads the model.
-            SamplingParams(**llama_sampling_of(request.options or Options(), OLLAMA, "options."))
+            SamplingParams(**sampling_of(request.options or Options(), OLLAMA, "options."))
         if request.top_logprobs is not None:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
         self._take_name(request)
@@ -190,7 +190,7 @@ class Ollama:
     def _fields(self, request: GenerationRequest) -> dict[str, Any]:
         """The fields of a `Call` but its spelling; adds what is ignored to the warnings. Raises `RequestError`."""
         options = request.options or Options()
-        sampling = llama_sampling_of(options, OLLAMA, "options.")
+        sampling = sampling_of(options, OLLAMA, "options.")
         context = self.model.max_context
         if options.num_ctx is not None and options.num_ctx != context:
             request.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")

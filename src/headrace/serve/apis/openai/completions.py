@@ -20,12 +20,14 @@ from headrace.protocol import bounds
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
+from headrace.protocol.parameters import OPENAI
 from headrace.serve import routing
 from headrace.serve.apis.openai.answers import ChatReply, CompletionReply
 from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
 from headrace.serve.call.call import ChatCall, TextCall, chat_of, spelled
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.replies import Tokenized, token_text
+from headrace.serve.call.sampling import engine_values
 from headrace.serve.call.schema import (
     PASSED_ON,
     ChatCompletionRequest,
@@ -200,7 +202,7 @@ def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
     alike = {name: getattr(request, name) for name in CALL_FIELDS}
     return {
         **{name: value for name, value in alike.items() if value is not None},
-        "sampling": {name: value for name, value in values.items() if value is not None},
+        "sampling": engine_values(values, OPENAI),
         "form": form,
         "beam": beam_params(request),
         "stream": stream,

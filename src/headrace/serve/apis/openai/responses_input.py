@@ -15,10 +15,12 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError, UnsupportedError
+from headrace.protocol.parameters import OPENAI
 from headrace.serve.apis.openai.completions import call_fields
 from headrace.serve.apis.openai.responses_tools import HOSTED_ITEMS, ClientTools, client_tools, flat_name
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
+from headrace.serve.call.sampling import engine_values
 from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_labels, check_metadata, parse
 from headrace.text.templates import ChatMessage, ToolCall
 from headrace.text.tools.custom import arguments
@@ -183,7 +185,7 @@ def chat_call(request: ResponsesRequest, shared: SharedParameters) -> tuple[Chat
         "temperature": request.temperature,
         "top_p": request.top_p,
     }
-    fields["sampling"] |= {name: value for name, value in values.items() if value is not None}
+    fields["sampling"] |= engine_values(values, OPENAI)
     if request.top_logprobs or LOGPROBS in (request.include or []):
         fields["sampling"]["logprobs"] = request.top_logprobs or 0
     parallel = request.parallel_tool_calls is not False

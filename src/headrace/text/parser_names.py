@@ -1,0 +1,148 @@
+"""vLLM's names of formats of tool calls and of styles of reasoning (0.33, and older ones): which of ours each one is.
+
+A name that is a key of ours needs no row. A row gives our keys for the same thing, and behind them those that are
+nearest, where the thing itself is missing here. The keys are looked up when a name is resolved. Knows no format; called
+by `tools.formats` and `reasoning`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Container, Iterable, Mapping
+from typing import NamedTuple
+
+from headrace.protocol.errors import RequestError
+
+
+class Alias(NamedTuple):
+    """`same`: keys of the same thing under other names; `nearest`: keys of others, the nearest first. The first key
+    that exists counts."""
+
+    same: tuple[str, ...] = ()
+    nearest: tuple[str, ...] = ()
+
+
+def _same(*keys: str) -> Alias:
+    return Alias(keys)
+
+
+def _near(*keys: str) -> Alias:
+    return Alias((), keys)
+
+
+_MUSE = ("muse_glimmer",)
+
+TOOL_CALLS: dict[str, Alias] = {
+    "apertus": _near("hermes"),
+    "cohere_command3": _same("command_r7b"),
+    "cohere_command4": _same("command_r7b"),
+    "deepseek_v31": _same("deepseek_v3"),
+    "deepseek_v32": _near("deepseek_v4", "deepseek_v3"),
+    "deepseek_v4": _near("deepseek_v32", "deepseek_v3"),
+    "deepseek_v41": _near("deepseek_v4", "deepseek_v32", "deepseek_v3"),
+    "dots": _near("minimax_m2", "muse_glimmer"),
+    "ernie45": _same("hermes"),
+    "functiongemma": _near("gemma4"),
+    "gigachat3": _near("hermes"),
+    "glm47": _same("glm45"),
+    "granite-20b-fc": _near("hermes"),
+    "granite4": _same("hermes"),
+    "hunyuan_a13b": Alias(("hunyuan",), ("hermes",)),
+    "hy_v3": _near("glm45"),
+    "hy_v4": _near("hy_v3", "glm45"),
+    "inkling": _near("hermes"),
+    "internlm": _near("hermes"),
+    "jamba": Alias(("hunyuan_a13b", "hunyuan"), ("hermes",)),
+    "k2_horizon": _near("glm45"),
+    "kimi_k2": _near("deepseek_v3"),
+    "kimi_k3": _near("kimi_k2", "deepseek_v3"),
+    "lfm2": _near("pythonic"),
+    "ling3": _same("glm45"),
+    "llama4_json": _same("llama3_json"),
+    "llama4_pythonic": _same("pythonic"),
+    "longcat": _near("hermes"),
+    "mimo": _same("qwen3_coder"),
+    "minicpm5": _near("qwen3_coder"),
+    "minimax": _near("hermes"),
+    "minimax_m2": _near("muse_glimmer"),
+    "minimax_m3": _near("minimax_m2", "muse_glimmer"),
+    "muse": _same(*_MUSE),
+    "musespark1x": _same(*_MUSE),
+    "olmo3": _near("pythonic"),
+    "openai": Alias(("harmony", "gpt_oss"), ("hermes",)),
+    "phi4_mini_json": _same("firefunction"),
+    "plamo3": _near("deepseek_v3"),
+    "poolside_v1": _same("glm45"),
+    "qwen3_json": _same("hermes"),
+    "qwen3_xml": _same("qwen3_coder"),
+    "seed_oss": _near("qwen3_coder"),
+    "solar_open2": _near("hermes"),
+    "step3": _near("deepseek_v3"),
+    "step3p5": _same("qwen3_coder"),
+    "step5": _same("qwen3_coder"),
+    "xlam": _near("mistral"),
+    "zaya_xml": _near("qwen3_coder"),
+}
+REASONING: dict[str, Alias] = {
+    "cohere_command3": _same("command_r7b"),
+    "cohere_command4": _near("command_r7b"),
+    "deepseek_v3": _same("qwen3"),
+    "deepseek_v4": _same("qwen3"),
+    "deepseek_v41": _same("qwen3"),
+    "ernie45": _near("qwen3"),
+    "glm45": _same("qwen3"),
+    "glm47": _same("qwen3"),
+    "granite_thinking_parser": _same("qwen3"),
+    "holo2": _same("deepseek_r1"),
+    "hunyuan_a13b": Alias(("hunyuan",), ("qwen3",)),
+    "hy_v3": _near("qwen3"),
+    "hy_v4": _near("hy_v3", "qwen3"),
+    "inkling": _near("qwen3"),
+    "k2_horizon": _same("deepseek_r1"),
+    "kimi_k2": _same("qwen3"),
+    "kimi_k3": _near("qwen3"),
+    "ling3": _same("qwen3"),
+    "mimo": _same("qwen3"),
+    "minicpmv": _same("qwen3"),
+    "minimax_m2": _same("qwen3"),
+    # Reasoning and marks stay in the content.
+    "minimax_m2_append_think": _near("none"),
+    "minimax_m3": _near("qwen3"),
+    "muse": Alias(_MUSE, ("qwen3",)),
+    "muse_glimmer": _near("qwen3"),
+    "musespark1x": Alias(_MUSE, ("qwen3",)),
+    "nemotron_v3": _same("qwen3"),
+    "olmo3": _same("deepseek_r1"),
+    "openai_gptoss": Alias(("harmony", "openai", "gpt_oss"), ("qwen3",)),
+    "plamo3": _near("qwen3"),
+    "poolside_v1": _same("qwen3"),
+    "seed_oss": _near("qwen3"),
+    "solar_open2": _near("qwen3"),
+    "step3": _same("deepseek_r1"),
+    "step3p5": _same("qwen3"),
+    "step5": _same("deepseek_r1"),
+}
+NONE = "none"
+"""As a name: there is no parser."""
+FOUND = frozenset({"hf", "beam"})
+"""vLLM's names for what the model's own files describe, which is found where no name is given."""
+
+
+def resolve(field: str, name: str, aliases: Mapping[str, Alias], keys: Iterable[str]) -> str:
+    """Return the one of `keys` that `name` means, itself a key or one of `aliases`. Raises `RequestError`, which names
+    the nearest of them, about the parameter `field`."""
+    ours = frozenset(keys)
+    key = name if name in ours else _first(aliases.get(name, Alias()).same, ours)
+    if key is not None:
+        return key
+    every = ", ".join(sorted([*ours, *(one for one, alias in aliases.items() if _first(alias.same, ours)), NONE]))
+    if name not in aliases:
+        close = difflib.get_close_matches(name, [*ours, *aliases], 1)
+        raise RequestError(field, name, (f"{close[0]}, perhaps, or another " if close else "") + f"one of {every}")
+    nearest = _first(aliases[name].nearest, {*ours, NONE})
+    reason = f"{nearest}, which is the nearest that headrace has (it has no {name}), or another one of {every}"
+    raise RequestError(field, name, reason)
+
+
+def _first(keys: tuple[str, ...], ours: Container[str]) -> str | None:
+    return next((key for key in keys if key in ours), None)
