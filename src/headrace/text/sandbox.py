@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from headrace.text import traits
+from headrace.text import needs
 from headrace.text.bounded import serve
 from headrace.text.traits import Traits
 
@@ -132,7 +132,7 @@ def render(job: RenderJob) -> RenderResult:
     try:
         template = _compiled(job.source)
         if job.finds_traits:
-            return RenderResult(traits=traits.find(functools.partial(_attempt, job)))
+            return RenderResult(traits=needs.find(functools.partial(_attempt, job)))
         pieces, size = [], 0
         for piece in template.generate(job.variables):
             pieces.append(piece)
