@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.text.test_chat_templates import SPECIAL, TOOL, outcome, rendered, sources
+from tests.text.test_chat_templates import SPECIAL, TOOL, is_whole, outcome, rendered, sources
 
-from headrace.text import templates
-from headrace.text.templates import ChatTemplate, read_messages
+from headrace.text.histories import takes_late_system
+from headrace.text.messages import read_messages
+from headrace.text.templates import ChatTemplate
 from headrace.text.traits import Traits
 
 Message = dict[str, Any]
@@ -134,9 +135,15 @@ def compare(only: str = "") -> Counter[str]:
             expected = render(source, messages, tools)
             prepared = render(source, [as_vllm(message, listed) for message in messages], tools)
             where = f"{name}, {history}"
-            assert got is not None or (expected is None and prepared is None), f"{where}: refused"
+            assert got is not None, f"{where}: refused"
             if got == expected:
-                counts["equal" if got is not None else "both refuse"] += 1
+                counts["equal"] += 1
+                continue
+            if not any(text and is_whole(text, messages, tools) for text in (expected, prepared)):
+                # Some take no text beside calls.
+                needed = [message | {"content": ""} if message.get("tool_calls") else message for message in messages]
+                assert is_whole(got, needed, tools), f"{where}: {got!r}"
+                counts["transformers loses or refuses" if expected is not None else "transformers refuses"] += 1
                 continue
             counts[reason(name, history, expected) if expected is not None else "transformers refuses"] += 1
             forms = [[as_system(message) for message in messages]]
@@ -153,25 +160,28 @@ def compare(only: str = "") -> Counter[str]:
 def test_K1_every_history_through_every_template() -> None:
     counts = compare()
     assert sum(counts.values()) == len(sources()) * len(HISTORIES)
-    assert counts["equal"] > 350
+    assert counts["equal"] > 320
     assert counts["transformers refuses"] > 300
-    assert counts["both refuse"] < 300
+    assert counts["transformers loses or refuses"] < 120
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("name", "broken"),
     [
-        lambda traits: msgspec.structs.replace(traits, takes_null=not traits.takes_null),
-        lambda traits: msgspec.structs.replace(traits, text_arguments=not traits.text_arguments),
-        lambda traits: msgspec.structs.replace(traits, content_form="parts"),
+        ("DeepSeek-R1-Distill-Llama", lambda traits: msgspec.structs.replace(traits, takes_null=False, loses=())),
+        ("qwen38", lambda traits: msgspec.structs.replace(traits, text_arguments=True)),
+        ("DeepSeek-R1-Distill-Llama", lambda traits: msgspec.structs.replace(traits, content_form="parts")),
+        ("DeepSeek-R1-Distill-Llama", lambda traits: msgspec.structs.replace(traits, loses=())),
     ],
 )
-def test_the_comparison_sees_other_traits(broken: Callable[[Traits], Traits], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_sees_other_traits(
+    name: str, broken: Callable[[Traits], Traits], monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = ChatTemplate._traits_of
-    compare("deepseek-ai-DeepSeek-R1-Distill-Llama")
+    compare(name)
     monkeypatch.setattr(ChatTemplate, "_traits_of", lambda self, source: broken(find(self, source)))
     with pytest.raises(AssertionError):
-        compare("deepseek-ai-DeepSeek-R1-Distill-Llama")
+        compare(name)
 
 
 CONCATENATES = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}{% endfor %}"
@@ -181,9 +191,12 @@ def test_K1_a_template_that_concatenates_takes_histories_with_tools() -> None:
     """As ChatML's does, which knows no tools."""
     messages = HISTORIES["null"][0]
     for written in (messages, HISTORIES["missing"][0]):
-        assert rendered(CONCATENATES, written) == "<user>ask<assistant><tool>cold"
+        assert rendered(CONCATENATES, written) == (
+            '<user>ask<assistant><tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+            "<user><tool_response>\ncold\n</tool_response>"
+        )
     listed = [USER, {**RESULT, "content": parts("a", "b")}]
-    assert rendered(CONCATENATES, listed) == "<user>ask<tool>a\nb"
+    assert rendered(CONCATENATES, listed) == "<user>ask<user><tool_response>\na\nb\n</tool_response>"
     assert rendered(CONCATENATES, [{"role": "user"}, {"role": "system", "content": None}]) == "<user><system>"
 
 
@@ -195,7 +208,7 @@ TAKES_OBJECT = "{% for c in messages[-1].tool_calls %}call {{ c.function.argumen
 
 @pytest.mark.parametrize("arguments", ['{"a": "cut', "[1]", "7", '"x"', "[" * 99999, [1], 7])
 def test_K6_what_a_model_wrote_is_taken_back(arguments: Any) -> None:
-    messages = templates.read_messages([turn(content=None, tool_calls=[call(arguments)])])
+    messages = read_messages([turn(content=None, tool_calls=[call(arguments)])])
     taking_text, taking_object = (ChatTemplate({"default": source}, {}) for source in (TAKES_TEXT, TAKES_OBJECT))
     assert taking_object.render(messages) == "call []"
     assert taking_object.dropped_arguments(messages, False) == ["messages[0].tool_calls[0].function.arguments"]
@@ -205,7 +218,7 @@ def test_K6_what_a_model_wrote_is_taken_back(arguments: Any) -> None:
 
 @pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}, "", " ", "null", None])
 def test_arguments_that_are_an_object_or_nothing_are_no_fault(arguments: Any) -> None:
-    messages = templates.read_messages([turn(content=None, tool_calls=[call(arguments)])])
+    messages = read_messages([turn(content=None, tool_calls=[call(arguments)])])
     template = ChatTemplate({"default": TAKES_OBJECT}, {})
     assert template.render(messages) == ("call [('a', 1)]" if "a" in (arguments or "") else "call []")
     assert template.dropped_arguments(messages, False) == []
@@ -217,14 +230,11 @@ def test_a_late_system_message_is_never_refused_where_a_first_one_is_taken(share
     moved = 0
     for name, source in sources().items():
         template = ChatTemplate({"default": source}, SPECIAL)
-        if outcome(source, [first, USER]) is None:
-            continue
         for messages in ([first, USER, late, turn(content="so"), AGAIN, last], [first, late, USER, last]):
             got = outcome(source, messages)
             assert got is not None, name
-            if template.moves_system(read_messages(messages), False):
-                moved += 1
-                assert all(text in got for text in ("be brief", "be kind", "be quick", "ask")), name
+            assert all(text in got for text in ("be brief", "be kind", "be quick", "ask")), name
+            moved += not takes_late_system(template.traits(False))
     assert moved >= 4
 
 
@@ -239,4 +249,4 @@ def test_where_late_system_messages_go() -> None:
     # Control: a template that takes them gets them as they are.
     taking = ChatTemplate({"default": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"}, {})
     assert taking.render(messages).count("[system]B") == 3
-    assert not taking.moves_system(read_messages(messages), False)
+    assert not taking.rendering(messages).changes

@@ -86,6 +86,20 @@ def _whole_function(function: dict[str, Any]) -> dict[str, Any]:
     return {**function, "description": function.get("description") or "", "parameters": filled}
 
 
+def _described_parameters(given: Conversation) -> Conversation:
+    def apply(function: dict[str, Any]) -> dict[str, Any]:
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if not isinstance(parameters, dict) or not isinstance(properties, dict):
+            return function
+        described = {
+            name: {"description": "", **each} if isinstance(each, dict) else each for name, each in properties.items()
+        }
+        return {**function, "parameters": {**parameters, "properties": described}}
+
+    return _with_functions(given, apply)
+
+
 def _plain_schemas(given: Conversation) -> Conversation:
     def apply(function: dict[str, Any]) -> dict[str, Any]:
         parameters = function.get("parameters")
@@ -224,6 +238,14 @@ def short_id(call_id: str) -> str:
         number, digit = divmod(number, len(_LETTERS))
         letters += _LETTERS[digit]
     return letters
+
+
+def _null_beside_calls(given: Conversation) -> Conversation:
+    def apply(_: int, message: ChatMessage) -> ChatMessage:
+        is_empty = bool(message.tool_calls) and not plain(message)
+        return replace(message, content=UNSET) if is_empty else message
+
+    return _each(given, apply)
 
 
 def _text_before_calls(given: Conversation) -> Conversation:
@@ -386,6 +408,11 @@ def _one_text(given: Conversation) -> Conversation:
     )
 
 
+def _one_system_text(given: Conversation) -> Conversation:
+    systems = [message for message in given.messages if _is_system(message, given.traits)]
+    return _each(given, lambda _, message: replace(message, content=plain(message)) if message in systems else message)
+
+
 def _joined(message: ChatMessage, other: ChatMessage) -> ChatMessage:
     """Return the first message with the text, and the reasoning, of the other added to it."""
     texts = [text for text in (plain(message), plain(other)) if text]
@@ -415,8 +442,14 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
         "tools",
         "the chat template takes simple schemas only, and gets each part with one type",
     ),
+    "described parameters": (
+        _described_parameters,
+        "tools",
+        "the chat template wants a description of each parameter: empty ones are given",
+    ),
     "empty tools": (_empty_tools, "", ""),
     "one text": (_one_text, "messages", "the chat template takes no lists of texts here: they are one text"),
+    "one system text": (_one_system_text, "", ""),
     "plain calls": (
         _plain_calls,
         "messages",
@@ -438,6 +471,7 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
         "the chat template wants the tool's name beside a result: it is the call's",
     ),
     "short ids": (_short_ids, "messages", "the chat template takes ids of nine letters or digits: others are replaced"),
+    "null beside calls": (_null_beside_calls, "", ""),
     "text before calls": (
         _text_before_calls,
         "messages",

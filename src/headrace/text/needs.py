@@ -47,6 +47,10 @@ class _Tries:
         kind, more = self._say("system", "Be kind."), self._say("user", "Why?")
         if self._needs("no system", [brief, user], [self._say("user", "Be brief. Where?")], "Be brief.", "Where?"):
             return
+        if self._traits.content_form != "string":
+            texts = [{"type": "text", "text": text} for text in ("Be brief.", "Be kind.")]
+            together = [self._say("system", "Be brief. Be kind."), user]
+            self._needs("one system text", [brief | {"content": texts}, user], together, "Be brief.", "Be kind.")
         late = self._say("user", "Be kind.")
         called, sunny = self._calls(), self._result()
         for given, changed in (
@@ -66,16 +70,17 @@ class _Tries:
         user, more, so = self._say("user", "Where?"), self._say("user", "Why?"), self._say("assistant", "Such.")
         none, silent = self._say("user", ""), self._say("assistant", "")
         both, go = self._say("user", "Where? Why?"), self._say("assistant", "Go on.")
-        self._needs("joined turns", [user, more], [both], "Where?", "Why?") or self._needs(
-            "joined turns",
-            [user, so, go, more],
-            [user, self._say("assistant", "Such. Go on."), more],
-            "Such.",
-            "Go on.",
-        )
-        self._needs("user first", [so, more], [none, so, more], "Such.", "Why?") or self._needs(
-            "user first", [self._say("system", "Be brief.")], [self._say("system", "Be brief."), none]
-        )
+        if not self._needs("joined turns", [user, more], [both], "Where?", "Why?"):
+            self._needs(
+                "joined turns",
+                [user, so, go, more],
+                [user, self._say("assistant", "Such. Go on."), more],
+                "Such.",
+                "Go on.",
+            )
+        if not self._needs("user first", [so, more], [none, so, more], "Such.", "Why?"):
+            brief = self._say("system", "Be brief.")
+            self._needs("user first", [brief], [brief, none])
         self._needs("no empty answers", [user, silent, more], [both], "Where?", "Why?")
 
     def calls(self) -> None:
@@ -96,13 +101,18 @@ class _Tries:
         self._needs("named results", [user, called, nameless], [user, called, sunny], "sunny")
         named = [user, self._calls(ids="call_"), self._result(ids="call_")]
         self._needs("short ids", named, [user, called, sunny], CALLED, "sunny")
+        if self._traits.takes_null:
+            empty = called | {"content": self._say("assistant", "")["content"]}
+            self._needs("null beside calls", [user, empty, sunny], [user, called, sunny], CALLED, "sunny")
         mixed = [user, self._calls(text="I look."), sunny]
         apart = [user, self._say("assistant", "I look."), called, sunny]
-        if not self._needs("text before calls", mixed, apart, CALLED, "sunny"):
-            if not self._needs("no text beside calls", mixed, [user, called, sunny], CALLED, "sunny"):
-                thought, longer = ({"thinking": text, "reasoning_content": text} for text in ("Hm.", "Hm. I look."))
-                reasoned = [user, self._calls(text="I look.") | thought, sunny]
-                self._needs("text in the reasoning", reasoned, [user, called | longer, sunny], CALLED, "sunny")
+        if not (
+            self._needs("text before calls", mixed, apart, CALLED, "sunny")
+            or self._needs("no text beside calls", mixed, [user, called, sunny], CALLED, "sunny")
+        ):
+            thought, longer = ({"thinking": text, "reasoning_content": text} for text in ("Hm.", "Hm. I look."))
+            reasoned = [user, self._calls(text="I look.") | thought, sunny]
+            self._needs("text in the reasoning", reasoned, [user, called | longer, sunny], CALLED, "sunny")
         second, rainy = self._calls(OTHER, first=1), self._result("rainy", 1)
         together = [user, self._calls(CALLED, OTHER), sunny, rainy]
         self._needs("one call a turn", together, [user, called, sunny, second, rainy], CALLED, OTHER, "sunny", "rainy")
@@ -118,13 +128,15 @@ class _Tries:
             self.loses.append("plain tools")
             return
         bare: dict[str, Any] = {"name": NAME, "parameters": {"type": "object", "properties": {}}}
-        for function in (bare, bare | {"description": "", "parameters": {}}, {"name": NAME}):
+        for function in (bare, bare | {"description": "", "parameters": {}}, bare | {"description": None}):
             if self._needs("whole tools", user, user, NAME, tools=[{"type": "function", "function": function}]):
                 break
         tool = copy.deepcopy(TOOL)
         properties = tool["function"]["parameters"]["properties"]
+        properties["place"] = {"type": "string"}
+        self._needs("described parameters", user, user, NAME, tools=[tool])
         for schema in ({"type": ["string", "null"]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}, {}):
-            properties["place"] = schema
+            properties["place"] = schema | {"description": "Its name"}
             if self._needs("plain schemas", user, user, NAME, tools=[tool]):
                 break
 

@@ -126,7 +126,7 @@ class ChatTemplate:
         variables = {**self._special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
         variables.setdefault("documents", None)
         error: RequestError | None = None
-        for names in dict.fromkeys((traits.loses, traits.loses + traits.refuses, traits.loses + SMALL, PLAIN)):
+        for names in dict.fromkeys((traits.loses, traits.loses + traits.refuses, traits.loses + SMALL, (), PLAIN)):
             conversation, changes = changed(given, names)
             try:
                 text = self._written(source, conversation, variables, continue_final_message)

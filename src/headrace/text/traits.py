@@ -1,7 +1,8 @@
 """What a chat template takes and writes, found by rendering small conversations with it.
 
-`find` runs in the templates' process (`sandbox`), once for each template; `needs` goes on with it. `templates` gives messages the form that the
-template takes; `tools.detection` reads the format of calls from what it writes. Knows no jinja and no formats.
+`find` runs in the templates' process (`sandbox`), once for each template; `needs` goes on with it. `templates` gives
+messages the form that the template takes; `tools.detection` reads the format of calls from what it writes. Knows no
+jinja and no formats.
 """
 
 from __future__ import annotations
