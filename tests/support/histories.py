@@ -154,8 +154,8 @@ def history(seed: int, with_tools: bool) -> History:
     tools = None
     if with_tools and chance() < 0.93:
         tools = [{"type": "function", "function": dict(shape.choice(FUNCTIONS))}]
-        if chance() < 0.2:
-            tools.append({"type": "function", "function": {"name": "clock", "description": "The time"}})
+        # It is never called: where its name stands, the tools stand.
+        tools.append({"type": "function", "function": {"name": "clock", "description": "The time"}})
     return History(writer.messages, tools, writer.words)
 
 

@@ -56,7 +56,8 @@ def changed(given: Conversation, names: Sequence[str]) -> tuple[Conversation, li
 
 def takes_late_system(traits: Traits) -> bool:
     """Whether the template writes system messages wherever they stand."""
-    return not {"one system", "no system"}.intersection(traits.loses + traits.refuses)
+    needs = traits.loses + traits.refuses
+    return not {"one system", "one system of several", "no system"}.intersection(needs)
 
 
 # Tools.
@@ -119,6 +120,7 @@ def _with_functions(given: Conversation, apply: Callable[[dict[str, Any]], dict[
 
 
 _MAX_DEPTH = 16
+_CHOICES = ("anyOf", "oneOf", "allOf")
 _TYPES: Mapping[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
 
 
@@ -132,12 +134,14 @@ def _plain_schema(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str,
         for key in reference[2:].split("/"):
             target = target.get(key) if isinstance(target, dict) else None
         schema = {**(target if isinstance(target, dict) else {}), **schema}
-    for key in ("anyOf", "oneOf", "allOf"):
+        schema.pop("$ref")
+    for key in _CHOICES:
         options = [option for option in schema.get(key) or () if isinstance(option, dict)]
         options = [option for option in options if option.get("type") != "null"]
         if options:
-            schema = {**options[0], **schema}
-    plain_one = {key: value for key, value in schema.items() if key not in ("$ref", "$defs", "anyOf", "oneOf", "allOf")}
+            rest = {name: value for name, value in schema.items() if name not in _CHOICES}
+            return _plain_schema({**options[0], **rest}, root, depth + 1)
+    plain_one = {key: value for key, value in schema.items() if key not in ("$ref", "$defs", *_CHOICES)}
     kind = schema.get("type")
     if isinstance(kind, list):
         kind = next((each for each in kind if each != "null"), "null")
@@ -337,6 +341,17 @@ def _one_system(given: Conversation) -> Conversation:
     return given._replace(messages=merged)
 
 
+def _one_of_several(given: Conversation) -> Conversation:
+    num_systems = sum(_is_system(message, given.traits) for message in given.messages)
+    return _one_system(given) if num_systems > 1 else given
+
+
+def _no_first_system(given: Conversation) -> Conversation:
+    num = next((i for i, message in enumerate(given.messages) if not _is_system(message, given.traits)), None)
+    moved = _no_system(given._replace(messages=given.messages[: None if num is None else num + 1]))
+    return given._replace(messages=moved.messages + given.messages[len(given.messages) if num is None else num + 1 :])
+
+
 def _no_system(given: Conversation) -> Conversation:
     messages: list[ChatMessage] = []
     for message in given.messages:
@@ -362,6 +377,11 @@ def _user_first(given: Conversation) -> Conversation:
     if place == len(messages) or messages[place].role != "user":
         messages.insert(place, ChatMessage(role="user", content=""))
     return given._replace(messages=messages)
+
+
+def _user_before_calls(given: Conversation) -> Conversation:
+    first = next((message for message in given.messages if not _is_system(message, given.traits)), None)
+    return _user_first(given) if first is not None and first.tool_calls else given
 
 
 def _no_empty_answers(given: Conversation) -> Conversation:
@@ -497,9 +517,24 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
         "messages",
         "the chat template takes one system message, and first: later ones are the user's",
     ),
+    "one system of several": (
+        _one_of_several,
+        "messages",
+        "the chat template takes one system message, and first: later ones are the user's",
+    ),
+    "no first system": (
+        _no_first_system,
+        "messages",
+        "the chat template leaves a first system message out: it is the user's",
+    ),
     "no system": (_no_system, "messages", "the chat template takes no system message: it is the user's"),
     "no empty answers": (_no_empty_answers, "messages", "the chat template takes no empty answers: they are left out"),
     "user first": (_user_first, "messages", "the chat template wants the user first: an empty message is put there"),
+    "user before calls": (
+        _user_before_calls,
+        "messages",
+        "the chat template wants the user before calls: an empty message is put there",
+    ),
     "joined turns": (
         _joined_turns,
         "messages",

@@ -45,24 +45,34 @@ class _Tries:
         """Try system messages, first and later ones."""
         user, brief, so = self._say("user", "Where?"), self._say("system", "Be brief."), self._say("assistant", "Such.")
         kind, more = self._say("system", "Be kind."), self._say("user", "Why?")
-        if self._needs("no system", [brief, user], [self._say("user", "Be brief. Where?")], "Be brief.", "Where?"):
-            return
-        if self._traits.content_form != "string":
+        shows = self._write([brief, user], [TOOL])
+        no_system = "no first system" if shows else "no system"
+        if self._needs(no_system, [brief, user], [self._say("user", "Be brief. Where?")], "Be brief.", "Where?"):
+            if not shows:
+                return
+        elif self._traits.content_form != "string":
             texts = [{"type": "text", "text": text} for text in ("Be brief.", "Be kind.")]
             together = [self._say("system", "Be brief. Be kind."), user]
             self._needs("one system text", [brief | {"content": texts}, user], together, "Be brief.", "Be kind.")
-        late = self._say("user", "Be kind.")
+        late, last = self._say("user", "Be kind."), self._say("user", "Where? Be kind.")
         called, sunny = self._calls(), self._result()
         for given, changed in (
-            ([brief, user, so, kind, more], [brief, user, so, self._say("user", "Be kind. Why?")]),
-            ([brief, user, kind], [brief, self._say("user", "Where? Be kind.")]),
+            ([user, so, kind, more], [user, so, self._say("user", "Be kind. Why?")]),
+            ([user, kind, more], [self._say("user", "Where? Be kind. Why?")]),
             ([user, so, kind], [user, so, late]),
-            ([user, kind], [self._say("user", "Where? Be kind.")]),
-            ([brief, kind, user], [self._say("system", "Be brief. Be kind."), user]),
+            ([user, kind], [last]),
             ([user, called, sunny, kind], [user, called, sunny, late]),
         ):
-            first = ["Be brief."] * (given[0] is brief)
-            if self._needs("one system", given, changed, "Be kind.", "Where?", *first):
+            if self._needs("one system", given, changed, "Be kind.", "Where?"):
+                return
+        both = "Be brief.", "Be kind.", "Where?"
+        for given, changed in (
+            ([brief, user, so, kind, more], [brief, user, so, self._say("user", "Be kind. Why?")]),
+            ([brief, user, kind, more], [brief, self._say("user", "Where? Be kind. Why?")]),
+            ([brief, user, kind], [brief, last]),
+            ([brief, kind, user], [self._say("system", "Be brief. Be kind."), user]),
+        ):
+            if no_system not in self.loses and self._needs("one system of several", given, changed, *both):
                 return
 
     def turns(self) -> None:
@@ -96,6 +106,7 @@ class _Tries:
         )
         if self._needs("plain results", [user, called, sunny], [user, called, self._say("user", "sunny")], "sunny"):
             return
+        self._needs("user before calls", [called, sunny, more], [self._say("user", ""), called, sunny, more], CALLED)
         self._needs("plain results without calls", [sunny, more], [self._say("user", "sunny Why?")], "sunny", "Why?")
         nameless = {key: value for key, value in sunny.items() if key != "name"}
         self._needs("named results", [user, called, nameless], [user, called, sunny], "sunny")
