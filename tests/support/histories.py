@@ -12,12 +12,12 @@ Message = dict[str, Any]
 
 SCHEMA: Message = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTIONS: list[Message] = [
-    {"name": "weather", "description": "The weather", "parameters": SCHEMA},
+    {"name": "weather", "description": "Tells of a place", "parameters": SCHEMA},
     {"name": "weather", "parameters": SCHEMA},
-    {"name": "weather", "description": "The weather"},
-    {"name": "weather", "description": "The weather", "parameters": {}},
-    {"name": "weather", "description": "The weather", "parameters": {"type": "object"}},
-    {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": {}}},
+    {"name": "weather", "description": "Tells of a place"},
+    {"name": "weather", "description": "Tells of a place", "parameters": {}},
+    {"name": "weather", "description": "Tells of a place", "parameters": {"type": "object"}},
+    {"name": "weather", "description": "Tells of a place", "parameters": {"type": "object", "properties": {}}},
     {"name": "weather", "description": None, "parameters": None, "strict": True},
     {"name": "weather"},
     {"name": "weather", "description": "", "parameters": SCHEMA | {"additionalProperties": False}},
@@ -38,7 +38,7 @@ PROPERTIES: list[Message] = [
     {"city": {"oneOf": [{"type": "string"}, {"type": "object", "properties": {"x": {"type": "string"}}}]}},
 ]
 FUNCTIONS += [
-    {"name": "weather", "description": "The weather", "parameters": {"type": "object", "properties": properties}
+    {"name": "weather", "description": "Tells of a place", "parameters": {"type": "object", "properties": properties}
      | ({"$defs": {"City": {"type": "string"}}} if "$ref" in properties["city"] else {})}
     for properties in PROPERTIES
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from tests.text.test_chat_templates import SPECIAL, TOOL, is_whole, outcome, rendered, sources
 
-from headrace.text.histories import takes_late_system
+from headrace.text.histories.changes import takes_late_system
 from headrace.text.messages import read_messages
 from headrace.text.templates import ChatTemplate
 from headrace.text.traits import Traits

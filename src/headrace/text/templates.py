@@ -20,8 +20,9 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
-from headrace.text.histories import PLAIN, SMALL, Change, Conversation, changed
-from headrace.text.messages import ChatMessage, plain, read_messages
+from headrace.text.histories.changes import PLAIN, SMALL, Change, changed
+from headrace.text.histories.conversation import Conversation
+from headrace.text.messages import ChatMessage, read_messages
 from headrace.text.traits import Traits
 
 logger = logging.getLogger("headrace.server")
@@ -119,32 +120,39 @@ class ChatTemplate:
             raise RequestError("continue_final_message", True, "false, or add_generation_prompt be false")
         source = self._source_for(bool(tools))
         traits = self._traits_of(source)
-        shown = [dict(tool) for tool in tools or []] or None
-        given = Conversation(_typed(messages), shown, traits, self._example(traits), continue_final_message)
-        if continue_final_message and not plain(given.messages[-1]) and given.messages[-1].content in (None, UNSET):
+        listed = [dict(tool) for tool in tools or []] or None
+        original = Conversation(_typed(messages), listed, traits, self._example(traits), continue_final_message)
+        if continue_final_message and original.messages[-1].content in (None, UNSET):
             raise RequestError("continue_final_message", True, "false: the last message has no text to go on from")
         variables = {**self._special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
         variables.setdefault("documents", None)
-        error: RequestError | None = None
-        for names in dict.fromkeys((traits.loses, traits.loses + traits.refuses, traits.loses + SMALL, (), PLAIN)):
-            conversation, changes = changed(given, names)
-            try:
-                text = self._written(source, conversation, variables, continue_final_message)
-                return Rendering(text, changes)
-            except RequestError as refusal:
-                # Of several, the first one is about the conversation as it was sent.
-                error = error or refusal
-        raise error or RequestError("messages", [], "given")
+        tried: list[Conversation] = []
+        for names in (traits.loses, traits.loses + traits.refuses, traits.loses + SMALL, (), PLAIN):
+            conversation, changes = changed(original, names)
+            if conversation in tried:
+                continue
+            tried.append(conversation)
+            result = self._result(source, conversation, variables)
+            if result.error is None:
+                return Rendering(_cut(result.text) if continue_final_message else result.text, changes)
+            if len(tried) == 1:
+                # Of several refusals, the first is about the conversation that was sent.
+                refusal = _refusal(conversation, result.error)
+            if not result.is_refusal:
+                break
+        raise refusal
 
-    def _written(
-        self, source: str, conversation: Conversation, variables: dict[str, Any], continue_final_message: bool
-    ) -> str:
+    def _result(self, source: str, conversation: Conversation, variables: dict[str, Any]) -> sandbox.RenderResult:
         chat = [message.template_form(conversation.traits) for message in conversation.messages]
-        if continue_final_message:
+        if conversation.continues:
             _mark(chat[-1])
-        variables = {**variables, "messages": chat, "tools": conversation.tools}
-        text = self._run(sandbox.RenderJob(source, variables), [message["role"] for message in chat]).text
-        return _cut(text) if continue_final_message else text
+        job = sandbox.RenderJob(source, {**variables, "messages": chat, "tools": conversation.tools})
+        try:
+            return self._run(job)
+        except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            raise RequestError(
+                "messages", _roles(conversation), f"plain JSON in Unicode, not too deep ({error})"
+            ) from None
 
     def _example(self, traits: Traits) -> str:
         """Return a call as the template writes it, without the marks of the turn around it; empty if it writes none."""
@@ -176,26 +184,18 @@ class ChatTemplate:
 
     def _traits_of(self, source: str) -> Traits:
         if source not in self._traits:
-            job = sandbox.RenderJob(source, {**self._special_tokens, "documents": None}, finds_traits=True)
-            try:
-                self._traits[source] = self._run(job, []).traits
-            except RequestError as error:
+            result = self._run(
+                sandbox.RenderJob(source, {**self._special_tokens, "documents": None}, finds_traits=True)
+            )
+            if result.error is not None:
                 # What is wrong with it, it will say of the conversation too.
-                logger.warning("nothing can be found out about the chat template: %s", error)
-                self._traits[source] = Traits()
+                logger.warning("nothing can be found out about the chat template: %s", result.error)
+            self._traits[source] = result.traits
         return self._traits[source]
 
-    def _run(self, job: sandbox.RenderJob, roles: list[str]) -> sandbox.RenderResult:
-        try:
-            reply = self.process.run(job, sandbox.RenderResult)
-        except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise RequestError("messages", roles, f"plain JSON in Unicode, not too deep ({error})") from None
-        result = sandbox.RenderResult(error=reply) if isinstance(reply, str) else reply
-        if result.error is not None:
-            # Python's text of an object may hold its address, which clients must not learn.
-            message = re.sub(r"0x[0-9a-fA-F]+", "0x...", result.error)[:500]
-            raise RequestError("messages", roles, f"a conversation that the chat template takes; it says: {message}")
-        return result
+    def _run(self, job: sandbox.RenderJob) -> sandbox.RenderResult:
+        reply = self.process.run(job, sandbox.RenderResult)
+        return sandbox.RenderResult(error=reply) if isinstance(reply, str) else reply
 
 
 def check_source(source: str, field: str) -> None:
@@ -229,6 +229,17 @@ def _source(chat_template: str) -> str:
 def _typed(messages: Sequence[ChatMessage] | Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     typed = [message for message in messages if isinstance(message, ChatMessage)]
     return typed if len(typed) == len(messages) else read_messages(messages)
+
+
+def _roles(conversation: Conversation) -> list[str]:
+    return [message.role for message in conversation.messages]
+
+
+def _refusal(conversation: Conversation, error: str) -> RequestError:
+    # Python's text of an object may hold its address, which clients must not learn.
+    message = re.sub(r"0x[0-9a-fA-F]+", "0x...", error)[:500]
+    bound = f"a conversation that the chat template takes; it says: {message}"
+    return RequestError("messages", _roles(conversation), bound)
 
 
 def _mark(message: dict[str, Any]) -> None:

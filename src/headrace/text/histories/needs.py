@@ -24,22 +24,22 @@ _IDS = "12345678"
 
 def find(render: Render) -> Traits:
     """Return the traits of the template that `render` renders, with what it needs."""
-    found = traits.find(render)
-    tries = _Tries(render, found)
+    basic = traits.find(render)
+    tries = _Tries(render, basic)
     tries.system_messages()
     tries.turns()
     tries.calls()
     tries.tools()
-    return msgspec.structs.replace(found, loses=tuple(tries.loses), refuses=tuple(tries.refuses))
+    return msgspec.structs.replace(basic, loses=tuple(tries.loses), refuses=tuple(tries.refuses))
 
 
 class _Tries:
-    """Tries changes on conversations. `loses` and `refuses` are what is found."""
+    """Tries changes on conversations. `loses` and `refuses` name those that are needed."""
 
-    def __init__(self, render: Render, found: Traits) -> None:
+    def __init__(self, render: Render, basic: Traits) -> None:
         self.loses: list[str] = []
         self.refuses: list[str] = []
-        self._render, self._traits = render, found
+        self._render, self._traits = render, basic
 
     def system_messages(self) -> None:
         """Try system messages, first and later ones."""
@@ -56,23 +56,23 @@ class _Tries:
             self._needs("one system text", [brief | {"content": texts}, user], together, "Be brief.", "Be kind.")
         late, last = self._say("user", "Be kind."), self._say("user", "Where? Be kind.")
         called, sunny = self._calls(), self._result()
-        for given, changed in (
+        for original, changed in (
             ([user, so, kind, more], [user, so, self._say("user", "Be kind. Why?")]),
             ([user, kind, more], [self._say("user", "Where? Be kind. Why?")]),
             ([user, so, kind], [user, so, late]),
             ([user, kind], [last]),
             ([user, called, sunny, kind], [user, called, sunny, late]),
         ):
-            if self._needs("one system", given, changed, "Be kind.", "Where?"):
+            if self._needs("one system", original, changed, "Be kind.", "Where?"):
                 return
         both = "Be brief.", "Be kind.", "Where?"
-        for given, changed in (
+        for original, changed in (
             ([brief, user, so, kind, more], [brief, user, so, self._say("user", "Be kind. Why?")]),
             ([brief, user, kind, more], [brief, self._say("user", "Where? Be kind. Why?")]),
             ([brief, user, kind], [brief, last]),
             ([brief, kind, user], [self._say("system", "Be brief. Be kind."), user]),
         ):
-            if no_system not in self.loses and self._needs("one system of several", given, changed, *both):
+            if no_system not in self.loses and self._needs("one system of several", original, changed, *both):
                 return
 
     def turns(self) -> None:
@@ -115,6 +115,8 @@ class _Tries:
         if self._traits.takes_null:
             empty = called | {"content": self._say("assistant", "")["content"]}
             self._needs("null beside calls", [user, empty, sunny], [user, called, sunny], CALLED, "sunny")
+        if NAME not in self._traits.call:
+            self.loses.append("ids with names")
         mixed = [user, self._calls(text="I look."), sunny]
         apart = [user, self._say("assistant", "I look."), called, sunny]
         if not (
@@ -154,14 +156,14 @@ class _Tries:
     def _needs(
         self,
         change: str,
-        given: Sequence[Message],
+        original: Sequence[Message],
         changed: Sequence[Message],
         *texts: str,
         tools: Sequence[Message] = (TOOL,),
     ) -> bool:
-        """Whether the conversation `given` with `tools` needs `change`, which makes `changed` of it, for `texts` to be
-        written."""
-        written = self._write(given, tools)
+        """Whether the conversation `original` with `tools` needs `change`, which makes `changed` of it, for `texts` to
+        be written."""
+        written = self._write(original, tools)
         if written and all(text in written for text in texts):
             return False
         mended = self._write(changed, [TOOL])
