@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from typing import Any
 
 import pytest
@@ -82,6 +83,17 @@ def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
+def is_whole(text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> bool:
+    """Whether a prompt has the tools, every call, and every text but reasoning. Else a template has left it out."""
+    words = ["Weather"] * bool(tools) + ["Zürich"] * any(message.get("tool_calls") for message in messages)
+    for message in messages:
+        content = message.get("content") or ""
+        for part in [content] if isinstance(content, str) else [each["text"] for each in content]:
+            # Templates put JSON into JSON.
+            words += re.findall(r"\w+", part)
+    return all(word in text for word in words)
+
+
 @pytest.mark.parametrize("case", [*CASES, "continued"])
 def test_every_template_renders_as_in_transformers(case: str) -> None:
     oracle = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
@@ -99,12 +111,16 @@ def test_every_template_renders_as_in_transformers(case: str) -> None:
                     text = [with_text_arguments(message) for message in messages]
                     listed = source.replace("| tojson(indent=2)", "| list | tojson(indent=2)")
                     expected = oracle([text], tools=tools, chat_template=listed, **SPECIAL, **kwargs)[0][0]
-            except Exception:  # A template may raise whatever it likes, and then so must ours.
-                assert got is None, name
+            except Exception:  # A template may raise whatever it likes. Then ours gets another form of it.
+                assert got is not None, name
                 continue
             if name.startswith("mistral/") and "&#34;" in expected:
                 # Mistral's templates say |safe, after which jinja2 escapes what is added to the text. Here it does not.
                 expected = html.unescape(expected)
+            if got != expected and not is_whole(expected, messages, tools):
+                assert got is not None
+                assert is_whole(got, messages, tools), name
+                continue
             assert got == expected, name
             same += 1
     assert same > 30

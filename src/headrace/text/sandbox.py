@@ -24,8 +24,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from headrace.text import traits
 from headrace.text.bounded import serve
+from headrace.text.histories import needs
 from headrace.text.traits import Traits
 
 MAX_CPU_SECONDS = 1.0
@@ -48,11 +48,13 @@ class RenderJob(msgspec.Struct):
 
 
 class RenderResult(msgspec.Struct):
-    """The text or the template's traits, or in `error` why there are none."""
+    """The text or the template's traits, or in `error` why there are none. `is_refusal`: the template does not take the
+    variables, and may take others."""
 
     text: str = ""
     traits: Traits = Traits()
     error: str | None = None
+    is_refusal: bool = False
 
 
 class _Generation(Extension):
@@ -132,7 +134,7 @@ def render(job: RenderJob) -> RenderResult:
     try:
         template = _compiled(job.source)
         if job.finds_traits:
-            return RenderResult(traits=traits.find(functools.partial(_attempt, job)))
+            return RenderResult(traits=needs.find(functools.partial(_attempt, job)))
         pieces, size = [], 0
         for piece in template.generate(job.variables):
             pieces.append(piece)
@@ -141,13 +143,14 @@ def render(job: RenderJob) -> RenderResult:
                 return RenderResult(error=f"the chat template writes more than {MAX_OUTPUT} characters")
         return RenderResult(text="".join(pieces))
     except RecursionError:
-        return RenderResult(error="the chat template is nested too deeply")
+        return RenderResult(error="the chat template is nested too deeply", is_refusal=True)
     except MemoryError:
         return RenderResult(error="the chat template needs too much memory")
     except Exception as error:
         # A template is a program, and may raise anything. Its message goes back to the client.
         return RenderResult(
-            error=f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
+            error=f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error),
+            is_refusal=True,
         )
 
 

@@ -1,7 +1,8 @@
 """What a chat template takes and writes, found by rendering small conversations with it.
 
-`find` runs in the templates' process (`sandbox`), once for each template. `templates` gives messages the form that the
-template takes; `tools.detection` reads the format of calls from what it writes. Knows no jinja and no formats.
+`find` runs in the templates' process (`sandbox`), once for each template; `needs` goes on with it. `templates` gives
+messages the form that the template takes; `tools.detection` reads the format of calls from what it writes. Knows no
+jinja and no formats.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ARGUMENTS: dict[str, Any] = {"place": "Xanadu", "count": 7}
 """The call in the conversations."""
 MAX_CALL = 2**14
 """Characters, at most, of what is kept of a turn."""
-_TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": NAME,
@@ -45,25 +46,28 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
 
     `takes_null`: whether a turn with calls may have the content null. `text_arguments`: whether the arguments of calls
     must be JSON text, not an object. `shows_developer`: whether it writes messages of the role `developer`.
-    `takes_late_system`: whether it takes a system message after others. `call`:
-    what it writes for a turn that calls `NAME` with `ARGUMENTS`; empty: it does not write such calls. `opening`: how it
-    opens an answer.
+    `shows_tools`: whether it writes the tools. `call`: what it writes for a turn that calls `NAME` with `ARGUMENTS`;
+    empty: it does not write such calls. `opening`: how it opens an answer. `loses` names the changes (see `histories`)
+    without which a part of some conversation is missing in what it writes, `refuses` those without which it writes
+    nothing.
     """
 
     content_form: ContentForm = "string"
     takes_null: bool = False
     text_arguments: bool = False
     shows_developer: bool = True
-    takes_late_system: bool = True
+    shows_tools: bool = True
     call: str = ""
     opening: str = ""
+    loses: tuple[str, ...] = ()
+    refuses: tuple[str, ...] = ()
 
 
 def find(render: Render) -> Traits:
     """Return the traits of the template that `render` renders."""
 
     def write(*messages: dict[str, Any]) -> str:
-        return render({"messages": list(messages), "tools": [_TOOL], "add_generation_prompt": False}) or ""
+        return render({"messages": list(messages), "tools": [TOOL], "add_generation_prompt": False}) or ""
 
     form = _content_form(write)
 
@@ -78,23 +82,27 @@ def find(render: Render) -> Traits:
     traits = Traits(
         content_form=form,
         shows_developer="Be brief." in write(developer, user),
-        takes_late_system=not write(system, user)
-        or all(write(system, *messages) for messages in ((system, user), (user, system), (user, so, system))),
+        shows_tools=NAME in before or NAME in write(system, user),
         opening=answer.partition("Xanadu")[0],
     )
     for empty in (None, content("")):
         for text_arguments in (False, True):
-            arguments = json.dumps(ARGUMENTS) if text_arguments else ARGUMENTS
-            function = {"name": NAME, "arguments": arguments}
-            # Mistral's templates take only ids of nine letters or digits.
-            call = {"id": "123456789", "type": "function", "function": function}
-            turn = _after(before, write(user, {"role": "assistant", "content": empty, "tool_calls": [call]}))
+            turn = _after(
+                before, write(user, {"role": "assistant", "content": empty, "tool_calls": [call(text_arguments)]})
+            )
             # An object that is written as Python writes it should have been a text.
             if "Xanadu" in turn and "'place': 'Xanadu'" not in turn and "None" not in turn:
                 return msgspec.structs.replace(
                     traits, takes_null=empty is None, text_arguments=text_arguments, call=turn
                 )
     return traits
+
+
+def call(text_arguments: bool, call_id: str = "123456789", place: str = ARGUMENTS["place"]) -> dict[str, Any]:
+    """Return the call in the conversations. Mistral's templates take only ids of nine letters or digits."""
+    arguments = ARGUMENTS | {"place": place}
+    function = {"name": NAME, "arguments": json.dumps(arguments) if text_arguments else arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _content_form(write: Callable[..., str]) -> ContentForm:

@@ -22,8 +22,8 @@ from headrace.protocol.errors import RequestError
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
 from headrace.text.inputs import new_request_id
+from headrace.text.messages import ChatMessage, read_messages
 from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
-from headrace.text.templates import ChatMessage, read_messages
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.choice import ToolUse
 

@@ -40,14 +40,12 @@ FALLBACK = "hermes"
 
 class Dialect(NamedTuple):
     """`tools` and `reasoning` are names of `text.tools.formats` and `reasoning`; None where there is no such thing.
-    `shows_tools`: whether the chat template has a place for tools. `token_ids`: those of the marks that are special
-    tokens, which are usually left out of text. `template`: the sources. `efforts`: the variables of
-    the chat template that say how much to reason."""
+    `token_ids`: those of the marks that are special tokens, which are usually left out of text. `template`: the
+    sources. `efforts`: the variables of the chat template that say how much to reason."""
 
     tools: str | None = None
     reasoning: str | None = None
     auto: bool = True
-    shows_tools: bool = False
     token_ids: Mapping[str, int] = MappingProxyType({})
     template: str = ""
     efforts: frozenset[str] = frozenset()
@@ -93,7 +91,6 @@ class Dialect(NamedTuple):
             tools,
             style,
             enable_auto_tool_choice,
-            shows_tools=any("tools" in source for source in sources),
             token_ids=_special(tokenizer, _marks(tools or FALLBACK, style)),
             template="\n".join(sources),
             efforts=frozenset(name for name in EFFORTS if any(_reads(source, name) for source in sources)),

@@ -30,9 +30,10 @@ from headrace.serve.call.call import Answer, Call, ChatCall, TextCall, spelled
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import draw_seed
+from headrace.text.messages import ChatMessage
 from headrace.text.reasoning import STYLES
 from headrace.text.string_bounds import bound_strings
-from headrace.text.templates import ChatMessage, ChatTemplate, shared_process
+from headrace.text.templates import ChatTemplate, shared_process
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.choice import ToolUse
 
@@ -226,13 +227,11 @@ class ServedModel:
             self.dialect.set_effort(call, call.reasoning_effort, variables)
         if variables.get("documents") and call.chat_template is None and not self.dialect.reads("documents"):
             call.warn("documents", "the model is not told of them: its chat template has no place for documents")
-        if call.tools.tools and not self.dialect.shows_tools:
-            call.warn("tools", "the model is not told of them: its chat template has no place for tools")
         opening = call.add_generation_prompt
         if opening is None:
             opening = not call.continue_final_message
         work = renderer.run(
-            lambda: template.render(
+            lambda: template.rendering(
                 messages,
                 call.tools.tools,
                 add_generation_prompt=opening,
@@ -240,12 +239,12 @@ class ServedModel:
                 **variables,
             )
         )
-        text = await in_time(work, "its prompt was rendered")
-        if template.moves_system(messages, bool(call.tools.tools)):
-            call.warn("messages", "the chat template takes one system message, and first: later ones are the user's")
+        rendering = await in_time(work, "its prompt was rendered")
+        for change in rendering.changes:
+            call.warn(change.field, change.why)
         for field in template.dropped_arguments(call.messages, bool(call.tools.tools)):
             call.warn(field, "no JSON object: the chat template gets {} in its place")
-        return text
+        return rendering.text
 
     def _template_for(self, call: ChatCall) -> ChatTemplate | None:
         """Return the template of a call: the model's, or the call's own. Raises `UnsupportedError`."""

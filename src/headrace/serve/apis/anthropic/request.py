@@ -18,8 +18,7 @@ from headrace.protocol.parameters import ANTHROPIC
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body
 from headrace.serve.call.sampling import sampling_of, spelling_of, takes_parameters
-from headrace.text import templates
-from headrace.text.templates import ToolCall
+from headrace.text.messages import ChatMessage, ToolCall
 from headrace.text.tools.choice import ToolFields, ToolUse
 
 IGNORED = {
@@ -149,7 +148,7 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
 
 def chat_call(request: CountTokensRequest) -> ChatCall:
     """Return the chat that a request asks for. Raises `RequestError`; may add to the request's warnings."""
-    messages = [templates.ChatMessage(role="system", content=_system(request.system))] if request.system else []
+    messages = [ChatMessage(role="system", content=_system(request.system))] if request.system else []
     for index, turn in enumerate(request.messages):
         messages += _messages(turn, f"messages[{index}]", request)
     sampling: dict[str, Any] = {}
@@ -185,11 +184,11 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
     )
 
 
-def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[templates.ChatMessage]:
+def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[ChatMessage]:
     """Return one turn as messages: to templates, results of tools are messages of their own."""
     if isinstance(turn.content, str):
-        return [templates.ChatMessage(role=turn.role, content=turn.content)]
-    messages: list[templates.ChatMessage] = []
+        return [ChatMessage(role=turn.role, content=turn.content)]
+    messages: list[ChatMessage] = []
     texts: list[str] = []
     calls: list[ToolCall] = []
     reasoning = ""
@@ -201,7 +200,7 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[te
             if turn.role != "user":
                 raise RequestError(f"{where}.type", "tool_result", "in a message of the user's")
             extra = {"tool_call_id": block.tool_use_id}
-            messages.append(templates.ChatMessage(role="tool", content=_result(block, where), extra=extra))
+            messages.append(ChatMessage(role="tool", content=_result(block, where), extra=extra))
         elif isinstance(block, ImageBlock | DocumentBlock):
             raise _no_text(where, block)
         elif turn.role != "assistant":
@@ -215,11 +214,11 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[te
     if not texts and not calls and not reasoning:
         if not messages and turn.role == "assistant":
             raise RequestError(f"{field}.content", [], "at least one block that can be read")
-        return messages or [templates.ChatMessage(role=turn.role, content="")]
+        return messages or [ChatMessage(role=turn.role, content="")]
     content = _text(texts) if texts else None
     return [
         *messages,
-        templates.ChatMessage(role=turn.role, content=content, reasoning=reasoning or None, tool_calls=calls),
+        ChatMessage(role=turn.role, content=content, reasoning=reasoning or None, tool_calls=calls),
     ]
 
 

@@ -11,8 +11,7 @@ from headrace.protocol.errors import UnsupportedError
 from headrace.protocol.parameters import OLLAMA
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import takes_parameters
-from headrace.text import templates
-from headrace.text.templates import ToolCall, check_role
+from headrace.text.messages import ChatMessage, ToolCall, check_role
 
 LOADING = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
@@ -153,7 +152,7 @@ def warn_of(options: Options, field: str, request: Body) -> None:
         request.warn(f"{field}.penalize_newline", "ignored: penalties know no newline")
 
 
-def message_of(turn: Message, field: str) -> templates.ChatMessage:
+def message_of(turn: Message, field: str) -> ChatMessage:
     """Return a turn, which errors call `field`, as a message. Raises `RequestError`."""
     if turn.images:
         raise UnsupportedError(f"{field}.images", "images", "the models served here read text")
@@ -167,7 +166,7 @@ def message_of(turn: Message, field: str) -> templates.ChatMessage:
         for index, call in enumerate(turn.tool_calls or [])
     ]
     extra = {"name": turn.tool_name, "tool_call_id": turn.tool_call_id}
-    return templates.ChatMessage(
+    return ChatMessage(
         role=check_role(turn.role, f"{field}.role"),
         content=turn.content or "",
         reasoning=turn.thinking or None,

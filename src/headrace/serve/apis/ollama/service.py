@@ -39,7 +39,7 @@ from headrace.serve.call.parsing import Warnings, convert, seconds_of
 from headrace.serve.call.sampling import sampling_of, spelling_of
 from headrace.serve.call.schema import UNSUPPORTED
 from headrace.serve.call.service import ServedModel
-from headrace.text.templates import ChatMessage
+from headrace.text.messages import ChatMessage
 from headrace.text.tools.choice import ToolUse
 
 STAYS = "the model is loaded as long as the server runs"

@@ -22,7 +22,7 @@ from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import engine_values
 from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_labels, check_metadata, parse
-from headrace.text.templates import ChatMessage, ToolCall
+from headrace.text.messages import ChatMessage, ToolCall
 from headrace.text.tools.custom import arguments
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -1,0 +1,170 @@
+"""The messages of a conversation, checked, in the one form that every API makes of its own.
+
+`read_messages` reads OpenAI's form; the other APIs build `ChatMessage`s themselves. `templates` renders them, and
+`histories` changes those that a template does not take. Knows no template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.protocol import bounds
+from headrace.protocol.errors import RequestError
+from headrace.text.tools import custom
+from headrace.text.traits import Traits
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+class ToolCall(NamedTuple):
+    """A call of an earlier turn. `form` is OpenAI's: id, type, and a function with name and arguments, the latter as
+    an object or as JSON text. `field` names the arguments in the request, for errors."""
+
+    form: dict[str, Any]
+    field: str
+
+    @classmethod
+    def of(cls, call_id: str, name: str, arguments: Any, field: str) -> ToolCall:
+        """Return a call with nothing but these."""
+        return cls({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, field)
+
+    def is_well_formed(self) -> bool:
+        """Whether the arguments are an object, or the text of one, or left out."""
+        return self._object() is not None
+
+    def template_form(self, text_arguments: bool) -> dict[str, Any]:
+        """Return the call with its arguments as JSON text, as they came, or as an object: {} if they are none.
+
+        A model can write a call that is cut or malformed. What the client sends back must not be refused for ever.
+        """
+        function = self.form["function"]
+        arguments = function.get("arguments")
+        if text_arguments and not isinstance(arguments, str):
+            arguments = json.dumps(self._object() or {}, ensure_ascii=False)
+        elif not text_arguments:
+            arguments = self._object() or {}
+        return {**self.form, "function": {**function, "arguments": arguments}}
+
+    def _object(self) -> dict[str, Any] | None:
+        arguments = self.form["function"].get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                return None
+        return {} if arguments is None else arguments if isinstance(arguments, dict) else None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of a conversation, checked. `content` is a text, or several that the template puts together; unset
+    or None: there is none. `extra` are further fields that templates may read: name, tool_call_id, and whatever other
+    fields a client sends."""
+
+    role: str
+    content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: Any = None
+    tool_calls: list[ToolCall] = []
+    extra: dict[str, Any] = {}
+
+    def template_form(self, traits: Traits) -> dict[str, Any]:
+        """Return the message as a template with these traits reads it."""
+        role = "system" if self.role == "developer" and not traits.shows_developer else self.role
+        message: dict[str, Any] = {"role": role, "content": self._content(traits), **self.extra}
+        if self.tool_calls:
+            message["tool_calls"] = [call.template_form(traits.text_arguments) for call in self.tool_calls]
+        if self.reasoning is not None:
+            # Templates read it under the one name or the other.
+            message = {"thinking": self.reasoning, **message, "reasoning_content": self.reasoning}
+        return message
+
+    def _content(self, traits: Traits) -> str | list[dict[str, Any]] | None:
+        form = traits.content_form
+        if isinstance(self.content, list):
+            return "\n".join(self.content) if form == "string" else [_part(text) for text in self.content]
+        if isinstance(self.content, str):
+            return [_part(self.content)] if form == "parts" else self.content
+        if self.tool_calls and traits.takes_null:
+            return None
+        return [] if form == "parts" else ""
+
+
+def plain(message: ChatMessage) -> str:
+    """Return the text of a message; several are joined with newlines."""
+    if isinstance(message.content, list):
+        return "\n".join(message.content)
+    return message.content if isinstance(message.content, str) else ""
+
+
+def check_role(role: object, field: str) -> str:
+    """Return `role` if a template may get it. Raises `RequestError`."""
+    if not isinstance(role, str) or not 0 < len(role) <= 64:
+        raise RequestError(field, role, "a string of 1 to 64 characters")
+    return role
+
+
+def read_messages(messages: Sequence[object]) -> list[ChatMessage]:
+    """Return a request's `messages`, which are in OpenAI's form. Raises `RequestError`."""
+    bounds.check("messages", messages)
+    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _read_message(message: object, field: str) -> ChatMessage:
+    if not isinstance(message, Mapping):
+        raise RequestError(field, message, "an object with role and content")
+    role = check_role(message.get("role"), f"{field}.role")
+    content = None if message.get("content") is None else _content(message["content"], f"{field}.content")
+    calls = _tool_calls(message["tool_calls"], f"{field}.tool_calls") if message.get("tool_calls") else []
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    extra = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
+    return ChatMessage(role=role, content=content, reasoning=reasoning, tool_calls=calls, extra=extra)
+
+
+def _content(content: object, field: str) -> str | list[str]:
+    if isinstance(content, str):
+        bounds.check("text", content, field)
+        return content
+    if not isinstance(content, list):
+        raise RequestError(field, content, "a string or a list of text parts")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        if isinstance(part, str):
+            part = _part(part)
+        if not isinstance(part, Mapping):
+            raise RequestError(f"{field}[{i}]", part, "an object with type and text")
+        if part.get("type") not in _PARTS:
+            raise RequestError(f"{field}[{i}].type", part.get("type"), "text: nothing else is read")
+        name = "refusal" if part["type"] == "refusal" else "text"
+        text = part.get(name)
+        if not isinstance(text, str):
+            raise RequestError(f"{field}[{i}].{name}", text, "a string")
+        bounds.check("text", text, f"{field}[{i}].{name}")
+        texts.append(text)
+    return texts
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _tool_calls(calls: object, field: str) -> list[ToolCall]:
+    if not isinstance(calls, list):
+        raise RequestError(field, calls, "a list")
+    return [_tool_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, field: str) -> ToolCall:
+    custom_call = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
+    if isinstance(custom_call, Mapping):
+        call_id, name, text = call.get("id"), custom_call.get("name"), custom_call.get("input")
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise RequestError(f"{field}.custom", custom_call, "an object with name and input, which are strings")
+        return ToolCall.of(call_id, name, custom.arguments(text), f"{field}.custom.input")
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(field, call, "an object with a function that has a name")
+    return ToolCall(call, f"{field}.function.arguments")
