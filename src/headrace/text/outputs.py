@@ -323,15 +323,17 @@ def best(states: Sequence[RequestState], n: int) -> list[RequestState]:
 
 
 class Content(msgspec.Struct, frozen=True):
-    """More of the text for the user."""
+    """More of the text for the user. `gap`: what parts it from the text before, where an API has one text for all."""
 
     text: str
+    gap: str = ""
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """More of the reasoning before the answer."""
+    """More of the reasoning, with its `gap`."""
 
     text: str
+    gap: str = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -352,9 +354,9 @@ MessagePart = Content | Reasoning | ToolCall
 class MessageParser(Protocol):
     """Splits the text of one answer into parts."""
 
-    def feed(self, text: str, final: bool) -> list[MessagePart]:
+    def feed(self, text: str, final: bool, cut: bool = False) -> list[MessagePart]:
         """Return the parts that are certain now and were not before. `final`: the text ends here, so nothing is held
-        back.
+        back. `cut`: a limit has ended it, not the model.
 
         Never raises for a model's text: all that is neither reasoning nor a well-formed call is content.
         """
@@ -371,7 +373,7 @@ class ContentParser:
 
     ended = False
 
-    def feed(self, text: str, final: bool) -> list[MessagePart]:
+    def feed(self, text: str, final: bool, cut: bool = False) -> list[MessagePart]:
         return [Content(text)] if text else []
 
 
@@ -386,9 +388,9 @@ class MessageBuilder:
     def add(self, part: MessagePart) -> None:
         """Add the next part; those of one call come one after the other."""
         if isinstance(part, Content):
-            self.content += part.text
+            self.content += part.gap + part.text
         elif isinstance(part, Reasoning):
-            self.reasoning += part.text
+            self.reasoning += part.gap + part.text
         elif part.name is not None:
             self.calls.append({"id": part.id, "name": part.name, "arguments": part.arguments})
         else:

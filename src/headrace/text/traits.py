@@ -21,6 +21,8 @@ Render = Callable[[dict[str, Any]], str | None]
 NAME = "find_place"
 ARGUMENTS: dict[str, Any] = {"place": "Xanadu", "count": 7}
 """The call in the conversations."""
+CALL_ID = "123456789"
+"""Its id. Mistral's templates take only ids of nine letters or digits."""
 MAX_CALL = 2**14
 """Characters, at most, of what is kept of a turn."""
 _TOOL = {
@@ -86,8 +88,7 @@ def find(render: Render) -> Traits:
         for text_arguments in (False, True):
             arguments = json.dumps(ARGUMENTS) if text_arguments else ARGUMENTS
             function = {"name": NAME, "arguments": arguments}
-            # Mistral's templates take only ids of nine letters or digits.
-            call = {"id": "123456789", "type": "function", "function": function}
+            call = {"id": CALL_ID, "type": "function", "function": function}
             turn = _after(before, write(user, {"role": "assistant", "content": empty, "tool_calls": [call]}))
             # An object that is written as Python writes it should have been a text.
             if "Xanadu" in turn and "'place': 'Xanadu'" not in turn and "None" not in turn:

@@ -13,15 +13,14 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tests.support.reading import read, splits, tool_parser
+from tests.support.reading import read, splits, thought_parser, tool_parser
 
 from headrace.grammar.compile import build_matcher, compile_grammar
 from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.dialect import Dialect
-from headrace.text.outputs import ContentParser
-from headrace.text.reasoning import STYLES, ReasoningParser
+from headrace.text.reasoning import STYLES
 from headrace.text.tools import formats
 from headrace.text.tools.choice import ToolUse
 
@@ -161,7 +160,7 @@ def test_reasoning_comes_before_whatever_form(style: str) -> None:
         for written, allowed in ((f'hm{closing}\n\n{{"a": true}}', inside), ('{"a": true}', not inside)):
             assert follows(constraint, written, special) == allowed
             if allowed:
-                content, reasoning, _ = read(ReasoningParser(style, inside, ContentParser()), [written])
+                content, reasoning, _ = read(thought_parser(style, inside), [written])
                 assert (json.loads(content), reasoning) == ({"a": True}, "hm" if inside else "")
     undecided, _ = dialect.constraint(none, "x", closed)
     assert undecided is not None
