@@ -121,6 +121,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<think{}>'.format(", ":opensource"), "hy_v3"),
     (("<think:opensource>",), "hy_v3"),
     (("<|inner_prefix|>",), "apertus"),
+    (("<minimax:tool_call>",), "qwen3"),
     (("</think>", "</response>"), "ernie45"),
     (("</think>", "</answer>"), "hunyuan_a13b"),
     (("</think>",), "qwen3"),

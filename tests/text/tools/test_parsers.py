@@ -347,7 +347,7 @@ def test_the_check_of_pieces_sees_a_parser_that_looks_at_them() -> None:
         def __init__(self) -> None:
             self.inner = tool_parser("hermes")
 
-        def feed(self, text: str, final: bool) -> list[Any]:
+        def feed(self, text: str, final: bool, cut: bool = False) -> list[Any]:
             return [Content(text)] if text and "<tool_call>" not in text else self.inner.feed(text, final)
 
     form, text, *_ = CASES[0]
@@ -601,7 +601,9 @@ def test_reasoning_loses_nothing_but_its_marks_and_space(style: str, data: st.Da
         plain = re.sub("|".join(map(re.escape, marks)), "", text)
         return Counter(letter for letter in plain if not letter.isspace())
 
-    assert letters(reasoning + content) == letters(text)
+    # A second reasoning without an end is the content too, where there is no other.
+    assert letters(text) in (letters(reasoning + content), letters(reasoning))
+    assert letters(text) == letters(reasoning + content) or reasoning.rstrip().endswith(content)
 
 
 def test_parsers_are_message_parsers() -> None:

@@ -33,6 +33,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|tool_call|>",), "granite"),
     (("<|tool_call_start|>",), "lfm2"),
     (("<|tool_list_start|>",), "lfm2"),
+    (("List of tools: ", "<|im_start|>"), "lfm2"),
     (("<TOOLCALL>",), "nemotron_json"),
     (("<|tools_prefix|>",), "apertus"),
     (("<function_calls>",), "olmo3"),
@@ -52,8 +53,8 @@ def detect(traits: Traits, sources: Iterable[str]) -> str | None:
 
     Of several that read its call, it is the one that leaves the least text beside it."""
     rests = {name: rest for name in FORMATS if (rest := _rest(name, traits)) is not None}
-    if rests:
-        return min(rests, key=lambda name: rests[name])
+    if traits.call:
+        return min(rests, key=lambda name: rests[name], default=None)
     text = "\n".join(sources)
     return next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
 
@@ -61,8 +62,6 @@ def detect(traits: Traits, sources: Iterable[str]) -> str | None:
 def _rest(name: str, traits: Traits) -> int | None:
     """Return the number of characters beside the call that the template wrote, if the format's reader reads it."""
     tool_format, text = FORMATS[name], traits.call
-    if not text:
-        return None
     if _is_numbered(tool_format):
         text = text.replace(f"{CALL_ID}<", f"{NAMESPACE}{NAME}:0<")
     if tool_format.starts:

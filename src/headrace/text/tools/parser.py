@@ -277,18 +277,15 @@ class ToolParser:
                     self._framed = action != "drop"
 
     def _read_call(self, mark: str) -> Reading[None]:
-        self._reading = True
-        num_calls = self._num_calls
+        self._reading, start = True, self.text.position
         try:
             yield from self._read_calls(self)
             self._fresh = self._framed = True
         except IllFormed:
             if not self.ended:
-                if self.text.position == self._call.start:
+                if self.text.position == start:
                     self.text.at += len(mark)
                 self._give_up()
-        if self._num_calls > num_calls:
-            self._said = ""
         self._reading = False
 
     def _next_mark(self) -> Reading[str | None]:
@@ -391,6 +388,7 @@ class ToolParser:
     def _announce(self) -> None:
         if self._call.id is None:
             self._call.id = self._call.written_id or self._new_id()
+            self._said = ""
             self._out.append(ToolCall(self._num_calls, self._call.id, self._call.name, ""))
 
     def _say(self, text: str) -> None:
