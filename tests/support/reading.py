@@ -31,11 +31,11 @@ def tool_parser(
     return calls.new_parser(made, Bounds(enforced, single), lambda: next(ids), prompt)
 
 
-def thought_parser(style: str, inside: bool, form: str | None = None) -> ToolParser:
+def thought_parser(style: str, inside: bool, form: str | None = None, prompt: str = "") -> ToolParser:
     """A parser of an answer that begins inside the reasoning, or before it."""
     tools = formats.NO_FORMAT if form is None else formats.FORMATS[form]
     made = AnswerForm(tools, STYLES[style]._replace(begins_inside=False))
-    return calls.new_parser(made, prompt=STYLES[style].openings[0] if inside else "")
+    return calls.new_parser(made, prompt=STYLES[style].openings[0] if inside else prompt)
 
 
 def parts(parser: MessageParser, pieces: Iterable[str], cut: bool = False) -> list[MessagePart]:

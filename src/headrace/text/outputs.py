@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import BeamResult, Finish, Request, StepOutput, TokenLogprob
-from headrace.text.tokenizer import DetokenizeStream, Tokenizer
+from headrace.text.tokenizer import DetokenizeStream, TextRules, Tokenizer
 
 PART_TOKENS = 256
 """Tokens that become text at a time, where a slow reader finds many."""
@@ -60,10 +60,10 @@ class Delta(msgspec.Struct):
         self.beams = self.beams or later.beams
         self.pooled = self.pooled or later.pooled
 
-    def parts(self) -> Iterator[Delta]:
-        """Yield this delta cut into deltas of one token each, if it has log-probabilities, else of `PART_TOKENS`; for a
-        search, this delta alone."""
-        size, num = 1 if self.logprobs else PART_TOKENS, len(self.token_ids)
+    def parts(self, by_token: bool = False) -> Iterator[Delta]:
+        """Yield this delta cut into deltas of one token each, `by_token` or if it has log-probabilities, else of
+        `PART_TOKENS`; for a search, this delta alone."""
+        size, num = 1 if self.logprobs or by_token else PART_TOKENS, len(self.token_ids)
         if num <= size or self.beams is not None:
             yield self
             return
@@ -186,10 +186,16 @@ class RequestState:
         tokenizer: None for an engine without one; there is no text then, nor with `SamplingParams.detokenize` off.
         index: place among the answers to one prompt.
         arrival_time: monotonic seconds; None: now.
+        rules: what the reader of the text does itself.
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer | None, index: int = 0, arrival_time: float | None = None
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        index: int = 0,
+        arrival_time: float | None = None,
+        rules: TextRules = TextRules(),
     ) -> None:
         params = request.params
         self.request = request
@@ -207,7 +213,7 @@ class RequestState:
         self.closed = False
         self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
         self._stream = (
-            DetokenizeStream(tokenizer, params, request.prompt_token_ids)
+            DetokenizeStream(tokenizer, params, request.prompt_token_ids, rules)
             if tokenizer is not None and params.detokenize
             else None
         )

@@ -25,6 +25,8 @@ class Headers(NamedTuple):
     """What may come before the form of the message's text."""
     calls: str = ""
     """What comes before the name of a tool to which a message is sent: the message is its call's arguments."""
+    last: tuple[str, ...] = ()
+    """Those of `ends` that end the answer."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -64,9 +66,15 @@ THINK = ("<think>", "</think>")
 """The marks of reasoning, unless a model is known to have others."""
 _THINK = Style(THINK[:1], THINK[1:])
 HARMONY = Headers(
-    "<|start|>", "<|message|>", ("<|end|>", "<|call|>", "<|return|>"), "<|channel|>", "<|constrain|>", "functions."
+    "<|start|>",
+    "<|message|>",
+    ("<|end|>", "<|call|>", "<|return|>"),
+    channel="<|channel|>",
+    constraint="<|constrain|>",
+    calls="functions.",
+    last=("<|call|>", "<|return|>"),
 )
-MUSE = Headers("<|start|>", "<|message|>", ("<|eom|>", "<|eot|>"))
+MUSE = Headers("<|start|>", "<|message|>", ("<|eom|>", "<|eot|>"), last=("<|eot|>",))
 STYLES: dict[str, Style] = {
     "qwen3": _THINK,
     "deepseek_r1": Style(*_THINK[:2], begins_inside=True),

@@ -156,7 +156,12 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Ok",
         [("f", '{"a": 1}'), ("g", "{}")],
     ),
-    ("lfm2", "<|tool_call_start|>[f(a=1, s='x'), g()]<|tool_call_end|>", "", [("f", '{"a": 1, "s": "x"}'), ("g", "{}")]),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(a=1, s='x'), g()]<|tool_call_end|>",
+        "",
+        [("f", '{"a": 1, "s": "x"}'), ("g", "{}")],
+    ),
     (
         "kimi_k2",
         'Ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
@@ -174,8 +179,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     (
         "minimax_m3",
-        f'{M3}<tool_call>\n{M3}<invoke name="f">{M3}<a>1{M3}</a>{M3}<s>1 < 2{M3}</s>{M3}<o>{M3}<k>{M3}<item>1{M3}</item>'
-        f'{M3}<item>x{M3}</item>{M3}</k>{M3}</o>{M3}</invoke>\n{M3}<invoke name="g">{M3}</invoke>\n{M3}</tool_call>Ok',
+        f'{M3}<tool_call>\n{M3}<invoke name="f">{M3}<a>1{M3}</a>{M3}<s>1 < 2{M3}</s>{M3}<o>{M3}<k>'
+        f"{M3}<item>1{M3}</item>{M3}<item>x{M3}</item>{M3}</k>{M3}</o>{M3}</invoke>\n"
+        f'{M3}<invoke name="g">{M3}</invoke>\n{M3}</tool_call>Ok',
         "Ok",
         [("f", '{"a": 1, "s": "1 < 2", "o": {"k": [1, "x"]}}'), ("g", "{}")],
     ),

@@ -19,6 +19,7 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
 from headrace.text.outputs import MessageParser
+from headrace.text.reasoning import Headers, Style
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import call_grammar, detection, formats
@@ -107,6 +108,13 @@ class Dialect(NamedTuple):
         marks = _marks(self.format_for(use), self.reasoning)
         return {mark: self.token_ids[mark] for mark in marks if mark in self.token_ids}
 
+    def ends(self, stop_token_ids: list[int] | None) -> dict[str, Any]:
+        """Return the parameters with which an answer ends at the marks that end the model's turn, beside the tokens of
+        a request."""
+        headers = self._headers
+        ends = [] if headers is None else [self.token_ids[end] for end in headers.last if end in self.token_ids]
+        return {"stop_token_ids": [*(stop_token_ids or ()), *ends]} if ends else {}
+
     def constraint(
         self, use: ToolUse, prompt: str, form: StructuredOutputs | None
     ) -> tuple[StructuredOutputs | None, bool]:
@@ -178,7 +186,12 @@ class Dialect(NamedTuple):
         return self.tools or FALLBACK
 
     @property
-    def _style(self) -> reasoning.Style:
+    def _headers(self) -> Headers | None:
+        tools = None if self.tools is None else formats.FORMATS[self.tools].headers
+        return self._style.headers or tools
+
+    @property
+    def _style(self) -> Style:
         return reasoning.NO_STYLE if self.reasoning is None else reasoning.STYLES[self.reasoning]
 
     def begins_inside(self, prompt: str) -> bool:

@@ -27,7 +27,7 @@ MAX_NESTED = 8
 _ALL = frozenset("type description title default examples $defs definitions".split())
 _OF_OBJECTS = _ALL | {"properties", "required", "additionalProperties"}
 _OF_LISTS = _ALL | {"items", "minItems", "maxItems"}
-"""Keywords of objects and lists that a grammar of elements can be held to."""
+"""Keywords of objects and lists that a grammar of elements can be held to; others are written as JSON."""
 _NUMBER: FormatPart = {"type": "regex", "pattern": "[0-9]{1,4}"}
 
 
@@ -91,7 +91,13 @@ def in_text(name: str, required: RequiredCalls) -> FormatPart | None:
     Of functions, nothing is held but that their arguments are an object.
     """
     layout, mark = _layout(name, required), FORMATS[name].marks[0].strip()
-    if is_message(name) or not mark or layout.marks == "read only" or layout.body in UNQUOTED or FORMATS[name].in_prompt:
+    if (
+        is_message(name)
+        or not mark
+        or layout.marks == "read only"
+        or layout.body in UNQUOTED
+        or FORMATS[name].in_prompt
+    ):
         return None
     loose: dict[str, Mapping[str, Any]] = {
         tool: schema if tool in required.customs else {"type": "object", "additionalProperties": True}
@@ -123,7 +129,7 @@ def _call(layout: Layout, required: RequiredCalls, name: str, schema: Mapping[st
     match layout.body:
         case "json":
             number: list[FormatPart | str] = [f'"{layout.id_key}": "', _NUMBER, '", '] if layout.id_key else []
-            keys = [f'"{layout.name_key}": "{name}", "{layout.arguments_key}": ', arguments]
+            keys: list[FormatPart | str] = [f'"{layout.name_key}": "{name}", "{layout.arguments_key}": ', arguments]
             return [before, "{", *number, *keys, "}", layout.end]
         case "keyed":
             return [f'{{"{name}": ', arguments, "}"]
@@ -177,27 +183,20 @@ def _elements(
 def _element(
     layout: Layout, required: RequiredCalls, place: tuple[str, str], schema: Any, depth: int, tag: str = ""
 ) -> FormatPart:
-    """Return the grammar of one element. Raises `RequestError` for objects in objects that name no members."""
+    """Return the grammar of one element."""
     (name, key), tag = place, tag or place[1]
     opening, closing = f"{layout.tag}<{tag}>", f"{layout.tag}</{tag}>"
-    schema = schema if isinstance(schema, dict) else {}
-    known = _OF_OBJECTS if schema.get("type") == "object" else _OF_LISTS if schema.get("type") == "array" else None
-    if known is None:
-        types = types_of({name: {"properties": {key: schema}}}, name, key)
-        if types in (None, {"string"}):
-            return required.sequence(opening, _bare_string(schema, name, key, closing), closing)
-        if not types & {"object", "array", "other"}:
-            return required.sequence(opening, _json(schema), closing)
-    elif known.issuperset(schema) and depth < MAX_NESTED:
-        if schema.get("properties"):
+    if isinstance(schema, dict) and depth < MAX_NESTED:
+        if schema.get("type") == "object" and schema.get("properties") and _OF_OBJECTS.issuperset(schema):
             return required.sequence(opening, *_elements(layout, required, name, schema, depth + 1), closing)
-        if isinstance(schema.get("items"), dict):
+        if schema.get("type") == "array" and isinstance(schema.get("items"), dict) and _OF_LISTS.issuperset(schema):
             shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
             item = _element(layout, required, place, {**shared, **schema["items"]}, depth + 1, ITEM)
             return required.sequence(opening, *_items(item, schema), closing)
-    field = f"tools[{name}].function.parameters.properties.{key}"
-    bound = "of one plain type, or an object or list that says what is in it and no more: it is written as elements"
-    raise RequestError(field, dict(schema), bound)
+    if types_of({name: {"properties": {key: schema}}}, name, key) in (None, {"string"}):
+        return required.sequence(opening, _bare_string(schema, name, key, closing), closing)
+    # As JSON, which is read too.
+    return required.sequence(opening, _json(schema), closing)
 
 
 def _items(item: FormatPart, schema: Mapping[str, Any]) -> list[FormatPart]:

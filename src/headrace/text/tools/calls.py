@@ -197,7 +197,7 @@ def _read_tagged(layout: Layout, call: ToolParser) -> Reading[None]:
     keys: set[str] = set()
     yield from text.space()
     # Less than two letters may begin another argument.
-    while not (yield from text.closes(layout.end, least=2)):
+    while not (yield from text.closes(layout.end.strip(), least=2)):
         yield from text.expect(layout.key[0])
         key = (yield from text.until(layout.key[1].strip())).strip()
         if key in keys:
@@ -229,9 +229,7 @@ def _says_string(layout: Layout, text: Reader) -> Reading[bool | None]:
     return value == "true"
 
 
-def _read_value(
-    layout: Layout, call: ToolParser, name: str, key: str, is_string: bool | None = None
-) -> Reading[None]:
+def _read_value(layout: Layout, call: ToolParser, name: str, key: str, is_string: bool | None = None) -> Reading[None]:
     """Read a bare value and the text after it, and write the value as the JSON that the tool's schema makes of it.
     `is_string`: what the model says of its type."""
     text, closing = call.text, layout.value[1].strip()
@@ -282,7 +280,7 @@ def _read_xml(layout: Layout, call: ToolParser) -> Reading[None]:
     name = yield from _read_name(layout, call)
     members: dict[str, Tree] = {}
     yield from text.space()
-    while not (yield from text.closes(layout.end, least=len(layout.tag) + 2)):
+    while not (yield from text.closes(layout.end.strip(), least=len(layout.tag) + 2)):
         key, value = yield from read_tree(text, layout.tag)
         if key in members:
             raise IllFormed

@@ -135,14 +135,13 @@ def _dsml(block: str) -> ToolFormat:
     """DeepSeek's markup of V3.2 and later, whose calls stand in a `block`."""
     layout = Layout(
         "tagged",
-        separator="\n",
         name=('<｜DSML｜invoke name="', '">\n'),
-        end="</｜DSML｜invoke>",
+        end="</｜DSML｜invoke>\n",
         key=('<｜DSML｜parameter name="', '"'),
         says_type=(' string="', '">'),
         value=("", "</｜DSML｜parameter>"),
     )
-    marks = f"<｜DSML｜{block}>\n", f"\n</｜DSML｜{block}>"
+    marks = f"<｜DSML｜{block}>\n", f"</｜DSML｜{block}>"
     return ToolFormat((layout,), marks, openers=("<｜DSML｜invoke",), special=("｜DSML｜",))
 
 
@@ -155,9 +154,9 @@ def _hunyuan(suffix: str) -> ToolFormat:
     call, key, value, calls = tags("tool_call"), tags("arg_key"), tags("arg_value"), tags("tool_calls")
     between = f"<tool_sep{suffix}>"
     layout = Layout(
-        "tagged", separator="\n", name=(call[0], f"{between}\n"), end=call[1], key=(key[0], key[1] + "\n"), value=value
+        "tagged", name=(call[0], f"{between}\n"), end=f"{call[1]}\n", key=(key[0], key[1] + "\n"), value=value
     )
-    marks = f"{calls[0]}\n", f"\n{calls[1]}"
+    marks = f"{calls[0]}\n", calls[1]
     return ToolFormat((layout,), marks, special=(*call, between, *key, *value))
 
 
@@ -304,35 +303,31 @@ FORMATS: dict[str, ToolFormat] = {
         (
             Layout(
                 "tagged",
-                separator="\n",
                 name=('<invoke name="', '">\n'),
-                end="</invoke>",
+                end="</invoke>\n",
                 key=('<parameter name="', '">'),
                 value=("", "</parameter>"),
             ),
         ),
-        marks=("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+        marks=("<minimax:tool_call>\n", "</minimax:tool_call>"),
     ),
     # MiniMax M3.
     "minimax_m3": ToolFormat(
         (
             Layout(
                 "xml",
-                separator="\n",
                 name=(f'{_MINIMAX}<invoke name="', '">'),
-                end=f"{_MINIMAX}</invoke>",
+                end=f"{_MINIMAX}</invoke>\n",
                 tag=_MINIMAX,
             ),
         ),
-        marks=(f"{_MINIMAX}<tool_call>\n", f"\n{_MINIMAX}</tool_call>"),
+        marks=(f"{_MINIMAX}<tool_call>\n", f"{_MINIMAX}</tool_call>"),
         special=(_MINIMAX,),
     ),
     # Nemotron Nano 2.
     "nemotron_json": ToolFormat((_JSON_LIST,), marks=("<TOOLCALL>", "</TOOLCALL>")),
     # OLMo 3.
-    "olmo3": ToolFormat(
-        (Layout("python", separator="\n"),), marks=("<function_calls>", "</function_calls>")
-    ),
+    "olmo3": ToolFormat((Layout("python", separator="\n"),), marks=("<function_calls>", "</function_calls>")),
     # Hunyuan, Apriel.
     "hunyuan_a13b": ToolFormat((_JSON_LIST,), marks=("<tool_calls>", "</tool_calls>")),
     # Hy 3.

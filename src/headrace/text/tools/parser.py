@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
@@ -43,7 +44,7 @@ class AnswerForm(NamedTuple):
     tools: ToolFormat = NO_FORMAT
     style: Style = NO_STYLE
     special: frozenset[str] = frozenset()
-    schemas: Schemas = {}
+    schemas: Schemas = MappingProxyType({})
 
     @property
     def headers(self) -> Headers | None:
@@ -302,7 +303,7 @@ class ToolParser:
                 self._say(text.text[text.at : place + len(mark)])
                 text.at = place + len(mark)
                 continue
-            if 0 <= start and (start < place or not mark):
+            if start >= 0 and (start < place or not mark):
                 place, mark = start, ""
             elif not mark:
                 place = min(place, partial)
