@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from tests.support.reading import read, splits, tool_parser
 
-from headrace.text.reasoning import ReasoningParser, begins_inside
 from headrace.text.templates import ChatTemplate
 from headrace.text.tools import detection
 from headrace.text.tools.choice import ToolUse
@@ -204,12 +203,10 @@ def check(model: Model, case: Case, counts: Counter[str], every_split: bool = Tr
     if text is None:
         counts["more calls than the template writes"] += 1
         return
-    inside = model.style == "qwen3" and begins_inside(model.style, prompt) and "</think>" in text
+    inside = "</think>" in text
 
     def parsed(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-        parser = tool_parser(model.format, use.schemas)
-        if model.style is not None:
-            parser = ReasoningParser(model.style, inside, parser)
+        parser = tool_parser(model.format, use.schemas, style=model.style, prompt=prompt if inside else "")
         content, _, calls = read(parser, pieces)
         return content, calls
 

@@ -8,32 +8,48 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from headrace.text.outputs import MessageBuilder, MessageParser, MessagePart
-from headrace.text.tools import calls
+from headrace.text.reasoning import NO_STYLE, STYLES
+from headrace.text.tools import calls, formats
+from headrace.text.tools.parser import AnswerForm, Bounds, ToolParser
 
 Read = tuple[str, str, list[tuple[str, str]]]
 """Content, reasoning, and (name, arguments) of each call."""
 
 
 def tool_parser(
-    form: str, schemas: Mapping[str, Any] | None = None, enforced: bool = False, single: bool = False
-) -> MessageParser:
-    """A parser whose ids count the calls."""
+    form: str,
+    schemas: Mapping[str, Any] | None = None,
+    enforced: bool = False,
+    single: bool = False,
+    style: str | None = None,
+    prompt: str = "",
+) -> ToolParser:
+    """A parser of calls in a format and of reasoning in a style, whose ids count the calls."""
     ids = (f"id{number}" for number in itertools.count())
-    return calls.new_parser(form, schemas or {}, enforced, lambda: next(ids), single)
+    marks = NO_STYLE if style is None else STYLES[style]
+    made = AnswerForm(formats.FORMATS[form], marks, schemas=schemas or {})
+    return calls.new_parser(made, Bounds(enforced, single), lambda: next(ids), prompt)
 
 
-def parts(parser: MessageParser, pieces: Iterable[str]) -> list[MessagePart]:
-    """What comes of a text in pieces; the last one ends it."""
+def thought_parser(style: str, inside: bool, form: str | None = None, prompt: str = "") -> ToolParser:
+    """A parser of an answer that begins inside the reasoning, or before it."""
+    tools = formats.NO_FORMAT if form is None else formats.FORMATS[form]
+    made = AnswerForm(tools, STYLES[style]._replace(begins_inside=False))
+    return calls.new_parser(made, prompt=STYLES[style].openings[0] if inside else prompt)
+
+
+def parts(parser: MessageParser, pieces: Iterable[str], cut: bool = False) -> list[MessagePart]:
+    """What comes of a text in pieces; the last one ends it. `cut`: a limit did."""
     made: list[MessagePart] = []
     *most, last = list(pieces) or [""]
     for piece in most:
         made += parser.feed(piece, False)
-    return made + parser.feed(last, True)
+    return made + parser.feed(last, True, cut)
 
 
-def read(parser: MessageParser, pieces: Iterable[str]) -> Read:
+def read(parser: MessageParser, pieces: Iterable[str], cut: bool = False) -> Read:
     message = MessageBuilder()
-    for part in parts(parser, pieces):
+    for part in parts(parser, pieces, cut):
         message.add(part)
     return message.content, message.reasoning, [(call["name"], call["arguments"]) for call in message.calls]
 

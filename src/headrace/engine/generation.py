@@ -32,7 +32,7 @@ from headrace.text.grammars import GrammarChecker
 from headrace.text.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size, with_token_ids
 from headrace.text.outputs import PART_TOKENS, Delta, RequestState, TextDelta, best
 from headrace.text.reasoning import THINK
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import TextRules, Tokenizer
 
 # Below this many characters the work takes less time than passing it to a thread.
 LARGE_TEXT = 4096
@@ -204,9 +204,11 @@ class TextClient:
         draw: Callable[[], int] | None = None,
         pooling: Pooling = "",
         beam: BeamSearchParams | None = None,
+        rules: TextRules = TextRules(),
     ) -> Generation:
         """Request `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` the result is
-        each prompt's hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched.
+        each prompt's hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched. `rules`:
+        what the answers' reader does itself; where that is to find stop strings, it gets token by token.
 
         Raises `RequestError`, `QueueFullError` (a `RateLimitError` too), `DeadlineError` or `EngineDeadError`. The
         caller must close the generation.
@@ -238,7 +240,7 @@ class TextClient:
                     groups.append(make_requests(token_ids, complete, self.info, **options))
                 self.client.verify(groups[-1])
             states = [
-                RequestState(group[index // per_request], self.tokenizer, index, arrival)
+                RequestState(group[index // per_request], self.tokenizer, index, arrival, rules)
                 for group in groups
                 for index in range(num_answers)
             ]
@@ -249,14 +251,15 @@ class TextClient:
         requests, states = await in_time(off_loop(size, prepare), "its prompts were checked")
         stream = self.client.submit(requests, arrival, deadline())
         generation = Generation(stream, states, num_answers, self.observer, num_returned, per_request)
+        generation.by_token = bool(params.stop) and not rules.finds_stops
         if meter is not None:
             meter(num_tokens)
             generation.meter = meter
         return generation
 
 
-def _parts(place: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
-    return ((place, part) for part in delta.parts())
+def _parts(place: int, delta: Delta, by_token: bool) -> Iterator[tuple[int, Delta]]:
+    return ((place, part) for part in delta.parts(by_token))
 
 
 class Generation:
@@ -286,6 +289,8 @@ class Generation:
         self._deltas: list[tuple[int, Delta]] = []
         self._unread: Iterator[tuple[tuple[int, Delta] | None, ...]] = iter(())
         self._num_read = 0
+        # Whether each delta has one token at most, so that a reader ends an answer alike however many came at once.
+        self.by_token = False
         # Called with the number of tokens that came, where the caller has a limit.
         self.meter: Callable[[int], None] | None = None
 
@@ -311,7 +316,8 @@ class Generation:
             if self.meter is not None:
                 self.meter(sum(len(delta.token_ids) for _, delta in deltas))
             self._deltas = self._places(deltas)
-            self._unread = itertools.zip_longest(*(_parts(place, delta) for place, delta in self._deltas))
+            pieces = (_parts(place, delta, self.by_token) for place, delta in self._deltas)
+            self._unread = itertools.zip_longest(*pieces)
             pairs = next(self._unread, ())
         for place, delta in filter(None, pairs):
             self._num_read += len(delta.token_ids)
@@ -342,12 +348,14 @@ class Generation:
             return deltas
         return [(i * num + place, part) for i, delta in deltas for place, part in enumerate(parts_of(delta, num))]
 
-    def end(self, place: int) -> None:
-        """End one answer now, because its reader needs no more of it."""
+    def end(self, place: int, stop_reason: str | None = None) -> None:
+        """End one answer now, because its reader needs no more of it, or has found a stop string."""
         state = self.states[place]
         if state.finish is not None:
+            if stop_reason is not None:
+                state.finish = Finish("stop", stop_reason=stop_reason)
             return
-        state.finish = Finish("stop")
+        state.finish = Finish("stop", stop_reason=stop_reason)
         state.metrics.finished_time = state.metrics.last_token_time
         self._stream.abort(place // self._per_request)
         if self._observer is not None:

@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import BeamResult, Finish, Request, StepOutput, TokenLogprob
-from headrace.text.tokenizer import DetokenizeStream, Tokenizer
+from headrace.text.tokenizer import DetokenizeStream, TextRules, Tokenizer
 
 PART_TOKENS = 256
 """Tokens that become text at a time, where a slow reader finds many."""
@@ -60,10 +60,10 @@ class Delta(msgspec.Struct):
         self.beams = self.beams or later.beams
         self.pooled = self.pooled or later.pooled
 
-    def parts(self) -> Iterator[Delta]:
-        """Yield this delta cut into deltas of one token each, if it has log-probabilities, else of `PART_TOKENS`; for a
-        search, this delta alone."""
-        size, num = 1 if self.logprobs else PART_TOKENS, len(self.token_ids)
+    def parts(self, by_token: bool = False) -> Iterator[Delta]:
+        """Yield this delta cut into deltas of one token each, `by_token` or if it has log-probabilities, else of
+        `PART_TOKENS`; for a search, this delta alone."""
+        size, num = 1 if self.logprobs or by_token else PART_TOKENS, len(self.token_ids)
         if num <= size or self.beams is not None:
             yield self
             return
@@ -186,10 +186,16 @@ class RequestState:
         tokenizer: None for an engine without one; there is no text then, nor with `SamplingParams.detokenize` off.
         index: place among the answers to one prompt.
         arrival_time: monotonic seconds; None: now.
+        rules: what the reader of the text does itself.
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer | None, index: int = 0, arrival_time: float | None = None
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        index: int = 0,
+        arrival_time: float | None = None,
+        rules: TextRules = TextRules(),
     ) -> None:
         params = request.params
         self.request = request
@@ -209,7 +215,7 @@ class RequestState:
         self.only_prompt = False
         self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
         self._stream = (
-            DetokenizeStream(tokenizer, params, request.prompt_token_ids)
+            DetokenizeStream(tokenizer, params, request.prompt_token_ids, rules)
             if tokenizer is not None and params.detokenize
             else None
         )
@@ -328,15 +334,17 @@ def best(states: Sequence[RequestState], n: int) -> list[RequestState]:
 
 
 class Content(msgspec.Struct, frozen=True):
-    """More of the text for the user."""
+    """More of the text for the user. `gap`: what parts it from the text before, where an API has one text for all."""
 
     text: str
+    gap: str = ""
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """More of the reasoning before the answer."""
+    """More of the reasoning, with its `gap`."""
 
     text: str
+    gap: str = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -357,9 +365,9 @@ MessagePart = Content | Reasoning | ToolCall
 class MessageParser(Protocol):
     """Splits the text of one answer into parts."""
 
-    def feed(self, text: str, final: bool) -> list[MessagePart]:
+    def feed(self, text: str, final: bool, cut: bool = False) -> list[MessagePart]:
         """Return the parts that are certain now and were not before. `final`: the text ends here, so nothing is held
-        back.
+        back. `cut`: a limit has ended it, not the model.
 
         Never raises for a model's text: all that is neither reasoning nor a well-formed call is content.
         """
@@ -376,7 +384,7 @@ class ContentParser:
 
     ended = False
 
-    def feed(self, text: str, final: bool) -> list[MessagePart]:
+    def feed(self, text: str, final: bool, cut: bool = False) -> list[MessagePart]:
         return [Content(text)] if text else []
 
 
@@ -391,9 +399,9 @@ class MessageBuilder:
     def add(self, part: MessagePart) -> None:
         """Add the next part; those of one call come one after the other."""
         if isinstance(part, Content):
-            self.content += part.text
+            self.content += part.gap + part.text
         elif isinstance(part, Reasoning):
-            self.reasoning += part.text
+            self.reasoning += part.gap + part.text
         elif part.name is not None:
             self.calls.append({"id": part.id, "name": part.name, "arguments": part.arguments})
         else:

@@ -1,36 +1,80 @@
-"""Splits off the reasoning that a model writes before its answer, between the marks of its chat template.
+"""The table of the ways in which models mark their reasoning, and the grammar of the reasoning before an answer.
 
-Some templates open the reasoning themselves, at the end of the prompt. White space next to the marks belongs to them.
-Names of the styles are vLLM's. Knows no tokens; called by `serve.call.dialect`.
+`tools.parser` reads it. Some templates open the reasoning themselves, at the end of the prompt. Names of the styles are
+vLLM's. Knows no tokens; called by `serve.call.dialect`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from headrace.text import parser_names
-from headrace.text.outputs import MessageParser, MessagePart, Reasoning
-from headrace.text.tools.reader import Reader, Reading
+
+
+class Headers(NamedTuple):
+    """How a family of models writes an answer as several messages, each with a header that says what it is: `marks`
+    begin one or stand in it, and `begins` is the first of a message; `body` ends it. `ends` stand after a message.
+    `channel` comes before the name of a channel, if there are channels."""
+
+    begins: str
+    body: str
+    ends: tuple[str, ...]
+    channel: str = ""
+    constraint: str = ""
+    """What may come before the form of the message's text."""
+    calls: str = ""
+    """What comes before the name of a tool to which a message is sent: the message is its call's arguments."""
+    last: tuple[str, ...] = ()
+    """Those of `ends` that end the answer."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.begins, self.channel, self.body)))
+
+    def special_texts(self) -> tuple[str, ...]:
+        """Return the texts that may be special tokens."""
+        return tuple(filter(None, (*self.marks, *self.ends, self.constraint)))
 
 
 class Style(NamedTuple):
     """How a family of models marks its reasoning.
 
     `begins_inside`: if the prompt ends with no mark, the answer begins as reasoning, without a mark. `answer`: marks
-    around the answer, which belong to neither.
+    around the answer, which belong to neither. `headers`: of families that write messages.
     """
 
     openings: tuple[str, ...]
     closings: tuple[str, ...]
     begins_inside: bool = False
     answer: tuple[str, ...] = ()
+    headers: Headers | None = None
+    before_content: str = ""
+    """What the model writes before an answer that is no call."""
+    between: str = ""
+    """What the model writes after the end of the reasoning and before the rest of the answer."""
+
+    def special_texts(self) -> tuple[str, ...]:
+        """Return the texts that may be special tokens."""
+        if self.headers is not None:
+            return self.headers.special_texts()
+        return self.openings + self.closings + self.answer
 
 
+NO_STYLE = Style((), ())
 THINK = ("<think>", "</think>")
 """The marks of reasoning, unless a model is known to have others."""
 _THINK = Style(THINK[:1], THINK[1:])
+HARMONY = Headers(
+    "<|start|>",
+    "<|message|>",
+    ("<|end|>", "<|call|>", "<|return|>"),
+    channel="<|channel|>",
+    constraint="<|constrain|>",
+    calls="functions.",
+    last=("<|call|>", "<|return|>"),
+)
+MUSE = Headers("<|start|>", "<|message|>", ("<|eom|>", "<|eot|>"), last=("<|eot|>",))
 STYLES: dict[str, Style] = {
     "qwen3": _THINK,
     "deepseek_r1": Style(*_THINK[:2], begins_inside=True),
@@ -43,14 +87,49 @@ STYLES: dict[str, Style] = {
     "command_r7b": Style(
         ("<|START_THINKING|>",), ("<|END_THINKING|>",), answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
     ),
+    # Hunyuan.
+    "hunyuan_a13b": Style(*_THINK[:2], answer=("<answer>", "</answer>")),
+    # ERNIE 4.5.
+    "ernie45": Style(*_THINK[:2], answer=("<response>", "</response>")),
+    # Hy 3, whose marks have a suffix.
+    "hy_v3": Style(("<think:opensource>",), ("</think:opensource>",)),
+    "seed_oss": Style(("<seed:think>",), ("</seed:think>",)),
+    "minimax_m3": Style(("<mm:think>",), ("</mm:think>",)),
+    "apertus": Style(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
+    # gpt-oss: messages of the channels analysis, commentary and final.
+    "openai_gptoss": Style(
+        ("<|channel|>analysis<|message|>",),
+        ("<|end|>",),
+        headers=HARMONY,
+        before_content="<|channel|>final<|message|>",
+        between="<|start|>assistant",
+    ),
+    # Muse Glimmer: messages to itself, to the user and to tools.
+    "muse_glimmer": Style(
+        (" to=self<|message|>",),
+        ("<|eom|>",),
+        headers=MUSE,
+        before_content=" to=user<|message|>",
+        between="<|start|>assistant",
+    ),
 }
-# The text in a chat template that shows its style; the first row whose text is there decides.
-_SIGNS = (
-    ("[THINK]", "mistral"),
-    ("<|channel>thought", "gemma4"),
-    ("<|START_THINKING|>", "command_r7b"),
-    ("Here is my thought process:", "granite"),
-    ("</think>", "qwen3"),
+# The texts in a chat template that show its style; the first row whose texts are all there decides.
+_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>analysis<|message|>",), "openai_gptoss"),
+    ((" to=self<|message|>",), "muse_glimmer"),
+    (("[THINK]",), "mistral"),
+    (("<|channel>thought",), "gemma4"),
+    (("<|START_THINKING|>",), "command_r7b"),
+    (("Here is my thought process:",), "granite"),
+    (("seed:think>",), "seed_oss"),
+    (("mm:think>",), "minimax_m3"),
+    (("<think{}>'.format(", ":opensource"), "hy_v3"),
+    (("<think:opensource>",), "hy_v3"),
+    (("<|inner_prefix|>",), "apertus"),
+    (("<minimax:tool_call>",), "qwen3"),
+    (("</think>", "</response>"), "ernie45"),
+    (("</think>", "</answer>"), "hunyuan_a13b"),
+    (("</think>",), "qwen3"),
 )
 
 
@@ -62,18 +141,18 @@ def style_name(name: str) -> str:
 def detect(templates: Iterable[str]) -> str | None:
     """Return the key of the style that chat templates show, or None."""
     text = "\n".join(templates)
-    return next((name for sign, name in _SIGNS if sign in text), None)
+    return next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
 
 
 def marks(name: str) -> tuple[str, ...]:
     """Return the marks of a style, which may be special tokens."""
-    return STYLES[name].openings + STYLES[name].closings + STYLES[name].answer
+    return STYLES[name].special_texts()
 
 
-def begins_inside(name: str, prompt: str) -> bool:
+def begins_inside(style: Style, prompt: str) -> bool:
     """Whether the answer to `prompt`, as the template rendered it, begins inside the reasoning."""
-    style, end = STYLES[name], prompt.rstrip()
-    if end.endswith(style.openings):
+    end = prompt.rstrip()
+    if style.openings and end.endswith(style.openings):
         return True
     return style.begins_inside and not end.endswith(style.closings)
 
@@ -84,92 +163,21 @@ def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, An
     `token_ids`: those of the marks that are special tokens.
     """
     style = STYLES[name]
-
-    def mark(text: str) -> dict[str, Any]:
-        if text in token_ids:
-            return {"type": "token", "token_id": token_ids[text]}
-        return {"type": "const_string", "value": text}
-
-    space = {"type": "regex", "pattern": "[ \\t\\r\\n]{0,4}"}
-    rest = [{"type": "any_text"}, mark(style.closings[0]), space]
-    if begins_inside(name, prompt):
+    spaces = [] if style.headers is not None else [{"type": "regex", "pattern": "[ \\t\\r\\n]{0,4}"}]
+    rest = [{"type": "any_text"}, *spelled(style.closings[0] + style.between, token_ids), *spaces]
+    if begins_inside(style, prompt):
         return {"type": "sequence", "elements": rest}
     if prompt.rstrip().endswith(style.closings):
         return None
-    thought = {"type": "sequence", "elements": [mark(style.openings[0]), *rest]}
+    thought = {"type": "sequence", "elements": [*spelled(style.openings[0], token_ids), *rest]}
     return {"type": "optional", "content": thought}
 
 
-class ReasoningParser:
-    """A `MessageParser` (see `outputs`) that passes the text after the reasoning to `inner`.
-
-    Only an answer's beginning can be reasoning. Reasoning that never ends leaves no content.
-    """
-
-    def __init__(self, name: str, inside: bool, inner: MessageParser) -> None:
-        self._style = STYLES[name]
-        self._inside = inside
-        self._inner = inner
-        self._text = Reader()
-        self._closing = re.compile("|".join(map(re.escape, self._style.closings)))
-        self._answer_mark = re.compile("|".join(map(re.escape, self._style.answer)) or r"(?!)")
-        self._out: list[MessagePart] = []
-        self._run = self._read()
-
-    @property
-    def ended(self) -> bool:
-        return self._inner.ended
-
-    def feed(self, text: str, final: bool) -> list[MessagePart]:
-        self._text.push(text, final, self._text.position)
-        next(self._run, None)
-        out, self._out = self._out, []
-        return out
-
-    def _read(self) -> Reading[None]:
-        if (yield from self._opened()):
-            yield from self._reasoning()
-        yield from self._answer()
-
-    def _opened(self) -> Reading[bool]:
-        text = self._text
-        with text.kept():
-            start = text.position
-            yield from text.space()
-            for opening in self._style.openings:
-                if (yield from text.take(opening)):
-                    return True
-            if not self._inside:
-                text.rewind(start)
-        return self._inside
-
-    def _reasoning(self) -> Reading[None]:
-        text = self._text
-        yield from text.space()
-        while True:
-            match = self._closing.search(text.text, text.at)
-            end = match.start() if match else text.open_end(self._style.closings)
-            space = text.before_space(end)
-            piece = text.text[text.at : space if match or not text.final else end]
-            if piece:
-                self._out.append(Reasoning(piece))
-            if match:
-                text.at = match.end()
-                yield from text.space()
-                return
-            text.at += len(piece)
-            if text.final:
-                return
-            yield
-
-    def _answer(self) -> Reading[None]:
-        text = self._text
-        while True:
-            match = self._answer_mark.search(text.text, text.at)
-            end = match.start() if match else text.open_end(self._style.answer)
-            piece, text.at = text.text[text.at : end], match.end() if match else end
-            self._out += self._inner.feed(piece, text.final and match is None)
-            if match is None:
-                if text.final:
-                    return
-                yield
+def spelled(text: str, token_ids: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return `text` as parts of `grammar.tags`, with the special tokens in it."""
+    found = min(((at, mark) for mark in token_ids if (at := text.find(mark)) >= 0), default=None)
+    if found is None:
+        return [{"type": "const_string", "value": text}] if text else []
+    at, mark = found
+    token = {"type": "token", "token_id": token_ids[mark]}
+    return [*spelled(text[:at], token_ids), token, *spelled(text[at + len(mark) :], token_ids)]

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, processors
 
@@ -22,6 +22,7 @@ from headrace import hub
 from headrace.protocol.errors import CheckpointError, NativeCallError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
+from headrace.text.stops import StopFinder
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer_files import TokenizerFile
 
@@ -253,6 +254,15 @@ class Tokenizer:
         )
 
 
+class TextRules(NamedTuple):
+    """What the reader of a text does itself. `kept_ids`: the special tokens that it takes out, which alone are left in
+    the text, whatever the parameters say; None: the parameters decide. `finds_stops`: whether stop strings are looked
+    for in all of the text; otherwise the reader does."""
+
+    kept_ids: frozenset[int] | None = None
+    finds_stops: bool = True
+
+
 class DetokenizeStream:
     """One sequence's text, in pieces that are final when they are returned.
 
@@ -265,20 +275,30 @@ class DetokenizeStream:
     later tokens are no longer text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
-        self.stop_reason: str | None = None
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        rules: TextRules = TextRules(),
+    ) -> None:
         self.num_tokens = 0
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._reader = TokenBytes(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
+        skip = params.skip_special_tokens or rules.kept_ids is not None
+        self._reader = TokenBytes(tokenizer, skip, params.spaces_between_special_tokens, rules.kept_ids)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = [_Stop(stop) for stop in (params.stop or ())]
-        self._withheld = ""
+        self._stops = StopFinder((params.stop or ()) if rules.finds_stops else (), self._include)
         self._ended = False
         # A character is four bytes at most, so that only the last four tokens can leave one open.
         for token_id in prompt_token_ids[-4:]:
             self._utf8.decode(self._reader.read(token_id))
         self._reader.first = self._reader.first and not prompt_token_ids
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._stops.reason
 
     def push(self, token_ids: Sequence[int], final: bool = False, stopped: bool = False) -> str:
         """Return the text that is certain now and was not before. `final`: no more tokens come, nothing is held back.
@@ -297,77 +317,23 @@ class DetokenizeStream:
             self.num_tokens += 1
             text = self._utf8.decode(self._reader.read(token_id))
             if text:
-                pieces.append(self._scan(text))
+                pieces.append(self._stops.push(text, self.num_tokens <= self._min_tokens))
         if final:
             self._ended = True
             if self.stop_reason is None:
-                pieces.append(self._scan(self._utf8.decode(b"", True)))
-                pieces.append(self._withheld)
-                self._withheld = ""
+                pieces.append(self._stops.push(self._utf8.decode(b"", True), self.num_tokens <= self._min_tokens))
+                pieces.append(self._stops.flush())
         return "".join(pieces)
-
-    def _scan(self, text: str) -> str:
-        if not self._stops or not text or self.stop_reason is not None:
-            return text if self.stop_reason is None else ""
-        match: tuple[int, int, str] | None = None
-        exempt = self.num_tokens <= self._min_tokens
-        for stop in self._stops:
-            end = stop.find(text, exempt)
-            if end >= 0 and (match is None or (end, -len(stop.text)) < match[:2]):
-                match = (end, -len(stop.text), stop.text)
-        if match:
-            end, _, self.stop_reason = match
-            whole = self._withheld + text[:end]
-            self._withheld = ""
-            return whole if self._include else whole[: len(whole) - len(self.stop_reason)]
-        whole = self._withheld + text
-        # Text before a stop string is certain; if the output includes the stop string, so is that.
-        hold = 0 if self._include else max(stop.num_matched for stop in self._stops)
-        self._withheld = whole[len(whole) - hold :]
-        return whole[: len(whole) - hold]
-
-
-class _Stop:
-    """Finds one stop string in a text that comes in pieces (Knuth, Morris, Pratt 1977), in linear time."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.num_matched = 0
-        # borders[i]: length of the longest proper head of text[:i + 1] that is also its tail.
-        self._borders = [0] * len(text)
-        length = 0
-        for i in range(1, len(text)):
-            while length and text[i] != text[length]:
-                length = self._borders[length - 1]
-            length += text[i] == text[length]
-            self._borders[i] = length
-
-    def find(self, text: str, exempt: bool) -> int:
-        """Return where in `text`, which continues earlier ones, the stop string ends; -1 if it does not.
-
-        Matches that end in an `exempt` text do not count.
-        """
-        stop, borders, state = self.text, self._borders, self.num_matched
-        if not state and stop[0] not in text:
-            return -1
-        for i, letter in enumerate(text):
-            while state and stop[state] != letter:
-                state = borders[state - 1]
-            if stop[state] == letter:
-                state += 1
-                if state == len(stop):
-                    if not exempt:
-                        return i + 1
-                    state = borders[-1]
-        self.num_matched = state
-        return -1
 
 
 class TokenBytes:
     """Turns a sequence's tokens into bytes, one by one, and keeps the state that a token's bytes depend on."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, spaces_between: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool, spaces_between: bool, kept_ids: frozenset[int] | None = None
+    ) -> None:
         self.first = True
+        self._kept_ids = kept_ids or frozenset()
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         # As in vLLM, this has an effect only where special tokens are shown.
@@ -376,7 +342,7 @@ class TokenBytes:
 
     def read(self, token_id: int) -> bytes:
         tokenizer = self._tokenizer
-        if self._skip_special and tokenizer.is_special(token_id):
+        if self._skip_special and tokenizer.is_special(token_id) and token_id not in self._kept_ids:
             return b""
         if not self._spaces_between:
             added = tokenizer.added_token(token_id)

@@ -22,6 +22,8 @@ Render = Callable[[dict[str, Any]], str | None]
 NAME = "find_place"
 ARGUMENTS: dict[str, Any] = {"place": "Xanadu", "count": 7}
 """The call in the conversations."""
+CALL_ID = "123456789"
+"""Its id. Mistral's templates take only ids of nine letters or digits."""
 MAX_CALL = 2**14
 """Characters, at most, of what is kept of a turn."""
 TOOL: dict[str, Any] = {
@@ -98,8 +100,8 @@ def find(render: Render) -> Traits:
     return traits
 
 
-def call(text_arguments: bool, call_id: str = "123456789", place: str = ARGUMENTS["place"]) -> dict[str, Any]:
-    """Return the call in the conversations. Mistral's templates take only ids of nine letters or digits."""
+def call(text_arguments: bool, call_id: str = CALL_ID, place: str = ARGUMENTS["place"]) -> dict[str, Any]:
+    """Return the call in the conversations."""
     arguments = ARGUMENTS | {"place": place}
     function = {"name": NAME, "arguments": json.dumps(arguments) if text_arguments else arguments}
     return {"id": call_id, "type": "function", "function": function}

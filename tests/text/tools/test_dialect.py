@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.support.reading import tool_parser
 from tests.support.server import write_tokenizer
 from tests.text.test_chat_templates import SPECIAL, sources
 
@@ -17,8 +18,10 @@ from headrace.text.bounded import BoundedProcess
 from headrace.text.outputs import MessageBuilder
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools import calls
+from headrace.text.tools import formats
+from headrace.text.tools.calls import new_parser
 from headrace.text.tools.choice import ToolUse
+from headrace.text.tools.parser import AnswerForm
 
 # All templates of the data that name a format, as (format, style of reasoning); the others have neither.
 FOUND = {
@@ -124,7 +127,7 @@ def test_K17_what_a_template_writes_for_calls_is_read_back(name: str) -> None:
     tools = Dialect.of(template).tools
     assert tools is not None
     message = MessageBuilder()
-    for part in calls.new_parser(tools, {}).feed(text, True):
+    for part in tool_parser(tools).feed(text, True):
         message.add(part)
     assert [(call["name"], json.loads(call["arguments"])) for call in message.calls] == [("f", NESTED), ("g", {})]
 
@@ -172,11 +175,11 @@ def test_marks_that_are_special_tokens_are_asked_for(tmp_path: Path) -> None:
         ToolUse.of([{"type": "function", "function": {"name": "f"}}], None, True),
         ToolUse.of(None, None, True),
     )
-    assert not plain.needs_marks(use)
+    assert not plain.marks(use)
     special = plain._replace(token_ids={"[TOOL_CALLS]": 7})
-    assert special.needs_marks(use)
-    assert not special.needs_marks(no_use)
-    assert plain._replace(token_ids={"[/THINK]": 7}).needs_marks(no_use)
+    assert special.marks(use)
+    assert not special.marks(no_use)
+    assert plain._replace(token_ids={"[/THINK]": 7}).marks(no_use)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_marks_that_are_special_tokens_are_asked_for(tmp_path: Path) -> None:
     ],
 )
 def test_where_an_answer_begins(style: str, prompt: str, inside: bool) -> None:
-    assert reasoning.begins_inside(style, prompt) == inside
+    assert reasoning.begins_inside(reasoning.STYLES[style], prompt) == inside
     before = reasoning.prefix(style, prompt, {})
     assert (before is None) == prompt.rstrip().endswith("</think>")
 
@@ -199,6 +202,6 @@ def test_where_an_answer_begins(style: str, prompt: str, inside: bool) -> None:
 def test_ids_of_calls() -> None:
     """Fresh ones; Mistral's templates take nine letters or digits and nothing else."""
     for name, text in (("hermes", '<tool_call>{"name": "f"}</tool_call>'), ("mistral", "[TOOL_CALLS]f[ARGS]{}")):
-        made = {calls.new_parser(name, {}).feed(text, True)[0].id for _ in range(50)}  # type: ignore[union-attr]
+        made = {new_parser(AnswerForm(formats.FORMATS[name])).feed(text, True)[0].id for _ in range(50)}  # type: ignore[union-attr]
         assert len(made) == 50
         assert all((len(one) == 9 and one.isalnum()) == (name == "mistral") for one in made)

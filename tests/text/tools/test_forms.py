@@ -13,15 +13,14 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tests.support.reading import read, splits, tool_parser
+from tests.support.reading import read, splits, thought_parser, tool_parser
 
 from headrace.grammar.compile import build_matcher, compile_grammar
 from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.dialect import Dialect
-from headrace.text.outputs import ContentParser
-from headrace.text.reasoning import STYLES, ReasoningParser
+from headrace.text.reasoning import STYLES
 from headrace.text.tools import formats
 from headrace.text.tools.choice import ToolUse
 
@@ -56,8 +55,19 @@ ENDS = {
     "qwen3_coder": b"\n</parameter>\n",
     "muse_glimmer": b"</atem:parameter>\n",
     "gemma4": b'<|"|>',
+    "minimax_m2": b"</parameter>\n",
+    "minimax_m3": b"]<]minimax[>[</text>",
+    "seed_oss": b"</parameter>\n",
+    "deepseek_v32": "</｜DSML｜parameter>\n".encode(),
+    "deepseek_v4": "</｜DSML｜parameter>\n".encode(),
+    "hy_v3": b"</arg_value:opensource>\n",
+    "hy_v3_plain": b"</arg_value>\n",
 }
 """Of free text, in which nearly all is allowed, so that its end would not come by chance."""
+
+
+OPENS = "<|start|>assistant"
+"""The end of a prompt, for answers that are messages."""
 
 
 def walk(constraint: StructuredOutputs, seed: int, end: bytes = b"", enough: int = 3000) -> str:
@@ -99,7 +109,9 @@ def held(name: str, use: ToolUse, template: str = "", token_ids: Mapping[str, in
 def test_what_the_grammar_lets_through_is_calls(name: str, other: bool) -> None:
     for choice, parallel in (("required", True), ("required", False), ("measure", True)):
         named = {"type": "function", "function": {"name": choice}}
-        use = ToolUse.of(TOOLS, choice if choice == "required" else named, parallel)
+        # A message to a tool is the last of an answer.
+        is_message = formats.FORMATS[name].headers is not None
+        use = ToolUse.of(TOOLS, choice if choice == "required" else named, parallel and not is_message)
         marks = formats.FORMATS[name].special_texts()
         constraint = held(
             name, use, TEMPLATES.get(name, "") if other else "", {m: i for m, i in IDS.items() if m in marks}
@@ -107,7 +119,7 @@ def test_what_the_grammar_lets_through_is_calls(name: str, other: bool) -> None:
         most = 0
         for seed in range(8):
             text = walk(constraint, seed, ENDS.get(name, b""))
-            content, _, calls = read(tool_parser(name, use.schemas, enforced=True), [text])
+            content, _, calls = read(tool_parser(name, use.schemas, enforced=True, prompt=OPENS), [text])
             assert content.strip() == "", text
             assert calls, text
             for tool, arguments in calls:
@@ -116,7 +128,7 @@ def test_what_the_grammar_lets_through_is_calls(name: str, other: bool) -> None:
             assert len(calls) == 1 or use.parallel
             if seed < 2:
                 for pieces in splits(text, longest=60):
-                    assert read(tool_parser(name, use.schemas, enforced=True), pieces)[2] == calls
+                    assert read(tool_parser(name, use.schemas, enforced=True, prompt=OPENS), pieces)[2] == calls
         assert most > 1 or not use.parallel
 
 
@@ -151,7 +163,7 @@ def test_the_walk_sees_a_grammar_of_another_format() -> None:
     assert read(tool_parser("mistral", use.schemas, enforced=True), [text])[2] == []
 
 
-@pytest.mark.parametrize("style", sorted(STYLES))
+@pytest.mark.parametrize("style", sorted(name for name, style in STYLES.items() if style.headers is None))
 def test_reasoning_comes_before_whatever_form(style: str) -> None:
     opening, closing = STYLES[style].openings[0], STYLES[style].closings[0]
     special = {mark: IDS[mark] for mark in (opening, closing) if mark in IDS}
@@ -167,7 +179,7 @@ def test_reasoning_comes_before_whatever_form(style: str) -> None:
         for written, allowed in ((f'hm{closing}\n\n{{"a": true}}', inside), ('{"a": true}', not inside)):
             assert follows(constraint, written, special) == allowed
             if allowed:
-                content, reasoning, _ = read(ReasoningParser(style, inside, ContentParser()), [written])
+                content, reasoning, _ = read(thought_parser(style, inside), [written])
                 assert (json.loads(content), reasoning) == ({"a": True}, "hm" if inside else "")
     undecided, _ = dialect.constraint(none, "x", closed)
     assert undecided is not None
@@ -175,6 +187,22 @@ def test_reasoning_comes_before_whatever_form(style: str) -> None:
         assert follows(undecided, '{"a": true}', special)
         assert follows(undecided, f'{opening}hm{closing}{{"a": true}}', special)
     assert not follows(undecided, f'{opening}hm{closing}"a"', special)
+
+
+@pytest.mark.parametrize("style", sorted(name for name, style in STYLES.items() if style.headers is not None))
+def test_a_form_holds_for_the_last_of_several_messages(style: str) -> None:
+    marks = STYLES[style]
+    none = ToolUse.of(None, None, True)
+    form = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+    constraint, _ = Dialect(None, style).constraint(none, OPENS, form)
+    assert constraint is not None
+    thought, answer = f"{marks.openings[0]}hm{marks.closings[0]}{OPENS}", f'{marks.before_content}{{"a": true}}'
+    for written in (answer, thought + answer):
+        assert follows(constraint, written, {})
+        content, reasoning, _ = read(thought_parser(style, False, prompt=OPENS), [written])
+        assert (json.loads(content), reasoning) == ({"a": True}, "hm" if written != answer else "")
+    assert not follows(constraint, thought + '{"a": true}', {})
+    assert not follows(constraint, f"{marks.before_content}1", {})
 
 
 def follows(constraint: StructuredOutputs, text: str, special: Mapping[str, int]) -> bool:
@@ -225,7 +253,7 @@ def test_a_format_that_is_none_is_refused_naming_the_place(part: Any, field: str
 
 CUSTOM = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: ("go" | "\\"" /[0-9]\\n/)'}}
 CUSTOMS = [{"type": "custom", "custom": {"name": "patch", "format": CUSTOM}}, *TOOLS]
-TAGGED = {name for name, each in formats.FORMATS.items() if each.layouts[0].body in ("tagged", "bare")}
+TAGGED = {name for name, each in formats.FORMATS.items() if each.layouts[0].body in ("tagged", "xml", "bare")}
 
 
 @pytest.mark.parametrize("name", sorted(set(formats.FORMATS) - TAGGED))
@@ -235,7 +263,8 @@ def test_the_text_of_a_custom_tool_follows_its_grammar(name: str) -> None:
     constraint = held(name, use, token_ids={m: i for m, i in IDS.items() if m in marks})
     inputs = set()
     for seed in range(8):
-        (call,) = read(tool_parser(name, use.schemas, enforced=True), [walk(constraint, seed)])[2]
+        parser = tool_parser(name, use.schemas, enforced=True, prompt=OPENS)
+        (call,) = read(parser, [walk(constraint, seed)])[2]
         inputs.add(json.loads(call[1])["input"])
     assert all(re.fullmatch(r'go|"[0-9]\n', text) for text in inputs)
     assert len(inputs) > 1

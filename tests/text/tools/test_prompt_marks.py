@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.reading import tool_parser
 
 from headrace.text.outputs import MessageBuilder
-from headrace.text.tools.calls import new_parser
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
@@ -22,7 +22,7 @@ from headrace.text.tools.calls import new_parser
 def test_K17_the_prompt_may_end_with_the_first_mark(
     step: int, prompt: str, answer: str, content: str, expected: list[tuple[str, str]]
 ) -> None:
-    message, parser = MessageBuilder(), new_parser("functionary_v32", {}, prompt=prompt)
+    message, parser = MessageBuilder(), tool_parser("functionary_v32", prompt=prompt)
     for start in range(0, len(answer), step):
         for part in parser.feed(answer[start : start + step], start + step >= len(answer)):
             message.add(part)

@@ -24,6 +24,7 @@ from headrace.serve.call.schema import StreamOptions
 from headrace.text.inputs import new_request_id
 from headrace.text.messages import ChatMessage, read_messages
 from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
+from headrace.text.stopped_parser import StoppedParser
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.choice import ToolUse
 
@@ -91,7 +92,8 @@ class TextCall(Call, kw_only=True):
 class ChatCall(Call, kw_only=True):
     """A conversation to be gone on with. `chat_template` is a Jinja source in place of the model's template, and
     `template_variables` are further variables of it. `add_generation_prompt` None: unless the final message is
-    continued. `echo`: the reply repeats the last message before the answer, if that is the assistant's."""
+    continued. `echo`: the reply repeats the last message before the answer, if that is the assistant's.
+    `stop_in_reasoning`: stop strings end the answer wherever they stand, not in its content alone."""
 
     messages: list[ChatMessage]
     tools: ToolUse = msgspec.field(default_factory=lambda: ToolUse.of(None, None, True))
@@ -102,6 +104,7 @@ class ChatCall(Call, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     echo: bool = False
+    stop_in_reasoning: bool = False
 
     @property
     def echoed(self) -> str:
@@ -123,6 +126,7 @@ def chat_of(request: Any, **fields: Any) -> ChatCall:
         template_variables=request.chat_template_kwargs or {},
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
+        stop_in_reasoning=bool(getattr(request, "stop_in_reasoning", None)),
     )
 
 
@@ -190,14 +194,17 @@ class Answer:
 
     def _take(self, place: int, text: str) -> list[MessagePart]:
         """Add an answer's next text; return its new parts."""
-        parser = self._parsers[place]
-        parts = parser.feed(text, self.generation.states[place].finish is not None)
+        parser, state = self._parsers[place], self.generation.states[place]
+        if isinstance(parser, StoppedParser):
+            parser.exempt = len(state.token_ids) <= state.request.params.min_tokens
+        finish = state.finish
+        parts = parser.feed(text, finish is not None, finish is not None and finish.reason == "length")
         if not self._include_reasoning:
             parts = [part for part in parts if not isinstance(part, Reasoning)]
         for part in parts:
             self._messages[place].add(part)
         if parser.ended:
-            self.generation.end(place)
+            self.generation.end(place, parser.stop_reason if isinstance(parser, StoppedParser) else None)
         return parts
 
     def message(self, place: int) -> MessageBuilder:

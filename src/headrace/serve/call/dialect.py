@@ -18,14 +18,15 @@ from headrace.protocol.constraints import KINDS, StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
-from headrace.text.outputs import ContentParser, MessageParser
+from headrace.text.outputs import MessageParser
 from headrace.text.parser_names import FOUND, NONE
-from headrace.text.reasoning import ReasoningParser
+from headrace.text.reasoning import Headers, Style
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import call_grammar, detection, formats
 from headrace.text.tools.calls import begins_in_prompt, new_parser
 from headrace.text.tools.choice import ToolUse
+from headrace.text.tools.parser import AnswerForm, Bounds
 from headrace.text.traits import Traits
 
 logger = logging.getLogger("headrace.server")
@@ -100,10 +101,17 @@ class Dialect(NamedTuple):
         """Whether the chat template uses a variable."""
         return _reads(self.template, name)
 
-    def needs_marks(self, use: ToolUse) -> bool:
-        """Whether a chat's answers must be read with their special tokens."""
-        form = self.format_for(use)
-        return any(mark in self.token_ids for mark in _marks(form, self.reasoning))
+    def marks(self, use: ToolUse) -> dict[str, int]:
+        """Return the special tokens that a chat's answers must be read with, and their ids."""
+        marks = _marks(self.format_for(use), self.reasoning)
+        return {mark: self.token_ids[mark] for mark in marks if mark in self.token_ids}
+
+    def ends(self, stop_token_ids: list[int] | None) -> dict[str, Any]:
+        """Return the parameters with which an answer ends at the marks that end the model's turn, beside the tokens of
+        a request."""
+        headers = self._headers
+        ends = [] if headers is None else [self.token_ids[end] for end in headers.last if end in self.token_ids]
+        return {"stop_token_ids": [*(stop_token_ids or ()), *ends]} if ends else {}
 
     def constraint(
         self, use: ToolUse, prompt: str, form: StructuredOutputs | None
@@ -124,6 +132,9 @@ class Dialect(NamedTuple):
         if constraint is None or self.reasoning is None:
             return constraint, enforced
         before = reasoning.prefix(self.reasoning, prompt, self.token_ids)
+        if part is None and (opening := self._before_content(prompt)):
+            elements = [*([] if before is None else [before]), *reasoning.spelled(opening, self.token_ids)]
+            before = {"type": "sequence", "elements": elements}
         if before is None:
             return constraint, enforced
         return msgspec.structs.replace(constraint, prefix=msgspec.json.encode(before).decode()), enforced
@@ -144,8 +155,13 @@ class Dialect(NamedTuple):
         if form.kind not in ("json", "json_object"):
             return None
         schema = json.loads(form.json) if isinstance(form.json, str) else {"type": "object"}
-        elements = [call_grammar.grammar(calls, required), {"type": "json_schema", "json_schema": schema}]
-        return {"type": "or", "elements": elements}
+        content = required.sequence(self._before_content(prompt), {"type": "json_schema", "json_schema": schema})
+        return {"type": "or", "elements": [call_grammar.grammar(calls, required), content]}
+
+    def _before_content(self, prompt: str) -> str:
+        """Return what the model writes before an answer that is no call."""
+        style = self._style
+        return style.before_content if style.headers and not prompt.endswith(style.headers.body) else ""
 
     def set_effort(self, call: ChatCall, effort: str, variables: dict[str, Any]) -> None:
         """Put a call's `reasoning_effort` into the chat template's variables. Raises `RequestError`."""
@@ -167,22 +183,26 @@ class Dialect(NamedTuple):
             raise RequestError("tool_choice", "auto", allowed)
         return self.tools or FALLBACK
 
+    @property
+    def _headers(self) -> Headers | None:
+        tools = None if self.tools is None else formats.FORMATS[self.tools].headers
+        return self._style.headers or tools
+
+    @property
+    def _style(self) -> Style:
+        return reasoning.NO_STYLE if self.reasoning is None else reasoning.STYLES[self.reasoning]
+
     def begins_inside(self, prompt: str) -> bool:
         """Whether an answer to `prompt` begins as reasoning."""
-        return self.reasoning is not None and reasoning.begins_inside(self.reasoning, prompt)
+        return reasoning.begins_inside(self._style, prompt)
 
     def parsers(self, use: ToolUse, prompt: str, enforced: bool) -> Callable[[], MessageParser]:
         """Makes the parser of each answer. `enforced`: a grammar sees to the form of all calls."""
-        form = self.format_for(use)
-        style, inside = self.reasoning, self.begins_inside(prompt)
-
-        def parser() -> MessageParser:
-            inner: MessageParser = ContentParser()
-            if form is not None:
-                inner = new_parser(form, use.schemas, enforced, single=not use.parallel, prompt=prompt)
-            return inner if style is None else ReasoningParser(style, inside, inner)
-
-        return parser
+        name = self.format_for(use)
+        calls = formats.NO_FORMAT if name is None else formats.FORMATS[name]
+        form = AnswerForm(calls, self._style, frozenset(self.marks(use)), use.schemas if name else {})
+        bounds = Bounds(enforced, not use.parallel, distinct=use.mode == "required")
+        return lambda: new_parser(form, bounds, prompt=prompt)
 
 
 def _marks(form: str | None, style: str | None) -> tuple[str, ...]:

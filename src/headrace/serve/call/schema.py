@@ -97,6 +97,8 @@ class ChatCompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+    # Stop strings end the answer in its reasoning and its calls too, not in its content alone.
+    stop_in_reasoning: bool | None = None
 
 
 class TokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):

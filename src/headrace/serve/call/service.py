@@ -31,10 +31,13 @@ from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import draw_seed
 from headrace.text.messages import ChatMessage
+from headrace.text.outputs import MessageParser
 from headrace.text.reasoning import STYLES
+from headrace.text.stopped_parser import StoppedParser
+from headrace.text.stops import StopFinder
 from headrace.text.string_bounds import bound_strings
 from headrace.text.templates import ChatTemplate, shared_process
-from headrace.text.tokenizer import Tokenizer
+from headrace.text.tokenizer import TextRules, Tokenizer
 from headrace.text.tools.choice import ToolUse
 
 logger = logging.getLogger("headrace.server")
@@ -172,10 +175,7 @@ class ServedModel:
                 # Every API of chats has this name for it.
                 raise RequestError("top_logprobs", call.logprobs, f"from 0 to {most} (--max-logprobs)")
             use = self._bound_arguments(call.tools)
-            special: dict[str, Any] = {}
-            if "skip_special_tokens" not in call.sampling and self.dialect.needs_marks(use):
-                special["skip_special_tokens"] = False
-            params = self._params(call, None, special)
+            params = self._params(call, None, self.dialect.ends(call.sampling.get("stop_token_ids")))
             self.front.check_room(1, params, call.beam)
             text = await self.render(call)
             constraint, enforced = self.dialect.constraint(use, text, params.structured_outputs)
@@ -191,13 +191,30 @@ class ServedModel:
             params = msgspec.structs.replace(params, structured_outputs=constraint)
             await (self._check_tools(call, params, text, is_loose) if enforced else self._check_form(call, params))
             new_parser = self.dialect.parsers(use, text, enforced)
+            rules, new_parser = self._reading(call, params, new_parser)
             _, token_ids = await self.front.prompt_ids(
                 text,
                 add_special_tokens=bool(call.add_special_tokens),
                 truncate_prompt_tokens=call.truncate_prompt_tokens,
             )
-            generation = await self._open([token_ids], params, call)
+            generation = await self._open([token_ids], params, call, rules)
         return Answer(generation, call, self.front.tokenizer, "chatcmpl", [text], new_parser, call.include_reasoning)
+
+    def _reading(
+        self, call: ChatCall, params: SamplingParams, new_parser: Callable[[], MessageParser]
+    ) -> tuple[TextRules, Callable[[], MessageParser]]:
+        """Return what a chat's parser does itself, and what makes it. It finds the stop strings, unless they are looked
+        for in all of the text: for a search, or if the request says so."""
+        marks = self.dialect.marks(call.tools)
+        kept_ids = frozenset(marks.values()) if marks or call.tools.mode != "none" else None
+        stops = params.stop if call.beam is None and not call.stop_in_reasoning else None
+        if not stops:
+            return TextRules(kept_ids), new_parser
+
+        def parser() -> MessageParser:
+            return StoppedParser(new_parser(), StopFinder(stops, params.include_stop_str_in_output))
+
+        return TextRules(kept_ids, finds_stops=False), parser
 
     async def chat_prompt(self, call: ChatCall) -> tuple[str, list[int]]:
         """Return what `chat` would give the model: the text and its token ids. Raises `RequestError`."""
@@ -315,7 +332,9 @@ class ServedModel:
             return use
         return use._replace(schemas={name: bound_strings(schema, most) for name, schema in use.schemas.items()})
 
-    async def _open(self, prompts: list[list[int]], params: SamplingParams, call: Call) -> Generation:
+    async def _open(
+        self, prompts: list[list[int]], params: SamplingParams, call: Call, rules: TextRules = TextRules()
+    ) -> Generation:
         max_tokens = call.sampling.get("max_tokens")
         longest = max(map(len, prompts))
         room = self.max_context - longest
@@ -335,6 +354,7 @@ class ServedModel:
             arrival_time=call.arrival_time,
             draw=self.draw,
             beam=call.beam,
+            rules=rules,
         )
 
     async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str, is_loose: bool) -> None:

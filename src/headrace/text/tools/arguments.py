@@ -36,8 +36,8 @@ _TYPES: tuple[tuple[type, str], ...] = (
 class Argument:
     """The parameter `key` of a tool whose parameters have the schema `parameters`.
 
-    `types`: the JSON types that it may have; None: the schema does not say. `takes_any_text`: whether every text is its
-    value, so that nothing else is.
+    `schema`: its own, behind references. `types`: the JSON types that it may have; None: the schema does not say.
+    `takes_any_text`: whether every text is its value, so that nothing else is.
     """
 
     def __init__(self, parameters: Mapping[str, Any], key: str) -> None:
@@ -45,11 +45,11 @@ class Argument:
         self._num_references = 0
         self.types: frozenset[str] | None = None
         self._texts: bool | None = None
-        self._schema: Any = True
+        self.schema: Any = True
         try:
-            self._schema = self._flat(self._parameter(parameters, key, 0))
-            self.types = self._types(self._schema, 0)
-            self._texts = self._takes_texts(self._schema, 0)
+            self.schema = self._flat(self._parameter(parameters, key, 0))
+            self.types = self._types(self.schema, 0)
+            self._texts = self._takes_texts(self.schema, 0)
         except (UndecidedError, UnsupportedError, TypeError, AttributeError):
             # A schema that is none, or that goes in circles, says nothing.
             pass
@@ -74,12 +74,12 @@ class Argument:
     def bare(self, closing: str) -> Mapping[str, Any] | None:
         """Return the schema to which a grammar holds the argument, which stands bare before `closing`; None if it
         stands there as JSON, with quotes around texts."""
-        keys = frozenset(self._schema) if isinstance(self._schema, dict) else frozenset()
+        keys = frozenset(self.schema) if isinstance(self.schema, dict) else frozenset()
         if self.takes_any_text or keys <= _NOTES:
             return {}
         if self.types != TEXT or not keys <= _NOTES | _HELD:
             return None
-        schema: dict[str, Any] = self._schema
+        schema: dict[str, Any] = self.schema
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is not None:
             fits = isinstance(values, list) and all(isinstance(each, str) and closing not in each for each in values)
@@ -97,7 +97,7 @@ class Argument:
         """Whether the schema allows `value`; where that is undecided, whether it allows the type."""
         self._num_references = 0
         try:
-            return holds(self._schema, value, self._seek)
+            return holds(self.schema, value, self._seek)
         except (UndecidedError, UnsupportedError):
             name = next(name for kind, name in _TYPES if isinstance(value, kind))
             return self.types is None or not self.types.isdisjoint({name, "number" if name == "integer" else name})

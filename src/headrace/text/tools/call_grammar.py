@@ -6,21 +6,28 @@ The parts are those of `headrace.grammar.tags`. What the grammar allows, `calls`
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headrace.protocol.errors import RequestError
+from headrace.text.reasoning import spelled
 from headrace.text.tools.arguments import Argument
 from headrace.text.tools.custom import INPUT
 from headrace.text.tools.formats import FORMATS, Layout
 from headrace.text.tools.parser import Schemas
+from headrace.text.tools.tree import ITEM
 
 FormatPart = dict[str, Any]
 """A part of a structural tag's `format`."""
-UNQUOTED = ("tagged", "bare")
+UNQUOTED = ("tagged", "xml", "bare")
 """Bodies that write texts without JSON's quotes."""
+MAX_NESTED = 8
+"""Levels of objects and lists that are written as elements."""
+_ALL = frozenset("type description title default examples $defs definitions".split())
+_OF_OBJECTS = _ALL | {"properties", "required", "additionalProperties"}
+_OF_LISTS = _ALL | {"items", "minItems", "maxItems"}
+"""Keywords of objects and lists that a grammar of elements can be held to; others are written as JSON."""
 _NUMBER: FormatPart = {"type": "regex", "pattern": "[0-9]{1,4}"}
 
 
@@ -39,16 +46,11 @@ class RequiredCalls(NamedTuple):
     def sequence(self, *parts: FormatPart | str) -> FormatPart:
         """Return the parts one after another; texts are split at the special tokens in them."""
         elements: list[FormatPart] = []
-        special = re.compile("|".join(f"({re.escape(mark)})" for mark in self.token_ids) or r"(?!)")
         for is_text, group in itertools.groupby(parts, key=lambda part: isinstance(part, str)):
-            if not is_text:
+            if is_text:
+                elements += spelled("".join(group), self.token_ids)  # type: ignore[arg-type]
+            else:
                 elements += group  # type: ignore[arg-type]
-                continue
-            for text in special.split("".join(group)):  # type: ignore[arg-type]
-                if text in self.token_ids:
-                    elements.append({"type": "token", "token_id": self.token_ids[text]})
-                elif text:
-                    elements.append({"type": "const_string", "value": text})
         return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
@@ -64,10 +66,17 @@ def grammar(name: str, required: RequiredCalls, before_calls: str = "") -> Forma
         required.sequence(before, *_call(layout, required, name, schema), after)
         for name, schema in required.schemas.items()
     ]
+    if layout.header[0]:
+        opens, closes = around["around all"]
+        around["around all"] = "", ""
+        headers = [layout.header[0] + name + layout.header[1] + opens for name in required.schemas]
+        calls = [required.sequence(header, call, closes) for header, call in zip(headers, calls, strict=True)]
+    # A message to a tool is the last of an answer.
+    single = required.single or is_message(name)
     part: FormatPart = {"type": "tags_with_separator", "tags": calls, "at_least_one": True}
     separator = layout.separator or tool_format.in_prompt
-    if required.single or separator:
-        part |= {"separator": separator, "stop_after_first": required.single}
+    if single or separator:
+        part |= {"separator": separator, "stop_after_first": single}
     before, after = around["around all"]
     if not required.is_begun:
         before += tool_format.in_prompt
@@ -82,7 +91,13 @@ def in_text(name: str, required: RequiredCalls) -> FormatPart | None:
     Of functions, nothing is held but that their arguments are an object.
     """
     layout, mark = _layout(name, required), FORMATS[name].marks[0].strip()
-    if not mark or layout.marks == "read only" or layout.body in UNQUOTED or FORMATS[name].in_prompt:
+    if (
+        is_message(name)
+        or not mark
+        or layout.marks == "read only"
+        or layout.body in UNQUOTED
+        or FORMATS[name].in_prompt
+    ):
         return None
     loose: dict[str, Mapping[str, Any]] = {
         tool: schema if tool in required.customs else {"type": "object", "additionalProperties": True}
@@ -91,6 +106,11 @@ def in_text(name: str, required: RequiredCalls) -> FormatPart | None:
     single = required.single or layout.marks == "around each"
     calls = grammar(name, required._replace(schemas=loose, single=single), mark)
     return {"type": "in_text", "trigger": required.sequence(mark), "content": calls}
+
+
+def is_message(name: str) -> bool:
+    """Whether each call is a message of its own, with a header."""
+    return FORMATS[name].headers is not None
 
 
 def _layout(name: str, required: RequiredCalls) -> Layout:
@@ -109,9 +129,16 @@ def _call(layout: Layout, required: RequiredCalls, name: str, schema: Mapping[st
     match layout.body:
         case "json":
             number: list[FormatPart | str] = [f'"{layout.id_key}": "', _NUMBER, '", '] if layout.id_key else []
-            return ["{", *number, f'"{layout.name_key}": "{name}", "{layout.arguments_key}": ', arguments, "}"]
+            keys: list[FormatPart | str] = [f'"{layout.name_key}": "{name}", "{layout.arguments_key}": ', arguments]
+            return [before, "{", *number, *keys, "}", layout.end]
+        case "keyed":
+            return [f'{{"{name}": ', arguments, "}"]
+        case "named" if layout.is_numbered:
+            return [before, f"{name}:", _NUMBER, after, arguments, layout.end]
         case "named":
             return [before, name, after, arguments, layout.end]
+        case "xml":
+            return [before, name, after, *_elements(layout, required, name, schema), layout.end]
         case "fenced":
             return [before, "function", after, name, "\n```json\n", arguments, "\n```", layout.end]
         case "tagged":
@@ -136,9 +163,53 @@ def _tagged_arguments(
         else:
             # The tag is a part by itself: free text ends at the first one, even if other text follows it.
             value = required.sequence(_bare_text(bare), closing.strip())
-        part = required.sequence(layout.key[0], key, layout.key[1], layout.value[0], value, "\n")
+        is_string = str(bare is not None).lower()
+        said = layout.says_type[0] + is_string + layout.says_type[1] if layout.says_type[0] else ""
+        part = required.sequence(layout.key[0], key, layout.key[1] + said, layout.value[0], value, "\n")
         parts.append(part if is_required else _optional(part))
     return parts
+
+
+def _elements(
+    layout: Layout, required: RequiredCalls, name: str, schema: Mapping[str, Any], depth: int = 0
+) -> list[FormatPart | str]:
+    """Return the elements of an object's members, those of objects in it and of lists too."""
+    parts: list[FormatPart | str] = []
+    for key, inner, is_required in _properties(schema):
+        part = _element(layout, required, (name, key), inner, depth)
+        parts.append(part if is_required else _optional(part))
+    return parts
+
+
+def _element(
+    layout: Layout, required: RequiredCalls, place: tuple[str, str], schema: Any, depth: int, tag: str = ""
+) -> FormatPart:
+    """Return the grammar of one element."""
+    (name, key), tag = place, tag or place[1]
+    opening, closing = f"{layout.tag}<{tag}>", f"{layout.tag}</{tag}>"
+    if isinstance(schema, dict) and depth < MAX_NESTED:
+        if schema.get("type") == "object" and schema.get("properties") and _OF_OBJECTS.issuperset(schema):
+            return required.sequence(opening, *_elements(layout, required, name, schema, depth + 1), closing)
+        if schema.get("type") == "array" and isinstance(schema.get("items"), dict) and _OF_LISTS.issuperset(schema):
+            item = _element(layout, required, place, {**_shared(schema), **schema["items"]}, depth + 1, ITEM)
+            return required.sequence(opening, *_items(item, schema), closing)
+    bare = Argument({**_shared(schema), "properties": {key: schema}}, key).bare(closing)
+    if bare is not None:
+        return required.sequence(opening, _bare_text(bare), closing)
+    # As JSON, which is read too.
+    return required.sequence(opening, _json(schema), closing)
+
+
+def _items(item: FormatPart, schema: Mapping[str, Any]) -> list[FormatPart]:
+    """Return the items of a list, of which there is one at least: none can be written."""
+    low = max(1, schema.get("minItems", 1))
+    if "maxItems" not in schema:
+        more: FormatPart = {"type": "tags_with_separator", "tags": [item], "at_least_one": True}
+        return [*[item] * (low - 1), more]
+    rest: list[FormatPart] = []
+    for _ in range(schema["maxItems"] - low):
+        rest = [_optional({"type": "sequence", "elements": [item, *rest]})]
+    return [*[item] * low, *rest]
 
 
 def _bare_text(schema: Mapping[str, Any]) -> FormatPart:
@@ -186,7 +257,7 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     """Return (name, schema, whether required) of each parameter. Each schema has the definitions it refers to."""
     properties = schema.get("properties")
     required = schema.get("required")
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = _shared(schema)
     return [
         (
             name,
@@ -195,6 +266,11 @@ def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
         )
         for name, inner in (properties.items() if isinstance(properties, dict) else ())
     ]
+
+
+def _shared(schema: Any) -> dict[str, Any]:
+    """Return the definitions of a schema, which its parts may refer to."""
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema} if isinstance(schema, dict) else {}
 
 
 def _json(schema: Any) -> FormatPart:

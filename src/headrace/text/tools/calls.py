@@ -11,14 +11,18 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from headrace.text.reasoning import Headers, begins_inside
 from headrace.text.tools.arguments import TEXT, Argument, is_json
-from headrace.text.tools.formats import FORMATS, Body, Layout, ToolFormat
-from headrace.text.tools.parser import Schemas, ToolParser
+from headrace.text.tools.formats import NAMESPACE, Body, Layout, ToolFormat
+from headrace.text.tools.headers import begun, read_header
+from headrace.text.tools.parser import AnswerForm, Bounds, ToolParser
 from headrace.text.tools.reader import MAX_DEPTH, IllFormed, Reader, Reading
+from headrace.text.tools.tree import ITEM, Tree, read_tree
 
+_NUMBERED = re.compile(rf"(?:{re.escape(NAMESPACE)})?(?P<name>.+?)(?P<number>:[0-9]+)?")
 _ID = re.compile(r"[^\s\[\]{}\"]+")
 
 MAX_LITERAL = 2**16
@@ -32,19 +36,17 @@ _PLAIN_IN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
 
 
 def new_parser(
-    name: str,
-    schemas: Schemas,
-    enforced: bool = False,
-    new_id: Callable[[], str] | None = None,
-    single: bool = False,
-    prompt: str = "",
+    form: AnswerForm, bounds: Bounds = Bounds(), new_id: Callable[[], str] | None = None, prompt: str = ""
 ) -> ToolParser:
-    """Return a parser of one answer to `prompt` in the format `name`. See `ToolParser` for the other arguments."""
-    tool_format = FORMATS[name]
-    read = functools.partial(_read_calls, tool_format)
-    parser = ToolParser(read, tool_format, schemas, new_id or tool_format.new_id, enforced, single)
-    if begins_in_prompt(tool_format, prompt):
-        parser.begin(tool_format.in_prompt)
+    """Return a parser of one answer to `prompt`. `new_id` replaces the format's own ids."""
+    tools, headers = form.tools, form.headers
+    read = functools.partial(_read_calls, tools)
+    if headers is not None:
+        read = functools.partial(_read_message, headers, tools)
+    parser = ToolParser(read, form, new_id or tools.new_id, bounds, begins_inside(form.style, prompt))
+    header = begun(headers, prompt) if headers is not None else ""
+    if header or begins_in_prompt(tools, prompt):
+        parser.begin(header or tools.in_prompt)
     return parser
 
 
@@ -53,17 +55,28 @@ def begins_in_prompt(tool_format: ToolFormat, prompt: str) -> bool:
     return bool(tool_format.in_prompt) and prompt.endswith(tool_format.in_prompt)
 
 
+def _read_message(headers: Headers, tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
+    """Read the header of a message, or one call or list of calls in it."""
+    for mark in headers.marks:
+        if (yield from call.text.comes(mark)):
+            yield from read_header(headers, call)
+            return
+    yield from _read_calls(tool_format, call)
+
+
 def _read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
     """Read one call or one list of calls, from its opening on."""
     text = call.text
     opening, closing = (mark.strip() for mark in tool_format.marks)
-    marked = yield from text.take(opening)
+    for mark in (opening, *tool_format.others):
+        if marked := (yield from text.take(mark)):
+            break
     if marked and tool_format.content and (yield from text.take(tool_format.content)):
         call.skip()
         return
     yield from text.space()
     for layout in tool_format.layouts:
-        if (yield from text.comes(layout.begins)):
+        if (yield from text.comes_spaced(layout.begins)):
             break
     if layout.brackets:
         yield from text.expect("[")
@@ -100,6 +113,8 @@ def _read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
 def _read_json(layout: Layout, call: ToolParser) -> Reading[None]:
     """Read `{"name": ..., "arguments": {...}}`, keys in any order; other keys are skipped, an id too."""
     text = call.text
+    yield from text.expect(layout.name[0])
+    yield from text.space()
     yield from text.expect("{")
     yield from text.space()
     while True:
@@ -112,16 +127,32 @@ def _read_json(layout: Layout, call: ToolParser) -> Reading[None]:
         else:
             yield from text.json_value(1)
         if not (yield from text.comma("}")):
-            return
+            break
+    yield from text.space()
+    yield from text.expect(layout.end)
+
+
+def _read_keyed(layout: Layout, call: ToolParser) -> Reading[None]:
+    text = call.text
+    yield from text.expect("{")
+    yield from text.space()
+    call.name((yield from text.key()))
+    yield from text.colon()
+    yield from call.arguments()
+    yield from text.space()
+    yield from text.expect("}")
 
 
 def _read_name(layout: Layout, call: ToolParser) -> Reading[str]:
     text, (before, after) = call.text, layout.name
-    yield from text.expect(before)
+    yield from text.expect(before.removesuffix(NAMESPACE))
     if layout.name_pattern is None:
         name = (yield from text.until(after.strip())).strip()
     else:
         name = yield from text.word(layout.name_pattern)
+    if layout.is_numbered and (match := _NUMBERED.fullmatch(name)):
+        call.name(match["name"], name if match["number"] else None)
+        return match["name"]
     call.name(name)
     return name
 
@@ -135,6 +166,9 @@ def _read_named(layout: Layout, call: ToolParser) -> Reading[None]:
     yield from text.take(layout.name[1])
     yield from text.space()
     yield from call.arguments()
+    if layout.end:
+        yield from text.space()
+        yield from text.expect(layout.end)
 
 
 def _read_fenced(layout: Layout, call: ToolParser) -> Reading[None]:
@@ -163,11 +197,12 @@ def _read_tagged(layout: Layout, call: ToolParser) -> Reading[None]:
     keys: set[str] = set()
     yield from text.space()
     # Less than two letters may begin another argument.
-    while not (yield from text.closes(layout.end, least=2)):
+    while not (yield from text.closes(layout.end.strip(), least=2)):
         yield from text.expect(layout.key[0])
         key = (yield from text.until(layout.key[1].strip())).strip()
         if key in keys:
             raise IllFormed
+        is_string = (yield from _says_string(layout, text)) if layout.says_type[0] else None
         before = layout.value[0]
         if before.strip():
             yield from text.space()
@@ -176,14 +211,27 @@ def _read_tagged(layout: Layout, call: ToolParser) -> Reading[None]:
             yield from text.take(before)
         call.write(f"{', ' if keys else '{'}{json_text(key)}: ")
         keys.add(key)
-        yield from _read_value(layout, call, name, key)
+        yield from _read_value(layout, call, name, key, is_string)
         yield from text.space()
     if keys:
         call.write("}")
 
 
-def _read_value(layout: Layout, call: ToolParser, name: str, key: str) -> Reading[None]:
-    """Read a bare value and the text after it, and write the value as the JSON that the tool's schema makes of it."""
+def _says_string(layout: Layout, text: Reader) -> Reading[bool | None]:
+    """Read the text that says whether a value is a string; None: it is left out, as some models do."""
+    before, after = layout.says_type
+    yield from text.space()
+    if not (yield from text.take(before.strip())):
+        yield from text.expect(after.lstrip('"'))
+        return None
+    value = yield from text.expect("true", "false")
+    yield from text.expect(after)
+    return value == "true"
+
+
+def _read_value(layout: Layout, call: ToolParser, name: str, key: str, is_string: bool | None = None) -> Reading[None]:
+    """Read a bare value and the text after it, and write the value as the JSON that the tool's schema makes of it.
+    `is_string`: what the model says of its type."""
     text, closing = call.text, layout.value[1].strip()
     # White space before the tag that belongs to the tag.
     margin = layout.value[1].removesuffix(closing)
@@ -197,11 +245,13 @@ def _read_value(layout: Layout, call: ToolParser, name: str, key: str) -> Readin
             call.write(text.since(start))
         yield from text.take(margin)
         yield from text.expect(closing)
-    elif argument.takes_any_text or (call.enforced and argument.types == TEXT):
+    elif is_string or (is_string is None and (argument.takes_any_text or (call.enforced and argument.types == TEXT))):
         yield from _read_string(call, closing, margin)
     else:
         # What it is, only the whole text decides.
-        call.write(argument.value((yield from text.until(closing)).removesuffix(margin)))
+        value = (yield from text.until(closing)).removesuffix(margin)
+        says_json = is_string is False and is_json(value.strip())
+        call.write(value.strip() if says_json else argument.value(value))
 
 
 def _read_string(call: ToolParser, closing: str, margin: str) -> Reading[None]:
@@ -222,6 +272,34 @@ def _read_string(call: ToolParser, closing: str, margin: str) -> Reading[None]:
         if text.final:
             raise IllFormed
         yield
+
+
+def _read_xml(layout: Layout, call: ToolParser) -> Reading[None]:
+    text = call.text
+    name = yield from _read_name(layout, call)
+    members: dict[str, Tree] = {}
+    yield from text.space()
+    while not (yield from text.closes(layout.end.strip(), least=len(layout.tag) + 2)):
+        key, value = yield from read_tree(text, layout.tag)
+        if key in members:
+            raise IllFormed
+        members[key] = value
+        yield from text.space()
+    parameters = call.schemas.get(name, {})
+    call.write(json_text({key: _typed(value, parameters, key) for key, value in members.items()}))
+
+
+def _typed(value: Tree, parameters: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a member, whose texts are bare, as the schema of its object has it."""
+    shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    argument = Argument(parameters, key)
+    schema = argument.schema if isinstance(argument.schema, dict) else {}
+    if isinstance(value, dict):
+        return {name: _typed(inner, {**shared, **schema}, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        items = {**shared, "properties": {ITEM: schema.get("items", True)}}
+        return [_typed(inner, items, ITEM) for inner in value]
+    return json.loads(argument.value(value))
 
 
 def _read_python(layout: Layout, call: ToolParser) -> Reading[None]:
@@ -383,9 +461,11 @@ def _is_plain(value: Any) -> bool:
 
 _READERS: dict[Body, Callable[[Layout, ToolParser], Reading[None]]] = {
     "json": _read_json,
+    "keyed": _read_keyed,
     "named": _read_named,
     "fenced": _read_fenced,
     "tagged": _read_tagged,
+    "xml": _read_xml,
     "python": _read_python,
     "bare": _read_bare,
 }

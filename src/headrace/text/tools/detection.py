@@ -11,42 +11,71 @@ from collections.abc import Iterable
 
 from headrace.text.outputs import MessageBuilder
 from headrace.text.tools.calls import new_parser
-from headrace.text.tools.formats import FORMATS, ToolFormat
-from headrace.text.traits import ARGUMENTS, NAME, Traits
+from headrace.text.tools.formats import FORMATS, NAMESPACE, ToolFormat
+from headrace.text.tools.parser import AnswerForm
+from headrace.text.traits import ARGUMENTS, CALL_ID, NAME, Traits
 
 # The texts in a source that show a format; the first row whose texts are all there decides.
 _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>commentary", "<|message|>"), "openai"),
     (("[TOOL_CALLS]",), "mistral"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("]<]minimax[>[",), "minimax_m3"),
+    (("｜DSML｜function_calls",), "deepseek_v32"),
+    (("｜DSML｜", "tool_calls"), "deepseek_v4"),
     (("<arg_key>",), "glm45"),
+    (("seed:tool_call",), "seed_oss"),
     (("<function=", "<tool_call>"), "qwen3_coder"),
     (("tool▁call▁begin",), "deepseek_v3"),
+    (("<|tool_call|>", "<|/tool_call|>"), "phi4_mini_json"),
+    (("<|tool|>", "<|/tool|>"), "phi4_mini_json"),
     (("<|tool_call|>",), "granite"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("List of tools: ", "<|im_start|>"), "lfm2"),
+    (("<TOOLCALL>",), "nemotron_json"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("<function_calls>",), "olmo3"),
+    (("<tool_calls>",), "hunyuan_a13b"),
     (("<tool_call>",), "hermes"),
     (("<|python_start|>",), "pythonic"),
     (("[func_name1(",), "pythonic"),
     (("functools[",), "firefunction"),
     (("<|python_tag|>",), "llama3_json"),
     (('{"name": function name, "parameters":',), "llama3_json"),
+    (("[gMASK]<sop>", "tools"), "glm4"),
 )
 
 
 def detect(traits: Traits, sources: Iterable[str]) -> str | None:
-    """Return the key in `FORMATS` of the format that a template with these traits and sources shows, or None."""
+    """Return the key in `FORMATS` of the format that a template with these traits and sources shows, or None.
+
+    Of several that read its call, it is the one that leaves the least text beside it."""
+    rests = {name: rest for name in FORMATS if (rest := _rest(name, traits)) is not None}
     if traits.call:
-        return next((name for name, tool_format in FORMATS.items() if _reads(name, tool_format, traits)), None)
+        return min(rests, key=lambda name: rests[name], default=None)
     text = "\n".join(sources)
     return next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
 
 
-def _reads(name: str, tool_format: ToolFormat, traits: Traits) -> bool:
-    """Whether the format's reader reads the call that the template wrote."""
-    text = traits.call
+def _rest(name: str, traits: Traits) -> int | None:
+    """Return the number of characters beside the call that the template wrote, if the format's reader reads it."""
+    tool_format, text = FORMATS[name], traits.call
+    if _is_numbered(tool_format):
+        text = text.replace(f"{CALL_ID}<", f"{NAMESPACE}{NAME}:0<")
     if tool_format.starts:
         # Such a call is one only at the start of an answer.
         if not text.startswith(traits.opening):
-            return False
+            return None
         text = text.removeprefix(traits.opening)
     message = MessageBuilder()
-    for part in new_parser(name, {}).feed(text, True):
+    for part in new_parser(AnswerForm(tool_format, schemas={NAME: {}})).feed(text, True):
         message.add(part)
-    return [(call["name"], json.loads(call["arguments"])) for call in message.calls] == [(NAME, ARGUMENTS)]
+    if [(call["name"], json.loads(call["arguments"])) for call in message.calls] != [(NAME, ARGUMENTS)]:
+        return None
+    return len(message.content)
+
+
+def _is_numbered(tool_format: ToolFormat) -> bool:
+    return any(layout.is_numbered for layout in tool_format.layouts)

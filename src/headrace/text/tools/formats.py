@@ -10,18 +10,21 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from headrace.text import parser_names
+from headrace.text.reasoning import HARMONY, MUSE, Headers
 
-Body = Literal["json", "named", "fenced", "tagged", "python", "bare"]
+Body = Literal["json", "keyed", "named", "fenced", "tagged", "xml", "python", "bare"]
 """How the name and the arguments of a call are written:
 
 - json: `{"name": ..., "arguments": {...}}`
+- keyed: `{name: {...}}`, with the arguments under the name
 - named: the name, then the arguments as a JSON object
 - fenced: as named, or with the arguments in a Markdown block and `function` as the kind of the call
 - tagged: the name, then each argument between tags; strings bare, anything else as JSON
+- xml: the name, then each argument between tags of its name, as are the members of objects and `item`s of lists
 - python: `name(key=value, ...)`, with Python literals
 - bare: `name{key:value, ...}`, with JSON whose keys are bare and whose strings stand between other quotes
 """
@@ -38,7 +41,7 @@ class Layout(NamedTuple):
     separator: str = ""
     """Written between calls."""
     begins: str = ""
-    """A format is read by the first of its layouts that begins with what comes after the mark."""
+    """A format is read by the first of its layouts that begins with what comes after the mark, but for white space."""
     in_template: str = ""
     """A format is written by the layout that has the longest of these texts that the chat template holds."""
     name_key: str = "name"
@@ -47,17 +50,26 @@ class Layout(NamedTuple):
     id_key: str = ""
     """For json: the key of the call's number, which is written before its name and skipped."""
     name: tuple[str, str] = ("", "")
-    """For named, fenced, tagged and bare: the texts around the name. For python: the text after it, which is only
-    read."""
+    """For named, fenced, tagged, xml and bare: the texts around the name. For python: the text after it, which is only
+    read. For json: the text before the object."""
     name_pattern: re.Pattern[str] | None = None
     """For named, tagged and bare: what a name is; None: all up to the text after it."""
     id_mark: str = ""
     """For named: the text before an id, which may come after the name; only read."""
+    is_numbered: bool = False
+    """For named: whether the name stands in an id, `functions.NAME:NUMBER`, which is that of the call."""
     end: str = ""
-    """For named, fenced and tagged: the text after the arguments."""
+    """For json, named, fenced, tagged and xml: the text after the arguments."""
     key: tuple[str, str] = ("", "")
     value: tuple[str, str] = ("", "")
     """For tagged: the texts around the name of an argument and around its value. For bare: `value` around a string."""
+    says_type: tuple[str, str] = ("", "")
+    """For tagged: the texts around `true` or `false`, after the name of an argument, that say whether it is a
+    string."""
+    tag: str = ""
+    """For xml: the text before each tag."""
+    header: tuple[str, str] = ("", "")
+    """Around the tool's name, which the model writes before the call too; only written."""
 
 
 def call_id() -> str:
@@ -78,6 +90,8 @@ class ToolFormat(NamedTuple):
     """The texts before and after a call or a list of calls (see `Layout.marks`)."""
     openers: tuple[str, ...] = ()
     """What begins calls wherever it stands, besides the first of `marks`."""
+    others: tuple[str, ...] = ()
+    """What may stand in place of the first of `marks`; only read."""
     starts: tuple[str, ...] = ()
     """What begins calls only at the start of the answer, or right after another call."""
     special: tuple[str, ...] = ()
@@ -87,18 +101,64 @@ class ToolFormat(NamedTuple):
     in_prompt: str = ""
     """The mark that a prompt may end with, after which the answer begins; it comes before each further call."""
     new_id: Callable[[], str] = call_id
+    headers: Headers | None = None
+    """Of families that write an answer as several messages."""
+    starts_with_name: bool = False
+    """Whether a tool's name on a line of its own begins calls where `starts` do."""
 
     def all_openers(self) -> tuple[str, ...]:
-        return (self.marks[0].strip(), *self.openers)
+        return (self.marks[0].strip(), *self.others, *self.openers)
+
+    def starts_for(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return what begins calls of the tools with these names at the start of the answer."""
+        named = [f"{name}{space}" for name in names for space in ("\n", " \n")] if self.starts_with_name else []
+        return (*self.starts, *named)
 
     def special_texts(self) -> tuple[str, ...]:
         """Return the texts of the format that may be special tokens."""
-        return tuple(text for text in (*self.all_openers(), self.marks[1].strip(), *self.special) if text)
+        headers = () if self.headers is None else self.headers.special_texts()
+        return tuple(filter(None, (*self.all_openers(), self.marks[1].strip(), *self.special, *headers)))
 
 
+NO_FORMAT = ToolFormat(())
 _JSON_LIST = Layout("json", brackets=True, separator=", ")
+_PYTHON_LIST = Layout("python", brackets=True, separator=", ")
 _DEEPSEEK_MARKS = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK = Layout("named", name=_DEEPSEEK_MARKS[:2], end=_DEEPSEEK_MARKS[2])
+NAMESPACE = "functions."
+"""What some formats write before a tool's name."""
+_KIMI_MARKS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_MINIMAX = "]<]minimax[>["
+
+
+def _dsml(block: str) -> ToolFormat:
+    """DeepSeek's markup of V3.2 and later, whose calls stand in a `block`."""
+    layout = Layout(
+        "tagged",
+        name=('<｜DSML｜invoke name="', '">\n'),
+        end="</｜DSML｜invoke>\n",
+        key=('<｜DSML｜parameter name="', '"'),
+        says_type=(' string="', '">'),
+        value=("", "</｜DSML｜parameter>"),
+    )
+    marks = f"<｜DSML｜{block}>\n", f"</｜DSML｜{block}>"
+    return ToolFormat((layout,), marks, openers=("<｜DSML｜invoke",), special=("｜DSML｜",))
+
+
+def _hunyuan(suffix: str) -> ToolFormat:
+    """The tags of Hy 3, which have a suffix in the published weights."""
+
+    def tags(name: str) -> tuple[str, str]:
+        return f"<{name}{suffix}>", f"</{name}{suffix}>"
+
+    call, key, value, calls = tags("tool_call"), tags("arg_key"), tags("arg_value"), tags("tool_calls")
+    between = f"<tool_sep{suffix}>"
+    layout = Layout(
+        "tagged", name=(call[0], f"{between}\n"), end=f"{call[1]}\n", key=(key[0], key[1] + "\n"), value=value
+    )
+    marks = f"{calls[0]}\n", calls[1]
+    return ToolFormat((layout,), marks, special=(*call, between, *key, *value))
+
 
 FORMATS: dict[str, ToolFormat] = {
     # Hermes 2 and 3, Qwen 2.5 and 3, Granite 4 and others.
@@ -147,13 +207,25 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     # Llama 3.2, Llama 4 (which writes the marks), and others.
     "pythonic": ToolFormat(
-        (Layout("python", "read only", brackets=True, separator=", "),),
+        (_PYTHON_LIST._replace(marks="read only"),),
         marks=("<|python_start|>", "<|python_end|>"),
         starts=("[",),
     ),
     # DeepSeek: V3 and R1 with fences, V3.1 without.
     "deepseek_v3": ToolFormat(
-        (_DEEPSEEK._replace(body="fenced", in_template="```json", separator="\n"), _DEEPSEEK),
+        (
+            # Some templates write calls as JSON.
+            Layout(
+                "json",
+                separator="\n",
+                begins=_DEEPSEEK_MARKS[0] + "{",
+                in_template=_DEEPSEEK_MARKS[0] + ' {"name":',
+                name=(_DEEPSEEK_MARKS[0], ""),
+                end=_DEEPSEEK_MARKS[2],
+            ),
+            _DEEPSEEK._replace(body="fenced", in_template="```json", separator="\n"),
+            _DEEPSEEK,
+        ),
         marks=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         openers=_DEEPSEEK_MARKS[:1],
         special=_DEEPSEEK_MARKS[1:],
@@ -188,11 +260,109 @@ FORMATS: dict[str, ToolFormat] = {
                 end="</atem:invoke>",
                 key=('<atem:parameter name="', '">'),
                 value=("", "</atem:parameter>"),
+                header=(" to=", "<|message|>"),
             ),
         ),
         # Without the newline before it, a grammar can tell it from a separator.
         marks=("<atem:function_calls>\n", "</atem:function_calls>"),
+        headers=MUSE,
     ),
+    # gpt-oss: a message to each tool (see `reasoning`).
+    "openai": ToolFormat(
+        (
+            Layout(
+                "named",
+                "around each",
+                name=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"),
+                name_pattern=re.compile(r"[^\s<>{}\"]+"),
+            ),
+        ),
+        headers=HARMONY,
+    ),
+    # LFM2: as Python or as JSON.
+    "lfm2": ToolFormat(
+        (_JSON_LIST._replace(begins="[{", in_template='<|tool_call_start|>[{"'), _PYTHON_LIST),
+        marks=("<|tool_call_start|>", "<|tool_call_end|>"),
+    ),
+    # Kimi K2.
+    "kimi_k2": ToolFormat(
+        (
+            Layout(
+                "named",
+                name=(_KIMI_MARKS[0] + NAMESPACE, _KIMI_MARKS[1]),
+                is_numbered=True,
+                end=_KIMI_MARKS[2],
+            ),
+        ),
+        marks=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        openers=_KIMI_MARKS[:1],
+        special=_KIMI_MARKS[1:],
+    ),
+    # MiniMax M2.
+    "minimax_m2": ToolFormat(
+        (
+            Layout(
+                "tagged",
+                name=('<invoke name="', '">\n'),
+                end="</invoke>\n",
+                key=('<parameter name="', '">'),
+                value=("", "</parameter>"),
+            ),
+        ),
+        marks=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    ),
+    # MiniMax M3.
+    "minimax_m3": ToolFormat(
+        (
+            Layout(
+                "xml",
+                name=(f'{_MINIMAX}<invoke name="', '">'),
+                end=f"{_MINIMAX}</invoke>\n",
+                tag=_MINIMAX,
+            ),
+        ),
+        marks=(f"{_MINIMAX}<tool_call>\n", f"{_MINIMAX}</tool_call>"),
+        special=(_MINIMAX,),
+    ),
+    # Nemotron Nano 2.
+    "nemotron_json": ToolFormat((_JSON_LIST,), marks=("<TOOLCALL>", "</TOOLCALL>")),
+    # OLMo 3.
+    "olmo3": ToolFormat((Layout("python", separator="\n"),), marks=("<function_calls>", "</function_calls>")),
+    # Hunyuan, Apriel.
+    "hunyuan_a13b": ToolFormat((_JSON_LIST,), marks=("<tool_calls>", "</tool_calls>")),
+    # Hy 3.
+    "hy_v3": _hunyuan(":opensource"),
+    "hy_v3_plain": _hunyuan(""),
+    # Apertus.
+    "apertus": ToolFormat(
+        (Layout("keyed", brackets=True, separator=", "),), marks=("<|tools_prefix|>", "<|tools_suffix|>")
+    ),
+    # GLM 4: the tool's name on the first line of the answer.
+    "glm4": ToolFormat(
+        (Layout("named", "around each", separator="\n", name=("", "\n"), name_pattern=re.compile(r"[^\s{}\"]+")),),
+        starts_with_name=True,
+    ),
+    # Seed-OSS.
+    "seed_oss": ToolFormat(
+        (
+            Layout(
+                "tagged",
+                "around each",
+                separator="\n",
+                name=("<function=", ">\n"),
+                end="</function>",
+                key=("<parameter=", ">"),
+                value=("", "</parameter>"),
+            ),
+        ),
+        marks=("<seed:tool_call>\n", "\n</seed:tool_call>"),
+        openers=("<function=",),
+    ),
+    # DeepSeek V3.2, V4.
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    # Phi-4-mini.
+    "phi4_mini_json": ToolFormat((_JSON_LIST,), marks=("<|tool_call|>", "<|/tool_call|>"), others=("functools",)),
     # Gemma 4.
     "gemma4": ToolFormat(
         (

@@ -1,20 +1,25 @@
-"""`ToolParser` splits an answer's text, as it comes, into calls of tools and content.
+"""`ToolParser` splits an answer's text, as it comes, into reasoning, calls of tools and content.
 
-A call that is not well-formed is content, every character of it. So a call is sent only when it is whole; but a long
-one (more than `HOLD` characters, or any if a grammar guards its form) is sent as it comes, so that a client sees
-progress. If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is content. White
-space next to a call belongs to the call. The result depends on the text alone, never on the pieces in which it came.
-Knows no HTTP and no schema but the names and parameters of the tools. Made by `calls.new_parser`.
+One loop reads all three, so that they may stand in any order: a call inside the reasoning, reasoning between calls. It
+sends the text up to the next mark and does what the mark means (`_Action`).
+
+A call that is not well-formed is text, every character of it. So a call is sent only when it is whole; but a long one
+(more than `HOLD` characters, or any if a grammar guards its form) is sent as it comes, so that a client sees progress.
+If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is text. White space next to
+a mark belongs to the mark. The result depends on the text alone, never on the pieces in which it came. Knows no HTTP
+and no schema but the names and parameters of the tools. Made by `calls.new_parser`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
-from headrace.text.outputs import Content, MessagePart, ToolCall
-from headrace.text.tools.formats import ToolFormat
+from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.reasoning import NO_STYLE, Headers, Style
+from headrace.text.tools.formats import NO_FORMAT, ToolFormat
 from headrace.text.tools.reader import MAX_NAME, SPACE, IllFormed, Reader, Reading
 
 HOLD = 256
@@ -22,9 +27,59 @@ MAX_HELD = 2**18
 """Characters, at most, of a call of which nothing was sent yet; a longer one is content."""
 GRID = 4096
 """Characters that are read at a time."""
+GAP = "\n\n"
+"""Between texts of one kind that something else parts."""
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The parameters' JSON schemas, by the names of the tools."""
+
+_Action = Literal["call", "open", "close", "drop", "skip"]
+"""What a mark means: calls or a header begin; reasoning begins; it ends; nothing, with the space around it or alone."""
+
+
+class AnswerForm(NamedTuple):
+    """How an answer is written: the format of its calls and the marks of its reasoning. `special`: the marks that are
+    special tokens, which are never content. `schemas`: those of the tools that it may call."""
+
+    tools: ToolFormat = NO_FORMAT
+    style: Style = NO_STYLE
+    special: frozenset[str] = frozenset()
+    schemas: Schemas = MappingProxyType({})
+
+    @property
+    def headers(self) -> Headers | None:
+        """Those of families that write an answer as several messages."""
+        return self.tools.headers or self.style.headers
+
+
+class Bounds(NamedTuple):
+    """What holds for the calls of an answer. `enforced`: a grammar guarantees that all are well-formed. `single`: the
+    answer is over after its first call. `distinct`: it is over before a call that it has made already."""
+
+    enforced: bool = False
+    single: bool = False
+    distinct: bool = False
+
+
+class _Marks:
+    """The marks to look for, and what each means."""
+
+    def __init__(self, actions: Mapping[str, _Action]) -> None:
+        self.actions = actions
+        self.texts = sorted((mark for mark in actions if mark), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
+
+    def find(self, text: Reader) -> tuple[int, str]:
+        """Return the place of the first mark in what is to be read, and the mark; without one, the place from which
+        one may still come, and ""."""
+        match = self._pattern.search(text.text, text.at)
+        if match is None:
+            return text.open_end(self.texts), ""
+        rest = text.text[match.start() :]
+        if not text.final and any(len(mark) > len(rest) and mark.startswith(rest) for mark in self.texts):
+            # A longer mark may still come of it.
+            return match.start(), ""
+        return match.start(), match[0]
 
 
 class _Call:
@@ -36,6 +91,8 @@ class _Call:
         """The white space before it."""
         self.id: str | None = None
         """Set when its first part is sent."""
+        self.written_id: str | None = None
+        """The id that the model wrote, for formats in which it stands for one."""
         self.name: str | None = None
         self.has_arguments = False
         """Whether its arguments have begun."""
@@ -46,48 +103,64 @@ class _Call:
         """Arguments that were written and not sent."""
         self.end = start
         """The end of what was written of the arguments."""
+        self.twins: list[str] = []
+        """Arguments of earlier calls that those written so far, `num_written` characters, are the beginning of."""
+        self.num_written = 0
 
 
 class ToolParser:
     """A `MessageParser` (see `outputs`). What reads a format calls its other methods, and its reader `text`.
 
     Args:
-        read: reads the calls at an opening of `tool_format`; raises `IllFormed`.
+        read: reads the calls, or the header, at a mark of `form`; raises `IllFormed`.
+        form: how the answer is written.
         new_id: makes the ids of calls.
-        enforced: whether a grammar guarantees that all calls are well-formed.
-        single: whether the answer is over after its first call.
+        bounds: what holds for the calls.
+        inside: whether the answer begins as reasoning.
     """
 
     def __init__(
         self,
         read: Callable[[ToolParser], Reading[None]],
-        tool_format: ToolFormat,
-        schemas: Schemas,
+        form: AnswerForm,
         new_id: Callable[[], str],
-        enforced: bool = False,
-        single: bool = False,
+        bounds: Bounds = Bounds(),
+        inside: bool = False,
     ) -> None:
         self.ended = False
         self.text = Reader()
-        self.schemas = schemas
+        self.form = form
+        self.schemas = form.schemas
+        self.enforced = bounds.enforced
+        self._bounds = bounds
         self._read_calls = read
-        self._openers = tool_format.all_openers()
-        self._starts = tool_format.starts
-        self._opening = re.compile("|".join(map(re.escape, self._openers)))
+        self._starts = form.tools.starts_for(form.schemas)
+        self._marks = {inside: _Marks(_actions(form, inside, bounds.enforced)) for inside in (False, True)}
+        self._special = re.compile("|".join(map(re.escape, sorted(form.special, key=len, reverse=True))) or r"(?!)")
         self._new_id = new_id
-        self.enforced = enforced
-        self._single = single
         self._first_mark = ""
-        self._hold = -1 if enforced else HOLD
         self._out: list[MessagePart] = []
         self._num_calls = 0
-        # Whether only white space came since the start, or since a call.
+        self._made: list[tuple[str, str]] = []
+        """Names and arguments of the calls made, where no call may be made twice."""
+        self._inside = inside
+        """Whether what is read is reasoning."""
+        self._thought: list[str] = []
+        """The reasoning since it was last opened."""
+        self._has_closed = False
+        """Whether a reasoning has ended."""
+        self._said = ""
+        """What was sent last, "content" or "reasoning"; empty after a call or a mark that parts texts."""
+        self._has_content = self._has_reasoning = False
+        # Whether only white space came since the start, a call or a reasoning.
         self._fresh = True
+        self._framed = False
+        """Whether a mark that takes the space after it was read just now."""
         self._reading = False
         self._call = _Call(0)
         self._run = self._read()
 
-    def feed(self, text: str, final: bool) -> list[MessagePart]:
+    def feed(self, text: str, final: bool, cut: bool = False) -> list[MessagePart]:
         # Cut at fixed places, so that giving up a call for its length does not depend on the pieces.
         while True:
             size = GRID - (self.text.base + len(self.text.text)) % GRID
@@ -100,6 +173,8 @@ class ToolParser:
                 self._run.throw(IllFormed())
             if not text:
                 break
+        if final:
+            self._answer_at_last(cut)
         out, self._out = self._out, []
         return out
 
@@ -119,11 +194,15 @@ class ToolParser:
 
     # For the code that reads a format.
 
-    def name(self, name: str) -> None:
-        """Set the name of the call that is being read. Raises `IllFormed`."""
+    def name(self, name: str, written_id: str | None = None) -> None:
+        """Set the name of the call that is being read, and its id if the model has written one. Raises `IllFormed`."""
         if self._call.name is not None or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise IllFormed
-        self._call.name = name
+        if self._inside and name not in self.schemas:
+            # Reasoning may speak of calls.
+            raise IllFormed
+        self._call.name, self._call.written_id = name, written_id
+        self._call.twins = [arguments for made, arguments in self._made if made == name]
 
     def arguments(self) -> Reading[None]:
         """Read the call's arguments, a JSON object, which are sent as they are written. Raises `IllFormed`."""
@@ -137,68 +216,121 @@ class ToolParser:
 
     def write(self, arguments: str) -> None:
         """Add to the arguments' JSON text, for formats that write them in some other form."""
-        self._call.has_arguments = True
-        self._call.unsent.append(arguments)
-        self._call.end = self.text.position
+        call = self._call
+        call.has_arguments = True
+        call.unsent.append(arguments)
+        call.twins = [twin for twin in call.twins if twin.startswith(arguments, call.num_written)]
+        call.num_written += len(arguments)
+        call.end = self.text.position
 
     def done(self) -> None:
         """End the call, which is whole; without arguments it gets an empty object. Raises `IllFormed`."""
-        if self._call.name is None:
+        call = self._call
+        if call.name is None:
             raise IllFormed
-        if not self._call.has_arguments:
+        if not call.has_arguments:
             self.write("{}")
+        if any(len(twin) == call.num_written for twin in call.twins):
+            self.ended = True
+            raise IllFormed
+        if self._bounds.distinct:
+            self._made.append((call.name, "".join(call.unsent)))
         self._announce()
         self._stream()
         self._num_calls += 1
         self._reset()
-        if self._single:
+        if self._bounds.single:
             self.ended = True
             raise IllFormed
 
     def skip(self) -> None:
-        """Drop what was read since the opening, which begins no call."""
+        """Drop what was read since the mark: it begins no call, or it is a part of one that is never content."""
+        name, written_id = self._call.name, self._call.written_id
         self._reset()
+        self._call.name, self._call.written_id = name, written_id
 
     def back(self) -> None:
         """Unread the text since the last call."""
         self.text.rewind(self._call.start)
 
+    def turn(self, inside: bool) -> None:
+        """Read what follows as reasoning, or as content, the start of which it is."""
+        self._has_closed = self._has_closed or (self._inside and not inside)
+        self._inside, self._fresh, self._framed = inside, True, True
+        self._thought.clear()
+        self._said = ""
+
     # The loop.
 
     def _read(self) -> Reading[None]:
-        while not self.ended and (yield from self._content()):
-            self._reading = True
-            try:
-                yield from self._read_calls(self)
-                self._fresh = True
-            except IllFormed:
-                if not self.ended:
-                    self._give_up()
-            self._reading = False
+        while not self.ended and (mark := (yield from self._next_mark())) is not None:
+            match self._marks[self._inside].actions.get(mark, "call"):
+                case "call":
+                    yield from self._read_call(mark)
+                case "open" if not self._inside:
+                    self.text.at += len(mark)
+                    self.turn(True)
+                case "close":
+                    self.text.at += len(mark)
+                    self.turn(False)
+                case action:
+                    self.text.at += len(mark)
+                    self._framed = action != "drop"
 
-    def _content(self) -> Reading[bool]:
-        """Send content up to the next opening of a call; return False if the text ends before one."""
-        text = self.text
+    def _read_call(self, mark: str) -> Reading[None]:
+        self._reading, start = True, self.text.position
+        try:
+            yield from self._read_calls(self)
+            self._fresh = self._framed = True
+        except IllFormed:
+            if not self.ended:
+                if self.text.position == start:
+                    self.text.at += len(mark)
+                self._give_up()
+        self._reading = False
+
+    def _next_mark(self) -> Reading[str | None]:
+        """Send the text up to the next mark and return the mark, at which reading is; "" for one of `starts`. Return
+        None if the text ends before one."""
+        text, marks = self.text, self._marks[self._inside]
         while True:
-            start, partial = self._start() if self._fresh else (-1, len(text.text))
-            match = self._opening.search(text.text, text.at)
-            opening = min(place for place in (start, match.start() if match else -1, 2**62) if place >= 0)
-            end = opening if opening < 2**62 else min(partial, text.open_end(self._openers))
-            space = text.before_space(end)
-            if opening < 2**62:
+            if self._framed:
+                yield from text.space()
+                self._framed = False
+            start, partial = self._start() if self._fresh and not self._inside else (-1, len(text.text))
+            place, mark = marks.find(text)
+            if mark and marks.actions[mark] == "open" and not self._opens(place, mark):
+                self._say(text.text[text.at : place + len(mark)])
+                text.at = place + len(mark)
+                continue
+            if start >= 0 and (start < place or not mark):
+                place, mark = start, ""
+            elif not mark:
+                place = min(place, partial)
+            is_found = bool(mark) or start >= 0
+            # A token that means nothing does not take the space before it.
+            space = place if mark and marks.actions[mark] == "drop" else text.before_space(place)
+            if is_found:
                 self._say(text.text[text.at : space])
-                text.at = opening
+                before = text.text[space:place]
+                text.at = place
                 self._reset()
-                self._call.space = text.text[space:opening]
-                return True
+                self._call.space = before
+                return mark
             if text.final:
-                # White space after the last call is not content.
-                self._say(text.text[text.at : space if self._fresh and self._num_calls else end])
+                self._say(text.text[text.at :])
                 text.at = len(text.text)
-                return False
+                return None
             self._say(text.text[text.at : space])
             text.at = space
             yield
+
+    def _opens(self, place: int, mark: str) -> bool:
+        """Whether a mark of reasoning is one: after other text it is only if it is a special token."""
+        if mark in self.form.special:
+            return True
+        is_first = not self._thought if self._inside else self._fresh
+        return is_first and not self.text.text[self.text.at : place].strip(SPACE)
 
     def _start(self) -> tuple[int, int]:
         """Return the place of one of the format's `starts` (-1: none), and the place from which one may still come."""
@@ -206,24 +338,35 @@ class ToolParser:
         at = text.at
         while at < len(text.text) and text.text[at] in SPACE:
             at += 1
-        rest = text.text[at : at + 64]
+        rest = text.text[at : at + MAX_NAME + 64]
         if any(rest.startswith(start) for start in self._starts):
             return at, at
         if not text.final and any(start.startswith(rest) for start in self._starts):
             return -1, at
-        self._fresh = not rest
+        marks = self._marks[False].texts
+        self._fresh = not rest or any(mark.startswith(rest) or rest.startswith(mark) for mark in marks)
         return -1, len(text.text)
 
     def _give_up(self) -> None:
         self._catch_up()
         self._stream()
-        if self._call.id is None:
-            text = self.text.since(self._call.start)
-            self._say(self._call.space + (text if self._call.start else text.removeprefix(self._first_mark)))
-        else:
+        if self._call.id is not None:
             self._num_calls += 1
+        elif not self.enforced or not self.text.is_cut:
+            text = self.text.since(self._call.start)
+            text = text if self._call.start else text.removeprefix(self._first_mark)
+            self._say(self._call.space + self._special.sub("", text))
+        # Else a limit cut the call: what there is of it is no answer.
         self._fresh = False
         self._reset()
+
+    def _answer_at_last(self, cut: bool) -> None:
+        """Send reasoning that never ended as content too, where there is nothing else of an answer: the model has ended
+        it itself, or it is what came after the reasoning. `cut`: a limit ended the text."""
+        if self._inside and not self._has_content and not self._num_calls and (self._has_closed or not cut):
+            text = "".join(self._thought).strip(SPACE)
+            if text:
+                self._out.append(Content(text))
 
     def _reset(self) -> None:
         self._call = _Call(self.text.position)
@@ -236,7 +379,8 @@ class ToolParser:
     def _stream(self) -> None:
         self._catch_up()
         call = self._call
-        if call.name is not None and call.has_arguments and call.end - call.start > self._hold:
+        hold = -1 if self.enforced else HOLD
+        if call.name is not None and call.has_arguments and not call.twins and call.end - call.start > hold:
             self._announce()
         if call.id is not None and (arguments := "".join(call.unsent)):
             self._out.append(ToolCall(self._num_calls, call.id, None, arguments))
@@ -244,9 +388,37 @@ class ToolParser:
 
     def _announce(self) -> None:
         if self._call.id is None:
-            self._call.id = self._new_id()
+            self._call.id = self._call.written_id or self._new_id()
+            self._said = ""
             self._out.append(ToolCall(self._num_calls, self._call.id, self._call.name, ""))
 
     def _say(self, text: str) -> None:
-        if text:
-            self._out.append(Content(text))
+        if not text:
+            return
+        if self._inside:
+            gap = GAP if self._has_reasoning and self._said != "reasoning" else ""
+            self._said, self._has_reasoning = "reasoning", True
+            self._thought.append(text)
+            self._out.append(Reasoning(text, gap))
+        else:
+            gap = GAP if self._has_content and self._said != "content" else ""
+            self._said, self._has_content = "content", True
+            self._out.append(Content(text, gap))
+
+
+def _actions(form: AnswerForm, inside: bool, enforced: bool) -> dict[str, _Action]:
+    """Return what each mark means in content, or `inside` the reasoning."""
+    tools, style = form.tools, form.style
+    actions: dict[str, _Action] = dict.fromkeys(form.special, "drop")
+    actions |= dict.fromkeys(style.answer, "skip")
+    if form.headers is None:
+        actions |= dict.fromkeys(style.openings, "open")
+    if inside and form.headers is None:
+        actions |= dict.fromkeys(style.closings, "close")
+    if not inside or (form.schemas and not enforced):
+        # In reasoning, a call that a grammar does not hold to is none.
+        actions |= dict.fromkeys(filter(None, tools.all_openers()), "call")
+    if form.headers is not None:
+        actions |= dict.fromkeys(form.headers.ends, "close")
+        actions |= dict.fromkeys(form.headers.marks, "call")
+    return actions

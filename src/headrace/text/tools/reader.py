@@ -47,11 +47,18 @@ class Reader:
         self.base = 0
         self.final = False
         self._pin: int | None = None
+        # Where a text was looked for that the end cut.
+        self._short = -1
 
     @property
     def position(self) -> int:
         """Characters of the whole text that have been read."""
         return self.base + self.at
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether reading has stopped because the text ends here."""
+        return self.final and (self.at == len(self.text) or self._short == self.position)
 
     def push(self, text: str, final: bool, keep: int) -> None:
         """Add text; the text before the position `keep` is no longer needed."""
@@ -116,9 +123,28 @@ class Reader:
         """Return whether `literal` comes next. Pauses only while that is undecided."""
         while True:
             start = self.text[self.at : self.at + len(literal)]
-            if len(start) == len(literal) or self.final or not literal.startswith(start):
+            if len(start) == len(literal) or not literal.startswith(start):
                 return start == literal
+            if self.final:
+                self._short = self.position
+                return False
             yield
+
+    def comes_spaced(self, literal: str) -> Reading[bool]:
+        """Return whether the letters of `literal`, which has no white space, come next, with any white space between
+        them. Pauses only while that is undecided."""
+        place = 0
+        for letter in literal:
+            while True:
+                match = _SPACES.match(self.text, self.at + place)
+                place = (match.end() if match else self.at + place) - self.at
+                if self.at + place < len(self.text) or self.final:
+                    break
+                yield
+            if self.text[self.at + place : self.at + place + 1] != letter:
+                return False
+            place += 1
+        return True
 
     def take(self, literal: str) -> Reading[bool]:
         """Read `literal` if it comes next; return whether it did."""

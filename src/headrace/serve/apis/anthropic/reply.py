@@ -189,13 +189,14 @@ class MessagesAnswer(Readable):
         async for _, _, parts in self.answer.parts():
             for part in parts:
                 part_kind = type(part).__name__
+                gap = getattr(part, "gap", "") if part_kind == kind else ""
                 # A call's first part has its name, and begins a block even after another call.
                 if part_kind != kind or getattr(part, "name", None) is not None:
                     if kind:
                         yield _event(BlockStop(index=index))
                     index, kind = index + 1, part_kind
                     yield _event(BlockStart(index=index, content_block=_opening(part)))
-                delta = _delta(part)
+                delta = _delta(part, gap)
                 if delta is not None:
                     yield _event(BlockDelta(index=index, delta=delta))
         if kind:
@@ -248,12 +249,12 @@ def _opening(part: MessagePart) -> Block:
     return ReplyToolUse(id=part.id, name=part.name or "", input={})
 
 
-def _delta(part: MessagePart) -> Delta | None:
-    """What a part adds to its block, if anything."""
+def _delta(part: MessagePart, gap: str) -> Delta | None:
+    """What a part adds to its block, if anything, after a `gap`."""
     if isinstance(part, Content):
-        return TextDelta(text=part.text)
+        return TextDelta(text=gap + part.text)
     if isinstance(part, Reasoning):
-        return ThinkingDelta(thinking=part.text)
+        return ThinkingDelta(thinking=gap + part.text)
     return InputJsonDelta(partial_json=part.arguments) if part.arguments else None
 
 

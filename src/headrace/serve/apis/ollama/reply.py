@@ -213,8 +213,8 @@ class OllamaAnswer(Readable):
         warnings = self.answer.call.warnings.reply()
         chunk_type = ChatChunk if self._chat else GenerateChunk
         async for _, piece, parts in self.answer.parts():
-            content = "".join(part.text for part in parts if isinstance(part, Content))
-            thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
+            content = "".join(part.gap + part.text for part in parts if isinstance(part, Content))
+            thinking = "".join(part.gap + part.text for part in parts if isinstance(part, Reasoning))
             wide = len(piece.logprobs) * width(piece.logprobs)
             calls, logprobs = self._whole_calls(), await off_loop(wide, functools.partial(self._logprobs, piece))
             if content or thinking or calls or logprobs:

@@ -55,9 +55,9 @@ class Deltas:
 
     def _deltas(self, part: MessagePart) -> list[reply.ChatDelta]:
         if isinstance(part, Content):
-            return [reply.ChatDelta(content=part.text)]
+            return [reply.ChatDelta(content=part.gap + part.text)]
         if isinstance(part, Reasoning):
-            return [reply.ChatDelta(reasoning_content=part.text, reasoning=part.text)]
+            return [reply.ChatDelta(reasoning_content=part.gap + part.text, reasoning=part.gap + part.text)]
         if part.name is not None and part.name in self._customs:
             self._input, self._index = InputText(), part.index
             custom = reply.CustomCall(name=part.name, input=self._input.feed(part.arguments))

@@ -229,12 +229,14 @@ class Output:
         events: list[Event] = []
         for part in parts:
             if isinstance(part, Content):
+                gap = part.gap if self._is_open("message") else ""
                 events += self._begin("message", role="assistant")
-                events.append(self._text("response.output_text.delta", part.text, logprobs))
+                events.append(self._text("response.output_text.delta", gap + part.text, logprobs))
                 logprobs = []
             elif isinstance(part, Reasoning):
+                gap = part.gap if self._is_open("reasoning") else ""
                 events += self._begin("reasoning", summary=[])
-                events.append(self._text("response.reasoning_text.delta", part.text, UNSET))
+                events.append(self._text("response.reasoning_text.delta", gap + part.text, UNSET))
             else:
                 events += self._call(part)
         return events
@@ -243,9 +245,12 @@ class Output:
         """Close the last item, which is "incomplete" if it was cut off; nothing more comes."""
         return self._close(status)
 
+    def _is_open(self, kind: ItemType) -> bool:
+        return self._open is not None and self._open.type == kind
+
     def _begin(self, kind: ItemType, **fields: Any) -> list[Event]:
         """Open an item of this kind with one part of text, unless it is open."""
-        if self._open is not None and self._open.type == kind:
+        if self._is_open(kind):
             return []
         events = self._close() + self._add(kind, content=[], **fields)
         # Two parts, one for the item and one for the event: the item's grows before the event is encoded.
