@@ -71,7 +71,7 @@ def test_a_name_that_nobody_has_says_which_there_are() -> None:
         ("qwen3_xml", "qwen3_coder"),
         ("deepseek_v31", "deepseek_v3"),
         ("glm47", "glm45"),
-        ("phi4_mini_json", "firefunction"),
+        ("jamba", "hunyuan_a13b"),
     ],
 )
 def test_names_that_are_the_same_format(name: str, key: str) -> None:
