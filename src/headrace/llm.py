@@ -16,7 +16,8 @@ import msgspec
 
 from headrace import hub
 from headrace.engine import build, model_settings
-from headrace.other_engines import VLLM_SETTINGS, translate_keywords
+from headrace.migration.vllm import VLLM_SETTINGS
+from headrace.other_engines import translate_keywords
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError, UnsupportedError

@@ -31,7 +31,7 @@ HALL = tuple(
     "models.weights backends backends.base backends.graph backends.arena backends.step".split()
 )
 SPLIT = ("backends", "models", "serve.apis")
-MAX_CONFIG_FIELDS = 75
+MAX_CONFIG_FIELDS = 80
 MAX_ENVIRONMENT_VARIABLES = 8
 
 HEAVY = frozenset("torch numpy transformers safetensors".split())
@@ -58,7 +58,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (
         Room("builtin", "protocol", PURE),
         Room("gguf", "protocol", PURE | {"msgspec"}),
-        Room("other_engines", "protocol", PURE),
+        Room("migration", "protocol", PURE),
         # Of plans, what the server's process reads.
         Room("plan.step_model", "protocol", PURE),
         Room("plan.hardware", "protocol", HEAVY | SERVING),
@@ -66,7 +66,11 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         # Connections between hosts, whose ends prove themselves.
         Room("secure", "protocol", HEAVY | SERVING),
     ),
-    (Room("hub", "protocol builtin gguf", HEAVY | SERVING), Room("plan.plans", "protocol plan.hardware", PURE)),
+    (
+        Room("hub", "protocol builtin gguf", HEAVY | SERVING),
+        Room("other_engines", "protocol migration", PURE),
+        Room("plan.plans", "protocol plan.hardware", PURE),
+    ),
     (Room("core.blocks", "protocol", PURE | {"msgspec"}),),
     (
         Room("core", "protocol core.blocks", PURE | {"msgspec"}),

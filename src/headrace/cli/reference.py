@@ -17,14 +17,10 @@ import typer.main
 
 from headrace import env
 from headrace.cli.main import app
-from headrace.other_engines import (
-    LLAMA_SERVER,
-    LLAMA_SERVER_SETTINGS,
-    OLLAMA_VARIABLES,
-    VLLM,
-    VLLM_SETTINGS,
-    Setting,
-)
+from headrace.migration.llama_server import LLAMA_SERVER_SETTINGS
+from headrace.migration.ollama import OLLAMA_VARIABLES
+from headrace.migration.settings import LLAMA_SERVER, VLLM, Setting
+from headrace.migration.vllm import VLLM_SETTINGS
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.bounds import BOUNDS, Bound
 from headrace.protocol.parameters import APIS, MAX_INT, MAX_INT32, PARAMETERS, Parameter
@@ -168,7 +164,7 @@ FROM_HEAD = """# From {source}
 
 {text}
 
-Written by `make docs` from `headrace/other_engines.py`; a test fails when this page is stale.
+Written by `make docs` from the tables of `headrace.migration`; a test fails when this page is stale.
 """
 FROM_VLLM = """`headrace serve MODEL` takes the command line of `vllm serve MODEL`, and `headrace.LLM` the keywords of
 vLLM's. [Flags](flags.md) of the same name mean the same; this page lists the others. A flag without effect here is
@@ -191,7 +187,11 @@ def settings_page(source: str, text: str, settings: tuple[Setting, ...]) -> str:
         if setting.ours == "model":
             return "MODEL"
         if setting.ours:
-            return f"`--{setting.ours.replace('_', '-')}{' ' + setting.fixed if setting.fixed else ''}`"
+            field, _, place = setting.ours.partition(".")
+            name = f"--{field.replace('_', '-')}{'.' + place if place else ''}".removesuffix("+")
+            return f"`{name}{' ' + setting.fixed if setting.fixed else ''}`" + (
+                f": {setting.why}" if setting.why else ""
+            )
         if not setting.has_no_effect:
             return f"refused: {setting.why}"
         return f"{'with ' + ' or '.join(setting.neutral) + ', ' if setting.neutral else ''}no effect: {setting.why}"

@@ -8,9 +8,11 @@ that runs the engine gets its config as msgpack bytes.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
+from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
 from headrace.protocol.kinds import ROUTERS
 from headrace.protocol.speculation import SpeculativeConfig, speculative_config
@@ -58,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     model: str = "builtin"
     tokenizer: str | None = None
     revision: str | None = None
+    hf_overrides: dict[str, Any] | None = None
     dtype: str = "auto"
     quantization: str | None = None
     activations: str = "auto"
@@ -113,6 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         _at_least(self, -1, "max_logprobs")
         _at_least(self, 0, "seed", optional=True)
+        _record("hf_overrides", self.hf_overrides)
         if self.speculative_config is not None:
             msgspec.structs.force_setattr(self, "speculative_config", speculative_config(self.speculative_config))
         place: object = self.rendezvous
@@ -168,7 +172,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     keep_alive: str = "5m"
     served_model_name: list[str] | None = None
     any_model_name: bool | None = None
+    tags: list[str] | None = None
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    prefill_assistant: bool = False
     trust_request_chat_template: bool = False
     enable_auto_tool_choice: bool = True
     tool_call_parser: str | None = None
@@ -193,6 +200,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     otlp_traces_endpoint: str | None = None
     log_stats_interval: float = 10.0
     generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
@@ -212,12 +220,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _member("log_format", self.log_format, LOG_FORMATS)
         if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^\s/]", self.otlp_traces_endpoint):
             raise RequestError("otlp_traces_endpoint", self.otlp_traces_endpoint, "an address that begins with http")
-        _member("generation_config", self.generation_config, ("auto", "headrace"))
+        _member("generation_config", self.generation_config, ("auto", "headrace", "vllm"))
+        _record("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        _record("override_generation_config", self.override_generation_config)
+        sampling_defaults(self.override_generation_config)
 
 
 def _member(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise RequestError(name, value, "one of " + ", ".join(allowed))
+
+
+def _record(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(name, value, "an object")
 
 
 def _at_least(config: msgspec.Struct, low: int, *names: str, optional: bool = False) -> None:
