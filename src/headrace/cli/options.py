@@ -19,7 +19,16 @@ import msgspec
 import typer
 
 from headrace.protocol.bounds import BOUNDS
-from headrace.protocol.config import DTYPES, KV_DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, ServerConfig, human_int
+from headrace.protocol.config import (
+    DTYPES,
+    KV_DTYPES,
+    POLICIES,
+    QUANTIZATIONS,
+    WHILE_LOADING,
+    EngineConfig,
+    ServerConfig,
+    human_int,
+)
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import MAX_INT32, PARAMETERS
 from headrace.protocol.params import SamplingParams
@@ -36,6 +45,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; those of one object are merged.',
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
         "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}; "
+        f"{', '.join(f'{theirs} is {ours}' for theirs, ours in WHILE_LOADING.items())} for plain weights; "
         "none: dequantise a GGUF file's blocks into dtype; or the checkpoint's own method, such as awq.",
         "activations": "What quantised weights are multiplied with: int8 (W8A8, fast), 16bit (W8A16: activations are "
         "not quantised), fp8 (rounded to E4M3 beside weights of 8-bit floats; on torch_ref and on GPUs), or "
@@ -80,13 +90,13 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         f"method ({', '.join(METHODS)}), num_speculative_tokens, model and more; see howto-speculate.md.",
     },
     ServerConfig: {
-        "host": "Address to listen on.",
+        "host": "Address to listen on; several with commas.",
         "port": "TCP port; 0 chooses a free one.",
         "api_key": "Key that clients must send; may be given more than once. Better in HEADRACE_API_KEY or a file.",
         "admin_api_key": "Key of the class admin, which opens every route; other keys then open no admin routes.",
         "api_key_file": "TOML file of keys with the classes and rates of each holder: see docs/security.md.",
-        "allowed_origins": "Web page that may call the server, such as https://chat.example, or *; a JSON list, or "
-        "given more than once. By default the server's own pages only.",
+        "allowed_origins": "Web page that may call the server, such as https://chat.example, localhost for any page "
+        "of this machine, or *; a JSON list, or given more than once. By default the server's own pages only.",
         "allowed_hosts": "Host name that requests may use, or *; may be given more than once. By default, on a "
         "loopback address, localhost and the machine's own name; on others, any name.",
         "inspector": "The web page: the chat at /, and the engine at work at /inspect.",
@@ -140,7 +150,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "otlp_traces_endpoint": "Address that receives OpenTelemetry traces by OTLP over HTTP, such as "
         "http://localhost:4318/v1/traces; needs the extra otel.",
         "log_stats_interval": "Seconds between two log lines of statistics; 0 for none.",
-        "generation_config": "auto: sampling defaults from the model's generation_config.json; headrace or vllm: none.",
+        "generation_config": "auto: sampling defaults from the model's generation_config.json; headrace: none.",
         "override_generation_config": "Sampling defaults for requests that do not set them, as a JSON object, such as "
         '{"temperature": 0.6, "top_k": 20}. They precede those of generation_config.json.',
     },

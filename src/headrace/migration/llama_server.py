@@ -7,6 +7,7 @@ server's defaults, which a request overrides.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from headrace.migration import settings
@@ -52,6 +53,12 @@ METADATA = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 """Keys of a GGUF file, after the architecture's name, and the place in config.json."""
+TYPES: dict[str, Callable[[str], Any]] = {
+    "int": whole,
+    "float": number,
+    "bool": lambda word: word == "true",
+    "str": str,
+}
 
 
 def _cache_type(text: str) -> str:
@@ -81,8 +88,7 @@ def _metadata(text: str) -> dict[str, Any]:
     for part in words(text):
         key, _, typed = part.partition("=")
         kind, _, value = typed.partition(":")
-        read = {"int": whole, "float": number, "bool": lambda word: word == "true", "str": str}.get(kind)
-        if read is None:
+        if kind not in TYPES:
             raise ValueError("KEY=TYPE:VALUE, with one of the types int, float, bool, str")
         place = METADATA.get(key.partition(".")[2])
         if place is None:
@@ -94,7 +100,7 @@ def _metadata(text: str) -> dict[str, Any]:
         *outer, last = place.split(".")
         for name in outer:
             at = at.setdefault(name, {})
-        at[last] = read(value)
+        at[last] = TYPES[kind](value)
     return values
 
 

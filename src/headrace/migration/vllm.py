@@ -33,6 +33,10 @@ def _same(text: str) -> str:
     return text
 
 
+def _advice(text: str) -> str:
+    return "headrace" if text == "vllm" else text
+
+
 def _draft(text: str) -> dict[str, str]:
     return {"method": "ngram"} if text == "[ngram]" else {"model": text}
 
@@ -49,6 +53,7 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _done("--max-model-len", "max_model_len", convert=_same, neutral=("auto", "-1"),
           why="auto and -1: the model's own"),
     _done("--disable-log-stats", "log_stats_interval", fixed="0", takes_value=False),
+    _done("--generation-config", "generation_config", convert=_advice, why="vllm is headrace: none is read"),
     _done("-ep", "enable_expert_parallel", fixed="true", takes_value=False),
     _done("--distributed-timeout-seconds", "distributed_timeout"),
     _done("--rope-scaling", ROPE, convert=settings.rope_scaling),

@@ -40,6 +40,10 @@ STORED_METHODS = {
 }  # fmt: skip
 """vLLM's names of a quantised checkpoint's own method, and the method: they load the weights as they are stored."""
 
+WHILE_LOADING = {"fp8": "int8-channel", "bitsandbytes": "nf4"}
+"""vLLM's methods that also quantise plain weights while loading them, and the nearest form here: 8 bits with a scale
+for each output channel, and the 16 values of NF4 with a scale for each 64."""
+
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where rank 0 awaits ranks of other hosts, and the files of their proofs. distributed_interface: through which
@@ -220,7 +224,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _member("log_format", self.log_format, LOG_FORMATS)
         if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^\s/]", self.otlp_traces_endpoint):
             raise RequestError("otlp_traces_endpoint", self.otlp_traces_endpoint, "an address that begins with http")
-        _member("generation_config", self.generation_config, ("auto", "headrace", "vllm"))
+        _member("generation_config", self.generation_config, ("auto", "headrace"))
         _record("default_chat_template_kwargs", self.default_chat_template_kwargs)
         _record("override_generation_config", self.override_generation_config)
         sampling_defaults(self.override_generation_config)
