@@ -14,6 +14,13 @@ from headrace.protocol.errors import CheckpointError
 
 logger = logging.getLogger("headrace")
 
+WITHOUT_EFFECT = {
+    "architectures": "the model is that of model_type",
+    "eos_token_id": "set stop_token_ids by --override-generation-config",
+    "bos_token_id": "the tokenizer has it",
+    "torch_dtype": "see --dtype",
+    "dtype": "see --dtype",
+}
 ROPE = ("rope_scaling", "rope_parameters", "rope_theta")
 
 
@@ -31,8 +38,8 @@ def overridden(values: dict[str, Any], overrides: Mapping[str, Any] | None) -> d
     rope = {name: changes.pop(name) for name in ROPE if name in changes}
     for name in sorted(changes.keys() - values.keys()):
         logger.warning("hf_overrides.%s: config.json has no such value, and the model may not read it", name)
-    if "architectures" in changes:
-        logger.warning("hf_overrides.architectures has no effect here: the model is that of model_type")
+    for name in sorted(changes.keys() & WITHOUT_EFFECT.keys()):
+        logger.warning("hf_overrides.%s has no effect here: %s", name, WITHOUT_EFFECT[name])
     changed = values | {name: _merged(values.get(name), value) for name, value in changes.items()}
     return changed | _rope_of(values, rope) if rope else changed
 

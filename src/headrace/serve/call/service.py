@@ -308,6 +308,9 @@ class ServedModel:
         if call.beam is not None:
             defaults = {name: value for name, value in defaults.items() if name in KEPT}
             fixed |= {"n": 1, "best_of": None}
+        if fixed["structured_outputs"] is not None:
+            # A form has an end, which the server's default must not take away.
+            defaults = {name: value for name, value in defaults.items() if name != "ignore_eos"}
         return SamplingParams(**{"max_tokens": max_tokens, **defaults, **call.sampling, **special, **fixed})
 
     def _with_ends(self, call: ChatCall, params: SamplingParams) -> SamplingParams:
