@@ -178,6 +178,9 @@ class _Line:
         for field in sorted(drafts.keys() & SPECULATION_WITHOUT_EFFECT):
             self._notes.append(f"{SPECULATION}.{field} has no effect here: see --speculative-config")
             del drafts[field]
+        for field, value in drafts.items():
+            if isinstance(value, str) and value.isdecimal():
+                drafts[field] = int(value)  # vLLM takes numbers as texts
         if drafts and not drafts.keys() & {"method", "model"}:
             self._notes.append("no tokens are guessed ahead: no flag names what guesses; see --speculative-config")
             del self._records[SPECULATION]

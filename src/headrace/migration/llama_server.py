@@ -143,8 +143,17 @@ def _only(text: str) -> str:
     raise RefusedError(f"set attention_factor, beta_fast or beta_slow by --hf-overrides ({text} has no place there)")
 
 
-def _whole_model(text: str) -> str:
+def _threads(text: str) -> str:
     return "0" if text == "-1" else text
+
+
+def _device(text: str) -> str:
+    """Return our name of a device. Of several the first computes."""
+    first = text.partition(",")[0]
+    match = re.fullmatch(r"CUDA(\d+)", first)
+    if match is None and re.fullmatch(r"[A-Z]\w*\d+", first):
+        raise NoEffectError("see --device for those that there are")
+    return f"cuda:{match[1]}" if match else {"none": "cpu"}.get(first, text)
 
 
 _done, _no_effect, _switch, _refused = settings.makers(LLAMA_SERVER)
@@ -163,7 +172,8 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _done("-hf -hfr --hf-repo", "model"),
     _done("-c --ctx-size", "max_model_len", neutral=("0",)),
     _done("--kv-unified-per-slot", "max_model_len"),
-    _done("-t --threads", "num_threads", convert=_whole_model),
+    _done("-t --threads", "num_threads", convert=_threads),
+    _done("--device", "device", convert=_device, why="none is cpu, and CUDA0 is cuda:0"),
     _done("-np --parallel", "max_num_seqs", neutral=("-1",)),
     _done("-b --batch-size", "max_num_batched_tokens"),
     _done("-a --alias", "served_model_name", convert=words),
@@ -293,6 +303,7 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _no_effect("--prio --prio-batch -C --cpu-mask -Cr --cpu-range -Cb --cpu-mask-batch", _PINNED),
     _no_effect("-Crb --cpu-range-batch --cpu-strict --cpu-strict-batch", _PINNED),
     _no_effect("--poll --poll-batch", "threads wait by spinning shortly"),
+    _switch("--verbose-prompt", "prompts are never logged, because they are private"),
     _switch("-e --escape --no-escape", "prompts come in requests, as they are"),
     _switch("--no-webui --no-ui --webui --ui", _PAGE),
     _no_effect("--path --ui-config --webui-config --ui-config-file --webui-config-file", _PAGE),
