@@ -93,7 +93,9 @@ def test_names_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> No
     assert "hf_overrides.rmsnorm_eps: config.json has no such value" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "form"), [("fp8", "int8-channel"), ("bitsandbytes", "nf4")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("fp8", "int8-channel"), ("bitsandbytes", "nf4"), ("fp8_per_block", "int8-g128")]
+)
 def test_plain_weights_are_quantised_while_loading(
     tmp_path: Path, name: str, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -170,12 +170,24 @@ FROM_VLLM = """`headrace serve MODEL` takes the command line of `vllm serve MODE
 vLLM's. [Flags](flags.md) of the same name mean the same; this page lists the others. A flag without effect here is
 accepted, and the log says why it has none. `EngineArgs`, `TokensPrompt`, `StructuredOutputsParams` and the other
 names of offline scripts are imported from `headrace`. Routes, request fields, metrics (with the prefix `headrace:`) and
-`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md)."""
+`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md).
+
+Flags may be written as vLLM's parser takes them: with underscores, cut to a beginning that no other has, with values of
+an object after a dot (`--speculative-config.method mtp`), as `-O3`, and `--no-` before a switch. `--quantization fp8`
+and `bitsandbytes` quantise plain weights while loading, to the nearest form here, which the log names."""
 FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
 (`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served beside OpenAI's: see
 [clients](howto-clients.md#llama-server). Where vLLM has a flag of the same name, that meaning counts: `--api-key-file`
-is a [file of holders](security.md#keys), `--chat-template` names a file, and the default port is 8000.
-Variables `LLAMA_ARG_...` are not read."""
+is a [file of holders](security.md#keys), `--seed` seeds the seeds of requests without one (`-s` is the seed of all of
+them), and the default port is 8000. Variables `LLAMA_ARG_...` are not read.
+
+- Sampling flags are the server's defaults: they precede those of the model's `generation_config.json`, and a request
+  precedes them. What no flag sets has vLLM's default (temperature 1, all tokens), not llama-server's.
+- `-c` is the context of one request, not of all together. More than the file's own is cut to it, with a warning.
+- `--chat-template` takes llama-server's names of common formats, a Jinja source or a file. A model without a template
+  takes `chatml`, with a warning; its answers end at `<|im_end|>`, whether that is a token or not.
+- With `--rope-scaling`, `--rope-scale`, `--yarn-...` and `--override-kv`, values of the file are changed as by
+  `--hf-overrides`."""
 FROM_OLLAMA = """Ollama's routes (`/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` ...) are served on the port of
 the others: point `OLLAMA_HOST` of the client at headrace. `headrace serve PATH.gguf` serves a model, `headrace chat
 PATH.gguf` talks with it. Fields of a request that have no effect give a warning in the reply: see

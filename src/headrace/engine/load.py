@@ -285,19 +285,20 @@ def _as_stored(config: EngineConfig, method: str) -> EngineConfig:
     form that they are quantised to.
 
     Raises `RequestError` if it names another one."""
-    named = STORED_METHODS.get(config.quantization or "")
-    if named is None or (named != method and config.quantization in QUANTIZATIONS):
-        return config
-    if method == "none" and config.quantization in WHILE_LOADING:
-        form = WHILE_LOADING[config.quantization]
+    name = config.quantization or ""
+    if method == "none" and name in WHILE_LOADING:
+        form = WHILE_LOADING[name]
         logger.warning(
             "quantization: the weights are quantised while loading, and %s becomes %s, the nearest form here",
-            config.quantization,
+            name,
             form,
         )
         return msgspec.structs.replace(config, quantization=form)
+    named = STORED_METHODS.get(name, name if name in WHILE_LOADING else None)
+    if named is None or (named != method and name in QUANTIZATIONS):
+        return config
     if named != method:
-        raise RequestError("quantization", config.quantization, f"left out: the checkpoint's own method is {method}")
+        raise RequestError("quantization", name, f"left out: the checkpoint's own method is {method}")
     return msgspec.structs.replace(config, quantization=None)
 
 

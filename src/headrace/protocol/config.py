@@ -40,9 +40,14 @@ STORED_METHODS = {
 }  # fmt: skip
 """vLLM's names of a quantised checkpoint's own method, and the method: they load the weights as they are stored."""
 
-WHILE_LOADING = {"fp8": "int8-channel", "bitsandbytes": "nf4"}
-"""vLLM's methods that also quantise plain weights while loading them, and the nearest form here: 8 bits with a scale
-for each output channel, and the 16 values of NF4 with a scale for each 64."""
+WHILE_LOADING = {
+    "fp8": "int8-channel", "fp8_per_tensor": "int8-channel", "fp8_per_block": "int8-g128",
+    "int8_per_channel_weight_only": "int8-channel", "bitsandbytes": "nf4",
+}  # fmt: skip
+"""vLLM's methods that quantise plain weights while loading them, and the nearest form here: 8 bits with a scale for
+each output channel or block, and the 16 values of NF4 with a scale for each 64."""
+
+FORMS = (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS, *WHILE_LOADING)),)
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         _member("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
-            _member("quantization", self.quantization, (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS)),))
+            _member("quantization", self.quantization, FORMS)
         _member("activations", self.activations, ACTIVATIONS)
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         _at_least(self, 0, "num_threads", "long_prefill_token_threshold")
