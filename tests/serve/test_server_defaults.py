@@ -14,6 +14,7 @@ from tests.support.server import HTTP, Live, inproc, write_tokenizer
 
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.defaults import sampling_defaults
+from headrace.protocol.errors import RequestError
 from headrace.serve import loading
 from headrace.serve.gates.calls import HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.process import listen, url_of
@@ -74,6 +75,14 @@ def test_variables_of_the_template(started: Live) -> None:
     assert prompt_of(started, user, reasoning_effort="high") == "<hi|flag|high>[a]"
 
 
+def test_a_variable_of_the_templates_own_does_not_start(tokenizer: Tokenizer) -> None:
+    server = ServerConfig(default_chat_template_kwargs={"messages": []})
+    with pytest.raises(
+        RequestError, match="default_chat_template_kwargs: 'messages' .* a variable of the template's own"
+    ):
+        Live(inproc(), tokenizer, server)
+
+
 def test_the_assistants_last_message_is_gone_on_with(started: Live, live: Live) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Once"}]
     assert prompt_of(started, messages) == "<Once"
@@ -124,8 +133,6 @@ def test_a_template_of_the_models_own_ends_at_nothing_more(tokenizer: Tokenizer,
 
 
 def test_a_template_that_was_named_and_is_missing_is_an_error(tmp_path: Path) -> None:
-    from headrace.protocol.errors import RequestError
-
     tokenizer = bare_tokenizer(tmp_path)
     with pytest.raises(RequestError, match="chat_template: 'nowhere.jinja' is not allowed; .* or one of chatml, bail"):
         template_of(tokenizer, "nowhere.jinja")

@@ -32,10 +32,10 @@ from headrace.insight.metrics import ServerMetrics
 from headrace.insight.tracing import Tracer, otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.defaults import sampling_defaults
-from headrace.protocol.errors import CheckpointError
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.models import ModelSet
-from headrace.serve.call.service import ServedModel
+from headrace.serve.call.service import RENDER_OPTIONS, ServedModel
 from headrace.text.bounded import BoundedProcess
 from headrace.text.inputs import seed_source
 from headrace.text.named_templates import template_of
@@ -248,6 +248,8 @@ def served_model(
         server.trust_request_chat_template,
     )
     served.template_variables = dict(server.default_chat_template_kwargs or {})
+    for name in RENDER_OPTIONS & served.template_variables.keys():
+        raise RequestError("default_chat_template_kwargs", name, "a variable of the template's own")
     served.prefills = server.prefill_assistant
     served.tags = [tag for text in server.tags or () for tag in text.split(",") if tag]
     return served
