@@ -158,7 +158,7 @@ VLLM = r"""
 ~ MODEL --optimization-level 3 --performance-mode throughput
 ~ MODEL --tool-server demo
 = MODEL --tensor-parallel 4
-! --config: not supported here; write its lines as flags
+! --config: 'recipe.yaml' is not allowed; it must be a YAML file
   MODEL --config recipe.yaml
 ~ MODEL --kv-cache-dtype fp8 --enable-flashinfer-autotune --mamba-backend triton --mamba-ssm-cache-dtype float32
 ~ MODEL --limit-mm-per-prompt.video 0 --mm-processor-cache-type shm

@@ -115,8 +115,8 @@ def test_a_row_with_a_field_sets_it(serve: Any) -> None:
         serve, "--no-enable-prefix-caching --dtype float16 --max-model-len 512"
     )
     assert parsed(serve, "-c 0 -np -1 -s -1 -n -1 --spec-type none --reasoning-budget -1") == parsed(serve, "")
-    with pytest.raises(RequestError, match=r"^-b: '2' is not allowed; it must be 1, as --max-num-batched-tokens was"):
-        parsed(serve, "-b 1 -b 2")
+    taken = parsed(serve, "-b 1 -b 2")
+    assert (taken["max_num_batched_tokens"], taken["notes"]) == (2, ["-b 2 takes the place of 1, which came before"])
 
 
 def test_keys_and_values_of_two_types_take_the_one_with_more_bits(serve: Any) -> None:
@@ -255,6 +255,28 @@ def test_ways_of_vllms_parser_to_write_a_flag(serve: Any) -> None:
     assert parsed(serve, "-tp 2 -ep")["enable_expert_parallel"]
     with pytest.raises(Exception, match="No such option: --max-num"):
         parsed(serve, "--max-num 5")
+
+
+def test_a_file_of_flags(serve: Any, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "model: some/model\nport: 9000\nmax-model-len: 4096\nenforce-eager: true\nenable_prefix_caching: false\n"
+        "served-model-name: [a, b]\ncompilation-config: {mode: 3}\noverride-generation-config: {temperature: 0.5}\n"
+        "async-scheduling: true\ntrust-remote-code: false\nkv-cache-dtype: fp8\n"
+    )
+    taken = parsed(serve, f"--config {file} --port 9001")
+    assert (taken["model"], taken["port"], taken["max_model_len"]) == ("some/model", 9001, 4096)
+    assert (taken["enable_prefix_caching"], taken["async_scheduling"]) == (False, True)
+    assert (taken["served_model_name"], taken["kv_cache_dtype"]) == (["a", "b"], "fp8")
+    assert taken["override_generation_config"] == {"temperature": 0.5}
+    assert [note.partition(" ")[0] for note in taken["notes"]] == ["--enforce-eager", "--compilation-config"]
+    assert parsed(serve, f"other --config={file}")["model"] == "other"
+    for text in ("[1]", ": :", "\0"):
+        file.write_text(text)
+        with pytest.raises(RequestError, match="^--config: .* a YAML file of flags"):
+            parsed(serve, f"--config {file}")
+    with pytest.raises(RequestError, match="^--config: 'nowhere.yaml' is not allowed"):
+        parsed(serve, "--config nowhere.yaml")
 
 
 def test_a_value_that_may_follow_is_not_the_model(serve: Any) -> None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+import msgspec.yaml
 
 from headrace.migration.llama_server import LLAMA_SERVER_SETTINGS
 from headrace.migration.settings import (
@@ -65,12 +68,44 @@ class _Line:
 
     def read(self) -> tuple[list[str], list[str]]:
         """Return the words, and the notes."""
+        model = self._take_config()
         while self._rest:
             self._read_word(self._rest.pop(0))
+        if not self._has_model and model is not None:
+            self._words.append(model)
         self._settle()
         for field, record in self._records.items():
             self._words += [_flag(field), json.dumps(record, ensure_ascii=False)]
         return self._words, self._notes
+
+    def _take_config(self) -> str | None:
+        """Put the flags of vLLM's --config file before the others, which win; return the model that it names."""
+        split = [self._split(word) for word in self._rest]
+        at = next((place for place, (name, *_) in enumerate(split) if name == "--config"), None)
+        if at is None or "--config" in self._ours:
+            return None
+        path = split[at][2] if split[at][1] else "".join(self._rest[at + 1 : at + 2])
+        del self._rest[at : at + (1 if split[at][1] else 2)]
+        settings = _yaml_of(path)
+        model = settings.pop("model", settings.pop("model_tag", None))
+        words: list[str] = []
+        for key, value in settings.items():
+            flag = _spelled("--" + str(key))
+            if flag not in {name for name, *_ in split}:
+                words += self._words_of(flag, value)
+        self._rest = words + self._rest
+        return None if model is None else str(model)
+
+    def _words_of(self, flag: str, value: Any) -> list[str]:
+        """Return a flag with a value of a YAML file."""
+        if isinstance(value, bool):
+            is_switch = not self._ours.get(flag, SETTINGS[flag].takes_value if flag in SETTINGS else False)
+            if not is_switch:
+                return [flag, str(value)]
+            return [flag] if value else [f"--no-{flag[2:]}"] if flag in self._ours else []
+        if isinstance(value, dict):
+            return [flag, json.dumps(value)]
+        return [word for each in (value if isinstance(value, list) else [value]) for word in (flag, str(each))]
 
     def _read_word(self, word: str) -> None:
         name, equals, value, place = self._split(word)
@@ -170,7 +205,8 @@ class _Line:
                 self._words[at] = max(value, self._words[at], key=lambda kind: CACHE_BITS[kind])
                 self._notes.append(f"keys and values are kept in one format, {self._words[at]}; see {flag}")
         elif self._words[at] != value:
-            raise RequestError(name, value, f"{self._words[at]}, as {flag} was set before")
+            self._notes.append(f"{name} {value} takes the place of {self._words[at]}, which came before")
+            self._words[at] = value
 
     def _settle(self) -> None:
         """Leave out what has no effect without other flags."""
@@ -235,6 +271,14 @@ def translate_keywords(fields: Mapping[str, Any], ours: Iterable[str]) -> dict[s
         else:
             raise _refusal(setting, name, value)
     return values
+
+
+def _yaml_of(path: str) -> dict[str, Any]:
+    """Return the settings of a YAML file. Raises `RequestError`."""
+    try:
+        return msgspec.yaml.decode(Path(path).expanduser().read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise RequestError("--config", path, f"a YAML file of flags and their values ({error})") from None
 
 
 def _flag(field: str) -> str:

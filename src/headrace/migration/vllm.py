@@ -160,7 +160,6 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _no_effect("--allowed-methods --allowed-headers", "see --allowed-origins"),
     _switch("--allow-credentials", "see --allowed-origins"),
     _no_effect("--h11-max-incomplete-event-size --h11-max-header-count", "the server has bounds of its own"),
-    _refused("--config", "write its lines as flags"),
     _refused("--uds", "put a proxy in front, which listens there"),
     _refused("--download-dir", "set HF_HOME"),
     _refused("--hf-token", "set HF_TOKEN"),
