@@ -252,7 +252,9 @@ def test_ways_of_vllms_parser_to_write_a_flag(serve: Any) -> None:
     )
     taken = parsed(serve, "-dp 2 --enable-expert-parallel")
     assert (taken["enable_expert_parallel"], len(taken["notes"])) == (False, 1)
+    assert not parsed(serve, "-tp 1 -ep")["enable_expert_parallel"]
     assert parsed(serve, "-tp 2 -ep")["enable_expert_parallel"]
+    assert parsed(serve, "--tensor-parallel-size=2 --enable-expert-parallel")["enable_expert_parallel"]
     with pytest.raises(Exception, match="No such option: --max-num"):
         parsed(serve, "--max-num 5")
 

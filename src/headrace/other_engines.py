@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -220,10 +221,11 @@ class _Line:
         if drafts and not drafts.keys() & {"method", "model"}:
             self._notes.append("no tokens are guessed ahead: no flag names what guesses; see --speculative-config")
             del self._records[SPECULATION]
-        alone = not any(word.partition("=")[0] in ("--tensor-parallel-size", "-tp") for word in self._words)
-        if alone and "--enable-expert-parallel" in self._words and "--enable-expert-parallel" in self._ours:
+        text = " ".join(self._words)
+        ranks = re.findall(r"(?:--tensor-parallel-size|-tp)[ =](\d+)", text)
+        if "--enable-expert-parallel" in self._words and set(ranks) <= {"1"}:
             self._words.remove("--enable-expert-parallel")
-            self._notes.append("--enable-expert-parallel has no effect here without --tensor-parallel-size")
+            self._notes.append("--enable-expert-parallel has no effect here without --tensor-parallel-size 2 or more")
 
 
 def merge(records: dict[str, Any], path: str, value: Any) -> None:
