@@ -218,7 +218,8 @@ class ChatCompletionChunk(Head, kw_only=True):
 
 class ModelCard(msgspec.Struct, kw_only=True):
     """`type`, `display_name` and `created_at` are Anthropic's; `quality` is what `headrace bench quality --save` left
-    beside the weights, `activations` what quantised weights are multiplied with (int8, 16bit, mixed, fp8)."""
+    beside the weights, `activations` what quantised weights are multiplied with (int8, 16bit, mixed, fp8), `tags` what
+    --tags says."""
 
     id: str
     object: Literal["model"] = "model"
@@ -232,6 +233,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created_at: str
     activations: str | UnsetType = UNSET
     quality: dict[str, float | str] | UnsetType = UNSET
+    tags: list[str] | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, kw_only=True):
