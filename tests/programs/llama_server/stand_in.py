@@ -31,7 +31,7 @@ UNKNOWN = {
 def serve_arguments(words: list[str], data: Path) -> list[str]:
     """Return the arguments of `headrace serve` for those of llama-server."""
     ours = _own_flags()
-    share = 1 if "--kv-unified" in words else int(_value(words, "--parallel", "1"))
+    num_slots = 1 if "--kv-unified" in words else int(_value(words, "--parallel", "1"))
     arguments: list[str] = []
     rest = iter(words)
     for word in rest:
@@ -44,7 +44,7 @@ def serve_arguments(words: list[str], data: Path) -> list[str]:
                 sys.exit(f"the data folder has no model {value[0]}")
             word, value, is_ours = str(data / MODELS[value[0]]), [], True
         elif word == "--ctx-size":
-            value = [str(int(value[0]) // share)]
+            value = [str(int(value[0]) // num_slots)]
         if not is_ours and not _is_taken([word, *value], ours):
             print("stand-in: left out", word, *value, flush=True)
             continue
@@ -74,5 +74,7 @@ def _value(words: list[str], name: str, default: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.argv = ["headrace", "serve", *serve_arguments(sys.argv[2:], Path(sys.argv[1]))]
+    # Nothing routes traffic here that would have to learn that the server ends.
+    words = [*serve_arguments(sys.argv[2:], Path(sys.argv[1])), "--shutdown-delay", "0"]
+    sys.argv = ["headrace", "serve", *words]
     main()
