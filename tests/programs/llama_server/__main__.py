@@ -57,9 +57,18 @@ def fetch() -> None:
     if not TESTS.is_dir():
         FOLDER.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-            # pip reads the package's name from its metadata, which needs the tools of this environment, and builds nothing.
+            # pip reads the package's metadata with this environment's tools; it builds nothing.
             path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-            words = ["download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--dest", folder]
+            words = [
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+                "--no-binary",
+                ":all:",
+                "--dest",
+                folder,
+            ]
             _run(sys.executable, "-m", "pip", *words, f"{PACKAGE}=={VERSION}", PATH=path)
             (archive,) = Path(folder).glob("*.tar.gz")
             with tarfile.open(archive) as tar:
@@ -144,7 +153,9 @@ def unknown_entries(outcomes: Iterable[Outcome], table: Iterable[str], files: It
 
 def main() -> int:
     options = argparse.ArgumentParser(prog="make test-llama-server")
-    options.add_argument("--only", nargs="+", default=[], metavar="NAME", help="files (test_basic.py) or parts of names")
+    options.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="files (test_basic.py) or parts of names"
+    )
     options.add_argument("--jobs", type=int, default=2, help="files at a time")
     options.add_argument("--show", action="store_true", help="print why each test differs, too")
     args = options.parse_args()

@@ -122,7 +122,7 @@ def usage(groups: Sequence[Sequence[RequestState]]) -> Usage:
 def timings(groups: Sequence[Sequence[RequestState]]) -> Timings:
     """Measure the whole call, from the first answer's start to the last one's end.
 
-    `prompt_ms` ends with the first token, which `predicted_n` counts all the same; the rates are of the tokens after it.
+    `prompt_ms` ends with the first token, which `predicted_n` counts too; the rates are of the tokens after it.
     """
     states = [state for group in groups for state in group]
     counts = usage(groups)
