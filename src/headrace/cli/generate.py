@@ -137,8 +137,8 @@ def logprob_entry(token_id: int, entry: dict[int, Logprob], count: int) -> dict[
 
 
 def timings(output: RequestOutput) -> dict[str, float]:
-    """Return times (ms) and rates of one request. `prompt_ms` ends with the first token; `predicted_ms` is the rest, and
-    its rate that of the tokens after the first."""
+    """Return times (ms) and rates of one request. `prompt_ms` ends with the first token; `predicted_ms`, and its rate,
+    are of the others."""
     metrics = output.metrics
     prompt_n = len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
     predicted_n = len(output.outputs[0].token_ids)

@@ -57,9 +57,9 @@ class PromptProgress(msgspec.Struct, kw_only=True):
     time_ms: int
 
 
-FollowPrompt = Callable[[str, Callable[[int, int, int, int], None]], Callable[[], object]]
-"""Calls a function with the numbers of `PromptProgress` after each step that computed a part of a request's prompt.
-Returns what ends that."""
+FollowPrompt = Callable[[str, Callable[[int, int, int, float], None]], Callable[[], object]]
+"""Calls a function with the numbers of `PromptProgress` as a request's prompt begins, and after each step that computed
+a part of it. Returns what ends that."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True, gc=False):
@@ -144,6 +144,22 @@ def timings(groups: Sequence[Sequence[RequestState]]) -> Timings:
         predicted_ms=predicted_ms,
         predicted_per_token_ms=predicted_ms / num_timed if num_timed else 0.0,
         predicted_per_second=1e3 * num_timed / predicted_ms if num_timed else 0.0,
+    )
+
+
+def prompt_timings(progress: PromptProgress, prompt_ms: float) -> Timings:
+    """Return the times of a call whose prompt is being computed."""
+    prompt_n = progress.processed - progress.cache
+    return Timings(
+        cache_n=progress.cache,
+        prompt_n=prompt_n,
+        prompt_ms=prompt_ms,
+        prompt_per_token_ms=prompt_ms / prompt_n if prompt_n else 0.0,
+        prompt_per_second=1e3 * prompt_n / prompt_ms if prompt_ms else 0.0,
+        predicted_n=0,
+        predicted_ms=0.0,
+        predicted_per_token_ms=0.0,
+        predicted_per_second=0.0,
     )
 
 

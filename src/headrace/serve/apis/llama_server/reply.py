@@ -236,9 +236,10 @@ class LlamaAnswer(Readable):
         warnings = self.answer.call.warnings.reply()
         async for place, piece, _ in progress.parts(self.answer, self._follow):
             state = self.answer.generation.states[place]
-            if isinstance(piece, PromptProgress):
+            if isinstance(piece, progress.Progressed):
                 part = self._part(place, state)
-                part.prompt_progress = piece
+                part.prompt_progress = piece.progress
+                part.timings = piece.timings if self._request.timings_per_token else UNSET
                 yield event(part)
                 continue
             part = self._part(place, state, piece.text, piece.token_ids)

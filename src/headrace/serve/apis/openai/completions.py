@@ -49,11 +49,13 @@ BEAM_FIELDS = {
 # The fields of a `Call` that requests have under the same name.
 CALL_FIELDS = (
     "model", "stream_options", "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "priority",
-    "timeout", "cache_salt", "request_id", "explain", "return_progress",
+    "timeout", "cache_salt", "request_id", "explain", "return_progress", "timings_per_token", "verbose",
 )  # fmt: skip
 
-# vLLM's older ways to ask for a form, and the fields of `StructuredOutputs` that they are.
+# vLLM's older ways to ask for a form, and llama-server's, and the fields of `StructuredOutputs` that they are.
 GUIDED = {
+    "json_schema": "json",
+    "grammar": "grammar",
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",

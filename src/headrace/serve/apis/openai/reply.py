@@ -156,6 +156,12 @@ class ChatChoice(Choice, kw_only=True):
     seed: int
 
 
+class Verbose(msgspec.Struct, kw_only=True):
+    """What llama-server tells with `verbose`: the text that the model got."""
+
+    prompt: str
+
+
 class Head(msgspec.Struct, kw_only=True):
     """What every answer begins with. `created` in seconds since 1970."""
 
@@ -174,6 +180,7 @@ class Completion(Head, kw_only=True):
     usage: Usage
     timings: Timings
     explain: Explanations = UNSET
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
     beam_search: BeamSearchMemory | UnsetType = UNSET
     warnings: WarningLines = UNSET
 
@@ -188,6 +195,7 @@ class CompletionChunk(Head, kw_only=True):
     timings: Timings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     explain: Explanations = UNSET
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class ChatCompletion(Head, kw_only=True):
@@ -198,6 +206,7 @@ class ChatCompletion(Head, kw_only=True):
     usage: Usage
     timings: Timings
     explain: Explanations = UNSET
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
     beam_search: BeamSearchMemory | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -214,6 +223,7 @@ class ChatCompletionChunk(Head, kw_only=True):
     timings: Timings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     explain: Explanations = UNSET
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

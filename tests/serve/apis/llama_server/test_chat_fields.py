@@ -1,0 +1,74 @@
+"""llama-server's own fields of OpenAI's routes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.support.server import Live
+
+from headrace.protocol.constraints import StructuredOutputs
+from headrace.serve.apis.openai.completions import form_of
+from headrace.serve.call.schema import ChatCompletionRequest, CompletionRequest, parse
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def chat(live: Live, **more: Any) -> Any:
+    return live.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 6, "seed": 1} | more)
+
+
+def chunks(reply: Any) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in reply.text.split("\n\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_timings_per_token_come_with_every_chunk_but_the_first(live: Live, with_usage: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if with_usage else {}
+    first, *others = chunks(chat(live, stream=True, timings_per_token=True, **options))
+    assert "timings" not in first
+    numbers = [chunk["timings"]["predicted_n"] for chunk in others]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 6
+    plain = chunks(chat(live, stream=True, **options))
+    assert [("timings" in chunk) for chunk in plain] == [False] * (len(plain) - 1) + [True]
+
+
+def test_a_prompts_progress_has_its_timings(live: Live) -> None:
+    told = chunks(chat(live, stream=True, timings_per_token=True, return_progress=True))
+    begun, *_, done = [chunk for chunk in told if "prompt_progress" in chunk]
+    assert begun["prompt_progress"]["processed"] == begun["prompt_progress"]["cache"]
+    assert (begun["timings"]["prompt_n"], begun["timings"]["prompt_ms"]) == (0, 0.0)
+    progress, timings = done["prompt_progress"], done["timings"]
+    assert progress["processed"] == progress["total"]
+    assert timings["prompt_n"] + timings["cache_n"] == progress["total"]
+    assert timings["predicted_n"] == 0
+    told = chunks(chat(live, stream=True, return_progress=True))
+    assert not any("timings" in chunk for chunk in told if "prompt_progress" in chunk)
+
+
+def test_verbose_shows_the_prompt(live: Live) -> None:
+    assert chat(live, verbose=True).json()["__verbose"]["prompt"] == "[user]Hello[a]"
+    assert "__verbose" not in chat(live, verbose=False).json()
+    *others, last = chunks(chat(live, stream=True, verbose=True))
+    assert last["__verbose"]["prompt"] == "[user]Hello[a]"
+    assert not any("__verbose" in chunk for chunk in others)
+
+
+def test_a_grammar_and_a_schema_have_names_of_their_own(live: Live) -> None:
+    grammar = 'root ::= "a"{3}'
+    for kind, body in ((CompletionRequest, {"prompt": "x"}), (ChatCompletionRequest, {"messages": MESSAGES})):
+        assert form_of(parse(kind, body | {"grammar": grammar}))[0] == StructuredOutputs(grammar=grammar)
+        schema, spelling = form_of(parse(kind, body | {"json_schema": {"const": 42}}))
+        assert schema == StructuredOutputs(json={"const": 42})
+        assert spelling["structured_outputs"] == "json_schema"
+    for more, field in (
+        ({"grammar": "root ::= this is (not a grammar"}, "grammar"),
+        ({"json_schema": {"type": "hiccup"}}, "json_schema"),
+        ({"json_schema": 5}, "json_schema"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar"),
+    ):
+        reply = chat(live, **more)
+        assert (reply.status_code, reply.json()["error"]["param"].partition(".")[0]) == (400, field), reply.text
