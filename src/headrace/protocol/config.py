@@ -190,6 +190,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_storage_bytes: int = 2**28
     max_batch_concurrency: int = 16
     slot_save_path: str | None = None
+    slots: bool = True
+    metrics: bool = False
     uvicorn_log_level: str = "info"
     log_format: str = "text"
     crash_report_dir: str = "~/.cache/headrace/crash-reports"

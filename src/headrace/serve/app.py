@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import aliases, fleet, openapi, process, routing, tokenize
 from headrace.serve.apis.anthropic import paths as anthropic
 from headrace.serve.apis.llama_server import paths as llama_server
+from headrace.serve.apis.llama_server.metrics import LlamaMetrics
 from headrace.serve.apis.llama_server.slots import Folder
 from headrace.serve.apis.ollama import service as ollama
 from headrace.serve.apis.openai import completions as openai_completions
@@ -102,11 +104,12 @@ def create_app(
     openai_completions.add_routes(app, models)
     anthropic.add_routes(app, models)
     ollama.add_routes(app, models)
-    llama_server.add_routes(app, models, Folder.of(server.slot_save_path, max_bytes, shares))
+    slot_files = Folder.of(server.slot_save_path, max_bytes, shares)
+    llama_server.add_routes(app, models, slot_files, shows_slots=server.slots)
     tokenize.add_routes(app, models)
     add_storage_routes(app, storage)
     vllm.add_routes(app, models, storage.embeddings)
-    _add_operations(app, models, lifespan)
+    _add_operations(app, models, lifespan, LlamaMetrics() if server.metrics else None)
     explanations.add_routes(app, explainers.of_call)
     fleet.add_routes(app, models)
     inspection = Inspection(models)
@@ -167,7 +170,11 @@ class Sleeping(msgspec.Struct, kw_only=True):
     is_sleeping: bool
 
 
-def _add_operations(app: Starlette, models: RunningModels, lifespan: Lifespan) -> None:
+def _add_operations(
+    app: Starlette, models: RunningModels, lifespan: Lifespan, llama_metrics: LlamaMetrics | None = None
+) -> None:
+    started = int(time.time())
+
     def live() -> Status:
         """The process answers."""
         return Status(status="live")
@@ -197,7 +204,12 @@ def _add_operations(app: Starlette, models: RunningModels, lifespan: Lifespan) -
 
     def scrape() -> Response:
         """Metrics in Prometheus' text format."""
-        return Response(render(lifespan.metrics()), media_type=CONTENT_TYPE_LATEST)
+        metrics = lifespan.metrics()
+        text, headers = render(metrics), {}
+        if llama_metrics is not None:
+            text += llama_metrics.render(each.totals() for each in metrics)
+            headers["process-start-time-unix"] = str(started)
+        return Response(text, headers=headers, media_type=CONTENT_TYPE_LATEST)
 
     async def sleep(query: Mapping[str, str]) -> Response:
         """End the engines when their answers have ended, and free their memory, until /wake_up."""

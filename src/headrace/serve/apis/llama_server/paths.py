@@ -32,15 +32,16 @@ from headrace.serve.errors import CallError
 
 INSTEAD = {
     "/slots/{slot_id}": "start the server with --slot-save-path FOLDER, where session files are kept",
+    "/slots": "start the server without --no-slots",
     "/lora-adapters": "adapters are not loaded; merge the adapter into the checkpoint",
 }
 """What to use in place of a route that is not served; that of slots is, with the flag."""
 ACTIONS = ("save", "restore", "erase")
 
 
-def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None) -> None:
+def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, shows_slots: bool = True) -> None:
     """Add `/completion`, `/infill`, `/embedding`, `/apply-template`, `/props`, `/slots` and `/lora-adapters`. `folder`
-    is where session files of slots are kept, if they are."""
+    is where session files of slots are kept, if they are; `shows_slots`: `GET /slots` is served."""
     slots: WeakKeyDictionary[ServedModel, Slots] = WeakKeyDictionary()
 
     def slots_of(model: ServedModel) -> Slots | None:
@@ -83,7 +84,10 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None) -
     routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
     routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps, query=("model",))
     routing.post(app, "/props", set_props, API, takes=dict[str, Any], gives=reply.LlamaSuccess)
-    routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("model", "fail_on_no_slot"))
+    if shows_slots:
+        routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("model", "fail_on_no_slot"))
+    else:
+        routing.get(app, "/slots", functools.partial(unserved, "/slots"), API, unserved=True)
     routing.get(app, "/lora-adapters", adapters, API, gives=list[dict[str, Any]])
     routing.post(app, "/lora-adapters", functools.partial(unserved, "/lora-adapters"), API, unserved=True)
     if folder is None:
