@@ -28,6 +28,7 @@ from headrace.engine.model_folder import ModelFolder
 from headrace.engine.tenants import Limits, Rates
 from headrace.fleet.engines.local import client_of
 from headrace.insight.explainer import Explainers
+from headrace.insight.llama_metrics import LlamaMetrics
 from headrace.insight.metrics import render
 from headrace.insight.tracing import otlp
 from headrace.inspector import explanations, live, page, planning
@@ -36,7 +37,6 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import aliases, fleet, openapi, process, routing, tokenize
 from headrace.serve.apis.anthropic import paths as anthropic
 from headrace.serve.apis.llama_server import paths as llama_server
-from headrace.serve.apis.llama_server.metrics import LlamaMetrics
 from headrace.serve.apis.llama_server.slots import Folder
 from headrace.serve.apis.ollama import service as ollama
 from headrace.serve.apis.openai import completions as openai_completions

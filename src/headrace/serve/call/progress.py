@@ -29,13 +29,13 @@ async def parts(answer: Answer, follow: FollowPrompt | None) -> AsyncIterator[Pi
         async for part in answer.parts():
             yield part
         return
-    told: list[tuple[int, Progressed]] = []
+    reports: list[tuple[int, Progressed]] = []
     wake = asyncio.Event()
 
     def noter(place: int) -> Callable[[int, int, int, float], None]:
         def note(total: int, cache: int, processed: int, time_ms: float) -> None:
             progress = PromptProgress(total=total, cache=cache, processed=processed, time_ms=int(time_ms))
-            told.append((place, Progressed(progress, prompt_timings(progress, time_ms))))
+            reports.append((place, Progressed(progress, prompt_timings(progress, time_ms))))
             wake.set()
 
         return note
@@ -53,8 +53,8 @@ async def parts(answer: Answer, follow: FollowPrompt | None) -> AsyncIterator[Pi
                 finally:
                     waking.cancel()
                 wake.clear()
-                while told:
-                    place, progressed = told.pop(0)
+                while reports:
+                    place, progressed = reports.pop(0)
                     yield place, progressed, []
                 if reading.done():
                     piece, reading = reading.result(), None

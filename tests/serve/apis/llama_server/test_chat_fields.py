@@ -72,3 +72,11 @@ def test_a_grammar_and_a_schema_have_names_of_their_own(live: Live) -> None:
     ):
         reply = chat(live, **more)
         assert (reply.status_code, reply.json()["error"]["param"].partition(".")[0]) == (400, field), reply.text
+
+
+def test_the_tokens_of_a_chat_are_counted(live: Live) -> None:
+    num = chat(live).json()["usage"]["prompt_tokens"]
+    for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):
+        assert live.post(path, {"messages": MESSAGES}).json() == {"input_tokens": num}
+    assert live.post("/chat/completions/input_tokens", {"messages": []}).status_code == 400
+    assert live.post("/chat/completions/input_tokens", {"messages": MESSAGES, "model": "gpt"}).status_code == 404

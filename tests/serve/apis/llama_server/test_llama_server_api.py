@@ -304,4 +304,9 @@ def test_a_stream_has_the_progress_of_its_prompt(tokenizer: Tokenizer, is_chat: 
         contents = [each.get("content") or each.get("choices") for each in first]
         assert not any(contents[index] for index in place)
         rest = [part for part in first if "prompt_progress" not in part]
-        assert len(rest) == len(plain)
+        assert text_of(rest) == text_of(plain) != ""
+
+
+def text_of(parts: list[dict[str, Any]]) -> str:
+    deltas = [part["choices"][0]["delta"] if part.get("choices") else part for part in parts]
+    return "".join(delta.get("content") or "" for delta in deltas)

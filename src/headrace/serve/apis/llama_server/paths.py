@@ -15,7 +15,7 @@ from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.llama_server import reply
 from headrace.serve.apis.llama_server.infill import Infill
-from headrace.serve.apis.llama_server.reply import API, UNSERVED
+from headrace.serve.apis.llama_server.reply import API, COUNTERS, UNSERVED
 from headrace.serve.apis.llama_server.request import (
     EmbeddingRequest,
     InfillRequest,
@@ -40,8 +40,9 @@ ACTIONS = ("save", "restore", "erase")
 
 
 def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, shows_slots: bool = True) -> None:
-    """Add `/completion`, `/infill`, `/embedding`, `/apply-template`, `/props`, `/slots` and `/lora-adapters`. `folder`
-    is where session files of slots are kept, if they are; `shows_slots`: `GET /slots` is served."""
+    """Add `/completion`, `/infill`, `/embedding`, `/apply-template`, the counters of chats, `/props`, `/slots`
+    and `/lora-adapters`. `folder` is where session files of slots are kept, if they are; `shows_slots`: `GET /slots` is
+    served."""
     slots: WeakKeyDictionary[ServedModel, Slots] = WeakKeyDictionary()
 
     def slots_of(model: ServedModel) -> Slots | None:
@@ -82,6 +83,8 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
     for path in ("/embedding", "/embeddings"):
         routing.post(app, path, llama.embedding, API, takes=EmbeddingRequest, gives=list[reply.LlamaVector])
     routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
+    for path in COUNTERS:
+        routing.post(app, path, llama.count_tokens, API, takes=TemplateRequest, gives=reply.LlamaTokens)
     routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps, query=("model",))
     routing.post(app, "/props", set_props, API, takes=dict[str, Any], gives=reply.LlamaSuccess)
     if shows_slots:

@@ -59,7 +59,9 @@ def _overflow(error: ContextLengthError) -> str:
     return f"request ({size}) exceeds the available context size ({error.max_model_len} tokens), try increasing it"
 
 
-PREFIXES = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding", "/lora-adapters")
+COUNTERS = ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens")
+"""The routes that count the tokens of chats."""
+PREFIXES = (*COUNTERS, "/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding", "/lora-adapters")
 API = Api(LlamaError, _error, prefixes=PREFIXES, overflow=_overflow)
 
 
@@ -122,6 +124,13 @@ class LlamaPart(msgspec.Struct, kw_only=True):
 
 class LlamaPrompt(msgspec.Struct, kw_only=True):
     prompt: str
+    warnings: WarningLines = UNSET
+
+
+class LlamaTokens(msgspec.Struct, kw_only=True):
+    """POST /chat/completions/input_tokens."""
+
+    input_tokens: int
     warnings: WarningLines = UNSET
 
 

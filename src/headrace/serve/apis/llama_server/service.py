@@ -168,6 +168,12 @@ class LlamaServer:
         text, _ = await self.model.chat_prompt(chat_of(request, model=request.model))
         return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
+    async def count_tokens(self, body: dict[str, Any]) -> reply.LlamaTokens:
+        """How many tokens a chat's prompt has."""
+        request = convert(TemplateRequest, body)
+        _, token_ids = await self.model.chat_prompt(chat_of(request, model=request.model, warnings=request.warnings))
+        return reply.LlamaTokens(input_tokens=len(token_ids), warnings=request.warnings.reply())
+
     async def embedding(self, body: dict[str, Any]) -> list[reply.LlamaVector]:
         """Vectors of texts.
 

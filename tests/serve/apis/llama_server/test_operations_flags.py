@@ -6,9 +6,9 @@ import re
 
 from tests.support.server import HTTP, Live, inproc
 
+from headrace.insight.llama_metrics import LlamaMetrics
 from headrace.insight.metrics import Totals
 from headrace.protocol.config import ServerConfig
-from headrace.serve.apis.llama_server.metrics import LlamaMetrics
 from headrace.text.tokenizer import Tokenizer
 
 
