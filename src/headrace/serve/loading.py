@@ -234,7 +234,7 @@ def served_model(
     dialect = Dialect.of(template, front.tokenizer, *parsers)
     names = server.served_model_name or [model]
     any_name = bool(server.any_model_name)
-    return ServedModel(
+    served = ServedModel(
         front,
         names[0],
         template,
@@ -245,6 +245,8 @@ def served_model(
         any_name,
         server.trust_request_chat_template,
     )
+    served.is_verbose = server.uvicorn_log_level in ("debug", "trace")
+    return served
 
 
 def load_text(

@@ -100,6 +100,8 @@ class ServedModel:
         self.keep_alive: float | None = None
         # The system message of conversations that begin with none.
         self.system = ""
+        # Whether replies show their prompts, as llama-server's do with --verbose.
+        self.is_verbose = False
         # What was measured of the model in the form that the engine runs, if anything was.
         self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
         self.explain: Explain = no_explanations

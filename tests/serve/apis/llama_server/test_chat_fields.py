@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from tests.support.server import Live
+from tests.support.server import Live, inproc
 
+from headrace.protocol.config import ServerConfig
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.serve.apis.openai.completions import form_of
 from headrace.serve.call.schema import ChatCompletionRequest, CompletionRequest, parse
+from headrace.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -55,6 +57,26 @@ def test_verbose_shows_the_prompt(live: Live) -> None:
     *others, last = chunks(chat(live, stream=True, verbose=True))
     assert last["__verbose"]["prompt"] == "[user]Hello[a]"
     assert not any("__verbose" in chunk for chunk in others)
+
+
+def test_a_server_that_logs_all_shows_prompts_unasked(tokenizer: Tokenizer) -> None:
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0, uvicorn_log_level="debug")) as talkative:
+        assert chat(talkative).json()["__verbose"]["prompt"] == "[user]Hello[a]"
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"stop": "o"}])
+def test_a_stream_begins_with_the_role_alone_and_ends_without_text(live: Live, more: dict[str, Any]) -> None:
+    told = [chunk["choices"][0] for chunk in chunks(chat(live, stream=True, **more))]
+    assert told[0]["delta"] == {"role": "assistant", "content": None}
+    assert told[-1]["delta"] == {}
+    assert told[-1]["finish_reason"] is not None
+    assert not any(choice["finish_reason"] or "role" in choice["delta"] for choice in told[1:-1])
+    assert not any(choice["delta"].get("content") == "" for choice in told)
+    whole = chat(live, **more).json()["choices"][0]
+    assert "".join(choice["delta"].get("content") or "" for choice in told) == whole["message"]["content"]
+    if "logprobs" in more:
+        entries = [entry for choice in told for entry in (choice["logprobs"] or {"content": []})["content"]]
+        assert entries == whole["logprobs"]["content"]
 
 
 def test_a_grammar_and_a_schema_have_names_of_their_own(live: Live) -> None:

@@ -46,7 +46,7 @@ class Reply(Readable):
         self.groups = answer.groups
         self._explanations = model.explain if answer.call.explain else None
         self._follow = model.follow_prompt if answer.call.return_progress else None
-        is_verbose = answer.call.verbose
+        is_verbose = answer.call.verbose or model.is_verbose
         self._verbose = reply.Verbose(prompt=answer.texts[0]) if is_verbose and answer.texts[0] is not None else UNSET
         info = model.front.info
         self._head = {
@@ -276,8 +276,9 @@ class ChatReply(Reply):
         self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]
     ) -> list[reply.ChatChunkChoice]:
         deltas = self._deltas[place].take(parts, state.finish is not None)
-        if not deltas and (state.finish or self._shows_tokens(piece)):
-            deltas = [reply.ChatDelta(content="")]
+        # The end comes in a chunk of its own, without text, as OpenAI and llama-server send it.
+        if state.finish or (not deltas and self._shows_tokens(piece)):
+            deltas.append(reply.ChatDelta())
         choices = []
         for number, delta in enumerate(deltas, 1):
             # The first delta of a piece has its tokens; the last one has the end of the answer.
@@ -305,7 +306,7 @@ class ChatReply(Reply):
         return call.echoed if isinstance(call, ChatCall) else ""
 
     def _opening(self, place: int, state: RequestState) -> list[reply.ChatChunkChoice]:
-        delta = reply.ChatDelta(role="assistant", content=self._echoed)
+        delta = reply.ChatDelta(role="assistant", content=self._echoed or None)
         fields = self._reply_fields()
         return [reply.ChatChunkChoice(index=place, body=delta, logprobs=None, finish_reason=None, **fields)]
 
