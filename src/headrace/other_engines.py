@@ -207,7 +207,6 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _switch("--models-autoload", "a model of the folder is loaded when a request names it"),
     _refused("--no-models-autoload", "a model of the folder is loaded when a request names it", takes_value=False),
     _refused("--models-preset", "the flags hold for every model of the folder"),
-    _done("--sleep-idle-seconds", "keep_alive"),
     _switch("--offline", "set HF_HUB_OFFLINE=1 to forbid the network"),
     _no_effect("-to --timeout", "see --max-request-timeout"),
     _no_effect("--threads-http", "one thread serves HTTP"),

@@ -44,6 +44,7 @@ from headrace.serve.apis.openai import vllm
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
 from headrace.serve.call.parsing import seconds_of
+from headrace.serve.call.sleeping import IdleSleep
 from headrace.serve.errors import CallError, api_of, error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, KeyRing
 from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allowed_origins, is_loopback
@@ -96,7 +97,10 @@ def create_app(
     max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
     storage = Storage(models, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
     policy = None if engine is None else engine.scheduling_policy
-    lifespan = Lifespan(models, server.log_stats_interval, storage, policy)
+    idle = None
+    if server.sleep_idle_seconds >= 0:
+        idle = IdleSleep(models, server.sleep_idle_seconds, lambda: client is not None and client.is_alive)
+    lifespan = Lifespan(models, server.log_stats_interval, storage, policy, idle)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -216,6 +220,8 @@ def _add_operations(
         level = query.get("level", "1")
         if level not in ("0", "1", "2"):
             raise RequestError("level", level, "1 or 2, which free the same memory, or 0")
+        if lifespan.idle is not None:
+            lifespan.idle.deepen()
         await models.sleep()
         return Response(media_type="text/plain")
 

@@ -54,6 +54,7 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
         return LlamaServer(model, slots_of(model))
 
     llama = models.bind(LlamaServer, llama_of)
+    sleeping = models.bind(LlamaServer, llama_of, wakes=False)
     infill = models.bind(Infill, lambda model: Infill(llama_of(model)))
 
     def unserved(path: str, *parameters: str) -> Response:
@@ -61,6 +62,12 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
         raise CallError(
             501, UNSERVED, f"{path.format(slot_id=''.join(parameters))}: not supported here; {INSTEAD[path]}"
         )
+
+    async def props(query: Mapping[str, str]) -> reply.LlamaProps:
+        """What is served, and with which defaults."""
+        made: reply.LlamaProps = await cast(Any, sleeping.props)(query)
+        made.is_sleeping = models.is_sleeping
+        return made
 
     def adapters() -> list[dict[str, Any]]:
         """The adapters that are loaded: none."""
@@ -85,10 +92,10 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
     routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
     for path in COUNTERS:
         routing.post(app, path, llama.count_tokens, API, takes=TemplateRequest, gives=reply.LlamaTokens)
-    routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps, query=("model",))
+    routing.get(app, "/props", props, API, gives=reply.LlamaProps, query=("model",))
     routing.post(app, "/props", set_props, API, takes=dict[str, Any], gives=reply.LlamaSuccess)
     if shows_slots:
-        routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("model", "fail_on_no_slot"))
+        routing.get(app, "/slots", sleeping.slots, API, gives=list[reply.LlamaSlot], query=("model", "fail_on_no_slot"))
     else:
         routing.get(app, "/slots", functools.partial(unserved, "/slots"), API, unserved=True)
     routing.get(app, "/lora-adapters", adapters, API, gives=list[dict[str, Any]])
