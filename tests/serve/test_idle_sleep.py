@@ -1,4 +1,4 @@
-"""--sleep-idle-seconds: an idle engine ends, the probes and the pages that need none are answered, and a call wakes it."""
+"""--sleep-idle-seconds: an idle engine ends, what needs none is answered meanwhile, and a call starts it again."""
 
 from __future__ import annotations
 

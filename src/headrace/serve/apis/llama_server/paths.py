@@ -65,9 +65,9 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
 
     async def props(query: Mapping[str, str]) -> reply.LlamaProps:
         """What is served, and with which defaults."""
-        made: reply.LlamaProps = await cast(Any, sleeping.props)(query)
-        made.is_sleeping = models.is_sleeping
-        return made
+        described: reply.LlamaProps = await cast(Any, sleeping.props)(query)
+        described.is_sleeping = models.is_sleeping
+        return described
 
     def adapters() -> list[dict[str, Any]]:
         """The adapters that are loaded: none."""

@@ -229,8 +229,9 @@ class ChatCompletionChunk(Head, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """`type`, `display_name` and `created_at` are Anthropic's; `quality` is what `headrace bench quality --save` left
-    beside the weights, `activations` what quantised weights are multiplied with (int8, 16bit, mixed, fp8)."""
+    """`type`, `display_name` and `created_at` are Anthropic's, `aliases` (all names, where there are several)
+    llama-server's; `quality` is what `headrace bench quality --save` left beside the weights, `activations` what
+    quantised weights are multiplied with (int8, 16bit, mixed, fp8)."""
 
     id: str
     object: Literal["model"] = "model"
@@ -242,6 +243,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
+    aliases: list[str] | UnsetType = UNSET
     activations: str | UnsetType = UNSET
     quality: dict[str, float | str] | UnsetType = UNSET
 
