@@ -79,7 +79,7 @@ def test_a_row_with_a_field_sets_it(serve: Any) -> None:
     line = "-m a.gguf -c 4096 -t 3 -np 4 -b 512 -a name -ctk q8_0 -ctv q8_0 --chat-template-file t.jinja --log-jsonl"
     taken = parsed(serve, line)
     expected = {
-        "model": "a.gguf", "ctx_size": 4096, "num_threads": 3, "max_num_seqs": 4, "max_num_batched_tokens": 512,
+        "model": "a.gguf", "max_model_len": 4096, "num_threads": 3, "max_num_seqs": 4, "max_num_batched_tokens": 512,
         "served_model_name": ["name"], "kv_cache_dtype": "int8", "chat_template": "t.jinja", "log_format": "json",
     }  # fmt: skip
     assert {name: taken[name] for name in expected} == expected
