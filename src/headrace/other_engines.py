@@ -169,7 +169,7 @@ _GPU = "see --backend and --device"
 LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _done("-m", "model"),
     _done("-hf -hfr --hf-repo", "model"),
-    _done("-c", "ctx_size"),
+    _done("-c --ctx-size", "max_model_len", neutral=("0",)),
     _done("-t --threads", "num_threads", convert=lambda text: "0" if text == "-1" else text),
     _done("-np --parallel", "max_num_seqs", neutral=("-1",)),
     _done("-b --batch-size", "max_num_batched_tokens"),

@@ -44,7 +44,6 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "device": "auto, cpu, cuda or cuda:N. Backend cuda on cpu is plain torch, for tests.",
         "seed": "Seed of the seeds given to requests without one, to make them repeatable; random by default.",
         "max_model_len": "Context length in tokens; by default the model's own.",
-        "ctx_size": "The same as llama-server has it: cut to the model's own, and 0 is all of that.",
         "block_size": "Tokens in a block of the KV cache.",
         "num_gpu_blocks_override": "Blocks in the KV cache, instead of as many as fit the memory.",
         "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; fp8 is fp8_e4m3. With --backend "

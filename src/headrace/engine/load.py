@@ -106,7 +106,7 @@ def _build_runner(
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
         _go(group)
     activations = choose_activations(config, backend, model, model_config)
-    max_model_len = choose_max_model_len(config, model_config)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))
     eos_token_ids = hub.eos_token_ids(directory)
     selecting = choose_select(backend, model.vocab_size, config.num_threads)
@@ -244,7 +244,7 @@ def _load_safetensors(
     model_config = ModelConfig(values)
     checkpoint = MappedCheckpoint(directory)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
-    max_model_len = choose_max_model_len(config, model_config)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
     quantization = None if config.quantization == DEQUANTIZE else config.quantization
     schemes = None if quantization is None else parse(quantization)
 
@@ -284,7 +284,7 @@ def _load_gguf(
     reading = gguf_config.read(file)
     model_config = ModelConfig(reading.values)
     backend = make_backend(config.backend, config.device, gguf_config.choose_dtype(config.dtype, file))
-    max_model_len = choose_max_model_len(config, model_config)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config)
     module = models.find(reading.values["model_type"])
 
     def read(writer: PackedWriter | None) -> Reader:
@@ -370,15 +370,11 @@ def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[s
     return kv_dtype
 
 
-def choose_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    """The length that is requested, or all that the model has. Raises `RequestError` for more than that; `ctx_size` is
-    cut to it."""
-    requested = config.max_model_len
+def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> int:
+    """`requested`, or all that the model has. Raises `RequestError` for more than that."""
     most = model_config.max_positions()
     if most < 2:
         raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")
     if requested is not None and requested > most:
         raise RequestError("max_model_len", requested, f"at most {most}, the context that config.json gives the model")
-    if config.ctx_size > most:
-        logger.warning("ctx_size %d is cut to %d, the context that the model's files give it", config.ctx_size, most)
-    return min(requested or most, config.ctx_size or most)
+    return requested or most

@@ -66,7 +66,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     device: str = "auto"
     seed: int | None = None
     max_model_len: int | None = None
-    ctx_size: int = 0
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -97,7 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             _member("quantization", self.quantization, (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS)),))
         _member("activations", self.activations, ACTIVATIONS)
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
-        _at_least(self, 0, "num_threads", "long_prefill_token_threshold", "ctx_size")
+        _at_least(self, 0, "num_threads", "long_prefill_token_threshold")
         if self.num_threads > MAX_NUM_THREADS:
             raise RequestError("num_threads", self.num_threads, f"an integer from 0 to {MAX_NUM_THREADS}")
         _member("scheduling_policy", self.scheduling_policy, POLICIES)
@@ -109,8 +108,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("enable_expert_parallel", True, "left out unless tensor_parallel_size is 2 or more")
         # One token of prompt and one of answer.
         _at_least(self, 2, "max_model_len", optional=True)
-        if self.ctx_size == 1:
-            raise RequestError("ctx_size", 1, "0, or at least 2")
         _at_least(self, 1, "num_gpu_blocks_override", "kv_cache_memory_bytes", optional=True)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise RequestError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
