@@ -172,7 +172,7 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
     if running is None:
         facts = await models.facts(name)
         created, root, context, measured = int(facts.modified), name, facts.context_length, None
-        activations, names = "", ()
+        activations, names = "", tuple[str, ...]()
     else:
         model, info = running.served, running.client.info
         # A client must not learn where the folder is.
