@@ -14,6 +14,7 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.engine import generation, tenants
 from headrace.engine.tenants import Limits, RateLimitError, Rates, Tenant, acting_as
 from headrace.protocol.config import ServerConfig
+from headrace.serve.apis.llama_server.reply import COUNTERS
 from headrace.serve.storage import store
 from headrace.serve.storage.store import Store
 from headrace.text import grammars, inputs
@@ -308,7 +309,7 @@ def test_tokens_of_prompts_and_answers_are_counted(limited: Live) -> None:
     refused = [HTTP.post(limited.url + path, json=long_body(path), headers=rig.bearer("carol")) for path in rig.BODIES]
     told = {reply.request.url.path: reply.status_code for reply in refused}
     free = {"/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens", "/api/show", "/api/pull"}
-    free |= {"/v1/responses/input_tokens", "/v1/conversations"}
+    free |= {"/v1/responses/input_tokens", "/v1/conversations", *COUNTERS}
     assert {path for path, status in told.items() if status != 429} == free
     assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused if reply.status_code == 429)
     ask(limited, rig.BOB, "/v1/completions", body)

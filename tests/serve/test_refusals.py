@@ -24,6 +24,7 @@ from headrace.serve.aliases import ALIASES
 from headrace.serve.apis.anthropic import request as anthropic_request
 from headrace.serve.apis.llama_server import reply as llama_reply
 from headrace.serve.apis.llama_server import request as llama_request
+from headrace.serve.apis.llama_server.reply import COUNTERS
 from headrace.serve.apis.ollama import request as ollama_request
 from headrace.serve.apis.openai import conversations, embeddings, responses_input, vllm
 from headrace.serve.call import parsing, schema
@@ -65,6 +66,8 @@ BODIES["/embedding"] = BODIES["/embeddings"] = (llama_request.EmbeddingRequest, 
 BODIES["/api/embed"] = (ollama_request.EmbedRequest, {"model": "fake", "input": "hi"})
 BODIES["/api/embeddings"] = (ollama_request.EmbedRequest, {"model": "fake", "prompt": "hi"})
 BODIES["/apply-template"] = (llama_request.TemplateRequest, {"messages": [{"role": "user", "content": "hi"}]})
+for path in COUNTERS:
+    BODIES[path] = (llama_request.TemplateRequest, {"messages": [{"role": "user", "content": "hi"}]})
 BODIES["/v1/responses/input_tokens"] = (responses_input.ResponsesRequest, {"input": "hi"})
 BODIES["/v1/conversations"] = (conversations.ConversationRequest, {"items": [{"role": "user", "content": "hi"}]})
 BODIES["/v1/responses"] = (responses_input.ResponsesRequest, {"input": "hi", "max_output_tokens": 2, "store": False})
@@ -124,7 +127,7 @@ def refused(reply: httpx.Response, field: str | None = None, status: int = 400) 
     elif path.startswith("/v1/messages"):
         assert (body["type"], set(error)) == ("error", {"type", "message"})
     else:
-        assert set(error) == {"message", "type", "param", "code"}
+        assert set(error) - {"n_prompt_tokens", "n_ctx"} == {"message", "type", "param", "code"}
         assert field is None or error["param"] == field
     # S-22: nothing of the house in what strangers read.
     assert not re.search(r"0x[0-9a-f]{6,}|Traceback|\.py|/src/", message), error

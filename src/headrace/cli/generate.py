@@ -137,7 +137,8 @@ def logprob_entry(token_id: int, entry: dict[int, Logprob], count: int) -> dict[
 
 
 def timings(output: RequestOutput) -> dict[str, float]:
-    """Return times (ms) and rates of one request. `prompt_ms` ends with the first token; `predicted_ms` is the rest."""
+    """Return times (ms) and rates of one request. `prompt_ms` ends with the first token; `predicted_ms`, and its rate,
+    are of the others."""
     metrics = output.metrics
     prompt_n = len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
     predicted_n = len(output.outputs[0].token_ids)
@@ -150,5 +151,5 @@ def timings(output: RequestOutput) -> dict[str, float]:
         "prompt_per_second": 1e3 * prompt_n / prompt_ms if prompt_ms else 0.0,
         "predicted_n": predicted_n,
         "predicted_ms": predicted_ms,
-        "predicted_per_second": 1e3 * predicted_n / predicted_ms if predicted_ms else 0.0,
+        "predicted_per_second": 1e3 * (predicted_n - 1) / predicted_ms if predicted_ms else 0.0,
     }

@@ -129,6 +129,10 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_storage_bytes": "Most bytes of files, responses, conversations, and of session files; holders share them.",
         "trust_request_chat_template": "Take a chat_template in a chat request, and render it in the sandbox.",
         "slot_save_path": "A folder for session files: POST /slots/ID?action=save and restore, as in llama-server.",
+        "sleep_idle_seconds": "Seconds without a call after which the engine ends, until the next call starts it "
+        "again; -1: never. Models of a folder have --keep-alive.",
+        "slots": "GET /slots is served.",
+        "metrics": "/metrics has llama-server's names (llamacpp:...) too.",
         "max_batch_concurrency": "Requests of batches that are open at once; none starts while other requests wait.",
         "data_parallel_size": "Engines on this host behind one address, each with processors of its own; auto: one "
         "for each NUMA node (not measured on two sockets).",

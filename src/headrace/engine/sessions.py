@@ -3,8 +3,9 @@
 `move` runs in the engine's process, between two steps. A file is `MAGIC`, the length of the header, the header
 (msgpack), the blocks as the backend stores them, and a BLAKE2b of all before. The keys of the prefix cache are secret
 to a process, so the file has token ids, and the blocks are published under keys made of them. Blocks are full and
-computed, so an answer has the same bits whether they came from a file, from the cache, or from the prompt. Knows blocks
-and files, and no requests. Called by `engine.orders`.
+computed, so an answer has the same bits whether they came from a file, from the cache, or from the prompt; the tokens
+behind the last full one are kept as ids alone, and computed again. Knows blocks and files, and no requests. Called by
+`engine.orders`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class MoveSession(msgspec.Struct, frozen=True, tag="move_session"):
 
 
 class SessionMoved(msgspec.Struct, frozen=True):
-    """The tokens of all blocks in the file and its size in bytes, or in `error` why nothing was done."""
+    """The tokens in the file and its size in bytes, or in `error` why nothing was done."""
 
     token_ids: list[int] = []
     num_bytes: int = 0
@@ -70,7 +71,7 @@ class BlockMemory(Protocol):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file must share with the engine that restores it, and the tokens that its blocks hold. `weights` is a
+    """What a file must share with the engine that restores it, and the tokens that it holds. `weights` is a
     digest of the model's files; a version of headrace may compute other bits than the one before."""
 
     version: str
@@ -97,12 +98,14 @@ def move(core: EngineCore, order: MoveSession) -> SessionMoved:
 
 
 def _save(core: EngineCore, order: MoveSession) -> tuple[list[int], int]:
-    """Write the full cached blocks of the tokens. Returns the tokens that the file holds, and its size."""
+    """Write the full cached blocks of the tokens, and the ids behind them. Returns the tokens that the file holds, and
+    its size: as many as the cache has, where it has not all full blocks any more."""
     memory, cache = _memory(core), core.scheduler.cache
     size = core.scheduler.block_size
     blocks, num = cache.match(order.token_ids, [cache.root(order.cache_salt)], len(order.token_ids))
     # The last block may agree in part only.
-    blocks, token_ids = blocks[: num // size], order.token_ids[: num // size * size]
+    blocks, num = blocks[: num // size], num // size * size
+    token_ids = order.token_ids if len(order.token_ids) - num < size else order.token_ids[:num]
     header = msgspec.structs.replace(_header(core, memory, order), token_ids=token_ids)
     head = msgspec.msgpack.encode(header)
     head = MAGIC + len(head).to_bytes(_LENGTH_BYTES, "little") + head
@@ -195,7 +198,7 @@ def _check(header: Header, fitting: Header, core: EngineCore, num_bytes: int) ->
         if field != "token_ids" and value != bound:
             raise SessionError(f"the file does not fit this server: its {field} is {value!r:.80}, not {bound!r:.80}")
     num = len(header.token_ids)
-    if num % header.block_size or num_bytes != num // header.block_size * header.block_bytes:
+    if num_bytes != num // header.block_size * header.block_bytes:
         raise SessionError("the file is damaged: its length does not fit its tokens")
     if not bounds.are_ids(header.token_ids, core.info.vocab_size - 1):
         raise SessionError("the file is damaged: it has tokens that the model has not")

@@ -32,7 +32,7 @@ logger = logging.getLogger("headrace.server")
 
 ANOTHER = "another request"
 
-OnProgress = Callable[[int, int, int, int], None]
+OnProgress = Callable[[int, int, int, float], None]
 
 
 class Calls:
@@ -167,11 +167,12 @@ class Explainer:
 
     def follow_prompt(self, request_id: str, on_progress: OnProgress) -> Callable[[], object]:
         """Call `on_progress` with the tokens of a request's prompt, those that the prefix cache had, those that are
-        computed or cached, and the milliseconds that it took: now, if it has begun, and after each step that computed
-        some. Returns a function that ends this."""
+        computed or cached, and the milliseconds that it took: when the first are computed, as of before that, and after
+        each step that computed some. Returns a function that ends this."""
         self._readers[request_id] = on_progress
         life = self.lives.find(request_id)
         if life is not None and life.position:
+            self._report_begin(life)
             self._report(life, life.position, time.monotonic())
         return functools.partial(self._readers.pop, request_id, None)
 
@@ -179,13 +180,24 @@ class Explainer:
         for seq_id, start, length in zip(step.seq_ids, step.starts, step.lens, strict=True):
             life = lives.life_of(seq_id)
             if life is not None and life.request_id in self._readers and start < life.arrival.num_prompt:
+                if start == _first_of(life, 0.0)[0]:
+                    self._report_begin(life)
                 self._report(life, start + length, step.times[3])
 
+    def _report_begin(self, life: Life) -> None:
+        num_cached, start_time = _first_of(life, 0.0)
+        self._report(life, num_cached, start_time)
+
     def _report(self, life: Life, position: int, now: float) -> None:
-        num_prompt, first = life.arrival.num_prompt, life.misses[0] if life.misses else None
-        num_cached, start_time = (0, now) if first is None else (first.admission.num_cached, first.time)
-        milliseconds = int(1e3 * (now - start_time))
-        self._readers[life.request_id](num_prompt, num_cached, min(position, num_prompt), milliseconds)
+        num_prompt, (num_cached, start_time) = life.arrival.num_prompt, _first_of(life, now)
+        self._readers[life.request_id](num_prompt, num_cached, min(position, num_prompt), 1e3 * (now - start_time))
+
+
+def _first_of(life: Life, now: float) -> tuple[int, float]:
+    """Return how many tokens the prefix cache had for a request, and when that was found out; `now` if it is not
+    known."""
+    first = life.misses[0] if life.misses else None
+    return (0, now) if first is None else (first.admission.num_cached, first.time)
 
 
 def sees(life: Life) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -28,6 +29,25 @@ SOURCES = ("local_compute", "local_cache_hit")
 REASONS = ("stop", "length", "abort", "error")
 
 
+class Totals(msgspec.Struct):
+    """What one model has done since the start, and does now. `num_busy` counts the running requests of each step, and
+    `most_tokens` those of the longest request that has ended, prompt and answer."""
+
+    num_steps: int = 0
+    num_busy: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    most_tokens: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
 class ServerMetrics:
     """All metrics of one server, in a registry of its own."""
 
@@ -35,6 +55,7 @@ class ServerMetrics:
         self._client = client
         self._values = (model_name, "0")
         self._num_batched: dict[int, int] = {}
+        self._counted = Totals()
         self.num_helper_faults: Callable[[], Mapping[str, int]] = dict
         """Returns how often each kind of process beside the engine failed."""
         self.registry = CollectorRegistry(auto_describe=False)
@@ -76,6 +97,7 @@ class ServerMetrics:
         if stats is not None and stats.num_batched_tokens != before:
             self._iteration.observe(stats.num_batched_tokens - before)
             self._num_batched[replica] = stats.num_batched_tokens
+            self._counted.num_busy += stats.num_running
 
     def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
         # The next engine counts from zero again.
@@ -90,6 +112,7 @@ class ServerMetrics:
         self._cached_tokens.inc(num_cached_tokens)
         self._sources["local_compute"].inc(num_prompt_tokens - num_cached_tokens)
         self._sources["local_cache_hit"].inc(num_cached_tokens)
+        self._counted.num_cached_tokens += num_cached_tokens
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
         self._generation_tokens.inc(num_tokens)
@@ -108,6 +131,10 @@ class ServerMetrics:
                 histogram.observe(max(0.0, seconds))
         if times.first_scheduled_time is not None and times.last_token_time is not None:
             self._inference.observe(times.last_token_time - times.first_scheduled_time)
+        self._counted.prompt_seconds += times.prefill_time or 0.0
+        self._counted.decode_seconds += times.decode_time or 0.0
+        num_tokens = len(state.request.prompt_token_ids) + len(state.token_ids)
+        self._counted.most_tokens = max(self._counted.most_tokens, num_tokens)
         if times.finished_time is not None:
             self._whole.observe(times.finished_time - times.arrival_time)
             self._prompts.observe(len(state.request.prompt_token_ids))
@@ -117,6 +144,21 @@ class ServerMetrics:
                 self._max_tokens.observe(state.request.params.max_tokens)
             if times.decode_time is not None and len(state.token_ids) > 1:
                 self._per_token.observe(times.decode_time / (len(state.token_ids) - 1))
+
+    def totals(self) -> Totals:
+        """Return what this model has done, and does now."""
+        client, now, total = self._client, self._client.stats, self._client.total
+        return msgspec.structs.replace(
+            self._counted,
+            num_steps=max(0, total.num_steps),
+            num_running=now.num_running,
+            num_waiting=now.num_waiting if client.is_alive else client.num_unfinished,
+            num_prompt_tokens=max(0, total.num_prompt_tokens),
+            num_generated_tokens=max(0, total.num_generated_tokens),
+            num_drafts=total.num_drafts,
+            num_draft_tokens=total.num_draft_tokens,
+            num_accepted_tokens=total.num_accepted_tokens,
+        )
 
     # -- prometheus_client's collector
 

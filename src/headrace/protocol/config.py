@@ -179,6 +179,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     models_max: int = 4
     models_memory: int | None = None
     keep_alive: str = "5m"
+    sleep_idle_seconds: int = -1
     served_model_name: list[str] | None = None
     any_model_name: bool | None = None
     tags: list[str] | None = None
@@ -203,6 +204,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_storage_bytes: int = 2**28
     max_batch_concurrency: int = 16
     slot_save_path: str | None = None
+    slots: bool = True
+    metrics: bool = False
     uvicorn_log_level: str = "info"
     log_format: str = "text"
     crash_report_dir: str = "~/.cache/headrace/crash-reports"
@@ -215,6 +218,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise RequestError("port", self.port, "an integer from 0 to 65535")
         _at_least(self, 0, "max_restarts", "models_max")
+        _at_least(self, -1, "sleep_idle_seconds")
         _at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency")
         _at_least(self, 1, "max_requests_per_minute", "max_tokens_per_minute", optional=True)
         _at_least(self, 1, "max_connections_per_peer", "models_memory", optional=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from headrace.engine.model_folder import ModelFolder
 from headrace.engine.tenants import Limits, Rates
 from headrace.fleet.engines.local import client_of
 from headrace.insight.explainer import Explainers
+from headrace.insight.llama_metrics import LlamaMetrics
 from headrace.insight.metrics import render
 from headrace.insight.tracing import otlp
 from headrace.inspector import explanations, live, page, planning
@@ -42,6 +44,7 @@ from headrace.serve.apis.openai import vllm
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
 from headrace.serve.call.parsing import seconds_of
+from headrace.serve.call.sleeping import IdleSleep
 from headrace.serve.errors import CallError, api_of, error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, KeyRing
 from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allowed_origins, is_loopback
@@ -94,7 +97,10 @@ def create_app(
     max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
     storage = Storage(models, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
     policy = None if engine is None else engine.scheduling_policy
-    lifespan = Lifespan(models, server.log_stats_interval, storage, policy)
+    idle = None
+    if server.sleep_idle_seconds >= 0:
+        idle = IdleSleep(models, server.sleep_idle_seconds, lambda: client is not None and client.is_alive)
+    lifespan = Lifespan(models, server.log_stats_interval, storage, policy, idle)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -102,11 +108,12 @@ def create_app(
     openai_completions.add_routes(app, models)
     anthropic.add_routes(app, models)
     ollama.add_routes(app, models)
-    llama_server.add_routes(app, models, Folder.of(server.slot_save_path, max_bytes, shares))
+    slot_files = Folder.of(server.slot_save_path, max_bytes, shares)
+    llama_server.add_routes(app, models, slot_files, shows_slots=server.slots)
     tokenize.add_routes(app, models)
     add_storage_routes(app, storage)
     vllm.add_routes(app, models, storage.embeddings)
-    _add_operations(app, models, lifespan)
+    _add_operations(app, models, lifespan, LlamaMetrics() if server.metrics else None)
     explanations.add_routes(app, explainers.of_call)
     fleet.add_routes(app, models)
     inspection = Inspection(models)
@@ -167,7 +174,11 @@ class Sleeping(msgspec.Struct, kw_only=True):
     is_sleeping: bool
 
 
-def _add_operations(app: Starlette, models: RunningModels, lifespan: Lifespan) -> None:
+def _add_operations(
+    app: Starlette, models: RunningModels, lifespan: Lifespan, llama_metrics: LlamaMetrics | None = None
+) -> None:
+    started = int(time.time())
+
     def live() -> Status:
         """The process answers."""
         return Status(status="live")
@@ -197,13 +208,20 @@ def _add_operations(app: Starlette, models: RunningModels, lifespan: Lifespan) -
 
     def scrape() -> Response:
         """Metrics in Prometheus' text format."""
-        return Response(render(lifespan.metrics()), media_type=CONTENT_TYPE_LATEST)
+        metrics = lifespan.metrics()
+        text, headers = render(metrics), {}
+        if llama_metrics is not None:
+            text += llama_metrics.render(each.totals() for each in metrics)
+            headers["process-start-time-unix"] = str(started)
+        return Response(text, headers=headers, media_type=CONTENT_TYPE_LATEST)
 
     async def sleep(query: Mapping[str, str]) -> Response:
         """End the engines when their answers have ended, and free their memory, until /wake_up."""
         level = query.get("level", "1")
         if level not in ("0", "1", "2"):
             raise RequestError("level", level, "1 or 2, which free the same memory, or 0")
+        if lifespan.idle is not None:
+            lifespan.idle.deepen()
         await models.sleep()
         return Response(media_type="text/plain")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from headrace.engine import context
@@ -71,10 +72,14 @@ class CallError(HeadraceError):
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
+    """The last two, which llama-server has too, where the context is too small for the prompt: the tokens of both."""
+
     message: str
     type: str
     param: str | None
     code: str
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
 
 
 class Error(msgspec.Struct, kw_only=True):
@@ -126,7 +131,10 @@ def error_body(error: BaseException, api: Api = OPENAI) -> tuple[int, ErrorBody]
         message += f" of the request {call_id}" if call_id else ""
     kind = STATUSES[status].kind if status in STATUSES else STATUSES[400 if status < 500 else 500].kind
     param = error.field if isinstance(error, RequestError) else None
-    return status, ErrorBody(message=message, type=kind, param=param, code=code)
+    body = ErrorBody(message=message, type=kind, param=param, code=code)
+    if isinstance(error, ContextLengthError):
+        body.n_prompt_tokens, body.n_ctx = error.num_prompt, error.max_model_len
+    return status, body
 
 
 def error_response(error: BaseException, api: Api = OPENAI) -> Response:

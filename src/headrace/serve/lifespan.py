@@ -18,6 +18,7 @@ from headrace.insight.metrics import ServerMetrics
 from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.serve import startup
 from headrace.serve.apis.openai.storage import Storage
+from headrace.serve.call.sleeping import IdleSleep
 from headrace.serve.loading import RunningModels
 
 logger = logging.getLogger("headrace.server")
@@ -39,6 +40,7 @@ class Lifespan:
         models: what is served; `Lifespan` starts and ends the model that stays, and ends the others.
         log_stats_interval: seconds between two log lines of statistics; 0 for none.
         policy: the order of waiting requests; None: what the engine of the model that stays says.
+        idle: lets idle models sleep; None: they stay awake.
 
     Functions in `at_end` are called when the application ends.
     """
@@ -49,8 +51,10 @@ class Lifespan:
         log_stats_interval: float,
         storage: Storage,
         policy: str | None = None,
+        idle: IdleSleep | None = None,
     ) -> None:
         self.models = models
+        self.idle = idle
         self._default = models.default
         self.storage = storage
         self.failure: BaseException | None = None
@@ -79,7 +83,7 @@ class Lifespan:
         if self.failure is not None:
             return "dead"
         if self.models.is_sleeping:
-            return "sleeping"
+            return "ready" if self.idle is not None and self.idle.is_dozing else "sleeping"
         if self._default is None:
             return "ready"
         client = self._default.client
@@ -111,7 +115,8 @@ class Lifespan:
     @contextlib.asynccontextmanager
     async def run(self, app: Starlette) -> AsyncIterator[None]:
         """Load in the background, so that probes are answered meanwhile."""
-        tasks = [asyncio.create_task(work()) for work in (self._start, self._log_stats, self._watch_loop)]
+        works = [self._start, self._log_stats, self._watch_loop, *([] if self.idle is None else [self.idle.watch])]
+        tasks = [asyncio.create_task(work()) for work in works]
         try:
             yield
         finally:

@@ -252,6 +252,7 @@ def served_model(
         raise RequestError("default_chat_template_kwargs", name, "a variable of the template's own")
     served.prefills = server.prefill_assistant
     served.tags = [tag for text in server.tags or () for tag in text.split(",") if tag]
+    served.is_verbose = server.uvicorn_log_level in ("debug", "trace")
     return served
 
 

@@ -15,8 +15,9 @@ from headrace.engine import context, tenants
 from headrace.engine.model_facts import ModelFacts
 from headrace.protocol.errors import CheckpointError, DeadlineError, ModelNotFoundError, RequestError
 from headrace.serve.call import models
-from headrace.serve.call.models import ModelLoadError, ModelSet, SleepingError
+from headrace.serve.call.models import ModelLoadError, ModelSet
 from headrace.serve.call.parsing import seconds_of
+from headrace.serve.call.sleeping import SleepingError
 
 
 class Files:

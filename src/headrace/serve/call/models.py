@@ -25,8 +25,9 @@ from headrace.engine.client import EngineClient
 from headrace.engine.generation import in_time
 from headrace.engine.model_facts import ModelFacts
 from headrace.engine.model_folder import ModelFolder
-from headrace.protocol.errors import HeadraceError, ModelNotFoundError, QueueFullError, RequestError
+from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError
 from headrace.serve.call.service import ServedModel
+from headrace.serve.call.sleeping import refuse
 
 logger = logging.getLogger("headrace.server")
 
@@ -40,13 +41,6 @@ PROCESS_BYTES = 2**28
 MAX_LISTED = 8
 
 T = TypeVar("T")
-
-
-class SleepingError(QueueFullError):
-    """The server sleeps, and its models are not in memory (HTTP 503). The lines of batches wait for its waking."""
-
-    status = 503
-    code = "sleeping"
 
 
 class ModelLoadError(HeadraceError):
@@ -134,6 +128,8 @@ class ModelSet:
         self.default = default
         self.files = files
         self.is_sleeping = False
+        # What a call does that needs an engine while all sleep.
+        self.rouse: Callable[[], Awaitable[None]] = refuse
         self._load = load
         self._keep_alive = keep_alive
         self._max_loaded = max_loaded
@@ -199,6 +195,11 @@ class ModelSet:
                 names.remove(name)
         return names
 
+    def last_use(self) -> float:
+        """Return when a call last used a model, in monotonic seconds: now, if one does."""
+        entries = self._default_entry, *self._entries.values()
+        return max(time.monotonic() if entry.is_used else entry.last_use for entry in entries)
+
     def num_waiting(self) -> int:
         """Return how many requests wait for their engines, of all models."""
         return sum(running.client.num_waiting for running in self.running)
@@ -230,33 +231,34 @@ class ModelSet:
 
     # -- use
 
-    def bound(self, function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    def bound(self, function: Callable[..., Any], wakes: bool = True) -> Callable[..., Awaitable[Any]]:
         """Return `function`, which takes a `ServedModel` first, as a function of its other arguments, for a route: the
-        model is the one that `model` names in the body or the query, and is held until the function returns."""
+        model is the one that `model` names in the body or the query, and is held until the function returns. Without
+        `wakes` its engine may sleep."""
 
         @functools.wraps(function)
         async def route(*args: Any) -> Any:
             fields = next((each for each in args if isinstance(each, Mapping)), {})
-            async with self.hold(fields) as model:
+            async with self.hold(fields, wakes) as model:
                 result = function(model, *args)
                 return await result if inspect.isawaitable(result) else result
 
         return route
 
-    def bind(self, api: type[T], make: Callable[[ServedModel], T] | None = None) -> T:
+    def bind(self, api: type[T], make: Callable[[ServedModel], T] | None = None, wakes: bool = True) -> T:
         """Return an object whose methods are those of `api`; each is `bound`, to an object that `make` returns for the
         model. None: the class itself takes a `ServedModel`."""
-        return cast(T, _Bound(self, api, make or api))
+        return cast(T, _Bound(self, api, make or api, wakes))
 
     @contextlib.asynccontextmanager
-    async def hold(self, fields: Mapping[str, Any]) -> AsyncIterator[ServedModel]:
-        """Hold the model that the `fields` of a request name, loaded, in the block.
+    async def hold(self, fields: Mapping[str, Any], wakes: bool = True) -> AsyncIterator[ServedModel]:
+        """Hold the model that the `fields` of a request name, loaded, and with `wakes` awake, in the block.
 
         The request's own `timeout`, and its deadline, hold while it is loaded. Raises `ModelNotFoundError`,
         `ModelLoadError`, `SleepingError`, `DeadlineError`.
         """
-        if self.is_sleeping:
-            raise _sleeping()
+        if self.is_sleeping and wakes:
+            await self.rouse()
         entry = self._entry_of(fields)
         if entry.running is None or entry.stop is not None:
             timeout = fields.get("timeout")
@@ -271,7 +273,8 @@ class ModelSet:
             yield running.served
         finally:
             entry.num_holds -= 1
-            entry.last_use = time.monotonic()
+            # What may sleep on is no use.
+            entry.last_use = time.monotonic() if wakes else entry.last_use
 
     def _entry_of(self, fields: Mapping[str, Any]) -> Entry:
         name = fields.get("model")
@@ -288,7 +291,7 @@ class ModelSet:
         try:
             while entry.running is None or entry.stop is not None:
                 if self.is_sleeping:
-                    raise _sleeping()
+                    await self.rouse()
                 if entry.stop is not None:
                     await asyncio.wait({entry.stop})
                     continue
@@ -458,8 +461,8 @@ class ModelSet:
 class _Bound:
     """The methods of an API's class, each bound to the model of its call."""
 
-    def __init__(self, models: ModelSet, api: type[Any], make: Callable[[ServedModel], Any]) -> None:
-        self._models, self._api, self._make = models, api, make
+    def __init__(self, models: ModelSet, api: type[Any], make: Callable[[ServedModel], Any], wakes: bool) -> None:
+        self._models, self._api, self._make, self._wakes = models, api, make, wakes
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self._api, name)
@@ -468,11 +471,7 @@ class _Bound:
         def of_model(model: ServedModel, *args: Any) -> Any:
             return method(self._make(model), *args)
 
-        return self._models.bound(of_model)
-
-
-def _sleeping() -> SleepingError:
-    return SleepingError("the server sleeps; POST /wake_up wakes it", retry_after=10)
+        return self._models.bound(of_model, self._wakes)
 
 
 def _listed(names: list[str]) -> str:

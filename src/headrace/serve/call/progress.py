@@ -5,28 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.serve.call.call import Answer
-from headrace.serve.call.replies import FollowPrompt, PromptProgress
+from headrace.serve.call.replies import FollowPrompt, PromptProgress, Timings, prompt_timings
 from headrace.text.outputs import MessagePart, TextDelta
 
-Piece = tuple[int, TextDelta | PromptProgress, list[MessagePart]]
+
+class Progressed(NamedTuple):
+    """How far a prompt is computed, and the times until then."""
+
+    progress: PromptProgress
+    timings: Timings
+
+
+Piece = tuple[int, TextDelta | Progressed, list[MessagePart]]
 
 
 async def parts(answer: Answer, follow: FollowPrompt | None) -> AsyncIterator[Piece]:
-    """Yield `answer.parts`, and before the first of each place the progress of its prompt. A slow reader gets the
-    latest only. Raises the engine's errors."""
+    """Yield `answer.parts`, and before the first of each place the progress of its prompt: its beginning, and each step
+    of it. Raises the engine's errors."""
     if follow is None:
         async for part in answer.parts():
             yield part
         return
-    latest: dict[int, PromptProgress] = {}
+    reports: list[tuple[int, Progressed]] = []
     wake = asyncio.Event()
 
-    def noter(place: int) -> Callable[[int, int, int, int], None]:
-        def note(total: int, cache: int, processed: int, time_ms: int) -> None:
-            latest[place] = PromptProgress(total=total, cache=cache, processed=processed, time_ms=time_ms)
+    def noter(place: int) -> Callable[[int, int, int, float], None]:
+        def note(total: int, cache: int, processed: int, time_ms: float) -> None:
+            progress = PromptProgress(total=total, cache=cache, processed=processed, time_ms=int(time_ms))
+            reports.append((place, Progressed(progress, prompt_timings(progress, time_ms))))
             wake.set()
 
         return note
@@ -44,8 +53,9 @@ async def parts(answer: Answer, follow: FollowPrompt | None) -> AsyncIterator[Pi
                 finally:
                     waking.cancel()
                 wake.clear()
-                for place in list(latest):
-                    yield place, latest.pop(place), []
+                while reports:
+                    place, progressed = reports.pop(0)
+                    yield place, progressed, []
                 if reading.done():
                     piece, reading = reading.result(), None
                     if piece is None:

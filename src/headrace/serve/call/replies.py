@@ -57,9 +57,9 @@ class PromptProgress(msgspec.Struct, kw_only=True):
     time_ms: int
 
 
-FollowPrompt = Callable[[str, Callable[[int, int, int, int], None]], Callable[[], object]]
-"""Calls a function with the numbers of `PromptProgress` after each step that computed a part of a request's prompt.
-Returns what ends that."""
+FollowPrompt = Callable[[str, Callable[[int, int, int, float], None]], Callable[[], object]]
+"""Calls a function with the numbers of `PromptProgress` as a request's prompt begins, and after each step that computed
+a part of it. Returns what ends that."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True, gc=False):
@@ -122,7 +122,7 @@ def usage(groups: Sequence[Sequence[RequestState]]) -> Usage:
 def timings(groups: Sequence[Sequence[RequestState]]) -> Timings:
     """Measure the whole call, from the first answer's start to the last one's end.
 
-    `prompt_ms` ends with the first token, which `predicted_n` counts all the same.
+    `prompt_ms` ends with the first token, which `predicted_n` counts too; the rates are of the tokens after it.
     """
     states = [state for group in groups for state in group]
     counts = usage(groups)
@@ -133,6 +133,7 @@ def timings(groups: Sequence[Sequence[RequestState]]) -> Timings:
     lasts = [s.metrics.last_token_time for s in states if s.metrics.last_token_time is not None]
     prompt_ms = 1e3 * (min(firsts) - min(starts)) if starts and firsts else 0.0
     predicted_ms = 1e3 * (max(lasts) - min(firsts)) if firsts and lasts else 0.0
+    num_timed = predicted_n - len(firsts) if predicted_ms else 0
     return Timings(
         cache_n=cache_n,
         prompt_n=prompt_n,
@@ -141,8 +142,24 @@ def timings(groups: Sequence[Sequence[RequestState]]) -> Timings:
         prompt_per_second=1e3 * prompt_n / prompt_ms if prompt_ms else 0.0,
         predicted_n=predicted_n,
         predicted_ms=predicted_ms,
-        predicted_per_token_ms=predicted_ms / predicted_n if predicted_n else 0.0,
-        predicted_per_second=1e3 * predicted_n / predicted_ms if predicted_ms else 0.0,
+        predicted_per_token_ms=predicted_ms / num_timed if num_timed else 0.0,
+        predicted_per_second=1e3 * num_timed / predicted_ms if num_timed else 0.0,
+    )
+
+
+def prompt_timings(progress: PromptProgress, prompt_ms: float) -> Timings:
+    """Return the times of a call whose prompt is being computed."""
+    prompt_n = progress.processed - progress.cache
+    return Timings(
+        cache_n=progress.cache,
+        prompt_n=prompt_n,
+        prompt_ms=prompt_ms,
+        prompt_per_token_ms=prompt_ms / prompt_n if prompt_n else 0.0,
+        prompt_per_second=1e3 * prompt_n / prompt_ms if prompt_ms else 0.0,
+        predicted_n=0,
+        predicted_ms=0.0,
+        predicted_per_token_ms=0.0,
+        predicted_per_second=0.0,
     )
 
 

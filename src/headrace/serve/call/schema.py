@@ -49,6 +49,8 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     explain: bool | None = None
     return_progress: bool | None = None
+    timings_per_token: bool | None = None
+    verbose: bool | None = None
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     # The form of the answer.
@@ -61,6 +63,9 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     guided_json_object: bool | None = None
     guided_structural_tag: str | None = None
     guided_whitespace_pattern: str | None = None
+    # llama-server's names for two of them.
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
     # Labels for the caller's own books; they change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None

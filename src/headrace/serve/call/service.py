@@ -112,6 +112,8 @@ class ServedModel:
         self.prefills = False
         # Words of the server's owner, for the model's card.
         self.tags: list[str] = []
+        # Whether replies show their prompts, as llama-server's do with --verbose.
+        self.is_verbose = False
         # What was measured of the model in the form that the engine runs, if anything was.
         self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
         self.explain: Explain = no_explanations

@@ -48,7 +48,7 @@ _SETTINGS_PATHS = frozenset({"/props", "/lora-adapters"})
 _INFER_PATHS = frozenset(
     "/tokenize /detokenize /completion /completions /embedding /embeddings /apply-template /props /infill /score "
     "/rerank /reranking /pooling /classify /invocations /tokenizer_info /lora-adapters /chat/completions /models "
-    "/responses".split()
+    "/responses /chat/completions/input_tokens".split()
 )
 _INFER_UNDER = ("/v1/", "/v2/", "/api/", "/slots/")
 

@@ -44,26 +44,34 @@ def test_saved_forgotten_and_restored_it_is_found_again(saving: Live) -> None:
     first = complete(saving)
     assert (first["id_slot"], first["timings"]["cache_n"]) == (0, 0)
     saved = act(saving, "save", filename="one.bin").json()
-    # Full blocks: of 69 + 4 tokens 72 are computed.
-    assert (saved["id_slot"], saved["filename"], saved["n_saved"]) == (0, "one.bin", 64)
+    # Of 69 + 4 tokens the last is not computed.
+    assert (saved["id_slot"], saved["filename"], saved["n_saved"]) == (0, "one.bin", 72)
     assert saved["timings"]["save_ms"] > 0
     saving.client.reset_prefix_cache()
-    assert act(saving, "erase").json() == {"id_slot": 0, "n_erased": 73}
+    assert act(saving, "erase").json() == {"id_slot": 0, "n_erased": 72}
     restored = act(saving, "restore", slot=3, filename="one.bin").json()
-    assert (restored["id_slot"], restored["n_restored"], restored["n_read"]) == (3, 64, saved["n_written"])
+    assert (restored["id_slot"], restored["n_restored"], restored["n_read"]) == (3, 72, saved["n_written"])
     again = complete(saving)
     assert (again["content"], again["timings"]["cache_n"]) == (first["content"], 64)
     # The slot has the tokens too.
-    assert act(saving, "save", slot=3, filename="one.bin").json()["n_saved"] == 64
+    assert act(saving, "save", slot=3, filename="one.bin").json()["n_saved"] == 72
+
+
+def test_a_prompt_shorter_than_a_block_is_kept_too(saving: Live) -> None:
+    made = complete(saving, prompt="short", n_predict=3)
+    assert act(saving, "save", filename="short").json()["n_saved"] == 7
+    saving.client.reset_prefix_cache()
+    assert act(saving, "restore", slot=2, filename="short").json()["n_restored"] == 7
+    assert complete(saving, prompt="short", n_predict=3)["content"] == made["content"]
 
 
 def test_a_slot_is_named_streamed_and_taken_in_order(saving: Live) -> None:
     assert complete(saving, id_slot=5)["id_slot"] == 5
-    assert act(saving, "save", slot=5, filename="five").json()["n_saved"] == 64
+    assert act(saving, "save", slot=5, filename="five").json()["n_saved"] == 72
     assert complete(saving, prompt=[PROMPT, "b", "c"], id_slot=1)[1]["id_slot"] == 0  # type: ignore[index]
     reply = saving.post("/completion", {"prompt": PROMPT + "!", "n_predict": 4, "stream": True, "id_slot": 7})
     assert '"id_slot":7' in reply.text
-    assert act(saving, "save", slot=7, filename="five").json()["n_saved"] == 64
+    assert act(saving, "save", slot=7, filename="five").json()["n_saved"] == 73
     assert act(saving, "save", slot=90, filename="five").json()["n_saved"] == 0
 
 
@@ -123,10 +131,10 @@ def test_S_25_each_holder_has_slots_and_files_of_its_own(tokenizer: Tokenizer, t
     with Live(inproc(), tokenizer, config) as live:
         complete(live, rig.ALICE)
         assert act(live, "save", key=rig.BOB, filename="one").json()["n_saved"] == 0
-        assert act(live, "save", key=rig.ALICE, filename="one").json()["n_saved"] == 64
+        assert act(live, "save", key=rig.ALICE, filename="one").json()["n_saved"] == 72
         assert act(live, "restore", key=rig.BOB, filename="one").json()["n_restored"] == 0
         live.client.reset_prefix_cache()
-        assert act(live, "restore", key=rig.ALICE, filename="one").json()["n_restored"] == 64
+        assert act(live, "restore", key=rig.ALICE, filename="one").json()["n_restored"] == 72
         assert complete(live, rig.BOB)["timings"]["cache_n"] == 0
         assert complete(live, rig.ALICE)["timings"]["cache_n"] == 64
         assert act(live, "save", key=rig.PROBE, filename="one").status_code == 403

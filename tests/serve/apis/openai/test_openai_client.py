@@ -199,7 +199,11 @@ def test_timings_and_usage_agree(client: openai.OpenAI) -> None:
     assert timings["cache_n"] + timings["prompt_n"] == made.usage.prompt_tokens
     assert timings["predicted_n"] == made.usage.completion_tokens
     assert timings["prompt_ms"] > 0
-    assert timings["predicted_per_second"] == pytest.approx(1e3 * timings["predicted_n"] / timings["predicted_ms"])
+    # The first token ends the prompt: eight came in that time.
+    assert timings["predicted_per_second"] == pytest.approx(1e3 * 8 / timings["predicted_ms"])
+    assert timings["predicted_per_token_ms"] == pytest.approx(timings["predicted_ms"] / 8)
+    alone: Any = client.completions.create(model="fake", prompt="x", max_tokens=1)
+    assert (alone.timings["predicted_n"], alone.timings["predicted_per_second"]) == (1, 0.0)
     *_, last = client.completions.create(model="fake", prompt="x", max_tokens=2, stream=True)
     assert last.timings["predicted_n"] == 2  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.llama_server import reply
 from headrace.serve.apis.llama_server.infill import Infill
-from headrace.serve.apis.llama_server.reply import API, UNSERVED
+from headrace.serve.apis.llama_server.reply import API, COUNTERS, UNSERVED
 from headrace.serve.apis.llama_server.request import (
     EmbeddingRequest,
     InfillRequest,
@@ -32,15 +32,17 @@ from headrace.serve.errors import CallError
 
 INSTEAD = {
     "/slots/{slot_id}": "start the server with --slot-save-path FOLDER, where session files are kept",
+    "/slots": "start the server without --no-slots",
     "/lora-adapters": "adapters are not loaded; merge the adapter into the checkpoint",
 }
 """What to use in place of a route that is not served; that of slots is, with the flag."""
 ACTIONS = ("save", "restore", "erase")
 
 
-def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None) -> None:
-    """Add `/completion`, `/infill`, `/embedding`, `/apply-template`, `/props`, `/slots` and `/lora-adapters`. `folder`
-    is where session files of slots are kept, if they are."""
+def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, shows_slots: bool = True) -> None:
+    """Add `/completion`, `/infill`, `/embedding`, `/apply-template`, the counters of chats, `/props`, `/slots`
+    and `/lora-adapters`. `folder` is where session files of slots are kept, if they are; `shows_slots`: `GET /slots` is
+    served."""
     slots: WeakKeyDictionary[ServedModel, Slots] = WeakKeyDictionary()
 
     def slots_of(model: ServedModel) -> Slots | None:
@@ -52,6 +54,7 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None) -
         return LlamaServer(model, slots_of(model))
 
     llama = models.bind(LlamaServer, llama_of)
+    sleeping = models.bind(LlamaServer, llama_of, wakes=False)
     infill = models.bind(Infill, lambda model: Infill(llama_of(model)))
 
     def unserved(path: str, *parameters: str) -> Response:
@@ -59,6 +62,12 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None) -
         raise CallError(
             501, UNSERVED, f"{path.format(slot_id=''.join(parameters))}: not supported here; {INSTEAD[path]}"
         )
+
+    async def props(query: Mapping[str, str]) -> reply.LlamaProps:
+        """What is served, and with which defaults."""
+        described: reply.LlamaProps = await cast(Any, sleeping.props)(query)
+        described.is_sleeping = models.is_sleeping
+        return described
 
     def adapters() -> list[dict[str, Any]]:
         """The adapters that are loaded: none."""
@@ -81,9 +90,14 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None) -
     for path in ("/embedding", "/embeddings"):
         routing.post(app, path, llama.embedding, API, takes=EmbeddingRequest, gives=list[reply.LlamaVector])
     routing.post(app, "/apply-template", llama.apply_template, API, takes=TemplateRequest, gives=reply.LlamaPrompt)
-    routing.get(app, "/props", llama.props, API, gives=reply.LlamaProps, query=("model",))
+    for path in COUNTERS:
+        routing.post(app, path, llama.count_tokens, API, takes=TemplateRequest, gives=reply.LlamaTokens)
+    routing.get(app, "/props", props, API, gives=reply.LlamaProps, query=("model",))
     routing.post(app, "/props", set_props, API, takes=dict[str, Any], gives=reply.LlamaSuccess)
-    routing.get(app, "/slots", llama.slots, API, gives=list[reply.LlamaSlot], query=("model", "fail_on_no_slot"))
+    if shows_slots:
+        routing.get(app, "/slots", sleeping.slots, API, gives=list[reply.LlamaSlot], query=("model", "fail_on_no_slot"))
+    else:
+        routing.get(app, "/slots", functools.partial(unserved, "/slots"), API, unserved=True)
     routing.get(app, "/lora-adapters", adapters, API, gives=list[dict[str, Any]])
     routing.post(app, "/lora-adapters", functools.partial(unserved, "/lora-adapters"), API, unserved=True)
     if folder is None:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.engine.generation import off_loop, width
+from headrace.protocol.errors import ContextLengthError
 from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
@@ -19,8 +20,9 @@ from headrace.serve.apis.llama_server.slots import Places
 from headrace.serve.call import progress
 from headrace.serve.call.call import Answer
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.call.replies import FollowPrompt, PromptProgress, Timings, clamp, timings, token_text
+from headrace.serve.call.replies import PromptProgress, Timings, clamp, timings, token_text
 from headrace.serve.call.sampling import NO_SEED
+from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import Api, ErrorBody, event
 from headrace.serve.routing import Readable, large_event
 from headrace.text.outputs import RequestState, TextDelta
@@ -31,9 +33,13 @@ TYPES = {code: code for code in (UNSERVED, NO_SLOT)} | {"context_length_exceeded
 
 
 class LlamaErrorBody(msgspec.Struct, kw_only=True):
+    """The last two where the context is too small."""
+
     code: int
     message: str
     type: str
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
 
 
 class LlamaError(msgspec.Struct, kw_only=True):
@@ -43,11 +49,20 @@ class LlamaError(msgspec.Struct, kw_only=True):
 def _error(status: int, body: ErrorBody) -> LlamaError:
     """OpenAI's shape, but the code is the status."""
     kind = TYPES.get(body.code, body.type)
-    return LlamaError(error=LlamaErrorBody(code=status, message=body.message, type=kind))
+    sizes = {"n_prompt_tokens": body.n_prompt_tokens, "n_ctx": body.n_ctx}
+    return LlamaError(error=LlamaErrorBody(code=status, message=body.message, type=kind, **sizes))
 
 
-PREFIXES = ("/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding", "/lora-adapters")
-API = Api(LlamaError, _error, prefixes=PREFIXES)
+def _overflow(error: ContextLengthError) -> str:
+    """llama-server's own words, by which its clients find out that they have to shorten the prompt."""
+    size = f"{error.num_prompt + error.num_answer} tokens"
+    return f"request ({size}) exceeds the available context size ({error.max_model_len} tokens), try increasing it"
+
+
+COUNTERS = ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens")
+"""The routes that count the tokens of chats."""
+PREFIXES = (*COUNTERS, "/completion", "/props", "/slots", "/infill", "/apply-template", "/embedding", "/lora-adapters")
+API = Api(LlamaError, _error, prefixes=PREFIXES, overflow=_overflow)
 
 
 class LlamaTopLogprob(msgspec.Struct, kw_only=True, gc=False):
@@ -109,6 +124,13 @@ class LlamaPart(msgspec.Struct, kw_only=True):
 
 class LlamaPrompt(msgspec.Struct, kw_only=True):
     prompt: str
+    warnings: WarningLines = UNSET
+
+
+class LlamaTokens(msgspec.Struct, kw_only=True):
+    """POST /chat/completions/input_tokens."""
+
+    input_tokens: int
     warnings: WarningLines = UNSET
 
 
@@ -174,7 +196,6 @@ class LlamaAnswer(Readable):
     Args:
         many: the request has several prompts, so that the reply is a list.
         places: the slots of the answers; None where there are none.
-        follow: gives the progress of prompts, which a stream shows with `return_progress`.
     """
 
     answer: Answer
@@ -183,17 +204,16 @@ class LlamaAnswer(Readable):
         self,
         answer: Answer,
         request: LlamaCompletionRequest,
-        model: str,
+        model: ServedModel,
         many: bool,
         places: Places | None = None,
-        follow: FollowPrompt | None = None,
     ) -> None:
         super().__init__(answer, bool(request.stream))
         self._request = request
         self._model = model
         self._many = many
         self._places = places
-        self._follow = follow if request.return_progress else None
+        self._follow = model.follow_prompt if request.return_progress else None
 
     def close(self) -> None:
         """Abort what still runs, and give the slots back with the tokens that are in them."""
@@ -225,9 +245,10 @@ class LlamaAnswer(Readable):
         warnings = self.answer.call.warnings.reply()
         async for place, piece, _ in progress.parts(self.answer, self._follow):
             state = self.answer.generation.states[place]
-            if isinstance(piece, PromptProgress):
+            if isinstance(piece, progress.Progressed):
                 part = self._part(place, state)
-                part.prompt_progress = piece
+                part.prompt_progress = piece.progress
+                part.timings = piece.timings if self._request.timings_per_token else UNSET
                 yield event(part)
                 continue
             part = self._part(place, state, piece.text, piece.token_ids)
@@ -258,6 +279,7 @@ class LlamaAnswer(Readable):
         word = finish.stop_reason if finish is not None and isinstance(finish.stop_reason, str) else ""
         reason = finish.reason if finish is not None else ""
         kind = "word" if word else {"length": "limit", "stop": "eos"}.get(reason, "none")
+        num_tokens = len(state.request.prompt_token_ids) + len(state.token_ids)
         text = self.answer.texts[place]
         if text is None and self.answer.tokenizer is not None:
             text = self.answer.tokenizer.decode(state.request.prompt_token_ids, False, True)
@@ -265,13 +287,14 @@ class LlamaAnswer(Readable):
             index=place,
             id_slot=self._slot(place),
             stop=True,
-            model=self._model,
+            model=self._model.name,
             tokens_predicted=len(state.token_ids),
             tokens_evaluated=len(state.request.prompt_token_ids),
-            generation_settings=settings(state.request.params) | ({"n_predict": 0} if state.only_prompt else {}),
+            generation_settings=settings(state.request.params, self._model.front.info.eos_token_ids)
+            | ({"n_predict": 0} if state.only_prompt else {}),
             prompt=text or "",
             has_new_line="\n" in state.text,
-            truncated=False,
+            truncated=reason == "length" and num_tokens >= self._model.max_context,
             stop_type=kind,
             stopping_word=word,
             tokens_cached=len(state.request.prompt_token_ids) + max(len(state.token_ids) - 1, 0),
@@ -297,29 +320,31 @@ class LlamaAnswer(Readable):
         return {"id": token_id, "token": token_text(tokenizer, token_id), "bytes": tuple(raw)} | number
 
     def _selected(self, result: LlamaResult) -> LlamaResult | dict[str, Any]:
-        """The fields that `response_fields` names, "a/b" for b within a; all, if the request has none."""
-        if self._request.response_fields is None:
+        """The fields that `response_fields` names, "a/b" for b within a; all, if the request names none."""
+        if not self._request.response_fields:
             return result
         fields = msgspec.to_builtins(result)
         selected: dict[str, Any] = {}
         for path in self._request.response_fields:
             value: Any = fields
-            names = path.split("/")
-            for name in names:
+            for name in path.split("/"):
                 value = value.get(name) if isinstance(value, dict) else None
             if value is not None:
-                selected[names[-1]] = value
+                selected[path] = value
         return selected | ({"warnings": fields["warnings"]} if "warnings" in fields else {})
 
 
-def settings(params: SamplingParams) -> dict[str, Any]:
-    """Return the sampling parameters under llama-server's names."""
+def settings(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the sampling parameters under llama-server's names. A bias of None is minus infinity."""
+    biases: dict[int, float | None] = dict(params.logit_bias or {})
+    if params.ignore_eos:
+        biases |= dict.fromkeys(eos_token_ids)
     stop: Sequence[str] = [params.stop] if isinstance(params.stop, str) else params.stop or []
     return {name: getattr(params, field) for field, name in names_in(LLAMA_SERVER).items()} | {
         "n_predict": -1 if params.max_tokens is None else params.max_tokens,
         "seed": NO_SEED if params.seed is None else params.seed,
         "stop": list(stop),
         "samplers": list(params.order),
-        "logit_bias": [[token_id, bias] for token_id, bias in (params.logit_bias or {}).items()],
+        "logit_bias": [{"token": token_id, "bias": bias} for token_id, bias in biases.items()],
         "n_probs": params.logprobs or 0,
     }

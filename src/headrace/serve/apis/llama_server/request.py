@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER
 from headrace.serve.call.parsing import Body
 from headrace.serve.call.sampling import takes_parameters
@@ -23,6 +24,8 @@ IGNORED = {
     "penalize_nl": "penalties know no newline",
 }
 MAX_PIECES = 64
+Prompt = str | list[Any] | dict[str, Any]
+"""A text, token ids and texts mixed, an object (`text_in`), or a list of all these."""
 MAX_PROMPTS = 256
 
 
@@ -30,7 +33,7 @@ MAX_PROMPTS = 256
 class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
     """POST /completion."""
 
-    prompt: str | list[Any]
+    prompt: Prompt
     model: str | None = None
     n_predict: int | None = None
     # The same under OpenAI's name.
@@ -85,6 +88,19 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
     embd_normalize: int | None = None
 
 
-def are_many(prompt: str | list[Any]) -> bool:
+def text_in(prompt: dict[str, Any], field: str) -> str:
+    """Return the text of a prompt that is an object, as llama-server's clients send it with pictures. Raises
+    `RequestError` where it has any."""
+    for name, value in prompt.items():
+        if name not in ("prompt_string", "multimodal_data") or (name == "multimodal_data" and value):
+            bound = "left out: models read text" if name == "multimodal_data" else "prompt_string"
+            raise RequestError(f"{field}.{name[:80]}", "given", bound)
+    text = prompt.get("prompt_string")
+    if not isinstance(text, str):
+        raise RequestError(f"{field}.prompt_string", text, "a text")
+    return text
+
+
+def are_many(prompt: Prompt) -> bool:
     """A list is one prompt if it has a token id in it, and else a list of prompts."""
     return isinstance(prompt, list) and not any(isinstance(piece, int) for piece in prompt)

@@ -26,8 +26,10 @@ from headrace.serve.apis.llama_server.request import (
     MAX_PROMPTS,
     EmbeddingRequest,
     LlamaCompletionRequest,
+    Prompt,
     TemplateRequest,
     are_many,
+    text_in,
 )
 from headrace.serve.apis.llama_server.slots import Slots
 from headrace.serve.call.call import TextCall, chat_of, spelled
@@ -72,7 +74,7 @@ class LlamaServer:
             call.sampling["stop_token_ids"] = [*call.sampling.get("stop_token_ids", ()), *stop_token_ids]
         answer = await self.model.complete(call)
         places = None if self.saved is None else self.saved.take(len(answer.generation.states), request.id_slot)
-        return LlamaAnswer(answer, request, self.model.name, many, places, self.model.follow_prompt)
+        return LlamaAnswer(answer, request, self.model, many, places)
 
     async def _call(self, request: LlamaCompletionRequest, prompts: list[list[int]]) -> TextCall:
         sampling = sampling_of(request, LLAMA_SERVER)
@@ -108,7 +110,7 @@ class LlamaServer:
             spelling=spelling,
         )
 
-    async def _prompts(self, prompt: str | list[Any], field: str = "prompt") -> list[list[int]]:
+    async def _prompts(self, prompt: Prompt, field: str = "prompt") -> list[list[int]]:
         prompts = prompt if are_many(prompt) else [prompt]
         if not prompts or len(prompts) > MAX_PROMPTS:
             raise RequestError(field, len(prompts), f"1 to {MAX_PROMPTS} prompts")
@@ -118,7 +120,9 @@ class LlamaServer:
         ]
 
     async def _ids(self, prompt: Any, field: str) -> list[int]:
-        """One prompt: a text, or a list of token ids and texts mixed."""
+        """One prompt: a text, an object that has it, or a list of token ids and texts mixed."""
+        if isinstance(prompt, dict):
+            prompt, field = text_in(prompt, field), f"{field}.prompt_string"
         if isinstance(prompt, str):
             return await self.model.encode(prompt, True, field)
         if not isinstance(prompt, list) or not prompt:
@@ -164,6 +168,12 @@ class LlamaServer:
         text, _ = await self.model.chat_prompt(chat_of(request, model=request.model))
         return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
+    async def count_tokens(self, body: dict[str, Any]) -> reply.LlamaTokens:
+        """How many tokens a chat's prompt has."""
+        request = convert(TemplateRequest, body)
+        _, token_ids = await self.model.chat_prompt(chat_of(request, model=request.model, warnings=request.warnings))
+        return reply.LlamaTokens(input_tokens=len(token_ids), warnings=request.warnings.reply())
+
     async def embedding(self, body: dict[str, Any]) -> list[reply.LlamaVector]:
         """Vectors of texts.
 
@@ -185,7 +195,9 @@ class LlamaServer:
         names = tokenizer.special_tokens if tokenizer is not None else {}
         params = SamplingParams(**{"max_tokens": None, **self.model.defaults})
         return reply.LlamaProps(
-            default_generation_settings=reply.LlamaDefaults(n_ctx=self.model.max_context, params=settings(params)),
+            default_generation_settings=reply.LlamaDefaults(
+                n_ctx=self.model.max_context, params=settings(params, info.eos_token_ids)
+            ),
             total_slots=info.max_num_seqs,
             model_alias=self.model.name,
             model_path=info.model,

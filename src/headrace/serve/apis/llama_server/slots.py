@@ -80,11 +80,11 @@ class Places(NamedTuple):
     ids: list[int]
 
     def give_back(self, states: Sequence[RequestState]) -> None:
-        """Free the slots, which then hold the tokens of the answers. May be called twice."""
+        """Free the slots, which then hold the tokens that were computed: all but the last. May be called twice."""
         for slot_id, state in zip(self.ids, states, strict=True):
             if (self.holder, slot_id) in self.slots.busy:
                 self.slots.busy.discard((self.holder, slot_id))
-                self.slots.put(self.holder, slot_id, [*state.request.prompt_token_ids, *state.token_ids])
+                self.slots.put(self.holder, slot_id, [*state.request.prompt_token_ids, *state.token_ids[:-1]])
 
 
 class Slots:

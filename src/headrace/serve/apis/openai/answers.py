@@ -23,7 +23,7 @@ from headrace.serve.apis.openai import chat_parts, reply
 from headrace.serve.call import progress
 from headrace.serve.call.call import Answer, ChatCall, TextCall
 from headrace.serve.call.parsing import WarningLines
-from headrace.serve.call.replies import PromptProgress, chat_logprobs, timings, usage
+from headrace.serve.call.replies import chat_logprobs, timings, usage
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import event
 from headrace.serve.routing import Readable, large_event
@@ -46,6 +46,8 @@ class Reply(Readable):
         self.groups = answer.groups
         self._explanations = model.explain if answer.call.explain else None
         self._follow = model.follow_prompt if answer.call.return_progress else None
+        is_verbose = answer.call.verbose or model.is_verbose
+        self._verbose = reply.Verbose(prompt=answer.texts[0]) if is_verbose and answer.texts[0] is not None else UNSET
         info = model.front.info
         self._head = {
             "id": answer.id,
@@ -76,6 +78,7 @@ class Reply(Readable):
             usage=usage(self.groups),
             timings=timings(self.groups),
             explain=explanations,
+            verbose=self._verbose,
             beam_search=reply.beam_search_memory(self.groups),
             warnings=self.answer.call.warnings.reply(),
             **self._reply_fields(),
@@ -86,6 +89,7 @@ class Reply(Readable):
         options = self.answer.call.stream_options
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        per_token = self.answer.call.timings_per_token
         head, states = self._head, self.generation.states
         num_open = len(states)
         started_places: set[int] = set()
@@ -100,8 +104,10 @@ class Reply(Readable):
                     chunk.usage = usage(self.groups) if continuous else None
                 yield event(chunk)
         async for place, piece, parts in progress.parts(self.answer, self._follow):
-            if isinstance(piece, PromptProgress):
-                yield event(self.chunk_type(**head, choices=[], prompt_progress=piece))
+            if isinstance(piece, progress.Progressed):
+                chunk = self.chunk_type(**head, choices=[], prompt_progress=piece.progress)
+                chunk.timings = piece.timings if per_token else UNSET
+                yield event(chunk)
                 continue
             state = states[place]
             if not piece.token_ids and state.finish is None:
@@ -117,14 +123,17 @@ class Reply(Readable):
             for number, choice in enumerate(choices, 1):
                 chunk = self.chunk_type(**head, choices=[choice], warnings=warnings)
                 warnings = UNSET
+                is_last = not num_open and number == len(choices)
                 if with_usage:
                     chunk.usage = usage(self.groups) if continuous else None
-                elif not num_open and number == len(choices):
-                    chunk.timings, chunk.explain = timings(self.groups), self._explain()
+                elif is_last:
+                    chunk.explain, chunk.verbose = self._explain(), self._verbose
+                if per_token or (is_last and not with_usage):
+                    chunk.timings = timings(self.groups)
                 yield await large_event(chunk, self.answer.size if number < len(choices) else wide)
         if with_usage:
             counts = {"usage": usage(self.groups), "timings": timings(self.groups), "explain": self._explain()}
-            yield event(self.chunk_type(**head, choices=[], **counts))
+            yield event(self.chunk_type(**head, choices=[], verbose=self._verbose, **counts))
         yield DONE
 
     def _shows_tokens(self, piece: TextDelta) -> bool:
@@ -267,8 +276,9 @@ class ChatReply(Reply):
         self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]
     ) -> list[reply.ChatChunkChoice]:
         deltas = self._deltas[place].take(parts, state.finish is not None)
-        if not deltas and (state.finish or self._shows_tokens(piece)):
-            deltas = [reply.ChatDelta(content="")]
+        # The end comes in a chunk of its own, without text, as OpenAI and llama-server send it.
+        if state.finish or (not deltas and self._shows_tokens(piece)):
+            deltas.append(reply.ChatDelta())
         choices = []
         for number, delta in enumerate(deltas, 1):
             # The first delta of a piece has its tokens; the last one has the end of the answer.
@@ -296,7 +306,7 @@ class ChatReply(Reply):
         return call.echoed if isinstance(call, ChatCall) else ""
 
     def _opening(self, place: int, state: RequestState) -> list[reply.ChatChunkChoice]:
-        delta = reply.ChatDelta(role="assistant", content=self._echoed)
+        delta = reply.ChatDelta(role="assistant", content=self._echoed or None)
         fields = self._reply_fields()
         return [reply.ChatChunkChoice(index=place, body=delta, logprobs=None, finish_reason=None, **fields)]
 

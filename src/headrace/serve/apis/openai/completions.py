@@ -51,11 +51,13 @@ BEAM_FIELDS = {
 # The fields of a `Call` that requests have under the same name.
 CALL_FIELDS = (
     "model", "stream_options", "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "priority",
-    "timeout", "cache_salt", "request_id", "explain", "return_progress",
+    "timeout", "cache_salt", "request_id", "explain", "return_progress", "timings_per_token", "verbose",
 )  # fmt: skip
 
-# vLLM's older ways to ask for a form, and the fields of `StructuredOutputs` that they are.
+# vLLM's older ways to ask for a form, and llama-server's, and the fields of `StructuredOutputs` that they are.
 GUIDED = {
+    "json_schema": "json",
+    "grammar": "grammar",
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -172,13 +174,13 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
     if running is None:
         facts = await models.facts(name)
         created, root, context, measured = int(facts.modified), name, facts.context_length, None
-        activations, tags = "", []
+        activations, tags, names = "", list[str](), tuple[str, ...]()
     else:
         model, info = running.served, running.client.info
         # A client must not learn where the folder is.
         root = info.model if model.stays_loaded else name
         created, context, measured = model.created, info.max_model_len, model.quality(info)
-        activations, tags = info.activations, model.tags
+        activations, tags, names = info.activations, model.tags, model.names
     return ModelCard(
         id=name,
         created=created,
@@ -186,6 +188,7 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
         max_model_len=context,
         display_name=name,
         created_at=datetime.fromtimestamp(created, UTC).isoformat(),
+        aliases=list(names) if len(names) > 1 else UNSET,
         activations=activations or UNSET,
         quality=UNSET if measured is None else measured,
         tags=tags or UNSET,

@@ -104,8 +104,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
+    """The first has the role, and no content; the last has nothing."""
+
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
@@ -156,6 +158,12 @@ class ChatChoice(Choice, kw_only=True):
     seed: int
 
 
+class Verbose(msgspec.Struct, kw_only=True):
+    """What llama-server tells with `verbose`: the text that the model got."""
+
+    prompt: str
+
+
 class Head(msgspec.Struct, kw_only=True):
     """What every answer begins with. `created` in seconds since 1970."""
 
@@ -174,6 +182,7 @@ class Completion(Head, kw_only=True):
     usage: Usage
     timings: Timings
     explain: Explanations = UNSET
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
     beam_search: BeamSearchMemory | UnsetType = UNSET
     warnings: WarningLines = UNSET
 
@@ -188,6 +197,7 @@ class CompletionChunk(Head, kw_only=True):
     timings: Timings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     explain: Explanations = UNSET
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class ChatCompletion(Head, kw_only=True):
@@ -198,6 +208,7 @@ class ChatCompletion(Head, kw_only=True):
     usage: Usage
     timings: Timings
     explain: Explanations = UNSET
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
     beam_search: BeamSearchMemory | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -214,12 +225,13 @@ class ChatCompletionChunk(Head, kw_only=True):
     timings: Timings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     explain: Explanations = UNSET
+    verbose: Verbose | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """`type`, `display_name` and `created_at` are Anthropic's; `quality` is what `headrace bench quality --save` left
-    beside the weights, `activations` what quantised weights are multiplied with (int8, 16bit, mixed, fp8), `tags` what
-    --tags says."""
+    """`type`, `display_name` and `created_at` are Anthropic's, `aliases` (all names, where there are several)
+    llama-server's; `quality` is what `headrace bench quality --save` left beside the weights, `activations` what
+    quantised weights are multiplied with (int8, 16bit, mixed, fp8), `tags` what --tags says."""
 
     id: str
     object: Literal["model"] = "model"
@@ -231,6 +243,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
+    aliases: list[str] | UnsetType = UNSET
     activations: str | UnsetType = UNSET
     quality: dict[str, float | str] | UnsetType = UNSET
     tags: list[str] | UnsetType = UNSET

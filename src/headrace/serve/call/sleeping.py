@@ -1,0 +1,80 @@
+"""What a call gets while the server sleeps, and the sleep of engines that no call uses, from which the next call wakes
+them. Knows no HTTP and starts no engine itself; `models` calls it, and `serve.app` makes an `IdleSleep`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from headrace.engine import context
+from headrace.engine.generation import in_time
+from headrace.protocol.errors import QueueFullError
+
+WATCH_S = 0.1
+"""Seconds between two looks at whether the engines are idle."""
+
+
+class SleepingError(QueueFullError):
+    """The server sleeps, and its models are not in memory (HTTP 503). The lines of batches wait for its waking."""
+
+    status = 503
+    code = "sleeping"
+
+
+async def refuse() -> None:
+    """Raise `SleepingError`."""
+    raise SleepingError("the server sleeps; POST /wake_up wakes it", retry_after=10)
+
+
+class Sleeper(Protocol):
+    """What sleeps: the models of a server."""
+
+    is_sleeping: bool
+    rouse: Callable[[], Awaitable[None]]
+
+    def last_use(self) -> float: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake_up(self) -> None: ...
+
+
+class IdleSleep:
+    """Lets `models` sleep after as many `seconds` without a call, and wakes them for the next one. A sleep that was
+    asked for ends as it would without. `is_ready`: whether there is an engine that can sleep."""
+
+    def __init__(self, models: Sleeper, seconds: float, is_ready: Callable[[], bool]) -> None:
+        self._models, self._seconds, self._is_ready = models, seconds, is_ready
+        self._dozes = False
+        models.rouse = self.rouse
+
+    @property
+    def is_dozing(self) -> bool:
+        """Whether they sleep until a call comes."""
+        return self._dozes and self._models.is_sleeping
+
+    async def watch(self) -> None:
+        """Put the models to sleep whenever they are idle."""
+        awake_since = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._models.is_sleeping or not self._is_ready():
+                awake_since = time.monotonic()
+                continue
+            self._dozes = time.monotonic() - max(awake_since, self._models.last_use()) >= self._seconds
+            if self._dozes:
+                await self._models.sleep()
+
+    def deepen(self) -> None:
+        """Note that a sleep is asked for: no call ends it."""
+        self._dozes = False
+
+    async def rouse(self) -> None:
+        """Wake the models before the deadline of the call. Raises `SleepingError` for a sleep that was asked for."""
+        if not self.is_dozing:
+            await refuse()
+        with context.within(None, context.arrival()):
+            await in_time(self._models.wake_up(), "its model was loaded again")
