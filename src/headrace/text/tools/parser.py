@@ -101,6 +101,8 @@ class _Call:
         self.copied_to = start
         self.unsent: list[str] = []
         """Arguments that were written and not sent."""
+        self.told: list[str] = []
+        """All that were written, where the call may not be made once more."""
         self.end = start
         """The end of what was written of the arguments."""
         self.twins: list[str] = []
@@ -142,7 +144,7 @@ class ToolParser:
         self._out: list[MessagePart] = []
         self._num_calls = 0
         self._made: list[tuple[str, str]] = []
-        """Names and arguments of the calls made, where no call may be made twice."""
+        """Names and arguments of the calls that are not made once more: those in the reasoning, or all."""
         self._inside = inside
         """Whether what is read is reasoning."""
         self._thought: list[str] = []
@@ -219,6 +221,8 @@ class ToolParser:
         call = self._call
         call.has_arguments = True
         call.unsent.append(arguments)
+        if self._bounds.distinct or self._inside:
+            call.told.append(arguments)
         call.twins = [twin for twin in call.twins if twin.startswith(arguments, call.num_written)]
         call.num_written += len(arguments)
         call.end = self.text.position
@@ -231,10 +235,14 @@ class ToolParser:
         if not call.has_arguments:
             self.write("{}")
         if any(len(twin) == call.num_written for twin in call.twins):
-            self.ended = True
-            raise IllFormed
-        if self._bounds.distinct:
-            self._made.append((call.name, "".join(call.unsent)))
+            if self._bounds.distinct:
+                self.ended = True
+                raise IllFormed
+            # It was made in the reasoning already.
+            self._reset()
+            return
+        if self._bounds.distinct or self._inside:
+            self._made.append((call.name, "".join(call.told)))
         self._announce()
         self._stream()
         self._num_calls += 1
