@@ -208,7 +208,7 @@ def test_stop_strings_look_at_the_content(client: openai.OpenAI) -> None:
     assert (everywhere["reasoning"], everywhere["content"], everywhere["finish"]) == ("one ", "", "stop")
     # They end nothing in a call.
     called = both(client, f"Well.\n{CALL}\nDone STOP more", stop=["Z", "name", "STOP"])
-    assert (called["content"], called["calls"][0]["name"]) == ("Well.\n\nDone", "weather")
+    assert (called["content"], called["calls"][0]["name"]) == ("Well.\n\nDone ", "weather")
 
 
 def test_tool_results_go_through_the_template(client: openai.OpenAI) -> None:
