@@ -163,8 +163,8 @@ def _tagged_arguments(
             value = required.sequence(_bare_string(inner, name, key, closing.strip()), closing.strip())
         else:
             value = required.sequence(_json(inner), closing)
-        said = layout.says_type[0] + str(is_string).lower() + layout.says_type[1] if layout.says_type[0] else ""
-        part = required.sequence(layout.key[0], key, layout.key[1] + said, layout.value[0], value, "\n")
+        type_text = layout.says_type[0] + str(is_string).lower() + layout.says_type[1] if layout.says_type[0] else ""
+        part = required.sequence(layout.key[0], key, layout.key[1] + type_text, layout.value[0], value, "\n")
         parts.append(part if is_required else _optional(part))
     return parts
 
