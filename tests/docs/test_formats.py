@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 from tests.laws.rules import ROOT
+from tests.support.speaking import layout_of
 
 from headrace.protocol.errors import RequestError
 from headrace.text import reasoning
@@ -32,7 +33,7 @@ def listed(text: str, pattern: str) -> set[str]:
 
 
 def with_body(*bodies: str) -> set[str]:
-    return {name for name, each in formats.FORMATS.items() if each.layouts[0].body in bodies}
+    return {name for name, each in formats.FORMATS.items() if layout_of(each, "").body in bodies}
 
 
 def faults(text: str) -> list[str]:
@@ -55,10 +56,12 @@ def faults(text: str) -> list[str]:
     return [
         *differs("formats", resolved(table(text, "| name | looks like |"), formats.format_name), formats.FORMATS),
         *differs("styles", resolved(table(text, "| name | marks |"), reasoning.style_name), reasoning.STYLES),
-        *differs("no quotes", listed(text, r"write strings without quotes \(([^)]*)\)"), with_body("tagged")),
-        *differs("bare text", listed(text, r"writes bare text \(([^)]*)\)"), with_body("tagged")),
+        *differs("no quotes", listed(text, r"write strings without quotes \(([^)]*)\)"), with_body("tagged", "xml")),
+        *differs("bare text", listed(text, r"writes bare text \(([^)]*)\)"), with_body("tagged", "xml")),
         *differs("no mark", listed(text, r"no mark before a call \(([^)]*)\)"), unmarked),
-        *differs("no JSON", listed(text, r"\(([^()]*) do not write JSON"), with_body("python", "tagged", "bare")),
+        *differs(
+            "no JSON", listed(text, r"\(([^()]*) do not write JSON"), with_body("python", "tagged", "xml", "bare")
+        ),
     ]
 
 

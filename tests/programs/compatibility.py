@@ -18,6 +18,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from tests.clients import page as clients
+from tests.programs import dialects
 from tests.programs.compatibility_models import MODELS
 from tests.programs.compatibility_rows import APIS, DECODING, FILES
 
@@ -55,11 +56,11 @@ def missing_tests(names: list[str]) -> list[str]:
 
 def page(results: dict[str, str]) -> str:
     """The page; `results` says what came of each test."""
-    return tables(results) + clients.section(clients.load())
+    return tables(results) + dialects.section() + clients.section(clients.load())
 
 
 def tables(results: dict[str, str]) -> str:
-    """The page less the section on clients."""
+    """The page less the sections on dialects and clients."""
     pins = dict(re.findall(r"^(\S+?)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     text = HEAD.format(**{name: pins[name] for name in ("openai", "anthropic", "ollama")})
     for title, rows in TABLES.items():
@@ -121,7 +122,7 @@ def open_tests(text: str) -> list[str]:
 def write_kept(target: Path) -> None:
     """Write the page with the results that it has for rows that did not change."""
     kept = with_results_of(tables({}), target.read_text(encoding="utf-8"))
-    target.write_text(kept + clients.section(clients.load()), encoding="utf-8")
+    target.write_text(kept + dialects.section() + clients.section(clients.load()), encoding="utf-8")
 
 
 def main() -> int:
@@ -132,7 +133,7 @@ def main() -> int:
     kept = target.read_text(encoding="utf-8") if "--again" in sys.argv else ""
     results = run(open_tests(kept))
     fresh = with_results_of(tables(results), settled(kept))
-    target.write_text(fresh + clients.section(clients.load()), encoding="utf-8")
+    target.write_text(fresh + dialects.section() + clients.section(clients.load()), encoding="utf-8")
     counts = collections.Counter(results.values())
     print(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
     return 1 if counts["FAILED"] or counts["not run"] else 0

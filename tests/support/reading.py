@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.text.outputs import MessageBuilder, MessageParser, MessagePart
 from headrace.text.reasoning import NO_STYLE, STYLES
-from headrace.text.tools import calls, formats
+from headrace.text.tools import answers, formats
 from headrace.text.tools.parser import AnswerForm, Bounds, ToolParser
 
 Read = tuple[str, str, list[tuple[str, str]]]
@@ -28,14 +28,14 @@ def tool_parser(
     ids = (f"id{number}" for number in itertools.count())
     marks = NO_STYLE if style is None else STYLES[style]
     made = AnswerForm(formats.FORMATS[form], marks, schemas=schemas or {})
-    return calls.new_parser(made, Bounds(enforced, single), lambda: next(ids), prompt)
+    return answers.new_parser(made, Bounds(enforced, single), lambda: next(ids), prompt)
 
 
 def thought_parser(style: str, inside: bool, form: str | None = None, prompt: str = "") -> ToolParser:
     """A parser of an answer that begins inside the reasoning, or before it."""
     tools = formats.NO_FORMAT if form is None else formats.FORMATS[form]
     made = AnswerForm(tools, STYLES[style]._replace(begins_inside=False))
-    return calls.new_parser(made, prompt=STYLES[style].openings[0] if inside else prompt)
+    return answers.new_parser(made, prompt=STYLES[style].openings[0] if inside else prompt)
 
 
 def parts(parser: MessageParser, pieces: Iterable[str], cut: bool = False) -> list[MessagePart]:

@@ -103,11 +103,11 @@ class Parts(NamedTuple):
     tokenizer: Tokenizer
 
 
-def parts(rows: Sequence[Row], folder: Path, max_model_len: int = 2**15) -> Parts:
+def parts(rows: Sequence[Row], folder: Path, max_model_len: int = 2**15, template: str = TEMPLATE) -> Parts:
     """An engine that answers by `rows`, and its tokenizer, which is written to `folder`. Its tokens are bytes."""
     write_tokenizer(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
     engine = EngineConfig(
         model="scripted",
         max_model_len=max_model_len,

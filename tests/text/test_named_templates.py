@@ -116,9 +116,10 @@ def test_an_answer_ends_at_the_mark_as_a_token_or_as_text() -> None:
 
 
 def test_a_template_for_tools_alone_stays() -> None:
-    template = template_of(tokenizer({}, {"tool_use": "tools: {{ tools | length }}"}))
+    template = template_of(tokenizer({}, {"tool_use": "tools: {{ tools[0].function.name }}"}))
     assert template.render(PLAIN).startswith("<|im_start|>user")
-    assert template.render(PLAIN, [{"type": "function"}]) == "tools: 1"
+    tool = {"type": "function", "function": {"name": "f", "description": "F", "parameters": {"type": "object"}}}
+    assert template.render(PLAIN, [tool]) == "tools: f"
 
 
 def test_a_file_and_a_source_are_taken(tmp_path: Path) -> None:

@@ -175,9 +175,9 @@ def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, An
 
 def spelled(text: str, token_ids: Mapping[str, int]) -> list[dict[str, Any]]:
     """Return `text` as parts of `grammar.tags`, with the special tokens in it."""
-    found = min(((at, mark) for mark in token_ids if (at := text.find(mark)) >= 0), default=None)
-    if found is None:
+    first = min(((at, mark) for mark in token_ids if (at := text.find(mark)) >= 0), default=None)
+    if first is None:
         return [{"type": "const_string", "value": text}] if text else []
-    at, mark = found
+    at, mark = first
     token = {"type": "token", "token_id": token_ids[mark]}
     return [*spelled(text[:at], token_ids), token, *spelled(text[at + len(mark) :], token_ids)]

@@ -180,13 +180,16 @@ def test_n_answers_have_their_own_calls(client: openai.OpenAI) -> None:
 def test_reasoning_apart_from_content_and_calls(client: openai.OpenAI) -> None:
     say = f"<think>\nhm {CALL}\n</think>\n\nWell.\n{CALL}"
     made = both(client, say)
-    assert (made["reasoning"], made["content"], len(made["calls"])) == (f"hm {CALL}", "Well.", 1)
+    # The call in the reasoning is one, and it is not made once more after it.
+    assert (made["reasoning"], made["content"], len(made["calls"])) == ("hm", "Well.", 1)
     quiet: Any = {"include_reasoning": False}
     assert both(client, say, extra_body=quiet)["reasoning"] == ""
     plain = both(client, "<think>a</think>b", tools=openai.omit)
     assert (plain["reasoning"], plain["content"], plain["finish"]) == ("a", "b", "stop")
     never = both(client, "<think>on and on", tools=openai.omit)
-    assert (never["reasoning"], never["content"]) == ("on and on", "")
+    assert (never["reasoning"], never["content"]) == ("on and on", "on and on")
+    cut = both(client, "<think>on and on", tools=openai.omit, max_tokens=12)
+    assert (cut["reasoning"], cut["content"], cut["finish"]) == ("on an", "", "length")
 
 
 def test_reasoning_that_the_template_opened(client: openai.OpenAI) -> None:
@@ -195,9 +198,17 @@ def test_reasoning_that_the_template_opened(client: openai.OpenAI) -> None:
     assert (made["reasoning"], made["content"], len(made["calls"])) == ("hm", "", 1)
 
 
-def test_stop_strings_look_at_all_that_the_model_writes(client: openai.OpenAI) -> None:
-    made = both(client, "<think>one STOP two</think>three", tools=openai.omit, stop="STOP")
-    assert (made["reasoning"], made["content"], made["finish"]) == ("one ", "", "stop")
+def test_stop_strings_look_at_the_content(client: openai.OpenAI) -> None:
+    say = "<think>one STOP two</think>three STOP four"
+    made = both(client, say, tools=openai.omit, stop="STOP")
+    assert (made["reasoning"], made["content"], made["finish"]) == ("one STOP two", "three ", "stop")
+    kept = both(client, say, tools=openai.omit, stop="STOP", extra_body={"include_stop_str_in_output": True})
+    assert kept["content"] == "three STOP"
+    everywhere = both(client, say, tools=openai.omit, stop="STOP", extra_body={"stop_in_reasoning": True})
+    assert (everywhere["reasoning"], everywhere["content"], everywhere["finish"]) == ("one ", "", "stop")
+    # They end nothing in a call.
+    called = both(client, f"Well.\n{CALL}\nDone STOP more", stop=["Z", "name", "STOP"])
+    assert (called["content"], called["calls"][0]["name"]) == ("Well.\n\nDone ", "weather")
 
 
 def test_tool_results_go_through_the_template(client: openai.OpenAI) -> None:

@@ -19,7 +19,7 @@ from headrace.text.outputs import MessageBuilder
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import formats
-from headrace.text.tools.calls import new_parser
+from headrace.text.tools.answers import new_parser
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.parser import AnswerForm
 

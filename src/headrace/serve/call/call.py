@@ -200,7 +200,8 @@ class Answer:
         if isinstance(parser, StoppedParser):
             parser.exempt = len(state.token_ids) <= state.request.params.min_tokens
         finish = state.finish
-        parts = parser.feed(text, finish is not None, finish is not None and finish.reason == "length")
+        is_cut = finish is not None and (finish.reason == "length" or isinstance(finish.stop_reason, str))
+        parts = parser.feed(text, finish is not None, is_cut)
         if not self._include_reasoning:
             parts = [part for part in parts if not isinstance(part, Reasoning)]
         for part in parts:

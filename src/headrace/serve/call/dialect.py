@@ -24,7 +24,7 @@ from headrace.text.reasoning import Headers, Style
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import call_grammar, detection, formats
-from headrace.text.tools.calls import begins_in_prompt, new_parser
+from headrace.text.tools.answers import begins_in_prompt, new_parser
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.parser import AnswerForm, Bounds
 from headrace.text.traits import Traits

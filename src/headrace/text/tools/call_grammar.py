@@ -164,8 +164,8 @@ def _tagged_arguments(
             # The tag is a part by itself: free text ends at the first one, even if other text follows it.
             value = required.sequence(_bare_text(bare), closing.strip())
         is_string = str(bare is not None).lower()
-        said = layout.says_type[0] + is_string + layout.says_type[1] if layout.says_type[0] else ""
-        part = required.sequence(layout.key[0], key, layout.key[1] + said, layout.value[0], value, "\n")
+        type_text = layout.says_type[0] + is_string + layout.says_type[1] if layout.says_type[0] else ""
+        part = required.sequence(layout.key[0], key, layout.key[1] + type_text, layout.value[0], value, "\n")
         parts.append(part if is_required else _optional(part))
     return parts
 

@@ -1,24 +1,21 @@
 """Reads calls by the table of `formats`: one reader for the layout, and one for each way to write name and arguments.
 
-A reader either reads a call whole and gives it to the `ToolParser`, or raises `IllFormed`. `new_parser` puts table and
-parser together. Knows no grammars; called by `serve.call.dialect`.
+A reader either reads a call whole and gives it to the `ToolParser`, or raises `IllFormed`. Knows no grammars; called by
+`answers`.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headrace.text.reasoning import Headers, begins_inside
 from headrace.text.tools.arguments import TEXT, Argument, is_json
 from headrace.text.tools.formats import NAMESPACE, Body, Layout, ToolFormat
-from headrace.text.tools.headers import begun, read_header
-from headrace.text.tools.parser import AnswerForm, Bounds, ToolParser
+from headrace.text.tools.parser import ToolParser
 from headrace.text.tools.reader import MAX_DEPTH, IllFormed, Reader, Reading
 from headrace.text.tools.tree import ITEM, Tree, read_tree
 
@@ -35,36 +32,7 @@ _PLAIN = re.compile(r"[^\"'\[\](){},\\#]+")
 _PLAIN_IN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "\"'"}
 
 
-def new_parser(
-    form: AnswerForm, bounds: Bounds = Bounds(), new_id: Callable[[], str] | None = None, prompt: str = ""
-) -> ToolParser:
-    """Return a parser of one answer to `prompt`. `new_id` replaces the format's own ids."""
-    tools, headers = form.tools, form.headers
-    read = functools.partial(_read_calls, tools)
-    if headers is not None:
-        read = functools.partial(_read_message, headers, tools)
-    parser = ToolParser(read, form, new_id or tools.new_id, bounds, begins_inside(form.style, prompt))
-    header = begun(headers, prompt) if headers is not None else ""
-    if header or begins_in_prompt(tools, prompt):
-        parser.begin(header or tools.in_prompt)
-    return parser
-
-
-def begins_in_prompt(tool_format: ToolFormat, prompt: str) -> bool:
-    """Whether the mark of the answer's first part is the end of the prompt."""
-    return bool(tool_format.in_prompt) and prompt.endswith(tool_format.in_prompt)
-
-
-def _read_message(headers: Headers, tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
-    """Read the header of a message, or one call or list of calls in it."""
-    for mark in headers.marks:
-        if (yield from call.text.comes(mark)):
-            yield from read_header(headers, call)
-            return
-    yield from _read_calls(tool_format, call)
-
-
-def _read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
+def read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
     """Read one call or one list of calls, from its opening on."""
     text = call.text
     opening, closing = (mark.strip() for mark in tool_format.marks)

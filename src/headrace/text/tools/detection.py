@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 
 from headrace.text.outputs import MessageBuilder
-from headrace.text.tools.calls import new_parser
+from headrace.text.tools.answers import new_parser
 from headrace.text.tools.formats import FORMATS, NAMESPACE, ToolFormat
 from headrace.text.tools.parser import AnswerForm
 from headrace.text.traits import ARGUMENTS, CALL_ID, NAME, Traits

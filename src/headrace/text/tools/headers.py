@@ -34,6 +34,7 @@ def read_header(headers: Headers, call: ToolParser) -> Reading[None]:
         recipient, channel = yield from _header(headers, text)
     except IllFormed:
         if text.is_cut:
+            text.at = len(text.text)
             call.skip()
             return
         raise
@@ -43,6 +44,9 @@ def read_header(headers: Headers, call: ToolParser) -> Reading[None]:
         call.name(name)
         call.skip()
         yield from text.space()
+        if (yield from text.peek()) == "" and call.is_limited:
+            call.forget()
+            return
         if not (yield from _ends(headers, text)):
             yield from call.arguments()
             yield from text.space()

@@ -7,7 +7,7 @@ A call that is not well-formed is text, every character of it. So a call is sent
 (more than `HOLD` characters, or any if a grammar guards its form) is sent as it comes, so that a client sees progress.
 If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is text. White space next to
 a mark belongs to the mark. The result depends on the text alone, never on the pieces in which it came. Knows no HTTP
-and no schema but the names and parameters of the tools. Made by `calls.new_parser`.
+and no schema but the names and parameters of the tools. Made by `answers.new_parser`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AnswerForm(NamedTuple):
 
 class Bounds(NamedTuple):
     """What holds for the calls of an answer. `enforced`: a grammar guarantees that all are well-formed. `single`: the
-    answer is over after its first call. `distinct`: it is over before a call that it has made already."""
+    answer is over after its first call. `distinct`: it must be calls, and is over before one that it has made."""
 
     enforced: bool = False
     single: bool = False
@@ -101,6 +101,8 @@ class _Call:
         self.copied_to = start
         self.unsent: list[str] = []
         """Arguments that were written and not sent."""
+        self.written: list[str] = []
+        """All that were written, where the call may not be made once more."""
         self.end = start
         """The end of what was written of the arguments."""
         self.twins: list[str] = []
@@ -128,6 +130,8 @@ class ToolParser:
         inside: bool = False,
     ) -> None:
         self.ended = False
+        # Whether a limit has ended the text, not the model.
+        self.is_limited = False
         self.text = Reader()
         self.form = form
         self.schemas = form.schemas
@@ -141,15 +145,15 @@ class ToolParser:
         self._first_mark = ""
         self._out: list[MessagePart] = []
         self._num_calls = 0
-        self._made: list[tuple[str, str]] = []
-        """Names and arguments of the calls made, where no call may be made twice."""
+        self._past_calls: list[tuple[str, str]] = []
+        """Names and arguments of the calls that are not made once more: those in the reasoning, or all."""
         self._inside = inside
         """Whether what is read is reasoning."""
         self._thought: list[str] = []
         """The reasoning since it was last opened."""
         self._has_closed = False
         """Whether a reasoning has ended."""
-        self._said = ""
+        self._last_kind = ""
         """What was sent last, "content" or "reasoning"; empty after a call or a mark that parts texts."""
         self._has_content = self._has_reasoning = False
         # Whether only white space came since the start, a call or a reasoning.
@@ -161,6 +165,7 @@ class ToolParser:
         self._run = self._read()
 
     def feed(self, text: str, final: bool, cut: bool = False) -> list[MessagePart]:
+        self.is_limited = cut
         # Cut at fixed places, so that giving up a call for its length does not depend on the pieces.
         while True:
             size = GRID - (self.text.base + len(self.text.text)) % GRID
@@ -202,7 +207,7 @@ class ToolParser:
             # Reasoning may speak of calls.
             raise IllFormed
         self._call.name, self._call.written_id = name, written_id
-        self._call.twins = [arguments for made, arguments in self._made if made == name]
+        self._call.twins = [arguments for past_name, arguments in self._past_calls if past_name == name]
 
     def arguments(self) -> Reading[None]:
         """Read the call's arguments, a JSON object, which are sent as they are written. Raises `IllFormed`."""
@@ -219,6 +224,8 @@ class ToolParser:
         call = self._call
         call.has_arguments = True
         call.unsent.append(arguments)
+        if self._bounds.distinct or self._inside:
+            call.written.append(arguments)
         call.twins = [twin for twin in call.twins if twin.startswith(arguments, call.num_written)]
         call.num_written += len(arguments)
         call.end = self.text.position
@@ -231,10 +238,14 @@ class ToolParser:
         if not call.has_arguments:
             self.write("{}")
         if any(len(twin) == call.num_written for twin in call.twins):
-            self.ended = True
-            raise IllFormed
-        if self._bounds.distinct:
-            self._made.append((call.name, "".join(call.unsent)))
+            if self._bounds.distinct:
+                self.ended = True
+                raise IllFormed
+            # It was made in the reasoning already.
+            self._reset()
+            return
+        if self._bounds.distinct or self._inside:
+            self._past_calls.append((call.name, "".join(call.written)))
         self._announce()
         self._stream()
         self._num_calls += 1
@@ -249,6 +260,10 @@ class ToolParser:
         self._reset()
         self._call.name, self._call.written_id = name, written_id
 
+    def forget(self) -> None:
+        """Drop the call that is being read, of which nothing was sent."""
+        self._reset()
+
     def back(self) -> None:
         """Unread the text since the last call."""
         self.text.rewind(self._call.start)
@@ -258,7 +273,7 @@ class ToolParser:
         self._has_closed = self._has_closed or (self._inside and not inside)
         self._inside, self._fresh, self._framed = inside, True, True
         self._thought.clear()
-        self._said = ""
+        self._last_kind = ""
 
     # The loop.
 
@@ -318,7 +333,11 @@ class ToolParser:
                 self._call.space = before
                 return mark
             if text.final:
-                self._say(text.text[text.at :])
+                rest = text.text[text.at :]
+                # Where there must be calls and nothing else, it is the beginning of one that a limit cut.
+                is_begun = not self._inside and any(mark.startswith(rest.strip(SPACE)) for mark in marks.texts)
+                if not (self._bounds.distinct and self.enforced and is_begun):
+                    self._say(rest)
                 text.at = len(text.text)
                 return None
             self._say(text.text[text.at : space])
@@ -350,13 +369,16 @@ class ToolParser:
     def _give_up(self) -> None:
         self._catch_up()
         self._stream()
+        is_cut = self.enforced and self.text.is_cut
         if self._call.id is not None:
             self._num_calls += 1
-        elif not self.enforced or not self.text.is_cut:
+        elif not is_cut:
             text = self.text.since(self._call.start)
             text = text if self._call.start else text.removeprefix(self._first_mark)
             self._say(self._call.space + self._special.sub("", text))
-        # Else a limit cut the call: what there is of it is no answer.
+        if is_cut:
+            # A limit cut the call: what there is of it is no content.
+            self.text.at = len(self.text.text)
         self._fresh = False
         self._reset()
 
@@ -389,20 +411,20 @@ class ToolParser:
     def _announce(self) -> None:
         if self._call.id is None:
             self._call.id = self._call.written_id or self._new_id()
-            self._said = ""
+            self._last_kind = ""
             self._out.append(ToolCall(self._num_calls, self._call.id, self._call.name, ""))
 
     def _say(self, text: str) -> None:
         if not text:
             return
         if self._inside:
-            gap = GAP if self._has_reasoning and self._said != "reasoning" else ""
-            self._said, self._has_reasoning = "reasoning", True
+            gap = GAP if self._has_reasoning and self._last_kind != "reasoning" else ""
+            self._last_kind, self._has_reasoning = "reasoning", True
             self._thought.append(text)
             self._out.append(Reasoning(text, gap))
         else:
-            gap = GAP if self._has_content and self._said != "content" else ""
-            self._said, self._has_content = "content", True
+            gap = GAP if self._has_content and self._last_kind != "content" else ""
+            self._last_kind, self._has_content = "content", True
             self._out.append(Content(text, gap))
 
 

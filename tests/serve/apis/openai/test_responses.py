@@ -37,7 +37,7 @@ from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, ContentParser, Delta, MessageParser, Reasoning, RequestState, ToolCall
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools.calls import new_parser
+from headrace.text.tools.answers import new_parser
 from headrace.text.tools.formats import FORMATS
 from headrace.text.tools.parser import AnswerForm, Bounds
 from headrace.text.traits import Traits
