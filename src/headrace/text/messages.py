@@ -18,6 +18,7 @@ from headrace.text.tools import custom
 from headrace.text.traits import Traits
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+MAX_LABEL = 80
 _PARTS = ("text", "input_text", "output_text", "refusal")
 
 Warn = Callable[[str, str], None]
@@ -110,9 +111,10 @@ def check_role(role: object, field: str) -> str:
     return role
 
 
-def placeholder(kind: str) -> str:
+def placeholder(kind: str, name: str = "") -> str:
     """Return the text in the place of a part of an earlier message, which the model can not read."""
-    return f"[{kind.replace('_', ' ')}: left out, for the model reads text only]"
+    label = f"{kind.replace('_', ' ')} {name[:MAX_LABEL]}".strip()
+    return f"[{label}: left out, for the model reads text only]"
 
 
 LEFT_OUT = "the model reads text only: a short text stands in its place"

@@ -58,7 +58,7 @@ def _block(block: Any, field: str, is_new: bool, warnings: Warnings) -> Any:
         return block
     warnings.add(field, LEFT_OUT)
     name = next((block[key] for key in ("name", "tool_name", "title") if isinstance(block.get(key), str)), "")
-    return {"type": "text", "text": placeholder(f"{kind} {name[:80]}".strip())}
+    return {"type": "text", "text": placeholder(kind, name)}
 
 
 def _text_of(kind: str, block: Mapping[str, Any]) -> str | None:

@@ -222,7 +222,7 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[Ch
         else:
             request.warn(where, "ignored: redacted thinking of another server can not be read here")
     if not texts and not calls and not reasoning:
-        if not messages and turn.role == "assistant":
+        if not messages and turn.role == "assistant" and turn is request.messages[-1]:
             raise RequestError(f"{field}.content", [], "at least one block that can be read")
         return messages or [ChatMessage(role=turn.role, content="")]
     content = _text(texts) if texts else None
