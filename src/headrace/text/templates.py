@@ -93,8 +93,8 @@ class ChatTemplate:
 
         `add_generation_prompt` ends it with the opening of an answer; `continue_final_message` leaves the last message
         open, so that the answer continues it. `kwargs` are further variables for the template. Raises `RequestError`
-        for messages of the wrong shape, for ones that the template refuses, and where it exceeds its bounds. What had to
-        be changed of them (see `histories`) is logged once.
+        for messages of the wrong shape, for ones that the template refuses, and where it exceeds its bounds. What had
+        to be changed of them (see `histories`) is logged once.
         """
         rendering = self.rendering(
             messages,

@@ -26,8 +26,8 @@ def readable(body: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
         messages = [_message(message, place, place >= new, warnings) for place, message in enumerate(messages)]
         body = {**body, "messages": messages}
     if isinstance(tools, list):
-        kept = [tool for place, tool in enumerate(tools) if not _is_hosted(tool, f"tools[{place}]", warnings)]
-        body = {**body, "tools": kept}
+        client_tools = [tool for place, tool in enumerate(tools) if not _is_hosted(tool, f"tools[{place}]", warnings)]
+        body = {**body, "tools": client_tools}
     if isinstance(system, str | list):
         body = {**body, "system": _without_billing(system, warnings)}
     return body

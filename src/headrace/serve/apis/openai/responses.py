@@ -284,9 +284,8 @@ class Responses:
         history, named = await self._named(request, await self._referenced(input_items(request, "0")))
         call, _ = chat_call(request, shared)
         items = without_hosted(named, call.warnings)
-        read_items = functools.partial(messages_of, request.instructions, items, call.warnings)
-        messages = await off_loop(size_of(history), read_items)
-        call = msgspec.structs.replace(call, messages=messages)
+        work = functools.partial(messages_of, request.instructions, items, call.warnings)
+        call = msgspec.structs.replace(call, messages=await off_loop(size_of(history), work))
         with spelled(call.spelling):
             # The parameters of an answer are checked, though there is none.
             SamplingParams(**{"max_tokens": None, **call.sampling})

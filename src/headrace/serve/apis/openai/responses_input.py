@@ -301,8 +301,8 @@ def messages_of(instructions: str | None, items: Sequence[NamedItem], warnings: 
     items and in outputs a short text stands in its place, with a warning. Raises `RequestError` for what is no item
     that a chat can carry.
     """
-    own = ("reasoning", *CALLS)
-    new = first_new(["assistant" if item.get("type") in own else item.get("role") for _, item in items] + [None])
+    turns = ("reasoning", *CALLS)
+    new = first_new(["assistant" if item.get("type") in turns else item.get("role") for _, item in items] + [None])
     messages: list[ChatMessage] = []
     if instructions:
         messages.append(ChatMessage(role="system", content=instructions))
