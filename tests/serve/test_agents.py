@@ -1,8 +1,11 @@
-"""The first request of each agent of docs/howto-agents.md, recorded and shortened: it is taken, and what the model
-writes comes back as the agent's own API has it. The agents are not needed; `test_codex` has a whole turn."""
+"""Requests of each agent of docs/howto-agents.md, recorded and shortened: the first is taken, and what the model writes
+comes back as the agent's own API has it; three turns of one session are found in the cache but for what is new. The
+agents are not needed; `test_codex` has a whole turn."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from tests.support import scripted
 from tests.support.server import Live, lines_of
 
 from headrace.protocol.config import ServerConfig
+from headrace.serve.apis.anthropic import blocks
 
 RECORDS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "recorded" / "agents.json").read_text())
 SAID = "I look at it."
@@ -60,3 +64,79 @@ def test_the_first_request_of_an_agent(live: Live, record: dict[str, Any]) -> No
     text, name, arguments = answer(record["path"], [json.loads(each) for each in data])
     assert (text, name) == (SAID, record["tool"])
     assert (json.loads(arguments) if arguments else None) == record["arguments"]
+
+
+BLOCK = 16
+"""Tokens of a block of the cache: what is found of a prompt ends with a whole one."""
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def turns(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Three requests of a session, as the agent sends them: a call and its result, and another question."""
+    first = copy.deepcopy(record["request"])
+    first |= {"stream": False, "max_tokens": 200}
+    first.pop("stream_options", None)
+    is_claude = record["path"] == "/v1/messages"
+    requests = [first]
+    for number in (1, 2):
+        request = copy.deepcopy(requests[-1])
+        messages = request["messages"]
+        if is_claude:
+            for block in messages[0]["content"]:
+                block.pop("cache_control", None)
+        if number == 1 and record["tool"] and is_claude:
+            use = {"type": "tool_use", "id": "toolu_1", "name": record["tool"], "input": record["arguments"]}
+            result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": f"1 {name}", **MARK}
+            messages += [{"role": "assistant", "content": [{"type": "text", "text": SAID}, use]}]
+            messages += [{"role": "user", "content": [result]}]
+        elif number == 1 and record["tool"]:
+            function = {"name": record["tool"], "arguments": json.dumps(record["arguments"])}
+            calls = [{"id": "call_1", "type": "function", "function": function}]
+            messages += [{"role": "assistant", "content": SAID, "tool_calls": calls}]
+            messages += [{"role": "tool", "tool_call_id": "call_1", "content": f"1 {name}"}]
+        else:
+            messages += [{"role": "assistant", "content": f"It is {name}."}, {"role": "user", "content": "And why?"}]
+        requests.append(request)
+    for number, request in enumerate(requests):
+        if is_claude:
+            line = request["system"][0]
+            assert line["text"].startswith("x-anthropic-billing-header:")
+            line["text"] = f"{line['text']} cch=e{number}6c{number}; {name}"
+            # The rules are as long as an agent's: the recorded ones were cut.
+            request["system"][-1]["text"] += f"{name} " * 200
+        else:
+            request["messages"][0]["content"] += f"{name} " * 200
+    return requests
+
+
+def shares(live: Live, record: dict[str, Any], name: str) -> list[tuple[int, int]]:
+    """Of each turn, the tokens of its prompt and those of them that were found in the cache."""
+    found = []
+    for request in turns(record, name):
+        reply = live.post(record["path"], request)
+        assert reply.status_code == 200, reply.text
+        usage = reply.json()["usage"]
+        if record["path"] == "/v1/messages":
+            cached = usage["cache_read_input_tokens"]
+            found.append((cached + usage["input_tokens"] + usage["cache_creation_input_tokens"], cached))
+        else:
+            found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    return found
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["client"].partition(" ")[0])
+def test_three_turns_of_an_agent_are_found_in_the_cache(live: Live, record: dict[str, Any]) -> None:
+    found = shares(live, record, "warm")
+    print(record["client"], found)
+    for (before, _), (_, cached) in itertools.pairwise(found):
+        assert cached >= before - 2 * BLOCK
+    assert found[2][1] > 0.9 * found[2][0]
+
+
+def test_control_a_line_that_changes_leaves_only_the_tools_in_the_cache(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = next(record for record in RECORDS if record["path"] == "/v1/messages")
+    monkeypatch.setattr(blocks, "_without_billing", lambda system, warnings: system)
+    found = shares(live, record, "cold")
+    assert found[1][1] <= found[2][1] < 0.7 * found[2][0]

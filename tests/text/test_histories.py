@@ -1,12 +1,13 @@
 """Laws of conversations: every template takes every history that the APIs allow, with all that is in it; a history that
 it takes as it is, is not changed; and every change is told.
 
-`tests.support.histories` makes the histories, and the shared data has the templates (128 that differ).
+`tests.support.histories` makes the histories, and the shared data has the templates (136 that differ).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,16 +162,54 @@ def test_control_a_loss_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
         check([(name, source_of(name))], 60)
 
 
-def test_every_need_has_a_change(shared_data: Path) -> None:
-    found: Counter[str] = Counter()
+TABLE: tuple[set[str], ...] = (
+    {"plain tools"},
+    {"plain calls"},
+    {"one system", "one system of several"},
+    {"no system", "no first system"},
+    {"one system text"},
+    {"user first", "user before calls"},
+    {"joined turns"},
+    {"answered results"},
+    {"no empty answers"},
+    {"plain results without calls"},
+    {"one call a turn"},
+    {"text before calls"},
+    {"no text beside calls"},
+    {"text in the reasoning"},
+    {"short ids"},
+    {"ids with names"},
+    {"named results"},
+    {"whole tools", "described parameters"},
+    {"plain schemas"},
+)
+"""The rows of the table of docs/howto-tools.md."""
+
+
+def documented(page: str) -> tuple[int, list[int]]:
+    """The counts in the table: of templates, and of those that each row concerns."""
+    head = re.search(r"\| of (\d+) templates \|\n\|[-|]+\n((?:\|.*\n)+)", page)
+    assert head is not None
+    return int(head[1]), [int(row.split("|")[3]) for row in head[2].splitlines()]
+
+
+def test_every_need_has_a_change_and_the_table_counts_them(shared_data: Path) -> None:
+    needs = []
     for source in all_sources().values():
         traits = template_of(source).traits()
-        found.update({*traits.loses, *traits.refuses})
-    print(dict(found))
-    assert found.keys() <= CHANGES.keys()
+        needs.append({*traits.loses, *traits.refuses})
+    known = set().union(*needs)
+    assert known <= CHANGES.keys()
     # The others are tried where a template refuses all the same.
-    assert CHANGES.keys() - found.keys() <= {"one text", "plain results"}
+    assert CHANGES.keys() - known <= {"one text", "plain results"}
     assert {*SMALL, *PLAIN} <= CHANGES.keys()
+    told = {name for name in known if CHANGES[name][1]} | {"one system text"}
+    assert set().union(*TABLE) == told
+    page = (Path(__file__).parents[2] / "docs" / "howto-tools.md").read_text()
+    counts = [sum(bool(row & each) for each in needs) for row in TABLE]
+    assert documented(page) == (len(needs), counts)
+    with pytest.raises(AssertionError):
+        assert documented(page.replace("| 85 |", "| 84 |")) == (len(needs), counts)
 
 
 def test_the_needs_of_known_templates() -> None:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,11 @@ from headrace.text.tools import custom
 from headrace.text.traits import Traits
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+MAX_LABEL = 80
 _PARTS = ("text", "input_text", "output_text", "refusal")
+
+Warn = Callable[[str, str], None]
+"""Gets the field of a request, and the reason why it is not honoured."""
 
 
 class ToolCall(NamedTuple):
@@ -107,24 +111,50 @@ def check_role(role: object, field: str) -> str:
     return role
 
 
-def read_messages(messages: Sequence[object]) -> list[ChatMessage]:
-    """Return a request's `messages`, which are in OpenAI's form. Raises `RequestError`."""
+def placeholder(kind: str, name: str = "") -> str:
+    """Return the text in the place of a part of an earlier message, which the model can not read."""
+    label = f"{kind.replace('_', ' ')} {name[:MAX_LABEL]}".strip()
+    return f"[{label}: left out, for the model reads text only]"
+
+
+LEFT_OUT = "the model reads text only: a short text stands in its place"
+"""What the caller learns of it."""
+
+
+def first_new(roles: Sequence[object]) -> int:
+    """Return the place after the model's last turn: what the user says from there on is new, and must be read. A final
+    message of the model's is no turn, for the answer goes on with it."""
+    return next((place + 1 for place in range(len(roles) - 2, -1, -1) if roles[place] == "assistant"), 0)
+
+
+def read_messages(messages: Sequence[object], warn: Warn | None = None) -> list[ChatMessage]:
+    """Return a request's `messages`, which are in OpenAI's form.
+
+    Parts that the model can not read are refused in what the user has said since the model's last turn. In earlier
+    messages and in results of tools short texts stand in their places, and `warn` gets the field and the reason;
+    without it they are refused everywhere. Raises `RequestError`.
+    """
     bounds.check("messages", messages)
-    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    new = first_new([message.get("role") if isinstance(message, Mapping) else None for message in messages])
+    read: list[ChatMessage] = []
+    for place, message in enumerate(messages):
+        is_new = place >= new and isinstance(message, Mapping) and message.get("role") == "user"
+        read.append(_read_message(message, f"messages[{place}]", None if is_new else warn))
+    return read
 
 
-def _read_message(message: object, field: str) -> ChatMessage:
+def _read_message(message: object, field: str, warn: Warn | None) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise RequestError(field, message, "an object with role and content")
     role = check_role(message.get("role"), f"{field}.role")
-    content = None if message.get("content") is None else _content(message["content"], f"{field}.content")
+    content = None if message.get("content") is None else _content(message["content"], f"{field}.content", warn)
     calls = _tool_calls(message["tool_calls"], f"{field}.tool_calls") if message.get("tool_calls") else []
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     extra = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
     return ChatMessage(role=role, content=content, reasoning=reasoning, tool_calls=calls, extra=extra)
 
 
-def _content(content: object, field: str) -> str | list[str]:
+def _content(content: object, field: str, warn: Warn | None) -> str | list[str]:
     if isinstance(content, str):
         bounds.check("text", content, field)
         return content
@@ -136,7 +166,12 @@ def _content(content: object, field: str) -> str | list[str]:
             part = _part(part)
         if not isinstance(part, Mapping):
             raise RequestError(f"{field}[{i}]", part, "an object with type and text")
-        if part.get("type") not in _PARTS:
+        kind = part.get("type")
+        if warn is not None and isinstance(kind, str) and kind not in _PARTS:
+            warn(f"{field}[{i}]", LEFT_OUT)
+            texts.append(placeholder(kind))
+            continue
+        if kind not in _PARTS:
             raise RequestError(f"{field}[{i}].type", part.get("type"), "text: nothing else is read")
         name = "refusal" if part["type"] == "refusal" else "text"
         text = part.get(name)

@@ -64,6 +64,7 @@ class ChatTemplate:
         self.process = process or shared_process()
         self.ends = tuple(ends)
         self._traits: dict[str, Traits] = {}
+        self._logged: set[Change] = set()
 
     @classmethod
     def of(
@@ -98,15 +99,21 @@ class ChatTemplate:
 
         `add_generation_prompt` ends it with the opening of an answer; `continue_final_message` leaves the last message
         open, so that the answer continues it. `kwargs` are further variables for the template. Raises `RequestError`
-        for messages of the wrong shape, for ones that the template refuses, and where it exceeds its bounds.
+        for messages of the wrong shape, for ones that the template refuses, and where it exceeds its bounds. What had
+        to be changed of them (see `histories`) is logged once.
         """
-        return self.rendering(
+        rendering = self.rendering(
             messages,
             tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **kwargs,
-        ).text
+        )
+        for change in rendering.changes:
+            if change not in self._logged:
+                self._logged.add(change)
+                logger.warning("%s: %s", change.field, change.why)
+        return rendering.text
 
     def rendering(
         self,

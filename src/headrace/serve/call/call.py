@@ -118,10 +118,11 @@ class ChatCall(Call, kw_only=True):
 def chat_of(request: Any, **fields: Any) -> ChatCall:
     """Return the chat of a request in OpenAI's shape: what of it shapes the prompt, and further `fields` of the call.
     Raises `RequestError`."""
+    warnings = fields.setdefault("warnings", Warnings())
     choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
     return ChatCall(
         **fields,
-        messages=read_messages(request.messages or []),
+        messages=read_messages(request.messages or [], warnings.add),
         tools=ToolUse.of(request.tools, choice, parallel is not False),
         reasoning_effort=request.reasoning_effort,
         chat_template=getattr(request, "chat_template", None),

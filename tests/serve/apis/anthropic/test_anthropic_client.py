@@ -122,7 +122,9 @@ def test_anthropic_conversation_is_what_the_template_gets(client: anthropic.Anth
         {"role": "assistant", "content": "So it"},
     ]
     counted = client.messages.count_tokens(model="fake", messages=blocks, system="sys").input_tokens
-    text = "[system]sys[user]a\nb[assistant]c[tool]r[tool]Error: s[user]d[assistant]So it"
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    results = "<tool_response>\nr\n</tool_response>\n<tool_response>\nError: s\n</tool_response>"
+    text = f"[system]sys[user]a\nb[assistant]c\n{call}[user]{results}[user]d[assistant]So it"
     assert counted == len(text)
 
 
@@ -192,19 +194,12 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
             "messages[0].content[0].type",
         ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]}
-                ]
-            },
-            "messages[0].content[0].content[0].type",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]}, "messages[0]"),
         ({"temperature": -1}, "temperature"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"stop_sequences": "x"}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),

@@ -8,9 +8,8 @@ from starlette.applications import Starlette
 
 from headrace.serve import routing
 from headrace.serve.apis.anthropic.reply import API, MessageEvent, MessageReply, MessagesAnswer, TokenCount
-from headrace.serve.apis.anthropic.request import IGNORED, CountTokensRequest, MessagesRequest, chat_call
+from headrace.serve.apis.anthropic.request import CountTokensRequest, MessagesRequest, chat_call, read
 from headrace.serve.call.models import ModelSet
-from headrace.serve.call.parsing import convert
 from headrace.serve.call.service import ServedModel
 
 
@@ -19,14 +18,14 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
 
     async def messages(model: ServedModel, body: dict[str, Any]) -> MessagesAnswer:
         """Anthropic's Messages."""
-        request = convert(MessagesRequest, body, IGNORED)
+        request = read(MessagesRequest, body)
         answer = await model.chat(chat_call(request))
         request.model = model.true_name(request.model)
         return MessagesAnswer(answer, request, model.front.info.block_size)
 
     async def count_tokens(model: ServedModel, body: dict[str, Any]) -> TokenCount:
         """How many tokens a message's prompt has."""
-        request = convert(CountTokensRequest, body, IGNORED)
+        request = read(CountTokensRequest, body)
         call = chat_call(request)
         warnings = request.warnings.reply()
         _, token_ids = await model.chat_prompt(call)

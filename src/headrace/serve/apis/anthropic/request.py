@@ -7,7 +7,7 @@ HTTP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -15,8 +15,9 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import ANTHROPIC
+from headrace.serve.apis.anthropic.blocks import readable
 from headrace.serve.call.call import ChatCall, spelled
-from headrace.serve.call.parsing import Body
+from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import sampling_of, spelling_of, takes_parameters
 from headrace.text.messages import ChatMessage, ToolCall
 from headrace.text.tools.choice import ToolFields, ToolUse
@@ -146,6 +147,15 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     metadata: Metadata | None = None
 
 
+T = TypeVar("T", bound=CountTokensRequest)
+
+
+def read(kind: type[T], body: dict[str, Any]) -> T:
+    """Return a body as a `kind`. Raises `RequestError`."""
+    warnings = Warnings()
+    return convert(kind, readable(body, warnings), IGNORED, warnings)
+
+
 def chat_call(request: CountTokensRequest) -> ChatCall:
     """Return the chat that a request asks for. Raises `RequestError`; may add to the request's warnings."""
     messages = [ChatMessage(role="system", content=_system(request.system))] if request.system else []
@@ -212,7 +222,7 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[Ch
         else:
             request.warn(where, "ignored: redacted thinking of another server can not be read here")
     if not texts and not calls and not reasoning:
-        if not messages and turn.role == "assistant":
+        if not messages and turn.role == "assistant" and turn is request.messages[-1]:
             raise RequestError(f"{field}.content", [], "at least one block that can be read")
         return messages or [ChatMessage(role=turn.role, content="")]
     content = _text(texts) if texts else None
@@ -227,8 +237,9 @@ def _text(texts: list[str]) -> str | list[str]:
     return texts[0] if len(texts) == 1 else texts
 
 
-def _system(content: str | list[TextBlock | ImageBlock]) -> str | list[str]:
-    return content if isinstance(content, str) else _text(_texts(content, "system"))
+def _system(content: str | list[TextBlock | ImageBlock]) -> str:
+    """One text: a template that takes lists would write several differently."""
+    return content if isinstance(content, str) else "\n".join(_texts(content, "system"))
 
 
 def _result(block: ToolResultBlock, field: str) -> str | list[str]:
@@ -273,7 +284,7 @@ def _tool_use(request: CountTokensRequest) -> ToolUse:
 
 def _tool(tool: Tool, field: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise RequestError(f"{field}.type", tool.type, "custom or left out: this server runs no tools of its own")
+        raise RequestError(f"{field}.type", tool.type, "custom or left out, or one of Anthropic's own")
     if tool.input_schema is None:
         raise RequestError(f"{field}.input_schema", None, "given")
     function = {

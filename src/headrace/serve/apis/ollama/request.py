@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from headrace.protocol import bounds
 from headrace.protocol.errors import UnsupportedError
 from headrace.protocol.parameters import OLLAMA
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import takes_parameters
-from headrace.text.messages import ChatMessage, ToolCall, check_role
+from headrace.text.messages import LEFT_OUT, ChatMessage, ToolCall, check_role, first_new, placeholder
 
 LOADING = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
@@ -152,10 +153,26 @@ def warn_of(options: Options, field: str, request: Body) -> None:
         request.warn(f"{field}.penalize_newline", "ignored: penalties know no newline")
 
 
-def message_of(turn: Message, field: str) -> ChatMessage:
-    """Return a turn, which errors call `field`, as a message. Raises `RequestError`."""
-    if turn.images:
-        raise UnsupportedError(f"{field}.images", "images", "the models served here read text")
+def messages_of(turns: Sequence[Message], warnings: Warnings) -> list[ChatMessage]:
+    """Return a chat's turns as messages. Images are refused in what the user has said since the model's last turn; in
+    earlier turns a short text stands in their place, with a warning. Raises `RequestError`."""
+    bounds.check("messages", turns)
+    new = first_new([turn.role for turn in turns])
+    messages: list[ChatMessage] = []
+    for index, turn in enumerate(turns):
+        field = f"messages[{index}]"
+        message = _message_of(turn, field)
+        if turn.images and index >= new and turn.role == "user":
+            raise UnsupportedError(f"{field}.images", "images", "the models served here read text")
+        if turn.images:
+            warnings.add(f"{field}.images", LEFT_OUT)
+            texts = [placeholder("image")] * len(turn.images)
+            message.content = "\n".join([turn.content, *texts] if turn.content else texts)
+        messages.append(message)
+    return messages
+
+
+def _message_of(turn: Message, field: str) -> ChatMessage:
     calls = [
         ToolCall.of(
             call.id or f"call_{index}",

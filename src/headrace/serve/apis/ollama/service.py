@@ -28,7 +28,7 @@ from headrace.serve.apis.ollama.request import (
     GenerateRequest,
     GenerationRequest,
     Options,
-    message_of,
+    messages_of,
     read_options,
     warn_of,
 )
@@ -75,8 +75,7 @@ class Ollama:
         request = self._read(ChatRequest, body)
         if not request.messages:
             return _loaded(request, message=reply.ReplyMessage(content=""))
-        bounds.check("messages", request.messages)
-        messages = [message_of(turn, f"messages[{index}]") for index, turn in enumerate(request.messages)]
+        messages = messages_of(request.messages, request.warnings)
         call = ChatCall(
             **self._fields(request),
             **_template_fields(request),

@@ -204,7 +204,7 @@ def _new_items(entries: list[Any]) -> list[dict[str, Any]]:
         raise error.renamed(error.field.replace("input", "items", 1)) from None
     named = [NamedItem(f"items[{index}]", item) for index, item in enumerate(items)]
     # The response that is made of them has the warning.
-    messages_of(None, without_hosted(named, Warnings()))
+    messages_of(None, without_hosted(named, Warnings()), Warnings())
     return items
 
 

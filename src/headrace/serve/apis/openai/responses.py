@@ -284,8 +284,8 @@ class Responses:
         history, named = await self._named(request, await self._referenced(input_items(request, "0")))
         call, _ = chat_call(request, shared)
         items = without_hosted(named, call.warnings)
-        messages = await off_loop(size_of(history), functools.partial(messages_of, request.instructions, items))
-        call = msgspec.structs.replace(call, messages=messages)
+        work = functools.partial(messages_of, request.instructions, items, call.warnings)
+        call = msgspec.structs.replace(call, messages=await off_loop(size_of(history), work))
         with spelled(call.spelling):
             # The parameters of an answer are checked, though there is none.
             SamplingParams(**{"max_tokens": None, **call.sampling})
@@ -443,8 +443,9 @@ class Responses:
         """The chat that answers; `size` is that of the items. With truncation "auto", the oldest items go until the
         rest fits."""
         while True:
-            messages = await off_loop(size, functools.partial(messages_of, request.instructions, items))
-            attempt = msgspec.structs.replace(call, messages=messages, warnings=Warnings(call.warnings))
+            warnings = Warnings(call.warnings)
+            messages = await off_loop(size, functools.partial(messages_of, request.instructions, items, warnings))
+            attempt = msgspec.structs.replace(call, messages=messages, warnings=warnings)
             try:
                 return await model.chat(attempt)
             except RequestError as error:

@@ -7,7 +7,7 @@ A field that changes the answer and can not be honoured is refused by name; one 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +22,7 @@ from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import engine_values
 from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_labels, check_metadata, parse
-from headrace.text.messages import ChatMessage, ToolCall
+from headrace.text.messages import LEFT_OUT, ChatMessage, ToolCall, first_new, placeholder
 from headrace.text.tools.custom import arguments
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -296,21 +296,25 @@ def without_hosted(items: Sequence[NamedItem], warnings: Warnings) -> list[Named
     return [each for each in items if each.item.get("type") not in HOSTED_ITEMS]
 
 
-def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[ChatMessage]:
+def messages_of(instructions: str | None, items: Sequence[NamedItem], warnings: Warnings) -> list[ChatMessage]:
     """Return items as a chat's messages. Reasoning, text and calls of one turn of the model are one message.
 
-    Raises `RequestError` for what is no item that a chat can carry.
+    A part that the model can not read is refused in what the user has said since the model's last turn. In earlier
+    items and in outputs a short text stands in its place, with a warning. Raises `RequestError` for what is no item
+    that a chat can carry.
     """
+    turns = ("reasoning", *CALLS)
+    new = first_new(["assistant" if item.get("type") in turns else item.get("role") for _, item in items] + [None])
     messages: list[ChatMessage] = []
     if instructions:
         messages.append(ChatMessage(role="system", content=instructions))
     names: dict[str, str] = {}
-    for field, item in items:
+    for place, (field, item) in enumerate(items):
         kind = item.get("type")
         if kind == "message":
-            _add_message(messages, item, field)
+            _add_message(messages, item, field, None if place >= new and item.get("role") == "user" else warnings)
         elif kind == "reasoning":
-            texts = [_text(item.get(part) or [], f"{field}.{part}") for part in ("content", "summary")]
+            texts = [_text(item.get(part) or [], f"{field}.{part}", warnings) for part in ("content", "summary")]
             _turn(messages).reasoning = next((text for text in texts if text), "")
         elif kind in CALLS:
             call_id, name, value = (_string(item, part, field) for part in ("call_id", "name", CALLS[kind]))
@@ -320,7 +324,9 @@ def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[Ch
         elif kind in OUTPUTS:
             call_id = _string(item, "call_id", field)
             extra = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})
-            messages.append(ChatMessage(role="tool", content=_text(item.get("output"), f"{field}.output"), extra=extra))
+            messages.append(
+                ChatMessage(role="tool", content=_text(item.get("output"), f"{field}.output", warnings), extra=extra)
+            )
         else:
             raise RequestError(f"{field}.type", kind, ITEMS)
     for message in messages:
@@ -329,8 +335,8 @@ def messages_of(instructions: str | None, items: Iterable[NamedItem]) -> list[Ch
     return messages
 
 
-def _add_message(messages: list[ChatMessage], item: Mapping[str, Any], field: str) -> None:
-    role, text = item.get("role"), _text(item.get("content"), f"{field}.content")
+def _add_message(messages: list[ChatMessage], item: Mapping[str, Any], field: str, warnings: Warnings | None) -> None:
+    role, text = item.get("role"), _text(item.get("content"), f"{field}.content", warnings)
     if role not in ROLES:
         raise RequestError(f"{field}.role", role, "one of " + ", ".join(ROLES))
     if role == "assistant":
@@ -354,7 +360,8 @@ def _turn(messages: list[ChatMessage], without_text: bool = False) -> ChatMessag
     return last
 
 
-def _text(content: Any, field: str) -> str:
+def _text(content: Any, field: str, warnings: Warnings | None) -> str:
+    """Return the texts of `content`. With `warnings`, a part that the model can not read is one too."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -366,6 +373,9 @@ def _text(content: Any, field: str) -> str:
             texts.append(_string(part, "refusal", f"{field}[{index}]"))
         elif kind in TEXT_PARTS:
             texts.append(_string(part, "text", f"{field}[{index}]"))
+        elif isinstance(kind, str) and warnings is not None:
+            warnings.add(f"{field}[{index}]", LEFT_OUT)
+            texts.append(placeholder(kind))
         else:
             raise RequestError(f"{field}[{index}].type", kind, "input_text or output_text: nothing else is read")
     return "".join(texts)
