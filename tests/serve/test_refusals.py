@@ -21,13 +21,13 @@ from tests.support.server import HTTP, Live
 
 from headrace.protocol.bounds import BOUNDS
 from headrace.serve.aliases import ALIASES
-from headrace.serve.call.sampling import LEAST
 from headrace.serve.apis.anthropic import request as anthropic_request
 from headrace.serve.apis.llama_server import reply as llama_reply
 from headrace.serve.apis.llama_server import request as llama_request
 from headrace.serve.apis.ollama import request as ollama_request
 from headrace.serve.apis.openai import conversations, embeddings, responses_input, vllm
 from headrace.serve.call import parsing, schema
+from headrace.serve.call.sampling import LEAST
 from headrace.serve.gates import limits
 
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
