@@ -9,6 +9,7 @@ import pytest
 from tests.grammar.rig import accepts, campaign, matcher_of
 
 from headrace.grammar.compile import compile_grammar, only_whitespace
+from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.constraints import MAX_DEPTH, StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
@@ -172,3 +173,31 @@ def test_the_deepest_schema_that_is_taken() -> None:
     StructuredOutputs(json={"const": deep})
     with pytest.raises(RequestError, match="levels deep"):
         StructuredOutputs(json={"const": {"x": {"x": deep}}})
+
+
+@pytest.mark.parametrize("keyword", ["$dynamicRef", "$recursiveRef"])
+def test_references_that_depend_on_the_way_are_told(keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": {keyword: "#m"}, "b": {"type": "null"}}, "required": ["a"]}
+    made = compile_grammar(StructuredOutputs(json=schema))
+    assert made.warnings == [f"{keyword} at #/properties/a is not enforced"]
+    assert accepts(StructuredOutputs(json=schema), '{"a": [1]}')
+    assert not accepts(StructuredOutputs(json=schema), '{"a": 1, "b": 2}')
+
+
+def test_as_many_choices_as_the_bound_allows() -> None:
+    most = int(BOUNDS["choices"].high)
+    texts = [f"{number:x}" for number in range(most - 1)] + ["Once upon a time"]
+    constraint = StructuredOutputs(choice=texts)
+    for text in (texts[0], texts[15], texts[-2], texts[-1]):
+        assert accepts(constraint, text)
+    assert not accepts(constraint, "fffff")
+    assert not accepts(constraint, "Once")
+    with pytest.raises(RequestError, match=r"structured_outputs.choice: 4097"):
+        StructuredOutputs(choice=[*texts, "one too many"])
+
+
+@pytest.mark.parametrize("texts", [["a", "ab", "abc"], ["a b", 'say "x"', "\\n\n", "é😀"], ["<eos>", "/x/"]])
+def test_choices_are_texts(texts: list[str]) -> None:
+    constraint = StructuredOutputs(choice=texts)
+    assert all(accepts(constraint, text) for text in texts)
+    assert not any(accepts(constraint, text + "b") for text in texts if text + "b" not in texts)

@@ -12,7 +12,10 @@ import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
 
+from headrace.engine import generation
 from headrace.protocol.config import ServerConfig
+from headrace.protocol.step import Request
+from headrace.text.inputs import make_requests
 from headrace.text.tokenizer import Tokenizer
 
 BODY = {
@@ -149,3 +152,24 @@ def test_vectors_have_an_explanation_for_each_text(live: Live, path: str, body: 
     for each in explained["explain"]:
         assert total(each) == pytest.approx(each["latency"], abs=1e-6)
         assert "prefill" in {part["name"] for part in each["parts"]}
+
+
+def test_the_engines_requests_have_the_replys_id(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def noted(*args: Any, **options: Any) -> list[Request]:
+        made = make_requests(*args, **options)
+        names.extend(each.request_id for each in made)
+        return made
+
+    monkeypatch.setattr(generation, "make_requests", noted)
+    for path, begin in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):
+        body = BODY if begin == "cmpl-" else {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        reply = live.post(path, body | {"n": 2})
+        assert reply.json()["id"].startswith(begin)
+        assert all(name.startswith(reply.json()["id"].removeprefix(begin)) for name in names)
+        assert len(set(names)) == 2
+        names.clear()
+    # An id that the client chose is its own; the reply then has the engine's.
+    reply = HTTP.post(live.url + "/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    assert reply.json()["id"] == f"cmpl-{names[0]}"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+REPLY = re.compile("^(cmpl-|chatcmpl-|msg_|resp_)")
+"""What comes before the id of a call in the ids of replies."""
+
 
 def explain(
     log: Annotated[Path, typer.Argument(help="A file that --record-schedule wrote.", exists=True, dir_okay=False)],
     request_id: Annotated[
-        str | None, typer.Argument(help="The request, by the beginning of its id; all if left out.")
+        str | None,
+        typer.Argument(help="The request, by the beginning of its reply's id or of its own; all if left out."),
     ] = None,
     *,
     without: Annotated[
@@ -56,7 +61,8 @@ def explain(
         return
 
     def find(argument: str, begin: str) -> Life:
-        chosen = [life for name, life in lives.ended.items() if name.startswith(begin)]
+        plain = REPLY.sub("", begin).replace("-", "")
+        chosen = [life for name, life in lives.ended.items() if name.replace("-", "").startswith(plain)]
         if len(chosen) != 1:
             raise RequestError(argument, begin, f"the beginning of one id of the {len(lives.ended):,} that ended")
         return chosen[0]

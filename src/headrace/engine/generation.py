@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.engine import context
 from headrace.engine.client import EngineClient
-from headrace.engine.context import deadline
+from headrace.engine.context import deadline, fresh_id
 from headrace.engine.fair_worker import FairWorker
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.tenants import Limits, Rates, salted
@@ -218,6 +218,7 @@ class TextClient:
             self.grammars.require(params)
         arrival = time.monotonic() if arrival_time is None else arrival_time
         options: dict[str, Any] = {"priority": priority, "cache_salt": salted(cache_salt), "tokenizer": self.tokenizer}
+        options["call_id"] = fresh_id()
         num_tokens = sum(map(len, prompts))
         self.rates.check_tokens(num_tokens)
         meter = self.rates.meter()

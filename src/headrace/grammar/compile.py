@@ -12,9 +12,8 @@ from typing import Any
 
 import llguidance
 import msgspec
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from headrace.grammar import schemas, tags
+from headrace.grammar import gbnf, schemas, tags
 from headrace.grammar.logic import Schema, UnsupportedError
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
@@ -83,11 +82,12 @@ def _answer(constraint: StructuredOutputs) -> Grammar:
             return Grammar(llguidance.LLMatcher.grammar_from_regex(str(constraint.regex)))
         case "choice":
             texts = " | ".join(map(tags.lark_text, dict.fromkeys(constraint.choice or ())))
-            return Grammar(llguidance.LLMatcher.grammar_from_lark(f"start: {texts}"))
+            # As one terminal: as alternatives of a rule, thousands of texts have more items than a parser's row may.
+            return Grammar(llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
         case "grammar":
             text = str(constraint.grammar)
             try:
-                lark = text if _START.search(text) else gbnf_to_lark(text)
+                lark = text if _START.search(text) else gbnf.to_lark(text)
                 return Grammar(llguidance.LLMatcher.grammar_from_lark(lark))
             except Exception as error:
                 # The converter reports mistakes by exceptions of any kind.
@@ -98,7 +98,8 @@ def _answer(constraint: StructuredOutputs) -> Grammar:
 
 def build_matcher(tokenizer: llguidance.LLTokenizer, grammar: Grammar, constraint: StructuredOutputs) -> Any:
     """Return a matcher at the beginning of an answer. Raises `RequestError` saying what is not supported, and where."""
-    matcher = llguidance.LLMatcher(tokenizer, grammar.text, log_level=0, limits=LIMITS)
+    text = gbnf.with_ends(grammar.text, tokenizer.eos_tokens)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     # The mask builds the rest of the lexer, and shows whether any answer can begin.
     begins = not matcher.is_error() and any(matcher.compute_bitmask())
     if matcher.is_error() or not begins:

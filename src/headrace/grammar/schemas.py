@@ -19,6 +19,8 @@ from headrace.grammar.logic import Schema, UnsupportedError
 
 # Draft 2020-12, "Validation", section 7.3: the formats that llguidance enforces.
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+# References whose target depends on how the schema was reached.
+DYNAMIC = ("$dynamicRef", "$recursiveRef")
 # Keywords whose value is one schema, a list of them, or an object of them.
 ONE = ("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not", "if", "then", "else")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -73,6 +75,9 @@ def _plain(schema: Any, path: str, closed: bool, warnings: list[str]) -> Any:
         # A format outside the standard's list is an annotation (section 7.2.3).
         del result["format"]
         warnings.append(f"format {form!r} at {path} is not enforced")
+    for key in DYNAMIC:
+        if result.pop(key, None) is not None:
+            warnings.append(f"{key} at {path} is not enforced")
     if closed and "properties" in result and "additionalProperties" not in result:
         result["additionalProperties"] = False
     return result

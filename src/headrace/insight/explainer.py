@@ -53,7 +53,7 @@ class Calls:
         """Return those of a call that the caller may see, by the id of its reply, of the call, or of one request."""
         names = {name, name.partition("-")[2]}
         lives = [
-            life for life in self.lives.ended.values() if life.request_id == name or (life.call_id or None) in names
+            life for life in self.lives.ended.values() if life.request_id in names or (life.call_id or None) in names
         ]
         return [self._explain(life) for life in lives if sees(life)]
 

@@ -47,11 +47,13 @@ def make_search(
     priority: int = 0,
     cache_salt: str = "",
     tokenizer: Tokenizer | None = None,
+    call_id: str = "",
 ) -> Request:
     """Return the request that searches for answers to one prompt. Raises `RequestError`."""
     check_combination(params)
     # Nothing is drawn, so the seed has no effect; but a complete request has one.
-    options = {"draw": lambda: 0, "priority": priority, "cache_salt": cache_salt, "tokenizer": tokenizer}
+    options: dict[str, object] = {"draw": lambda: 0, "priority": priority, "cache_salt": cache_salt}
+    options |= {"tokenizer": tokenizer, "call_id": call_id}
     (request,) = make_requests(token_ids, params, info, **options)  # type: ignore[arg-type]
     return msgspec.structs.replace(request, beam=beam)
 

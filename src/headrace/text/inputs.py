@@ -153,12 +153,14 @@ def make_requests(
     pooling: Pooling = "",
     tokenizer: Tokenizer | None = None,
     marks: tuple[str, str] = THINK,
+    call_id: str = "",
 ) -> list[Request]:
     """Return the `n` requests that answer one prompt: answer i has seed + i, and none depends on the others.
 
     With `best_of` there are that many, with log-probabilities, so that `outputs.best` can choose. Fills in the seed
     (drawn if there is none), max_tokens (None is the rest of the context), and token ids for the texts in `params`;
-    `marks` are those of the model's reasoning. Raises `RequestError`.
+    `marks` are those of the model's reasoning. The ids of the requests begin with `call_id`, which no client chose, so
+    that a recording has them under the reply's id. Raises `RequestError`.
     """
     if not isinstance(params, SamplingParams):
         raise RequestError("sampling_params", params, "a SamplingParams, or a list of them")
@@ -179,7 +181,7 @@ def make_requests(
     )
     return [
         Request(
-            request_id=new_request_id(),
+            request_id=f"{call_id}.{secrets.token_hex(8)}" if call_id else new_request_id(),
             prompt_token_ids=token_ids,
             params=_with_seed(params, (seed + index) % 2**63),
             priority=priority,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.server import Live
+from tests.support.server import HTTP, Live
 
 from headrace.protocol import parameters
 from headrace.protocol.params import SamplingParams
 from headrace.sampling import filters
 from headrace.sampling.filters import Cut, select
 from headrace.serve.call.sampling import engine_values
+from headrace.serve.storage.batch_lines import read_line
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -89,3 +91,18 @@ def test_a_length_of_none_in_ollama(live: Live, none: int) -> None:
     reply = live.post("/api/generate", body)
     assert reply.status_code == 200, reply.text
     assert reply.json()["eval_count"] > 1
+
+
+def test_no_texts_have_no_vectors_in_ollama(live: Live) -> None:
+    made = live.post("/api/embed", {"model": "fake", "input": []}).json()
+    assert (made["embeddings"], made["prompt_eval_count"]) == ([], 0)
+    assert live.post("/v1/embeddings", {"model": "fake", "input": []}).status_code == 400
+
+
+def test_a_byte_order_mark_before_a_body_is_passed_over(live: Live) -> None:
+    body = json.dumps(ROUTES["/v1/completions"]).encode()
+    for marks, status in ((codecs.BOM_UTF8, 200), (2 * codecs.BOM_UTF8, 400), (codecs.BOM_UTF16, 400)):
+        reply = HTTP.post(live.url + "/v1/completions", content=marks + body)
+        assert reply.status_code == status, reply.text
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ROUTES["/v1/completions"]}
+    assert read_line(codecs.BOM_UTF8 + json.dumps(line).encode(), 1, ["/v1/completions"]).custom_id == "a"

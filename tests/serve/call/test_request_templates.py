@@ -46,6 +46,16 @@ def test_a_template_of_the_request_is_rendered_where_it_is_trusted(trusting: Liv
     assert prompt_of(trusting, chat_template=template, chat_template_kwargs=kwargs) == "\n<hi|y>"
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/apply-template"])
+def test_a_template_of_the_request_holds_where_prompts_are_shown(trusting: Live, live: Live, path: str) -> None:
+    body = {"messages": CHAT["messages"], "chat_template": "<{{ messages[0]['content'] }}>"}
+    made = HTTP.post(trusting.url + path, json=body, headers=rig.bearer(rig.ALICE)).json()
+    assert (bytes(made["tokens"]).decode() if path == "/tokenize" else made["prompt"]) == "<hi>"
+    refusal = live.post(path, body)
+    assert refusal.status_code == 400
+    assert "--trust-request-chat-template" in refusal.text
+
+
 def test_a_template_of_the_request_is_a_source_and_no_path(trusting: Live, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("secret")
     assert prompt_of(trusting, chat_template=str(tmp_path / "t.jinja")) == str(tmp_path / "t.jinja")

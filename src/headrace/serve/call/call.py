@@ -21,7 +21,6 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
-from headrace.text.inputs import new_request_id
 from headrace.text.messages import ChatMessage, read_messages
 from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
 from headrace.text.stopped_parser import StoppedParser
@@ -177,7 +176,8 @@ class Answer:
         self.tokenizer = tokenizer
         self.groups = [generation.of_prompt(place) for place in range(len(texts))]
         self.texts = texts
-        self.id = f"{prefix}-{call.request_id or context.fresh_id() or new_request_id()}"
+        request_id = generation.states[0].request.request_id
+        self.id = f"{prefix}-{call.request_id or context.fresh_id() or request_id}"
         self._include_reasoning = include_reasoning
         self._parsers = [new_parser() for _ in generation.states]
         self._messages = [MessageBuilder() for _ in generation.states]

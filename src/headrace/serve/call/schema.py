@@ -123,6 +123,7 @@ class TokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+from msgspec import UNSET
 from starlette.applications import Starlette
 from starlette.responses import Response
 
@@ -37,6 +38,10 @@ INSTEAD = {
 }
 """What to use in place of a route that is not served; that of slots is, with the flag."""
 ACTIONS = ("save", "restore", "erase")
+KEPT = (
+    "n_erased: the slot has no tokens any more, but the prefix cache, which all slots share, keeps their blocks until "
+    "it needs the room; a request with cache_prompt false finds none there, and leaves none for others"
+)
 
 
 def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, shows_slots: bool = True) -> None:
@@ -122,7 +127,8 @@ def _add_slot_actions(app: Starlette, models: ModelSet, slots_of: Callable[[Serv
         slots.check_id(place)
         filename = convert(SlotRequest, body).filename
         if action == "erase":
-            return reply.LlamaSlotAction(id_slot=place, n_erased=slots.erase(place))
+            num = slots.erase(place)
+            return reply.LlamaSlotAction(id_slot=place, n_erased=num, warnings=[KEPT] if num else UNSET)
         moved, spent = await (slots.save if action == "save" else slots.restore)(place, filename)
         done = reply.LlamaSlotAction(id_slot=place, filename=filename or "")
         if action == "save":

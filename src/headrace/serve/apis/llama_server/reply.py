@@ -181,6 +181,7 @@ class LlamaSlotAction(msgspec.Struct, kw_only=True):
     n_read: int | UnsetType = UNSET
     n_erased: int | UnsetType = UNSET
     timings: SlotTimings | UnsetType = UNSET
+    warnings: WarningLines = UNSET
 
 
 class LlamaSlot(msgspec.Struct, kw_only=True):

@@ -129,6 +129,16 @@ class Ollama:
         value = getattr(request, field)
         if value is None:
             raise RequestError(field, None, "a text" if older else "a text, or a list of texts")
+        if value == [] and not older:
+            # Ollama loads the model by it.
+            return reply.EmbedReply(
+                model=request.model,
+                embeddings=[],
+                prompt_eval_count=0,
+                total_duration=int((time.monotonic() - start_time) * 1e9),
+                load_duration=0,
+                warnings=request.warnings.reply(),
+            )
         with spelled({"prompt": field}):
             embedded = await vectors(
                 self.model.front,
