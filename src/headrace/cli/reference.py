@@ -174,8 +174,8 @@ names of offline scripts are imported from `headrace`. Routes, request fields, m
 
 Flags may be written as vLLM's parser takes them: with underscores, cut to a beginning that no other has, with values of
 an object after a dot (`--speculative-config.method mtp`), as `-O3`, with `--no-` before a switch, and in a YAML file
-that `--config` names. `--quantization fp8`
-and `bitsandbytes` quantise plain weights while loading, to the nearest form here, which the log names."""
+that `--config` names. `--quantization fp8` and `bitsandbytes` quantise plain weights while loading, to the nearest form
+here, which the log names."""
 FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
 (`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served beside OpenAI's: see
 [clients](howto-clients.md#llama-server). Where vLLM has a flag of the same name, that meaning counts: `--api-key-file`
