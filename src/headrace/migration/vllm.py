@@ -63,7 +63,7 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _done("--ngram-prompt-lookup-max", f"{SPECULATION}.prompt_lookup_max", convert=settings.whole),
     _done("--ngram-prompt-lookup-min", f"{SPECULATION}.prompt_lookup_min", convert=settings.whole),
     _no_effect("--load-format", _READ, convert=_with_weights),
-    _no_effect("--speculative-draft-tensor-parallel-size -spec-draft-tp", "each rank has the drafter"),
+    _no_effect("--speculative-draft-tensor-parallel-size -spec-draft-tp", "see --speculative-config"),
     _switch("--trust-remote-code", "code from a checkpoint is never run; the model type must be one that headrace has"),
     _no_effect("--code-revision", "code from a checkpoint is never run"),
     _switch("--enforce-eager", "the program of a step is recorded once; there is no slower mode to fall back to"),
