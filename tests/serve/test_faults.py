@@ -161,7 +161,7 @@ def test_R_12_whoever_is_refused_is_neither_rendered_nor_tokenised(
             second.connect(("127.0.0.1", live.port))
             second.sendall(head("/v1/completions", json.dumps(LONG).encode()))
             live.wait(lambda: client.num_waiting == 1)
-            noted(ChatTemplate, "render")
+            noted(ChatTemplate, "rendering")
             noted(Tokenizer, "encode")
             replies = [live.post(path, body) for path, body in calls.items()]
             assert [reply.json()["error"]["code"] for reply in replies] == ["queue_full"] * 3
@@ -174,7 +174,7 @@ def test_R_12_whoever_is_refused_is_neither_rendered_nor_tokenised(
             assert done == []
         live.wait(lambda: is_idle(live))
         assert [live.post(path, body).status_code for path, body in calls.items()] == [200] * 3
-        assert done == ["render", "encode", "encode", "encode"]
+        assert done == ["rendering", "encode", "encode", "encode"]
 
 
 def test_R_14_a_client_that_does_not_read_holds_up_nobody(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ def test_processors_do_not_cross_a_process(live: Live) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("repetition_penalty", 0.0), ("frequency_penalty", 2.5), ("presence_penalty", "x"), ("typical_p", 0.0),
+    [("repetition_penalty", 0.0), ("frequency_penalty", 2.5), ("presence_penalty", "x"), ("typical_p", -0.1),
      ("xtc_probability", 1.5), ("dry_multiplier", -1.0), ("mirostat", 3), ("dynatemp_range", -0.1),
      ("no_repeat_ngram_size", -1), ("allowed_token_ids", []), ("samplers", ["heat"]), ("bad_words", [""]),
      ("thinking_token_budget", -1), ("adaptive_target", 1.5), ("adaptive_decay", 1.0), ("trace_decode_token_ids", []),

@@ -219,7 +219,7 @@ def break_down(live: Live, patch: pytest.MonkeyPatch, place: str, error: Callabl
     front = next(cell for cell in _fronts(live))
     tokenizer: Tokenizer = front.tokenizer
     if place == "template":
-        patch.setattr("headrace.text.templates.ChatTemplate.render", Native(None, "x", error).fail)
+        patch.setattr("headrace.text.templates.ChatTemplate.rendering", Native(None, "x", error).fail)
     else:
         patch.setattr(tokenizer, "_tokenizer", Native(tokenizer._tokenizer, place, error))
         patch.setattr(tokenizer, "_inner", [None] * tokenizer.vocab_size)
