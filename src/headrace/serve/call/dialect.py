@@ -18,7 +18,7 @@ from headrace.protocol.constraints import KINDS, StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
-from headrace.text.outputs import MessageParser
+from headrace.text.outputs import ContentParser, MessageParser
 from headrace.text.parser_names import FOUND, NONE
 from headrace.text.reasoning import Headers, Style
 from headrace.text.templates import ChatTemplate
@@ -199,6 +199,8 @@ class Dialect(NamedTuple):
     def parsers(self, use: ToolUse, prompt: str, enforced: bool) -> Callable[[], MessageParser]:
         """Makes the parser of each answer. `enforced`: a grammar sees to the form of all calls."""
         name = self.format_for(use)
+        if name is None and self.reasoning is None and self._headers is None:
+            return ContentParser
         calls = formats.NO_FORMAT if name is None else formats.FORMATS[name]
         form = AnswerForm(calls, self._style, frozenset(self.marks(use)), use.schemas if name else {})
         bounds = Bounds(enforced, not use.parallel, distinct=use.mode == "required")

@@ -19,6 +19,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseInputParam
 from tests.support import fake
+from tests.support.reading import tool_parser
 from tests.support.server import HTTP, Live, child, inproc, lines_of
 
 from headrace.engine.generation import Generation
@@ -37,9 +38,6 @@ from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, ContentParser, Delta, MessageParser, Reasoning, RequestState, ToolCall
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools.answers import new_parser
-from headrace.text.tools.formats import FORMATS
-from headrace.text.tools.parser import AnswerForm, Bounds
 from headrace.text.traits import Traits
 
 
@@ -246,9 +244,7 @@ def test_logprobs_before_a_call_do_not_depend_on_the_pieces_of_an_answer(
     text = 'Let me see. <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> Done.'
     token_ids = [*text.encode(), fake.EOS]
     num = len(token_ids)
-    parser = functools.partial(
-        new_parser, AnswerForm(FORMATS["hermes"], schemas={"f": {}}), Bounds(single=single), lambda: "call_0"
-    )
+    parser = functools.partial(tool_parser, "hermes", {"f": {}}, single=single)
     answers = []
     for lengths in ([1] * num, [num], [7] * (num // 7) + [num % 7], [12, num - 12], [20, 30, num - 50]):
         for stream in (False, True):
