@@ -16,9 +16,11 @@ import msgspec
 
 from headrace import hub
 from headrace.engine import build, model_settings
-from headrace.other_engines import VLLM_SETTINGS, translate_keywords
+from headrace.migration.vllm import VLLM_SETTINGS
+from headrace.other_engines import translate_keywords
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
+from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import HeadraceError, RequestError, UnsupportedError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Stats
@@ -26,8 +28,8 @@ from headrace.text import inputs
 from headrace.text.beams import BeamSearchOutput, beam_output, make_search
 from headrace.text.grammars import GrammarChecker
 from headrace.text.inputs import Prompt
+from headrace.text.named_templates import template_of, with_ends
 from headrace.text.outputs import RequestOutput, RequestState, deltas_of, request_output
-from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vectors import (
     EMBEDDING_PARAMS,
@@ -48,7 +50,7 @@ def _engine_args() -> type[Any]:
     fields = msgspec.structs.fields(EngineConfig)
     ours: list[Any] = [(field.name, field.type, dataclasses.field(default=field.default)) for field in fields]
     flags = {name[2:].replace("-", "_") for row in VLLM_SETTINGS for name in row.names if name.startswith("--")}
-    theirs = sorted(flags - {field.name for field in fields})
+    theirs = sorted(flags - {field.name for field in fields} | {"override_generation_config"})
     return dataclasses.make_dataclass("EngineArgs", [*ours, *((name, Any, None) for name in theirs)])
 
 
@@ -60,15 +62,18 @@ class LLM:
     """An engine for offline use.
 
     Args:
-        model: "builtin", a directory, or a hub id; further keywords are the fields of `EngineConfig`.
+        model: "builtin", a directory, or a hub id; further keywords are the fields of `EngineConfig`, and
+            override_generation_config: sampling defaults, which precede those of the model's generation_config.json.
 
     Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that can not be.
     """
 
     def __init__(self, model: str = "builtin", **fields: Any) -> None:
+        override = fields.pop("override_generation_config", None)
         self.config = EngineConfig(model=model, **translate_keywords(fields, EngineConfig.__struct_fields__))
         self._settings = model_settings.read(self.config.model)
         defaults = model_settings.default_params(self.config.model, self.config.revision)
+        defaults |= sampling_defaults(override)
         self._defaults = SamplingParams(
             **{name: value for name, value in defaults.items() if name in SamplingParams.__struct_fields__}
         )
@@ -212,7 +217,7 @@ class LLM:
         _check_lora(lora_request)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations = messages if several else [messages]
-        template = ChatTemplate.of(self.get_tokenizer(), chat_template or self._settings.template or None)
+        template = template_of(self.get_tokenizer(), chat_template or self._settings.template or None)
         prompts: list[Prompt] = []
         for conversation in conversations:
             history: list[Any] = list(conversation)
@@ -229,6 +234,9 @@ class LLM:
             # The template has written the special tokens already.
             token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        if template.ends:
+            chosen = _one_each("sampling_params", sampling_params or self._defaults, len(prompts))
+            sampling_params = [with_ends(params, template, self.get_tokenizer()) for params in chosen]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(

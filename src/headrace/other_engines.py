@@ -1,276 +1,42 @@
-"""The settings of other engines: which of them set a field here, which have no effect, and what replaces the rest.
+"""Turns the command lines and keywords of other engines into headrace's own, by the tables of `headrace.migration`.
 
 Users bring their command lines and scripts along. `translate` turns the flags of vLLM's `vllm serve` and of
-llama-server into headrace's own, `translate_keywords` does so for the keywords of vLLM's `LLM`. The pages
-docs/from-vllm.md, from-llama-server.md and from-ollama.md are written from these tables. Called by `cli` and `llm`.
+llama-server into headrace's own, `translate_keywords` does so for the keywords of vLLM's `LLM`. Knows no config. Called
+by `cli` and `llm`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
+from headrace.migration.llama_server import LLAMA_SERVER_SETTINGS
+from headrace.migration.settings import (
+    SAMPLING,
+    SPECULATION,
+    TEMPLATE_VARIABLES,
+    VLLM,
+    NoEffectError,
+    RefusedError,
+    Setting,
+)
+from headrace.migration.vllm import SPECULATION_WITHOUT_EFFECT, VLLM_SETTINGS
+from headrace.protocol.defaults import check_default
 from headrace.protocol.errors import RequestError, UnsupportedError
 
 logger = logging.getLogger("headrace")
 
-VLLM, LLAMA_SERVER = "vLLM", "llama-server"
-
-
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """A flag of another engine.
-
-    ours: the field here that it sets, if any; `convert` changes its value, and a flag without a value sets `fixed`.
-    neutral: the values with which it has no effect here; None: any value.
-    why: why it has no effect, or what to use in its place.
-    takes_value: whether a value follows the flag.
-    """
-
-    source: str
-    names: tuple[str, ...]
-    ours: str = ""
-    convert: Callable[[str], str] | None = None
-    fixed: str = ""
-    neutral: tuple[str, ...] | None = ()
-    why: str = ""
-    takes_value: bool = True
-
-    @property
-    def has_no_effect(self) -> bool:
-        """Whether it is accepted, with some value, and has no effect."""
-        return not self.ours and self.neutral != ()
-
-
-def _settings(source: str) -> tuple[Callable[..., Setting], ...]:
-    """Return the makers of a source's rows: done here, without effect here, a switch without effect, refused."""
-
-    def done(names: str, ours: str, **more: Any) -> Setting:
-        return Setting(source=source, names=tuple(names.split()), ours=ours, **more)
-
-    def no_effect(names: str, why: str, *neutral: str) -> Setting:
-        return Setting(source=source, names=tuple(names.split()), why=why, neutral=neutral or None)
-
-    def switch(names: str, why: str) -> Setting:
-        return Setting(source=source, names=tuple(names.split()), why=why, neutral=None, takes_value=False)
-
-    def refused(names: str, why: str, **more: Any) -> Setting:
-        return Setting(source=source, names=tuple(names.split()), why=why, **more)
-
-    return done, no_effect, switch, refused
-
-
-def _cache_type(text: str) -> str:
-    """Return our name of llama-server's type of a KV cache."""
-    names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "int8", "q4_0": "int4"}
-    return names.get(text, text)
-
-
-def _dtype(text: str) -> str:
-    return {"half": "float16", "float": "float32"}.get(text, text)
-
-
-_done, _no_effect, _switch, _refused = _settings(VLLM)
-_ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size and --pipeline-parallel-size"
-_HOSTS = "ranks of other hosts come by themselves, each by a headrace rank; see --rendezvous"
-_TEXT_ONLY = "models read text only"
-_NO_LORA = "merge the adapter into the checkpoint"
-_TLS = "put a proxy with TLS in front; docs/howto-deploy.md has configurations"
-
-VLLM_SETTINGS: tuple[Setting, ...] = (
-    _done("--model", "model"),
-    _done("--dtype", "dtype", convert=_dtype),
-    _done("--disable-log-stats", "log_stats_interval", fixed="0", takes_value=False),
-    _switch("--trust-remote-code", "code from a checkpoint is never run; the model type must be one that headrace has"),
-    _switch("--enforce-eager", "the program of a step is recorded once; there is no slower mode to fall back to"),
-    _no_effect("--decode-context-parallel-size -dcp", _ONE_RANK, "1"),
-    _no_effect("--nnodes", _HOSTS, "1"),
-    _no_effect("--node-rank", _HOSTS, "0"),
-    _no_effect("--api-server-count", "one process serves HTTP", "1"),
-    _no_effect("--distributed-executor-backend", "the engine runs in one process of its own", "mp", "uni"),
-    _refused("--master-addr --master-port", _HOSTS),
-    _switch("--disable-custom-all-reduce", "ranks gather, and reduce nothing"),
-    _no_effect("--swap-space", "preempted requests are computed again, to the same bits; nothing is swapped"),
-    _no_effect("--cpu-offload-gb", "weights are not offloaded", "0"),
-    _no_effect("--kv-offloading-size", "the KV cache is not offloaded", "0"),
-    _no_effect("--kv-offloading-backend", "the KV cache is not offloaded"),
-    _no_effect("--load-format", "the format is read from the files", "auto", "safetensors", "gguf"),
-    _no_effect("--config-format", "the format is read from the files", "auto", "hf"),
-    _no_effect("--tokenizer-mode", "tokenizers are loaded by the tokenizers library", "auto", "hf", "fast"),
-    _no_effect("--model-impl", "headrace has models of its own", "auto", "vllm"),
-    _no_effect("--runner", "one server generates and embeds", "auto", "generate", "pooling"),
-    _no_effect("--task", "one server generates and embeds", "auto", "generate", "embed", "embedding", "score"),
-    _no_effect("--convert", "one server generates and embeds", "auto", "none", "embed"),
-    _no_effect("--logprobs-mode", "log-probabilities are those of the model, before biases", "raw_logprobs"),
-    _no_effect("--max-num-partial-prefills", "as many prompts as fit are computed in a step", "1"),
-    _no_effect("--max-long-partial-prefills", "see --long-prefill-token-threshold", "1"),
-    _no_effect("--stream-interval", "each token is sent when it is there", "1"),
-    _no_effect("--prefix-caching-hash-algo", "keys are SHA-256 and compared token by token", "sha256", "builtin"),
-    _no_effect("--structured-outputs-config", "llguidance compiles every grammar"),
-    _no_effect("--guided-decoding-backend", "llguidance compiles every grammar"),
-    _no_effect("--compilation-config -cc -O", "the program of a step is recorded once, without a compiler"),
-    _no_effect("--attention-backend", "the backend has one attention kernel; see --backend"),
-    _no_effect("--max-seq-len-to-capture", "every length runs on the recorded program"),
-    _no_effect("--num-scheduler-steps", "the scheduler runs each step", "1"),
-    _no_effect("--num-lookahead-slots", "see --speculative-config", "0"),
-    _switch("--use-v2-block-manager", "there is one block manager"),
-    _switch("--disable-sliding-window", "windows are the model's own"),
-    _switch("--calculate-kv-scales", "the scales of a quantised KV cache are computed for each block"),
-    _switch("--enable-sleep-mode", "/sleep and /wake_up are always there"),
-    _no_effect("--limit-mm-per-prompt", _TEXT_ONLY),
-    _no_effect("--mm-processor-kwargs", _TEXT_ONLY),
-    _no_effect("--mm-processor-cache-gb", _TEXT_ONLY),
-    _switch("--disable-mm-preprocessor-cache", _TEXT_ONLY),
-    _switch("--language-model-only", _TEXT_ONLY),
-    _no_effect("--chat-template-content-format", "the form of a message's content is detected for each template"),
-    _no_effect("--response-role", "an answer's role is assistant", "assistant"),
-    _switch("--enable-request-id-headers", "every reply has X-Request-Id"),
-    _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details"),
-    _switch("--enable-per-request-metrics", "every reply has timings"),
-    _switch("--enable-server-load-tracking", "/load and /metrics always count open requests"),
-    _switch("--enable-log-requests --disable-log-requests", "requests are never logged, because prompts are private"),
-    _switch("--enable-log-outputs", "answers are never logged, because they are private"),
-    _no_effect("--max-log-len", "requests are never logged, because prompts are private"),
-    _switch("--disable-uvicorn-access-log", "requests are not logged"),
-    _switch("--disable-fastapi-docs", "/docs needs no other host; with keys, it needs one"),
-    _no_effect("--collect-detailed-traces", "see --otlp-traces-endpoint"),
-    _switch("--kv-cache-metrics", "/metrics has the metrics of the cache that there are"),
-    _no_effect("--show-hidden-metrics-for-version", "no metric is hidden"),
-    _refused("--download-dir", "set HF_HOME"),
-    _refused("--hf-token", "set HF_TOKEN"),
-    _refused("--code-revision", "code from a checkpoint is never run"),
-    _refused("--tokenizer-revision", "give the tokenizer as a directory, by --tokenizer"),
-    _refused("--hf-overrides", "change config.json in a copy of the model"),
-    _refused("--rope-scaling --rope-theta", "change config.json in a copy of the model"),
-    _refused("--enable-prompt-embeds", "prompts are text or token ids", takes_value=False),
-    _refused("--logits-processors", "SamplingParams.logits_processors takes functions, offline"),
-    _refused("--scheduler-cls", "see --scheduling-policy"),
-    _refused("--worker-cls --worker-extension-cls", "headrace has no plugins"),
-    _refused("--tool-parser-plugin --reasoning-parser-plugin", "see --tool-call-parser for the formats that there are"),
-    _refused("--middleware", "headrace has no plugins"),
-    _refused("--kv-transfer-config --kv-events-config", "one process computes prompts and answers"),
-    _refused("--enable-lora", _NO_LORA, takes_value=False),
-    _refused("--lora-modules --max-loras --max-lora-rank --lora-dtype --max-cpu-loras", _NO_LORA),
-    _refused("--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs", _TLS),
-    _refused("--root-path", "let the proxy strip the prefix"),
-    _refused("--allow-credentials --allowed-methods --allowed-headers", "see --allowed-origins"),
-    _refused("--return-tokens-as-token-ids", "set return_token_ids in a request", takes_value=False),
-    _refused("--enable-force-include-usage", "set stream_options.include_usage in a request", takes_value=False),
-    _refused("--headless", _ONE_RANK, takes_value=False),
-)  # fmt: skip
-
-_done, _no_effect, _switch, _refused = _settings(LLAMA_SERVER)
-_IN_REQUEST = "set it in a request, or in the model's generation_config.json"
-_ROPE = "rotary embedding follows the model's file"
-_GPU = "see --backend and --device"
-
-LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
-    _done("-m", "model"),
-    _done("-hf -hfr --hf-repo", "model"),
-    _done("-c --ctx-size", "max_model_len", neutral=("0",)),
-    _done("-t --threads", "num_threads", convert=lambda text: "0" if text == "-1" else text),
-    _done("-np --parallel", "max_num_seqs", neutral=("-1",)),
-    _done("-b --batch-size", "max_num_batched_tokens"),
-    _done("-a --alias", "served_model_name"),
-    _done("-ctk --cache-type-k", "kv_cache_dtype", convert=_cache_type),
-    _done("-ctv --cache-type-v", "kv_cache_dtype", convert=_cache_type),
-    _done("-s", "seed", neutral=("-1",)),
-    _done("--chat-template-file", "chat_template"),
-    _done("--log-jsonl", "log_format", fixed="json", takes_value=False),
-    _done("-v --verbose --log-verbose", "uvicorn_log_level", fixed="debug", takes_value=False),
-    _done("--no-cache-prompt", "enable_prefix_caching", fixed="false", takes_value=False),
-    _no_effect("-ngl --gpu-layers --n-gpu-layers", f"a model is not split between CPU and GPU; {_GPU}"),
-    _no_effect("-ub --ubatch-size", "see --max-num-batched-tokens"),
-    _no_effect("-tb --threads-batch", "one number of threads for all; see --num-threads"),
-    _no_effect("-fa --flash-attn", "attention never stores its scores"),
-    _switch("-cb --cont-batching", "requests are always batched so"),
-    _switch("--jinja", "templates are always rendered by Jinja"),
-    _switch("--props", "/props is always there to read"),
-    _switch("--cache-prompt", "prefixes are always cached; see --enable-prefix-caching"),
-    _no_effect("--cache-reuse", "only whole prefixes keep an answer's bits", "0"),
-    _no_effect("-cram --cache-ram", "the prefix cache takes what the KV cache has free; see --kv-cache-memory-bytes"),
-    _no_effect("-ctxcp --ctx-checkpoints --swa-checkpoints", "blocks of the KV cache are kept, not checkpoints"),
-    _switch("-kvu --kv-unified -no-kvu --no-kv-unified", "blocks of the KV cache are shared by all requests"),
-    _switch("--context-shift --no-context-shift", "an answer ends where the context ends"),
-    _switch("--warmup --no-warmup", "the server generates a token before it is ready"),
-    _switch("--embedding --embeddings --rerank --reranking", "one server generates, embeds and ranks"),
-    _no_effect("--pooling", "set by the model, or in a request"),
-    _no_effect("-lm --load-mode", "packed files and GGUF files are mapped into memory", "auto", "mmap"),
-    _switch("--no-mmap --mlock", "packed files and GGUF files are mapped into memory"),
-    _no_effect("--numa", "start the server under numactl", "distribute"),
-    _no_effect("-fit --fit", "the KV cache takes what the memory has free"),
-    _no_effect("--prio", "start the server under nice", "0"),
-    _no_effect("--poll", "threads wait by spinning shortly"),
-    _switch("--no-webui --no-ui --webui --ui", "no page is served but /docs"),
-    _switch("--models-autoload", "a model of the folder is loaded when a request names it"),
-    _refused("--no-models-autoload", "a model of the folder is loaded when a request names it", takes_value=False),
-    _refused("--models-preset", "the flags hold for every model of the folder"),
-    _switch("--offline", "set HF_HUB_OFFLINE=1 to forbid the network"),
-    _no_effect("-to --timeout", "see --max-request-timeout"),
-    _no_effect("--threads-http", "one thread serves HTTP"),
-    _no_effect("--sse-ping-interval", "a heartbeat is sent after ten seconds of silence"),
-    _switch("--repack -nr --no-repack", "weights always take the kernels' layout"),
-    _switch("--no-kv-offload -nkvo", _GPU),
-    _switch("--log-disable --log-prefix --log-timestamps", "see --uvicorn-log-level and --log-format"),
-    _switch("--no-log-prefix --no-log-timestamps", "see --log-format"),
-    _no_effect("--log-colors", "the log has no colours"),
-    _no_effect("-lv --verbosity --log-verbosity", "see --uvicorn-log-level"),
-    _switch("--perf --no-perf", "every reply has timings"),
-    _refused("-dev", _GPU),
-    _no_effect("-mg --main-gpu", _GPU, "0"),
-    _no_effect("-sm --split-mode", _ONE_RANK, "none", "layer"),
-    _refused("-ts --tensor-split", _ONE_RANK),
-    _refused("--rpc", _ONE_RANK),
-    _refused("-n --predict --n-predict", "set max_tokens in a request"),
-    _refused("--temp", _IN_REQUEST),
-    _refused("--temperature --top-k --top-p --min-p --top-nsigma --top-n-sigma --typical --typical-p", _IN_REQUEST),
-    _refused("--repeat-penalty --repeat-last-n --presence-penalty --frequency-penalty", _IN_REQUEST),
-    _refused("--samplers --mirostat", _IN_REQUEST),
-    _refused("--grammar --grammar-file -j --json-schema -jf --json-schema-file -l --logit-bias", "set it in a request"),
-    _refused("--chat-template-kwargs", "set chat_template_kwargs in a request"),
-    _refused("--reasoning-format", "see --reasoning-parser; none leaves the reasoning in the content"),
-    _refused("-rea --reasoning --reasoning-budget", "set reasoning_effort or thinking_token_budget in a request"),
-    _refused("-mu --model-url -dr --docker-repo", "fetch the file, and give its path"),
-    _refused("-hff --hf-file", "give the repository and the file as one path, or fetch the file"),
-    _refused("-hft --hf-token", "set HF_TOKEN"),
-    _refused("-mm --mmproj --mmproj-url", _TEXT_ONLY),
-    _refused("--lora --lora-scaled", _NO_LORA),
-    _refused("--control-vector --control-vector-scaled", "control vectors are not supported"),
-    _refused("-md --model-draft", "see --speculative-config, method draft_model"),
-    _refused("--draft-max --draft --draft-n --draft-min", "see --speculative-config, num_speculative_tokens"),
-    _refused("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx", _ROPE),
-    _refused("--override-kv", "change the file's metadata"),
-    _refused("--path --api-prefix", "put a proxy in front"),
-    _refused("--ssl-key-file --ssl-cert-file", _TLS),
-    _refused("--cors-origins", "see --allowed-origins"),
-    _refused("--tools --agent --mcp-servers-config", "the server runs no tools; the client does"),
-)  # fmt: skip
-
-OLLAMA_VARIABLES: tuple[tuple[str, str], ...] = (
-    ("OLLAMA_HOST", "`--host` and `--port`"),
-    ("OLLAMA_CONTEXT_LENGTH", "`--max-model-len`"),
-    ("OLLAMA_NUM_PARALLEL", "`--max-num-seqs`; requests are batched without splitting the context"),
-    ("OLLAMA_MAX_QUEUE", "`--max-num-queued-reqs`"),
-    ("OLLAMA_KV_CACHE_TYPE", "`--kv-cache-dtype`; q8_0 is int8, q4_0 is int4"),
-    ("OLLAMA_ORIGINS", "`--allowed-origins`"),
-    ("OLLAMA_LOAD_TIMEOUT", "not needed: loading has no time limit"),
-    ("OLLAMA_KEEP_ALIVE", "`--keep-alive`, for the models of a folder; the model named at the start stays"),
-    ("OLLAMA_FLASH_ATTENTION", "not needed: attention never stores its scores"),
-    ("OLLAMA_DEBUG", "`--uvicorn-log-level debug`"),
-    ("OLLAMA_NOHISTORY", "not needed: `headrace chat` keeps no history"),
-    ("OLLAMA_MODELS", "`--models-dir`; see [models](howto-models.md)"),
-    ("OLLAMA_MAX_LOADED_MODELS", "`--models-max`, and `--models-memory` for their memory"),
-    ("OLLAMA_NOPRUNE", "not needed: uploads that no model was made of go when the server starts"),
-    ("OLLAMA_GPU_OVERHEAD", "`--gpu-memory-utilization`"),
-    ("OLLAMA_SCHED_SPREAD", "one process computes the model"),
-)
+RECORDS = (SAMPLING, TEMPLATE_VARIABLES, SPECULATION, "hf_overrides")
+"""The fields that are JSON objects. --hf-overrides.rope_theta 1e6 sets a value in one, as in vLLM."""
+CACHE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "auto": 16, "int8": 8, "int4": 4}
 
 SETTINGS: dict[str, Setting] = {
     name: setting for setting in (*LLAMA_SERVER_SETTINGS, *VLLM_SETTINGS) for name in setting.names
 }
 """By name. Where both engines have a name, vLLM's meaning counts: headrace's flags are vLLM's."""
+VLLM_NAMES = tuple(name for setting in VLLM_SETTINGS for name in setting.names if name.startswith("--"))
 
 
 def translate(arguments: Iterable[str], ours: Mapping[str, bool]) -> tuple[list[str], list[str]]:
@@ -282,37 +48,169 @@ def translate(arguments: Iterable[str], ours: Mapping[str, bool]) -> tuple[list[
 
     Raises `RequestError` for a flag of another engine that is not supported, naming what to use.
     """
-    words: list[str] = []
-    notes: list[str] = []
-    has_model, last_flag = False, ""
-    rest = iter(arguments)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
+    return _Line(arguments, ours).read()
+
+
+class _Line:
+    """One command line, while it is translated. The arguments are those of `translate`."""
+
+    def __init__(self, arguments: Iterable[str], ours: Mapping[str, bool]) -> None:
+        self._rest = list(arguments)
+        self._ours = ours
+        self._words: list[str] = []
+        self._notes: list[str] = []
+        # What the flags have set in fields that are JSON objects.
+        self._records: dict[str, Any] = {}
+        self._has_model, self._last_flag = False, ""
+
+    def read(self) -> tuple[list[str], list[str]]:
+        """Return the words, and the notes."""
+        while self._rest:
+            self._read_word(self._rest.pop(0))
+        self._settle()
+        for field, record in self._records.items():
+            self._words += [_flag(field), json.dumps(record, ensure_ascii=False)]
+        return self._words, self._notes
+
+    def _read_word(self, word: str) -> None:
+        name, equals, value, place = self._split(word)
+        field = name[2:].replace("-", "_")
+        if field in RECORDS and name in self._ours:
+            text = value if equals else self._next()
+            merge(self._records, f"{field}.{place}" if place else field, _json_of(name, text, bool(place)))
+            return
         setting = SETTINGS.get(name)
-        if name in ours and (setting is None or setting.convert is None):
-            words.append(name + equals + value)
-            if ours[name] and not equals:
-                words += [value for value in (next(rest, None),) if value is not None]
-            last_flag = name
-            continue
-        if setting is None:
-            # vLLM's way to give several names; before MODEL there is one.
-            if last_flag == "--served-model-name" and has_model and not word.startswith("-"):
-                words.append(last_flag)
-            elif not word.startswith("-"):
-                has_model, last_flag = True, ""
-            words.append(word)
-            continue
-        has_model, last_flag = has_model or setting.ours == "model", ""
-        if setting.takes_value and not equals:
-            value = next(rest, "")
-        fresh = _translated(setting, name, value, notes)
-        if len(fresh) == 2 and fresh[0] in words and words[words.index(fresh[0]) + 1] != fresh[1]:
-            raise RequestError(name, value, f"{words[words.index(fresh[0]) + 1]}, as {fresh[0]} was set before")
-        words += fresh
-    return words, notes
+        if name in self._ours and (setting is None or setting.convert is None):
+            self._words.append(name + equals + value)
+            if self._ours[name] and not equals and self._rest:
+                self._words.append(self._next())
+            self._last_flag = name
+        elif setting is not None:
+            self._has_model, self._last_flag = self._has_model or setting.ours == "model", ""
+            if setting.takes_value and not equals:
+                value = self._value_of(setting)
+            self._take(setting, name, value)
+        elif not _is_off(name):
+            whole = self._completed(name)
+            if whole == name:
+                self._keep(word)
+            else:
+                self._read_word(whole + equals + value)
+
+    def _split(self, word: str) -> tuple[str, str, str, str]:
+        """Return a flag's name, = if its value follows that, the value, and after a dot the place in a record."""
+        name, equals, value = word.partition("=")
+        if word.startswith("-O") and len(word) > 2:  # vLLM's -O3
+            return "-O", "=", word[2:], ""
+        if not name.startswith("-"):
+            return word, "", "", ""
+        whole, (base, _, place) = _spelled(name), name.partition(".")
+        if whole in SETTINGS or whole in self._ours or not place:
+            return whole, equals, value, ""
+        return _spelled(base), equals, value, place
+
+    def _completed(self, name: str) -> str:
+        """Return the one flag that begins so, as vLLM's parser takes it: --tensor-parallel; else `name`."""
+        names = [flag for flag in (*self._ours, *VLLM_NAMES) if flag.startswith(name)]
+        return names[0] if name.startswith("--") and len(name) > 4 and len(names) == 1 else name
+
+    def _next(self) -> str:
+        return self._rest.pop(0) if self._rest else ""
+
+    def _value_of(self, setting: Setting) -> str:
+        if setting.may_follow and not (self._rest and self._rest[0] in setting.may_follow):
+            return ""
+        value = self._next()
+        # vLLM's lists, such as --cudagraph-capture-sizes 1 2 4.
+        is_list = setting.source == VLLM and setting.has_no_effect and value.isdecimal()
+        while is_list and self._rest and self._rest[0].isdecimal():
+            self._next()
+        return value
+
+    def _keep(self, word: str) -> None:
+        # vLLM's way to give several names; before MODEL there is one.
+        if self._last_flag == "--served-model-name" and self._has_model and not word.startswith("-"):
+            self._words.append(self._last_flag)
+        elif not word.startswith("-"):
+            self._has_model, self._last_flag = True, ""
+        self._words.append(word)
+
+    def _take(self, setting: Setting, name: str, text: str) -> None:
+        """Do what one flag of another engine means. Raises `RequestError`."""
+        try:
+            converted = _converted(setting, name, text)
+        except NoEffectError as reason:
+            self._notes.append(f"{name} {text} has no effect here: {reason}")
+            return
+        if converted is None:
+            if not setting.ours:
+                self._notes.append(f"{name} has no effect here: {setting.why}")
+            return
+        for path, value in ((setting.ours, converted), *setting.also):
+            self._set(path, name, value)
+
+    def _set(self, path: str, name: str, value: Any) -> None:
+        field = path.partition(".")[0]
+        if field == "model":
+            self._words.append(str(value))
+        elif field in RECORDS:
+            merge(self._records, path, value)
+        elif value in ("true", "false"):
+            self._words.append(_flag(field) if value == "true" else f"--no-{_flag(field)[2:]}")
+        else:
+            for each in value if isinstance(value, list) else [value]:
+                self._set_field(_flag(field), name, str(each), is_list=isinstance(value, list))
+
+    def _set_field(self, flag: str, name: str, value: str, is_list: bool) -> None:
+        at = self._words.index(flag) + 1 if flag in self._words and not is_list else 0
+        if not at:
+            self._words += [flag, value]
+        elif flag == "--kv-cache-dtype" and {value, self._words[at]} <= CACHE_BITS.keys():
+            if value != self._words[at]:
+                self._words[at] = max(value, self._words[at], key=lambda kind: CACHE_BITS[kind])
+                self._notes.append(f"keys and values are kept in one format, {self._words[at]}; see {flag}")
+        elif self._words[at] != value:
+            raise RequestError(name, value, f"{self._words[at]}, as {flag} was set before")
+
+    def _settle(self) -> None:
+        """Leave out what has no effect without other flags."""
+        drafts = self._records.get(SPECULATION, {})
+        for field in sorted(drafts.keys() & SPECULATION_WITHOUT_EFFECT):
+            self._notes.append(f"{SPECULATION}.{field} has no effect here: see --speculative-config")
+            del drafts[field]
+        for field, value in drafts.items():
+            if isinstance(value, str) and value.isdecimal():
+                drafts[field] = int(value)  # vLLM takes numbers as texts
+        if drafts and not drafts.keys() & {"method", "model"}:
+            self._notes.append("no tokens are guessed ahead: no flag names what guesses; see --speculative-config")
+            del self._records[SPECULATION]
+        alone = not any(word.partition("=")[0] in ("--tensor-parallel-size", "-tp") for word in self._words)
+        if alone and "--enable-expert-parallel" in self._words and "--enable-expert-parallel" in self._ours:
+            self._words.remove("--enable-expert-parallel")
+            self._notes.append("--enable-expert-parallel has no effect here without --tensor-parallel-size")
+
+
+def merge(records: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a `path` such as hf_overrides.rope_theta; an object is merged with that at the path, and a path
+    with a + at its end adds to a list."""
+    *outer, last = path.split(".")
+    for name in outer:
+        inner = records.get(name)
+        records[name] = dict(inner) if isinstance(inner, dict) else {}
+        records = records[name]
+    if last.endswith("+"):
+        records[last[:-1]] = [*records.get(last[:-1], []), value]
+    else:
+        _put(records, last, value)
+
+
+def _put(target: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(value, dict) and isinstance(target.get(key), dict):
+        target[key] = dict(target[key])
+        for name, part in value.items():
+            _put(target[key], name, part)
+    else:
+        target[key] = value
 
 
 def translate_keywords(fields: Mapping[str, Any], ours: Iterable[str]) -> dict[str, Any]:
@@ -322,14 +220,16 @@ def translate_keywords(fields: Mapping[str, Any], ours: Iterable[str]) -> dict[s
     values: dict[str, Any] = {}
     known = set(ours)
     for name, value in fields.items():
-        flag = "--" + name.replace("_", "-")
-        setting = SETTINGS.get(flag)
+        setting = SETTINGS.get(_flag(name))
         if name in known:
             values[name] = setting.convert(value) if setting and setting.convert and isinstance(value, str) else value
         elif setting is None or setting.source != VLLM:
             raise RequestError(name, value, "a field of EngineConfig")
         elif value is None or (value is False and not setting.takes_value):
             continue
+        elif setting.ours.partition(".")[0] in known:
+            is_text = isinstance(value, str) and setting.convert is not None
+            merge(values, setting.ours, _converted(setting, name, value) if is_text else value)
         elif setting.has_no_effect and (setting.neutral is None or str(value) in setting.neutral):
             logger.warning("%s=%r has no effect here: %s", name, value, setting.why)
         else:
@@ -337,20 +237,57 @@ def translate_keywords(fields: Mapping[str, Any], ours: Iterable[str]) -> dict[s
     return values
 
 
-def _translated(setting: Setting, name: str, value: str, notes: list[str]) -> list[str]:
-    """Return the words of ours that one flag becomes."""
-    if setting.ours and value not in (setting.neutral or ()):
-        value = setting.fixed or (setting.convert(value) if setting.convert else value)
-        if setting.ours == "model":
-            return [value]
-        flag = "--" + setting.ours.replace("_", "-")
-        return [f"--no-{flag[2:]}"] if value == "false" else [flag, value]
-    if setting.ours:
-        return []
-    if setting.neutral is None or value in setting.neutral:
-        notes.append(f"{name} has no effect here: {setting.why}")
-        return []
-    raise _refusal(setting, name, value)
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _spelled(name: str) -> str:
+    """Return a flag with the hyphens that its name has here."""
+    return {"-sc": "--speculative-config"}.get(name, name.replace("_", "-") if name.startswith("--") else name)
+
+
+def _is_off(name: str) -> bool:
+    """Whether a flag turns a switch of vLLM's off that has no effect here, or is off."""
+    setting = SETTINGS.get("--" + name.removeprefix("--no-"))
+    return name.startswith("--no-") and setting is not None and setting.source == VLLM and not setting.takes_value
+
+
+def _json_of(flag: str, text: str, is_part: bool) -> Any:
+    """Return the value of a flag that is JSON; a part of a record may be a text as it stands. Raises `RequestError`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if not is_part and not isinstance(value, dict):
+        raise RequestError(flag, text, 'a JSON object such as {"key": "value"}')
+    return value
+
+
+def _converted(setting: Setting, name: str, text: str) -> Any:
+    """Return the value that a flag sets here; None where it sets none. Raises `RequestError` and `NoEffectError`."""
+    if setting.ours and text in (setting.neutral or ()):
+        return None
+    if not setting.ours and setting.neutral is not None and text not in setting.neutral:
+        raise _refusal(setting, name, text)
+    field, _, place = setting.ours.partition(".")
+    if setting.fixed:
+        return json.loads(setting.fixed) if field in RECORDS else setting.fixed
+    try:
+        value = text if setting.convert is None else setting.convert(text)
+        if field == SAMPLING and not place.endswith("+"):
+            value = _checked(place, value, name)
+    except RefusedError as reason:
+        raise UnsupportedError(name, text, str(reason)) from None
+    except ValueError as bound:
+        raise RequestError(name, text, str(bound)) from None
+    return value if setting.ours else None
+
+
+def _checked(place: str, value: Any, name: str) -> Any:
+    """Check a sampling default as a request's field. Raises `RequestError` that names the flag."""
+    parameter, _, part = place.partition(".")
+    check_default(parameter, {part: value} if part else value, name)
+    return value
 
 
 def _refusal(setting: Setting, name: str, value: object) -> RequestError:

@@ -23,6 +23,7 @@ from headrace.grammar import matchers as grammar_matchers
 from headrace.grammar.compile import WHITESPACE
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.constraints import StructuredOutputs
+from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
@@ -437,3 +438,13 @@ def test_a_document_outlives_its_engine() -> None:
         assert served.engine().pid == second
     assert disturbed == undisturbed
     jsonschema.validate(json.loads(disturbed), LONG)
+
+
+def test_a_servers_own_form_holds_for_requests_without_one() -> None:
+    form = sampling_defaults({"structured_outputs": {"choice": ["up", "down"]}, "ignore_eos": True})
+    plain, asked, searched = ask_all([{}, {"guided_choice": ["left"]}, {"use_beam_search": True, "n": 2}], **form)
+    assert not any(isinstance(reply, HeadraceError) for reply in (plain, asked, searched))
+    texts = [reply["choices"][0]["text"] for reply in (plain, asked, searched) if isinstance(reply, dict)]
+    assert texts[0] in ("up", "down")
+    assert texts[1] == "left"
+    assert texts[2] not in ("up", "down"), "a search has no default form"

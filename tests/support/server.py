@@ -74,8 +74,8 @@ class Live:
     ) -> None:
         self.client = client
         self.stays = stays
-        model = client if stays else None
-        self.app = create_app(model, tokenizer, ChatTemplate.of(tokenizer), server, "fake", **more)
+        model, template = client if stays else None, more.pop("template", None) or ChatTemplate.of(tokenizer)
+        self.app = create_app(model, tokenizer, template, server, "fake", **more)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

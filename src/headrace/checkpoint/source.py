@@ -67,6 +67,16 @@ def with_weights(
     return model
 
 
+def unpacked_weights(
+    build: Callable[[Reader], T], read: Callable[[PackedWriter | None], Reader], *_: Any, **__: Any
+) -> T:
+    """Return what `build` makes of the weights that `read` opens. For the arguments see `with_weights`."""
+    reader = read(None)
+    model = build(reader)
+    reader.finish()
+    return model
+
+
 def prediction_layers(values: dict[str, Any]) -> re.Pattern[str]:
     """A pattern for tensors of the layers for multi-token prediction of a config.json, which only a drafter reads.
     Those of Qwen's checkpoints have a root of their own, and not each config speaks of them."""

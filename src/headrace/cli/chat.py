@@ -72,9 +72,12 @@ class Local:
 
     def answer(self, messages: list[Message], params: SamplingParams) -> Generator[str]:
         """Return the answer's text in pieces; a piece is empty where a step added no text."""
+        from headrace.text.named_templates import with_ends
+
         text = self._template.render(messages, add_generation_prompt=True)
         prompt = {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
         length = self.num_tokens = 0
+        params = with_ends(params, self._template, self._tokenizer)
         with closing(self._llm.stream(prompt, params)) as outputs:  # type: ignore[type-var]
             for output in outputs:
                 answer = output.outputs[0]
@@ -87,12 +90,12 @@ class Local:
 
     def _open(self, model: str) -> None:
         from headrace.llm import LLM
-        from headrace.text.templates import ChatTemplate
+        from headrace.text.named_templates import template_of
 
         self._config = msgspec.structs.replace(self._config, model=model)
         self._llm = LLM(**msgspec.structs.asdict(self._config))
         self._tokenizer = self._llm.get_tokenizer()
-        self._template = ChatTemplate.of(self._tokenizer, None)
+        self._template = template_of(self._tokenizer)
 
 
 class Remote:

@@ -7,7 +7,9 @@ the values of the flags. A test fails when a field has no text. Knows no command
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import types
 import typing
 from collections.abc import Callable
@@ -17,7 +19,16 @@ import msgspec
 import typer
 
 from headrace.protocol.bounds import BOUNDS
-from headrace.protocol.config import DTYPES, KV_DTYPES, POLICIES, QUANTIZATIONS, EngineConfig, ServerConfig, human_int
+from headrace.protocol.config import (
+    DTYPES,
+    KV_DTYPES,
+    POLICIES,
+    QUANTIZATIONS,
+    WHILE_LOADING,
+    EngineConfig,
+    ServerConfig,
+    human_int,
+)
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import MAX_INT32, PARAMETERS
 from headrace.protocol.params import SamplingParams
@@ -30,8 +41,11 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "model": "A directory, a .gguf file, a hub id, or 'builtin'.",
         "tokenizer": "Directory or hub id of the tokenizer, if not the model's own.",
         "revision": "Branch, tag or commit of a hub model.",
+        "hf_overrides": "Values in place of those of config.json, as a JSON object, such as "
+        '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; those of one object are merged.',
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
         "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}; "
+        f"{', '.join(f'{theirs} is {ours}' for theirs, ours in WHILE_LOADING.items())} for plain weights; "
         "none: dequantise a GGUF file's blocks into dtype; or the checkpoint's own method, such as awq.",
         "activations": "What quantised weights are multiplied with: int8 (W8A8, fast), 16bit (W8A16: activations are "
         "not quantised), fp8 (rounded to E4M3 beside weights of 8-bit floats; on torch_ref and on GPUs), or "
@@ -76,13 +90,13 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         f"method ({', '.join(METHODS)}), num_speculative_tokens, model and more; see howto-speculate.md.",
     },
     ServerConfig: {
-        "host": "Address to listen on.",
+        "host": "Address to listen on; several with commas.",
         "port": "TCP port; 0 chooses a free one.",
         "api_key": "Key that clients must send; may be given more than once. Better in HEADRACE_API_KEY or a file.",
         "admin_api_key": "Key of the class admin, which opens every route; other keys then open no admin routes.",
         "api_key_file": "TOML file of keys with the classes and rates of each holder: see docs/security.md.",
-        "allowed_origins": "Web page that may call the server, such as https://chat.example, or *; a JSON list, or "
-        "given more than once. By default the server's own pages only.",
+        "allowed_origins": "Web page that may call the server, such as https://chat.example, localhost for any page "
+        "of this machine, or *; a JSON list, or given more than once. By default the server's own pages only.",
         "allowed_hosts": "Host name that requests may use, or *; may be given more than once. By default, on a "
         "loopback address, localhost and the machine's own name; on others, any name.",
         "inspector": "The web page: the chat at /, and the engine at work at /inspect.",
@@ -102,7 +116,13 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "enable_auto_tool_choice": "Let the model choose whether to call tools; without it a chat must name the tool.",
         "tool_call_parser": "Format of the model's tool calls; read from its chat template by default; none: off.",
         "reasoning_parser": "Format of the model's reasoning; read from its chat template by default; none: off.",
-        "chat_template": "File with a Jinja chat template, instead of the model's own.",
+        "tags": "Words that the model's card in /v1/models has; several with commas, or given more than once.",
+        "chat_template": "Chat template instead of the model's own: a file, a Jinja source, or the name of a common "
+        "format, such as chatml. A model that has none takes chatml.",
+        "default_chat_template_kwargs": "Variables of the chat template for requests that do not set them, as a JSON "
+        'object, such as {"enable_thinking": false}.',
+        "prefill_assistant": "Go on with the assistant's message that ends a conversation, unless a request sets "
+        "add_generation_prompt.",
         "max_num_queued_reqs": "Requests that may wait; further ones get 429.",
         "max_num_queued_tokens": "Prompt tokens that may wait; further ones get 429.",
         "storage_dir": "Folder for files, batches, responses and conversations; without it they are kept in memory.",
@@ -135,6 +155,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "http://localhost:4318/v1/traces; needs the extra otel.",
         "log_stats_interval": "Seconds between two log lines of statistics; 0 for none.",
         "generation_config": "auto: sampling defaults from the model's generation_config.json; headrace: none.",
+        "override_generation_config": "Sampling defaults for requests that do not set them, as a JSON object, such as "
+        '{"temperature": 0.6, "top_k": 20}. They precede those of generation_config.json.',
     },
 }
 
@@ -158,6 +180,17 @@ def integer(text: str | int) -> int:
     if isinstance(text, int):  # a default, which typer parses too
         return text
     return -human_int(text[1:]) if text.startswith("-") else human_int(text)
+
+
+def json_object(name: str, text: str | dict[str, Any]) -> dict[str, Any]:
+    """Parse a JSON object. Raises `RequestError`."""
+    try:
+        value = text if isinstance(text, dict) else json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise RequestError(name, text, 'a JSON object such as {"key": "value"}')
+    return value
 
 
 def help_of(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> str:
@@ -202,14 +235,16 @@ def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, defau
     many = next((kind for kind in kinds if typing.get_origin(kind) is list), None)
     kind: Any = typing.get_args(many)[0] if many else kinds[0]
     if kind is not bool:
-        metavars = {int: "INT", float: "FLOAT", str: "TEXT", SpeculativeConfig: "JSON"}
-        settings["metavar"] = words.get("metavar", metavars[kind])
+        metavars = {int: "INT", float: "FLOAT", str: "TEXT"}
+        settings["metavar"] = words.get("metavar", metavars.get(kind, "JSON"))
     if meta is not None and meta.le is not None:
         settings |= {"min": meta.ge, "max": meta.le}
     elif kind is int:
         settings["parser"] = integer
     if kind is SpeculativeConfig:
         settings["parser"] = speculative_config
+    if typing.get_origin(kind) is dict:
+        settings["parser"], kind = functools.partial(json_object, name), dict
     # --no-json would be of no use.
     opposite = words.get("opposite", f"no-{name[2:]}")
     decls = [f"{name}/--{opposite}"] if kind is bool and field.name != "json" else [name]

@@ -17,14 +17,10 @@ import typer.main
 
 from headrace import env
 from headrace.cli.main import app
-from headrace.other_engines import (
-    LLAMA_SERVER,
-    LLAMA_SERVER_SETTINGS,
-    OLLAMA_VARIABLES,
-    VLLM,
-    VLLM_SETTINGS,
-    Setting,
-)
+from headrace.migration.llama_server import LLAMA_SERVER_SETTINGS
+from headrace.migration.ollama import OLLAMA_VARIABLES
+from headrace.migration.settings import LLAMA_SERVER, VLLM, Setting
+from headrace.migration.vllm import VLLM_SETTINGS
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.bounds import BOUNDS, Bound
 from headrace.protocol.parameters import APIS, MAX_INT, MAX_INT32, PARAMETERS, Parameter
@@ -168,18 +164,30 @@ FROM_HEAD = """# From {source}
 
 {text}
 
-Written by `make docs` from `headrace/other_engines.py`; a test fails when this page is stale.
+Written by `make docs` from the tables of `headrace.migration`; a test fails when this page is stale.
 """
 FROM_VLLM = """`headrace serve MODEL` takes the command line of `vllm serve MODEL`, and `headrace.LLM` the keywords of
 vLLM's. [Flags](flags.md) of the same name mean the same; this page lists the others. A flag without effect here is
 accepted, and the log says why it has none. `EngineArgs`, `TokensPrompt`, `StructuredOutputsParams` and the other
 names of offline scripts are imported from `headrace`. Routes, request fields, metrics (with the prefix `headrace:`) and
-`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md)."""
+`headrace bench serve` have vLLM's names too: see [how to serve](howto-serve.md).
+
+Flags may be written as vLLM's parser takes them: with underscores, cut to a beginning that no other has, with values of
+an object after a dot (`--speculative-config.method mtp`), as `-O3`, and `--no-` before a switch. `--quantization fp8`
+and `bitsandbytes` quantise plain weights while loading, to the nearest form here, which the log names."""
 FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
 (`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served beside OpenAI's: see
 [clients](howto-clients.md#llama-server). Where vLLM has a flag of the same name, that meaning counts: `--api-key-file`
-is a [file of holders](security.md#keys), `--chat-template` names a file, and the default port is 8000.
-Variables `LLAMA_ARG_...` are not read."""
+is a [file of holders](security.md#keys), `--seed` seeds the seeds of requests without one (`-s` is the seed of all of
+them), and the default port is 8000. Variables `LLAMA_ARG_...` are not read.
+
+- Sampling flags are the server's defaults: they precede those of the model's `generation_config.json`, and a request
+  precedes them. What no flag sets has vLLM's default (temperature 1, all tokens), not llama-server's.
+- `-c` is the context of one request, not of all together. More than the file's own is cut to it, with a warning.
+- `--chat-template` takes llama-server's names of common formats, a Jinja source or a file. A model without a template
+  takes `chatml`, with a warning; its answers end at `<|im_end|>`, whether that is a token or not.
+- With `--rope-scaling`, `--rope-scale`, `--yarn-...` and `--override-kv`, values of the file are changed as by
+  `--hf-overrides`."""
 FROM_OLLAMA = """Ollama's routes (`/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` ...) are served on the port of
 the others: point `OLLAMA_HOST` of the client at headrace. `headrace serve PATH.gguf` serves a model, `headrace chat
 PATH.gguf` talks with it. Fields of a request that have no effect give a warning in the reply: see
@@ -191,7 +199,11 @@ def settings_page(source: str, text: str, settings: tuple[Setting, ...]) -> str:
         if setting.ours == "model":
             return "MODEL"
         if setting.ours:
-            return f"`--{setting.ours.replace('_', '-')}{' ' + setting.fixed if setting.fixed else ''}`"
+            field, _, place = setting.ours.partition(".")
+            name = f"--{field.replace('_', '-')}{'.' + place if place else ''}".removesuffix("+")
+            return f"`{name}{' ' + setting.fixed if setting.fixed else ''}`" + (
+                f": {setting.why}" if setting.why else ""
+            )
         if not setting.has_no_effect:
             return f"refused: {setting.why}"
         return f"{'with ' + ' or '.join(setting.neutral) + ', ' if setting.neutral else ''}no effect: {setting.why}"

@@ -28,7 +28,10 @@ SOME_FAILED = 3
 TEXT_SETTINGS = (
     "served_model_name",
     "chat_template",
+    "default_chat_template_kwargs",
+    "prefill_assistant",
     "generation_config",
+    "override_generation_config",
     "tool_call_parser",
     "reasoning_parser",
     "enable_auto_tool_choice",

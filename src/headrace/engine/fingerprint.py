@@ -34,6 +34,8 @@ def fingerprint_of(config: EngineConfig, info: EngineInfo) -> str:
         # By rejection the guesses decide which tokens are drawn; in the coupled mode they do not.
         "drafts": None if spec is None or spec.mode != "rejection" else spec,
     }
+    if config.hf_overrides:
+        facts["overrides"] = msgspec.json.encode(config.hf_overrides, order="deterministic").decode()
     return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()
 
 

@@ -18,9 +18,10 @@ from headrace.backends.base import Backend, Program
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_origin import GGUFOrigin
 from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_config
+from headrace.checkpoint.overrides import overridden
 from headrace.checkpoint.packed import PackedWriter
 from headrace.checkpoint.reader import Progress, Reader
-from headrace.checkpoint.source import prediction_layers, with_weights
+from headrace.checkpoint.source import prediction_layers, unpacked_weights, with_weights
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
@@ -34,7 +35,7 @@ from headrace.parallel.group import Group, Loaded, Ready
 from headrace.parallel.plan import DeviceSeat, Seat
 from headrace.parallel.sharding import RankWeights
 from headrace.parallel.stages import StageSeat
-from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, EngineConfig
+from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, WHILE_LOADING, EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
 from headrace.quant.base import stated_activations
@@ -106,7 +107,13 @@ def _build_runner(
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
         _go(group)
     activations = choose_activations(config, backend, model, model_config)
-    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
+    if config.max_model_len is not None and config.max_model_len > max_model_len:
+        logger.warning(
+            "max_model_len: %d is more than the model's context, so it is %d; --rope-scaling stretches a context",
+            config.max_model_len,
+            max_model_len,
+        )
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))
     eos_token_ids = hub.eos_token_ids(directory)
     selecting = choose_select(backend, model.vocab_size, config.num_threads)
@@ -161,7 +168,7 @@ def _build_runner(
         scheduling_policy=config.scheduling_policy,
         dtype=backend.dtype,
         kv_cache_dtype=kv_dtype,
-        quantization=config.quantization or "",
+        quantization=form_name(config, model_config),
         activations=activations,
         backend=backend.name,
         device=backend.device,
@@ -198,6 +205,7 @@ def make_target(
             max_model_len=length,
             save_packed=False,
             speculative_config=None,
+            hf_overrides=None,
         )
         with progress_bar(f"loading {path}", logger=logger) as show:
             loaded = load_model(draft_config, path, show)
@@ -236,7 +244,7 @@ def load_model(
 def _load_safetensors(
     config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
-    values = read_config(directory, models.names())
+    values = overridden(read_config(directory, models.names()), config.hf_overrides)
     config = _as_stored(config, find_method(values.get("quantization_config")))
     if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
         raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
@@ -244,7 +252,7 @@ def _load_safetensors(
     model_config = ModelConfig(values)
     checkpoint = MappedCheckpoint(directory)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
-    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
     quantization = None if config.quantization == DEQUANTIZE else config.quantization
     schemes = None if quantization is None else parse(quantization)
 
@@ -254,7 +262,7 @@ def _load_safetensors(
         stored, spare = values.get("quantization_config"), prediction_layers(values)
         return SafetensorsWeights(Checkpoint(directory), backend, stored, progress, schemes, writer, spare)
 
-    model: models.Model = with_weights(
+    model: models.Model = _weighted(config)(
         maker(config, module, model_config, backend, max_model_len, seat),
         read, checkpoint, backend, quantization, config.save_packed, progress, max_model_len,
         in_parts=seat is not None,
@@ -262,16 +270,43 @@ def _load_safetensors(
     return backend, model, model_config
 
 
+def _weighted(config: EngineConfig) -> Callable[..., Any]:
+    """Return what gives a model its weights. With values in place of config.json's, packed files are left alone: what
+    they hold and what was measured beside them is of the model as it stands."""
+    if config.hf_overrides is None:
+        return with_weights
+    if config.save_packed:
+        logger.warning("save_packed has no effect with hf_overrides: a packed file is of the model as it stands")
+    return unpacked_weights
+
+
 def _as_stored(config: EngineConfig, method: str) -> EngineConfig:
-    """Return the config without a quantization that names the checkpoint's own `method`.
+    """Return the config without a quantization that names the checkpoint's own `method`, and of plain weights with the
+    form that they are quantised to.
 
     Raises `RequestError` if it names another one."""
-    named = STORED_METHODS.get(config.quantization or "")
-    if named is None or (named != method and config.quantization in QUANTIZATIONS):
+    name = config.quantization or ""
+    if method == "none" and name in WHILE_LOADING:
+        form = WHILE_LOADING[name]
+        logger.warning(
+            "quantization: the weights are quantised while loading, and %s becomes %s, the nearest form here",
+            name,
+            form,
+        )
+        return msgspec.structs.replace(config, quantization=form)
+    named = STORED_METHODS.get(name, name if name in WHILE_LOADING else None)
+    if named is None or (named != method and name in QUANTIZATIONS):
         return config
     if named != method:
-        raise RequestError("quantization", config.quantization, f"left out: the checkpoint's own method is {method}")
+        raise RequestError("quantization", name, f"left out: the checkpoint's own method is {method}")
     return msgspec.structs.replace(config, quantization=None)
+
+
+def form_name(config: EngineConfig, model_config: ModelConfig) -> str:
+    """Return the name of the form that the weights are quantised to, or that is stored; empty if neither is named."""
+    is_plain = find_method(model_config.values.get("quantization_config")) == "none"
+    named = config.quantization or ""
+    return WHILE_LOADING.get(named, named) if is_plain else named
 
 
 def _load_gguf(
@@ -282,9 +317,10 @@ def _load_gguf(
     schemes = None if exact or config.quantization is None else parse(config.quantization)
     file = gguf.read(path)
     reading = gguf_config.read(file)
+    reading = reading._replace(values=overridden(reading.values, config.hf_overrides))
     model_config = ModelConfig(reading.values)
     backend = make_backend(config.backend, config.device, gguf_config.choose_dtype(config.dtype, file))
-    max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    max_model_len = choose_max_model_len(config.max_model_len, model_config, path)
     module = models.find(reading.values["model_type"])
 
     def read(writer: PackedWriter | None) -> Reader:
@@ -292,7 +328,7 @@ def _load_gguf(
 
         return GGUFWeights(file, reading, backend, progress, schemes, exact, writer)
 
-    model: models.Model = with_weights(
+    model: models.Model = _weighted(config)(
         maker(config, module, model_config, backend, max_model_len, seat),
         read, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
         progress, max_model_len, in_parts=seat is not None,
@@ -370,11 +406,12 @@ def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[s
     return kv_dtype
 
 
-def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> int:
-    """`requested`, or all that the model has. Raises `RequestError` for more than that."""
+def choose_max_model_len(requested: int | None, model_config: ModelConfig, path: Path) -> int:
+    """`requested`, or all that the model has. Of a GGUF file it is at most that, as in llama-server; of a directory
+    more raises `RequestError`, as in vLLM."""
     most = model_config.max_positions()
     if most < 2:
         raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")
-    if requested is not None and requested > most:
+    if requested is not None and requested > most and not path.is_file():
         raise RequestError("max_model_len", requested, f"at most {most}, the context that config.json gives the model")
-    return requested or most
+    return min(requested or most, most)

@@ -8,9 +8,11 @@ that runs the engine gets its config as msgpack bytes.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
+from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
 from headrace.protocol.kinds import ROUTERS
 from headrace.protocol.speculation import SpeculativeConfig, speculative_config
@@ -38,6 +40,15 @@ STORED_METHODS = {
 }  # fmt: skip
 """vLLM's names of a quantised checkpoint's own method, and the method: they load the weights as they are stored."""
 
+WHILE_LOADING = {
+    "fp8": "int8-channel", "fp8_per_tensor": "int8-channel", "fp8_per_block": "int8-g128",
+    "int8_per_channel_weight_only": "int8-channel", "bitsandbytes": "nf4",
+}  # fmt: skip
+"""vLLM's methods that quantise plain weights while loading them, and the nearest form here: 8 bits with a scale for
+each output channel or block, and the 16 values of NF4 with a scale for each 64."""
+
+FORMS = (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS, *WHILE_LOADING)),)
+
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where rank 0 awaits ranks of other hosts, and the files of their proofs. distributed_interface: through which
@@ -58,6 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     model: str = "builtin"
     tokenizer: str | None = None
     revision: str | None = None
+    hf_overrides: dict[str, Any] | None = None
     dtype: str = "auto"
     quantization: str | None = None
     activations: str = "auto"
@@ -93,7 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def __post_init__(self) -> None:
         _member("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
-            _member("quantization", self.quantization, (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS)),))
+            _member("quantization", self.quantization, FORMS)
         _member("activations", self.activations, ACTIVATIONS)
         _member("kv_cache_dtype", self.kv_cache_dtype, KV_DTYPES)
         _at_least(self, 0, "num_threads", "long_prefill_token_threshold")
@@ -113,6 +125,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("gpu_memory_utilization", self.gpu_memory_utilization, "above 0 and at most 1")
         _at_least(self, -1, "max_logprobs")
         _at_least(self, 0, "seed", optional=True)
+        _record("hf_overrides", self.hf_overrides)
         if self.speculative_config is not None:
             msgspec.structs.force_setattr(self, "speculative_config", speculative_config(self.speculative_config))
         place: object = self.rendezvous
@@ -169,7 +182,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sleep_idle_seconds: int = -1
     served_model_name: list[str] | None = None
     any_model_name: bool | None = None
+    tags: list[str] | None = None
     chat_template: str | None = None
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    prefill_assistant: bool = False
     trust_request_chat_template: bool = False
     enable_auto_tool_choice: bool = True
     tool_call_parser: str | None = None
@@ -196,6 +212,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     otlp_traces_endpoint: str | None = None
     log_stats_interval: float = 10.0
     generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
@@ -217,11 +234,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^\s/]", self.otlp_traces_endpoint):
             raise RequestError("otlp_traces_endpoint", self.otlp_traces_endpoint, "an address that begins with http")
         _member("generation_config", self.generation_config, ("auto", "headrace"))
+        _record("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        _record("override_generation_config", self.override_generation_config)
+        sampling_defaults(self.override_generation_config)
 
 
 def _member(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise RequestError(name, value, "one of " + ", ".join(allowed))
+
+
+def _record(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(name, value, "an object")
 
 
 def _at_least(config: msgspec.Struct, low: int, *names: str, optional: bool = False) -> None:

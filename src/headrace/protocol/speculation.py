@@ -109,6 +109,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         if not self.method and self.model is not None:
             # As vLLM: a model without a method is "ngram", or drafts.
             msgspec.structs.force_setattr(self, "method", "ngram" if self.model == "ngram" else "draft_model")
+        if self.method.endswith("_mtp"):
+            # vLLM's names of the method for one model each, such as deepseek_mtp.
+            msgspec.structs.force_setattr(self, "method", "mtp")
         if self.method not in METHODS:
             raise _error("method", self.method, "one of " + ", ".join(METHODS))
         if self.mode not in MODES:

@@ -31,12 +31,14 @@ from headrace.insight.explainer import Explainer, Explainers
 from headrace.insight.metrics import ServerMetrics
 from headrace.insight.tracing import Tracer, otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.protocol.errors import CheckpointError
+from headrace.protocol.defaults import sampling_defaults
+from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.models import ModelSet
-from headrace.serve.call.service import ServedModel
+from headrace.serve.call.service import RENDER_OPTIONS, ServedModel
 from headrace.text.bounded import BoundedProcess
 from headrace.text.inputs import seed_source
+from headrace.text.named_templates import template_of
 from headrace.text.templates import ChatTemplate, new_process
 from headrace.text.tokenizer import Tokenizer
 
@@ -246,14 +248,19 @@ def served_model(
         server.trust_request_chat_template,
     )
     served.is_verbose = server.uvicorn_log_level in ("debug", "trace")
+    served.template_variables = dict(server.default_chat_template_kwargs or {})
+    for name in RENDER_OPTIONS & served.template_variables.keys():
+        raise RequestError("default_chat_template_kwargs", name, "a variable of the template's own")
+    served.prefills = server.prefill_assistant
+    served.tags = [tag for text in server.tags or () for tag in text.split(",") if tag]
     return served
 
 
 def load_text(
     engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None
 ) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Load the model's tokenizer and chat template, None for each it lacks. `process` renders the template; None: the
-    one that all templates share. Raises `ModelNotFoundError` and `CheckpointError`."""
+    """Load the model's tokenizer and chat template; None for both if it has no tokenizer. `process` renders the
+    template; None: the one that all templates share. Raises `ModelNotFoundError` and `CheckpointError`."""
     if engine.skip_tokenizer_init:
         return None, None
     path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
@@ -262,12 +269,14 @@ def load_text(
         logger.warning("the model has no tokenizer: prompts must be token ids")
         return None, None
     source = model_settings.read(engine.model).template or server.chat_template
-    return tokenizer, ChatTemplate.of(tokenizer, source, process) if source or tokenizer.chat_template else None
+    return tokenizer, template_of(tokenizer, source, process)
 
 
 def default_params(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
-    """Return the sampling parameters for fields that a request leaves out. Raises `CheckpointError`."""
-    return model_settings.default_params(engine.model, engine.revision, server.generation_config == "auto")
+    """Return the sampling parameters for fields that a request leaves out: those of the flags precede the model's.
+    Raises `CheckpointError`."""
+    advised = model_settings.default_params(engine.model, engine.revision, server.generation_config == "auto")
+    return advised | sampling_defaults(server.override_generation_config)
 
 
 def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:

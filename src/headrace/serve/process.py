@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import HeadraceError
+from headrace.serve.gates.calls import hosts_of
 from headrace.serve.gates.connection import Connection
 
 logger = logging.getLogger("headrace.server")
@@ -72,13 +73,18 @@ class Life(Protocol):
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen at every address of `host`. Port 0 is any free one, the same for all of them.
+    """Return sockets that listen at every address of `host`, or of several with commas. Port 0 is any free one, the
+    same for all of them.
 
     Raises `ListenError`, which names host, port and what to do.
     """
     sockets: list[socket.socket] = []
     try:
-        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        places = [
+            place
+            for one_host in hosts_of(host)
+            for place in socket.getaddrinfo(one_host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        ]
         for family, *_, address in dict.fromkeys(places):
             one = socket.socket(family, socket.SOCK_STREAM)
             sockets.append(one)
@@ -110,6 +116,7 @@ def _advice(error: OSError, host: str, port: int) -> str:
 
 def url_of(host: str, port: int) -> str:
     """Return the address that a client on this machine uses."""
+    host = hosts_of(host)[0]
     name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 

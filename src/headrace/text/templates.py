@@ -128,14 +128,20 @@ class ChatTemplate:
     """A model's chat template, or the one that replaces it."""
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], process: BoundedProcess | None = None
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        process: BoundedProcess | None = None,
+        ends: Sequence[str] = (),
     ) -> None:
         """`sources`: Jinja sources by name. "tool_use", if there is one, serves requests with tools, "default" the
         others. `special_tokens`: the template's variables bos_token, eos_token and the like. `process`: runs
-        `sandbox`; None: the process that all templates share."""
+        `sandbox`; None: the process that all templates share. `ends`: texts that end an answer, where the model may
+        not know them as such."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self.process = process or shared_process()
+        self.ends = tuple(ends)
         self._traits: dict[str, Traits] = {}
 
     @classmethod

@@ -30,6 +30,7 @@ from headrace.serve.call.call import Answer, Call, ChatCall, TextCall, spelled
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import draw_seed
+from headrace.text.named_templates import with_ends
 from headrace.text.reasoning import STYLES
 from headrace.text.string_bounds import bound_strings
 from headrace.text.templates import ChatMessage, ChatTemplate, shared_process
@@ -88,6 +89,7 @@ class ServedModel:
         self.defaults = dict(defaults or {})
         self._max_string_length: int | None = self.defaults.pop("max_string_length", None)
         self._closes_objects: bool = self.defaults.pop("disable_additional_properties", False)
+        self._default_form: StructuredOutputs | None = self.defaults.get("structured_outputs")
         self.draw = draw
         self.dialect = Dialect() if dialect is None else dialect
         if self.dialect.reasoning is not None:
@@ -102,6 +104,12 @@ class ServedModel:
         self.system = ""
         # Whether replies show their prompts, as llama-server's do with --verbose.
         self.is_verbose = False
+        # Variables of the chat template for calls that do not set them.
+        self.template_variables: dict[str, Any] = {}
+        # Whether an answer goes on with the assistant's message that ends a conversation, where a call does not say.
+        self.prefills = False
+        # Words of the server's owner, for the model's card.
+        self.tags: list[str] = []
         # What was measured of the model in the form that the engine runs, if anything was.
         self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
         self.explain: Explain = no_explanations
@@ -174,7 +182,7 @@ class ServedModel:
             special: dict[str, Any] = {}
             if "skip_special_tokens" not in call.sampling and self.dialect.needs_marks(use):
                 special["skip_special_tokens"] = False
-            params = self._params(call, None, special)
+            params = self._with_ends(call, self._params(call, None, special))
             self.front.check_room(1, params, call.beam)
             text = await self.render(call)
             constraint, enforced = self.dialect.constraint(use, text, params.structured_outputs)
@@ -224,19 +232,25 @@ class ServedModel:
             raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
         if call.reasoning_effort is not None:
             self.dialect.set_effort(call, call.reasoning_effort, variables)
+        for name, value in self.template_variables.items():
+            variables.setdefault(name, value)
         if variables.get("documents") and call.chat_template is None and not self.dialect.reads("documents"):
             call.warn("documents", "the model is not told of them: its chat template has no place for documents")
         if call.tools.tools and not self.dialect.shows_tools:
             call.warn("tools", "the model is not told of them: its chat template has no place for tools")
-        opening = call.add_generation_prompt
+        opening, continues = call.add_generation_prompt, call.continue_final_message
         if opening is None:
-            opening = not call.continue_final_message
+            last = messages[-1]
+            continues = continues or (
+                self.prefills and last.role == "assistant" and bool(last.content) and not last.tool_calls
+            )
+            opening = not continues
         work = renderer.run(
             lambda: template.render(
                 messages,
                 call.tools.tools,
                 add_generation_prompt=opening,
-                continue_final_message=call.continue_final_message,
+                continue_final_message=continues,
                 **variables,
             )
         )
@@ -296,10 +310,20 @@ class ServedModel:
         if call.beam is not None:
             defaults = {name: value for name, value in defaults.items() if name in KEPT}
             fixed |= {"n": 1, "best_of": None}
+        if fixed["structured_outputs"] is not None:
+            # A form has an end, which the server's default must not take away.
+            defaults = {name: value for name, value in defaults.items() if name != "ignore_eos"}
         return SamplingParams(**{"max_tokens": max_tokens, **defaults, **call.sampling, **special, **fixed})
 
+    def _with_ends(self, call: ChatCall, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of a chat whose answers also end where its template's turns do."""
+        is_own = call.chat_template is None and call.beam is None
+        if self.template is None or self.front.tokenizer is None or not is_own:
+            return params
+        return with_ends(params, self.template, self.front.tokenizer)
+
     def _advised_form(self, call: Call) -> StructuredOutputs | None:
-        form = call.form
+        form = call.form or (self._default_form if call.beam is None else None)
         if form is None or form.json is None:
             return form
         if self._max_string_length is not None:
@@ -326,7 +350,8 @@ class ServedModel:
                 raise ContextLengthError("max_tokens", max_tokens, bound, self.max_context, longest, max_tokens)
             call.warn("max_tokens", f"{max_tokens} is more than the context has room for: {room} are generated at most")
             params = msgspec.structs.replace(params, max_tokens=room)
-        if max_tokens is None and isinstance(call, TextCall) and call.fills_context:
+        is_open = max_tokens is None and "max_tokens" not in self.defaults
+        if is_open and isinstance(call, TextCall) and call.fills_context:
             params = msgspec.structs.replace(params, max_tokens=room)
         return await self.front.open(
             prompts,

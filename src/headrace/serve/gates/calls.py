@@ -43,6 +43,9 @@ EXPOSED = b"x-request-id, retry-after"
 PREFLIGHT_S = 600
 FOREIGN = "origin_not_allowed"
 ORIGIN_REFUSED = "origin: pages from there may not call this server; see --allowed-origins"
+LOCAL = "localhost"
+"""As an allowed origin: any page of this machine, whatever its port."""
+ORIGINS = "such as https://chat.example or http://localhost:3000, localhost for all of this machine, or *"
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@\\]+")
 _NAMES = re.compile(r"[\w -]+(?:,[\w -]+)*", re.ASCII)
@@ -77,11 +80,18 @@ def allowed_hosts(host: str, flags: Sequence[str] | None) -> frozenset[str] | No
     names = {name.lower() for name in flag_values(flags)}
     if "*" in names or (not names and not is_loopback(host)):
         return None
-    return frozenset(names | {"localhost", host.lower(), socket.gethostname().lower()})
+    return frozenset(names | {"localhost", *hosts_of(host.lower()), socket.gethostname().lower()})
+
+
+def hosts_of(host: str) -> list[str]:
+    """Return the addresses of --host, which has commas between several."""
+    return [part.strip() for part in host.split(",")]
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is reached from this machine only."""
+    """Return whether `host`, or each of several with commas, is reached from this machine only."""
+    if "," in host:
+        return all(is_loopback(one) for one in hosts_of(host))
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -92,8 +102,8 @@ def allowed_origins(flags: Sequence[str] | None) -> frozenset[str]:
     """Return the origins as browsers write them, or `*`. Raises `RequestError`."""
     origins = [origin.lower().rstrip("/") for origin in flag_values(flags)]
     for origin in origins:
-        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
-            raise RequestError("allowed_origins", origin, "such as https://chat.example or http://localhost:3000, or *")
+        if origin not in ("*", "null", LOCAL) and not _ORIGIN.fullmatch(origin):
+            raise RequestError("allowed_origins", origin, ORIGINS)
     return frozenset(origins)
 
 
@@ -141,7 +151,9 @@ class HeaderGate:
         scheme, _, place = origin.lower().partition("://")
         # Behind a proxy that ends TLS, the scheme here is not the page's.
         is_own = scheme in ("http", "https") and place != "" and place == (host or "").lower()
-        return origin if is_own or origin.lower() in self._origins else ""
+        name = _HOST.fullmatch(place) if LOCAL in self._origins and scheme in ("http", "https") else None
+        is_local = name is not None and is_loopback(name[1].strip("[]"))
+        return origin if is_own or is_local or origin.lower() in self._origins else ""
 
     def _check_host(self, headers: Headers) -> None:
         """Raises `CallError` unless the Host header is a name of this server."""

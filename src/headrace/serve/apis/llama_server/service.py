@@ -202,7 +202,7 @@ class LlamaServer:
             model_alias=self.model.name,
             model_path=info.model,
             modalities={"vision": False, "audio": False},
-            chat_template=(tokenizer.chat_template if tokenizer is not None else None) or "",
+            chat_template=self.model.template.sources[0] if self.model.template is not None else "",
             bos_token=names.get("bos_token", ""),
             eos_token=names.get("eos_token", ""),
             build_info=f"headrace-{__version__}",

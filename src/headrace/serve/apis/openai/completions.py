@@ -172,13 +172,13 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
     if running is None:
         facts = await models.facts(name)
         created, root, context, measured = int(facts.modified), name, facts.context_length, None
-        activations, names = "", tuple[str, ...]()
+        activations, names, tags = "", tuple[str, ...](), list[str]()
     else:
         model, info = running.served, running.client.info
         # A client must not learn where the folder is.
         root = info.model if model.stays_loaded else name
         created, context, measured = model.created, info.max_model_len, model.quality(info)
-        activations, names = info.activations, model.names
+        activations, names, tags = info.activations, model.names, model.tags
     return ModelCard(
         id=name,
         created=created,
@@ -189,6 +189,7 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
         aliases=list(names) if len(names) > 1 else UNSET,
         activations=activations or UNSET,
         quality=UNSET if measured is None else measured,
+        tags=tags or UNSET,
     )
 
 

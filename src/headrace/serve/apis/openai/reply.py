@@ -246,6 +246,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     aliases: list[str] | UnsetType = UNSET
     activations: str | UnsetType = UNSET
     quality: dict[str, float | str] | UnsetType = UNSET
+    tags: list[str] | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, kw_only=True):
