@@ -1,4 +1,4 @@
-"""A plugin of pytest in llama.cpp's tests: loads no models beforehand, and notes what came of each test.
+"""A plugin of pytest in llama.cpp's tests: loads no models beforehand, and notes how each test ended.
 
 It runs in the environment of those tests, without headrace. A line of JSON for each goes to the file that the variable
 RECORD names.
@@ -6,8 +6,13 @@ RECORD names.
 
 import json
 import os
+import time
+import types
 
 import pytest
+
+PROBE_S = 0.2
+"""Seconds between two probes of a server that starts."""
 
 
 def pytest_collection_modifyitems() -> None:
@@ -15,6 +20,8 @@ def pytest_collection_modifyitems() -> None:
 
     # It would start a server for each model, to download it.
     utils.ServerPreset.load_all = staticmethod(lambda: None)
+    # A hundred probes a second, of a server that loads, would take its processor time.
+    utils.time = types.SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(max(seconds, PROBE_S)))
 
 
 @pytest.hookimpl(hookwrapper=True)
