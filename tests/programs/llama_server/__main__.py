@@ -36,6 +36,8 @@ TESTS = FOLDER / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp" / "tools
 UNPACKED = ("tools/server/tests/", "models/templates/", "LICENSE")
 """What of llama.cpp is unpacked."""
 FILE_SECONDS = 1800
+OWN_SERVERS = ("test_metrics.py", "test_sleep.py", "test_slot_save.py")
+"""Files whose tests have a server each: what they count begins with it."""
 
 
 class Difference(NamedTuple):
@@ -117,7 +119,7 @@ def run_file(file: str, selected: list[str], names: list[str], program: Path, fo
         "PORT": str(free_port()),
         "LLAMA_SERVER_BIN_PATH": str(program),
         "PYTHONPATH": str(HERE),
-        "HEADRACE_CACHE_DIR": str(folder / "cache"),
+        "OWN_SERVERS": "1" if file in OWN_SERVERS else "",
     }
     words = ["-q", "-m", "not slow", "-p", "recorder", "-p", "no:cacheprovider", *(f"unit/{name}" for name in names)]
     if selected:
