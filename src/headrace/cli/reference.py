@@ -190,9 +190,9 @@ them), and the default port is 8000. Variables `LLAMA_ARG_...` are not read.
   `--hf-overrides`.
 
 `make test-llama-server` runs llama.cpp's own tests of its server (those of llama-cpp-python 0.3.36) against headrace.
-Of 391 tests, 170 need what is not here: pictures, MCP, tools of the server, its router, or models from the network. Of
-the other 221, 142 pass, none fails, and 78 differ for reasons that `tests/programs/llama_server/differences.toml` gives;
-llama.cpp skips one itself."""
+Of 391 tests, 170 need what is not here: pictures, MCP, tools of the server, its router, or models from the network.
+Of the other 221, 142 pass, none fails, and 78 differ for reasons that the table
+`tests/programs/llama_server/differences.toml` gives; llama.cpp skips one itself."""
 FROM_OLLAMA = """Ollama's routes (`/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` ...) are served on the port of
 the others: point `OLLAMA_HOST` of the client at headrace. `headrace serve PATH.gguf` serves a model, `headrace chat
 PATH.gguf` talks with it. Fields of a request that have no effect give a warning in the reply: see
