@@ -23,7 +23,7 @@ PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-clients test-openapi compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval test-triton check-install wheel lock audit clean
+.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval test-triton check-install wheel lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -94,6 +94,9 @@ test-openapi: $(STAMP)  ## schemathesis against the OpenAPI document of a live s
 
 test-clients: $(STAMP)  ## try every client of docs/compatibility.md, each in an environment of its own in build/clients (20 minutes, with the network)
 	$(BIN)/python -m tests.clients $(ARGS)
+
+test-llama-server: $(STAMP)  ## llama.cpp's own server tests against headrace serve, from build/llama-server (20 minutes; the first time with the network)
+	$(BIN)/python -m tests.programs.llama_server $(ARGS)
 
 bench: $(STAMP)  ## measure start-up, scheduler, decode, latency, throughput; keep them in bench/results, plot them
 	$(RECORD) startup -- python -m bench.startup

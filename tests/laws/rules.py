@@ -31,7 +31,7 @@ HALL = tuple(
     "models.weights backends backends.base backends.graph backends.arena backends.step".split()
 )
 SPLIT = ("backends", "models", "serve.apis")
-MAX_CONFIG_FIELDS = 84
+MAX_CONFIG_FIELDS = 85
 MAX_ENVIRONMENT_VARIABLES = 8
 
 HEAVY = frozenset("torch numpy transformers safetensors".split())

@@ -209,11 +209,13 @@ def _add_operations(
     def scrape() -> Response:
         """Metrics in Prometheus' text format."""
         metrics = lifespan.metrics()
-        text, headers = render(metrics), {}
-        if llama_metrics is not None:
-            text += llama_metrics.render(each.totals() for each in metrics)
-            headers["process-start-time-unix"] = str(started)
-        return Response(text, headers=headers, media_type=CONTENT_TYPE_LATEST)
+        if llama_metrics is None:
+            return Response(render(metrics), media_type=CONTENT_TYPE_LATEST)
+        text = llama_metrics.render(each.totals() for each in metrics)
+        reply = Response(render(metrics) + text, media_type=CONTENT_TYPE_LATEST)
+        # In llama-server's own letters, for readers that tell capital letters from small ones.
+        reply.raw_headers.append((b"Process-Start-Time-Unix", str(started).encode()))
+        return reply
 
     async def sleep(query: Mapping[str, str]) -> Response:
         """End the engines when their answers have ended, and free their memory, until /wake_up."""

@@ -105,10 +105,14 @@ class Readable(ABC):
         self.answer.close()
 
 
-async def body(request: Request) -> dict[str, Any]:
-    """Return the request's JSON object. Raises `RequestError` and the errors of `limits`."""
+async def body(request: Request, may_lack: bool = False) -> dict[str, Any]:
+    """Return the request's JSON object; with `may_lack` no body is an empty one.
+
+    Raises `RequestError` and the errors of `limits`."""
     async with contextlib.AsyncExitStack() as memory:
         raw = await in_time(memory.enter_async_context(read_body(request.scope, request.receive)), "its body was read")
+        if may_lack and not raw:
+            return {}
         return await in_time(off_loop(len(raw) // 16, lambda: parse_json(raw), _parser), "its body was parsed")
 
 

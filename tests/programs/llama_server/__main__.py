@@ -19,7 +19,8 @@ import sys
 import tarfile
 import tempfile
 import tomllib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ TESTS = FOLDER / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp" / "tools
 UNPACKED = ("tools/server/tests/", "models/templates/", "LICENSE")
 """What of llama.cpp is unpacked."""
 FILE_SECONDS = 1800
+OWN_SERVERS = ("test_metrics.py", "test_sleep.py", "test_slot_save.py")
+"""Files whose tests have a server each: what they count begins with it."""
 
 
 class Difference(NamedTuple):
@@ -95,17 +98,30 @@ def stand_in() -> Path:
     return path
 
 
-def run_file(file: str, selected: list[str], program: Path, folder: Path) -> list[dict[str, Any]]:
-    """Run the tests of one file, or those of it that contain one of `selected`. Returns a record for each."""
+def collected() -> list[str]:
+    """Return the names of all tests but the slow ones, such as `test_basic.py::test_no_ui`."""
+    words = ["-m", "pytest", "--collect-only", "-q", "-m", "not slow", "-p", "no:cacheprovider", "unit"]
+    python = str(FOLDER / "environment" / "bin" / "python")
+    listed = subprocess.run([python, *words], cwd=TESTS, check=True, capture_output=True, text=True).stdout
+    return [line.removeprefix("unit/") for line in listed.splitlines() if line.startswith("unit/")]
+
+
+def is_among(name: str, entries: Collection[str]) -> bool:
+    """Whether a table names a test: by itself, without the brackets of its case, or by its file."""
+    return bool({name, name.partition("[")[0], name.partition("::")[0]} & set(entries))
+
+
+def run_file(file: str, selected: list[str], names: list[str], program: Path, folder: Path) -> list[dict[str, Any]]:
+    """Run the tests `names` of one file, or those of them that contain one of `selected`. Returns a record for each."""
     record = folder / f"{file}.jsonl"
     variables = {
         "RECORD": str(record),
         "PORT": str(free_port()),
         "LLAMA_SERVER_BIN_PATH": str(program),
         "PYTHONPATH": str(HERE),
-        "HEADRACE_CACHE_DIR": str(folder / "cache"),
+        "OWN_SERVERS": "1" if file in OWN_SERVERS else "",
     }
-    words = ["-q", "-m", "not slow", "-p", "recorder", "-p", "no:cacheprovider", f"unit/{file}"]
+    words = ["-q", "-m", "not slow", "-p", "recorder", "-p", "no:cacheprovider", *(f"unit/{name}" for name in names)]
     if selected:
         words += ["-k", " or ".join(selected)]
     command = [str(FOLDER / "environment" / "bin" / "python"), "-m", "pytest", *words]
@@ -165,13 +181,17 @@ def main() -> int:
     fetch()
     table, not_run = read_table(HERE / "differences.toml")
     program = stand_in()
-    all_files = sorted(path.name for path in (TESTS / "unit").glob("test_*.py"))
-    files = [file for file in all_files if file in args.only] or [file for file in all_files if file not in not_run]
+    every = collected()
+    chosen = [name for name in every if not is_among(name, not_run)]
+    all_files = sorted({name.partition("::")[0] for name in every})
     parts = [name for name in args.only if name not in all_files]
+    files = sorted({name.partition("::")[0] for name in chosen})
+    files = [file for file in files if file in args.only or not set(args.only) - set(parts)]
     outcomes: list[Outcome] = []
     left_out: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        runs = [pool.submit(run_file, file, parts, program, Path(folder)) for file in files]
+        tests = {file: [name for name in chosen if name.startswith(file)] for file in files}
+        runs = [pool.submit(run_file, file, parts, tests[file], program, Path(folder)) for file in files]
         for file, run in zip(files, runs, strict=True):
             records = run.result()
             fresh = [judge(record, table) for record in records]
@@ -180,6 +200,7 @@ def main() -> int:
                 left_out[name] = left_out.get(name, 0) + 1
             print(f"{file}: {counts(fresh)}", flush=True)
     unknown = [] if parts else unknown_entries(outcomes, table, files)
+    unknown += [entry for entry in not_run if not any(is_among(name, [entry]) for name in every)]
     for name, kind, message in sorted(outcomes):
         if kind in ("failed", "stale", *(["differs", "skipped"] if args.show else [])):
             print(f"{kind}: {name}: {' '.join(message.split())[:400]}")
@@ -187,8 +208,10 @@ def main() -> int:
         print(f"stale: {entry}: there is no such test, or it did not run")
     for name, num in sorted(left_out.items()):
         print(f"left out of the command line of {num} tests: {name}")
-    print(f"files not run: {len([file for file in all_files if file in not_run])}")
-    print(counts(outcomes))
+    reasons = Counter(reason for name in every for entry, reason in not_run.items() if is_among(name, [entry]))
+    for reason, num in sorted(reasons.items()):
+        print(f"not run: {num}, {reason}")
+    print(f"of {len(every)} tests: {counts(outcomes)}, {len(every) - len(chosen)} not run")
     return int(bool(unknown) or any(outcome.kind in ("failed", "stale") for outcome in outcomes))
 
 

@@ -1,20 +1,72 @@
-"""A plugin of pytest in llama.cpp's tests: loads no models beforehand, and notes what came of each test.
+"""A plugin of pytest in llama.cpp's tests: notes how each test ended, and starts fewer servers.
 
-It runs in the environment of those tests, without headrace. A line of JSON for each goes to the file that the variable
-RECORD names.
+A test whose command line is that of the test before gets the same server, with its prefix cache emptied, unless
+OWN_SERVERS is set: there each test counts from the start. It runs in the environment of those tests, without headrace.
+A line of JSON for each test goes to the file that RECORD names.
 """
 
 import json
 import os
+import time
+import types
 
 import pytest
 
+PROBE_S = 0.2
+"""Seconds between two probes of a server that starts."""
+# What of a `ServerProcess` is not of its command line.
+STATE = ("process", "external_server", "ready", "_log")
+kept = types.SimpleNamespace(server=None, command=None)
 
-def pytest_collection_modifyitems() -> None:
+
+def pytest_collection_modifyitems():
     import utils  # of the tests
 
     # It would start a server for each model, to download it.
     utils.ServerPreset.load_all = staticmethod(lambda: None)
+    # A hundred probes a second, of a server that loads, would take its processor time.
+    utils.time = types.SimpleNamespace(time=time.time, sleep=lambda seconds: time.sleep(max(seconds, PROBE_S)))
+    if os.environ.get("OWN_SERVERS"):
+        return
+    begin, end = utils.ServerProcess.start, utils.ServerProcess.stop
+
+    def start(self, *args, **more):
+        if kept.server is not None and kept.command == command(self) and kept.server.process.poll() is None:
+            self.process = kept.server.process
+            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+            emptied = self.make_request("POST", "/reset_prefix_cache", headers=headers)
+            assert emptied.status_code == 200, emptied.body
+            utils.server_instances.add(self)
+            return
+        leave(end)
+        begin(self, *args, **more)
+        kept.server, kept.command = self, command(self)
+
+    def stop(self):
+        utils.server_instances.discard(self)
+        if kept.server is None or self.process is not kept.server.process:
+            end(self)
+
+    utils.ServerProcess.start, utils.ServerProcess.stop = start, stop
+    kept.end = end
+
+
+def command(server):
+    """What a server is started with."""
+    names = {*type(server).__annotations__, *vars(server)} - set(STATE)
+    return {name: getattr(server, name, None) for name in names}
+
+
+def leave(end):
+    """End the server that was kept."""
+    server, kept.server = kept.server, None
+    if server is not None:
+        end(server)
+
+
+def pytest_sessionfinish():
+    if kept.server is not None:
+        leave(kept.end)
 
 
 @pytest.hookimpl(hookwrapper=True)

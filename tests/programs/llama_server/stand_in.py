@@ -1,8 +1,9 @@
 """Starts `headrace serve` with llama-server's command line: `python stand_in.py DATA_FOLDER FLAGS ...`.
 
 The tests name a model by its repository: that name becomes our file of the same model. Their `--ctx-size` is that of
-all slots together, as llama-server has it, and ours that of one request: each gets its share. A flag that headrace
-refuses is left out, with a line that says so. Started by llama.cpp's tests, as `__main__` arranges it.
+all slots together, as llama-server has it, and ours that of one request: each gets its share. `--seed` has vLLM's
+meaning here, and becomes llama-server's other name of it, `-s`. A flag that headrace refuses is left out, with a line
+that says so. Started by llama.cpp's tests, as `__main__` arranges it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def serve_arguments(words: list[str], data: Path) -> list[str]:
             word, value, is_ours = str(data / MODELS[value[0]]), [], True
         elif word == "--ctx-size":
             value = [str(int(value[0]) // num_slots)]
+        elif word == "--seed":
+            word, is_ours = "-s", False
         if not is_ours and not _is_taken([word, *value], ours):
             print("stand-in: left out", word, *value, flush=True)
             continue

@@ -188,7 +188,7 @@ class HeaderGate:
         reply_headers = {"access-control-allow-methods": METHODS, "access-control-max-age": str(PREFLIGHT_S)}
         if _NAMES.fullmatch(names):
             reply_headers["access-control-allow-headers"] = names
-        return Response(status_code=204, headers=reply_headers)
+        return Response(headers=reply_headers)
 
 
 class CallGate:

@@ -97,6 +97,13 @@ def test_anthropic_count_tokens(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model="fake", messages=ASKED["messages"], system="Kurz.")
     usage = client.messages.create(**ASKED, system="Kurz.").usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    # llama-server's callers name no model.
+    body = {"messages": ASKED["messages"]}
+    named, unnamed = (
+        HTTP.post(str(client.base_url).rstrip("/") + "/v1/messages/count_tokens", json=body | more).json()
+        for more in ({"model": "fake"}, {})
+    )
+    assert named == unnamed
 
 
 def test_anthropic_conversation_is_what_the_template_gets(client: anthropic.Anthropic, live: Live) -> None:

@@ -25,7 +25,7 @@ def test_llama_servers_names_are_behind_a_flag(live: Live, tokenizer: Tokenizer)
         ]
         reply = HTTP.get(named.url + "/metrics")
         assert "headrace:generation_tokens_total" in reply.text
-        assert int(reply.headers["process-start-time-unix"]) > 10**9
+        assert int(dict(reply.headers.raw)[b"Process-Start-Time-Unix"]) > 10**9
         told = numbers(reply.text)
         for name in told:
             assert f"# HELP llamacpp:{name} " in reply.text

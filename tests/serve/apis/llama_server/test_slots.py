@@ -61,6 +61,13 @@ def test_saved_forgotten_and_restored_it_is_found_again(saving: Live) -> None:
     assert act(saving, "save", slot=3, filename="one.bin").json()["n_saved"] == 72
 
 
+def test_an_erase_needs_no_body(saving: Live) -> None:
+    complete(saving)
+    reply = HTTP.post(saving.url + "/slots/0?action=erase")
+    assert (reply.status_code, reply.json()["n_erased"]) == (200, 72)
+    assert HTTP.post(saving.url + "/slots/0?action=save").status_code == 400, "a file needs a name"
+
+
 def test_a_prompt_shorter_than_a_block_is_kept_too(saving: Live) -> None:
     made = complete(saving, prompt="short", n_predict=3)
     assert act(saving, "save", filename="short").json()["n_saved"] == 7

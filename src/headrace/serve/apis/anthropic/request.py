@@ -124,9 +124,9 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CountTokensRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/messages/count_tokens."""
+    """POST /v1/messages/count_tokens. Anthropic wants a model; llama-server's callers leave it out."""
 
-    model: str
+    model: str | None = None
     messages: list[Message]
     # Images are refused; as one of two kinds a block must say which it is.
     system: str | list[TextBlock | ImageBlock] | None = None
@@ -141,6 +141,7 @@ class CountTokensRequest(Body, forbid_unknown_fields=True, kw_only=True):
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages."""
 
+    model: str
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None

@@ -140,4 +140,6 @@ def _add_slot_actions(app: Starlette, models: ModelSet, slots_of: Callable[[Serv
         return done
 
     about: dict[str, Any] = {"takes": SlotRequest, "gives": reply.LlamaSlotAction, "query": ("action",)}
-    routing.post(app, "/slots/{slot_id}", models.bound(act), API, **about)
+    # An erase needs no file, and comes without a body.
+    read = functools.partial(routing.body, may_lack=True)
+    routing.post(app, "/slots/{slot_id}", models.bound(act), API, read=read, **about)
