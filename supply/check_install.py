@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -116,38 +116,32 @@ def unnoticed(target: Target) -> list[str]:
     return found
 
 
-def table(outcomes: dict[tuple[str, Target], Outcome], targets: Sequence[Target]) -> str:
-    """Rows of extras and columns of targets; a cell has the number of packages."""
-    rows = dict.fromkeys(name for name, _ in outcomes)
-    lines = [f"{'packages':<9}" + "".join(f"{target!s:>14}" for target in targets)]
-    for row in rows:
-        cells = [outcomes[row, target] for target in targets]
-        lines.append(f"{row:<9}" + "".join(f"{'FAILED' if c.fault else len(c.versions):>14}" for c in cells))
-    return "\n".join(lines)
+def line(name: str, cells: Iterable[object]) -> str:
+    """A row of the table."""
+    return f"{name:<9}" + "".join(f"{cell!s:>14}" for cell in cells)
 
 
 def main() -> int:
     began = time.monotonic()
     targets = [Target(python, machine) for machine in MACHINES for python in PYTHONS]
-    wanted = [(row, target, words) for row, words in cases().items() for target in targets]
-    outcomes: dict[tuple[str, Target], Outcome] = {}
+    faults = num_resolved = 0
+    print(line("packages", targets), flush=True)
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        rows = {row: [pool.submit(resolve, target, *words) for target in targets] for row, words in cases().items()}
         controls = pool.submit(unnoticed, targets[0])
-        for (row, target, _), outcome in zip(
-            wanted, pool.map(lambda case: resolve(case[1], *case[2]), wanted), strict=True
-        ):
-            outcomes[row, target] = outcome
-            if outcome.fault:
-                print(f"{row} on {target}: {outcome.fault}", flush=True)
-            elif sys.stderr.isatty():
-                print(f"\r{len(outcomes)} of {len(wanted)}", end="", file=sys.stderr, flush=True)
-    print(table(outcomes, targets))
-    taken = controls.result()
+        for row, waiting in rows.items():
+            outcomes = [each.result() for each in waiting]
+            print(line(row, ["FAILED" if each.fault else len(each.versions) for each in outcomes]), flush=True)
+            for target, outcome in zip(targets, outcomes, strict=True):
+                num_resolved += 1
+                if outcome.fault:
+                    faults += 1
+                    print(f"{row} on {target}: {outcome.fault}", flush=True)
+        taken = controls.result()
     for pin in taken:
         print(f"a planted pin was not noticed: {pin}")
-    faults = sum(bool(outcome.fault) for outcome in outcomes.values())
     print(
-        f"{len(outcomes)} resolutions, {faults} failed; {len(PLANTED) - len(taken)} of {len(PLANTED)} planted pins "
+        f"{num_resolved} resolutions, {faults} failed; {len(PLANTED) - len(taken)} of {len(PLANTED)} planted pins "
         f"noticed; {time.monotonic() - began:.0f} s"
     )
     return bool(faults or taken)

@@ -204,6 +204,14 @@ def tried(interpreter: Interpreter) -> Row:
     return row
 
 
+def keep(row: Row) -> None:
+    """Write a row into the page, in place of an earlier one of the same Python."""
+    lines = PAGE.read_text().splitlines() if PAGE.is_file() else []
+    rows = {line.split(" | ")[0]: line for line in lines if re.match(r"\| \d", line)} | {f"| {row.version}": str(row)}
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(HEAD + "".join(f"{rows[version]}\n" for version in sorted(rows)))
+
+
 def readme_wheel(interpreter: Interpreter) -> None:
     """README's commands for a wheel, in the clone that is there."""
     stranger, port = Stranger(interpreter), free_port()
@@ -224,9 +232,8 @@ def main() -> None:
     if not found:
         raise SystemExit("no interpreter was found")
     if not args.wheel:
-        rows = [tried(each) for each in found]
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(HEAD + "".join(f"{row}\n" for row in rows))
+        for each in found:
+            keep(tried(each))
     readme_wheel(found[0])
 
 
