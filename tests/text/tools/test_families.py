@@ -131,3 +131,54 @@ def test_control_a_parser_that_looks_at_the_pieces_is_noticed() -> None:
     assert faults(Hasty, "a b c", None)
     assert faults(Hasty, "abc", ("b", "", []))
     assert not faults(Hasty, "abc", ("abc", "", []))
+
+
+ONE_CALL = {"gpt-oss"}
+"""Templates that write the first call of a turn only."""
+
+
+def own_words(name: str, source: str, counts: Counter[str]) -> list[str]:
+    """Have a template write a turn with calls, and say what its dialect does not read of it."""
+    template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
+    dialect = Dialect.of(template)
+    if dialect.tools is None or not template.traits().call:
+        counts["templates that write no calls"] += 1
+        return []
+    wrong = []
+    for number in (1,) if name in ONE_CALL else (1, 2):
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": tool, "arguments": values}}
+            for call_id, (tool, values) in zip(IDS.get(dialect.tools, ("abcdefgh0", "abcdefgh1")), CALLS, strict=True)
+        ][:number]
+        user = {"role": "user", "content": "Where?"}
+        turn = {"role": "assistant", "content": None, "reasoning_content": ANSWER.reasoning, "tool_calls": calls}
+        try:
+            prompt = template.render([user], tools=TOOLS)
+            whole = template.render([user, turn], tools=TOOLS, add_generation_prompt=False)
+        except RequestError:
+            counts["turns that a template refuses"] += 1
+            continue
+        if not whole.startswith(prompt):
+            counts["turns that do not go on after the prompt"] += 1
+            continue
+        make = dialect.parsers(ToolUse.of(TOOLS, "auto", True), prompt, False)
+        found = read(make(), [whole.removeprefix(prompt)])
+        counts["turns read"] += 1
+        if [(tool, json.loads(arguments)) for tool, arguments in found[2]] != list(CALLS[:number]):
+            wrong.append(f"{name}: {whole.removeprefix(prompt)!r} is read as {found}")
+        wrong += [f"{name}: {fault}" for fault in faults(make, whole.removeprefix(prompt), None)]
+    return wrong
+
+
+IDS = {"kimi_k2": ("functions.find_place:0", "functions.look:1")}
+
+
+@pytest.mark.sampled(SHARDS)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_what_a_template_writes_for_calls_is_read(shard: int, shared_data: Path) -> None:
+    counts: Counter[str] = Counter()
+    chosen = templates(shared_data)[shard::SHARDS]
+    wrong = [fault for name, source in chosen for fault in own_words(name, source, counts)]
+    print(dict(counts))
+    assert not wrong, "\n".join(wrong)
+    assert sum(counts.values()) >= len(chosen)

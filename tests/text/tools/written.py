@@ -150,6 +150,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", '{"a": 1, "s": "x"}'), ("g", "{}")],
     ),
+    # A line break as it is, as the templates of LFM2.5 write it.
+    ("lfm2", "<|tool_call_start|>[f(s='x\n\"y\"')]<|tool_call_end|>", "", [("f", '{"s": "x\\n\\"y\\""}')]),
     (
         "kimi_k2",
         'Ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'

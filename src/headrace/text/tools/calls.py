@@ -367,7 +367,11 @@ def _literal(text: Reader) -> Reading[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            value = ast.literal_eval(source)
+            try:
+                value = ast.literal_eval(source)
+            except SyntaxError:
+                # The templates of LFM2.5 write line breaks in strings as they are.
+                value = ast.literal_eval(source.replace("\n", "\\n"))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise IllFormed from None
     return json_text(value)
