@@ -74,9 +74,9 @@ def test_S_24_what_is_compiled_for_one_holder_is_not_there_for_another(
     sources: list[str] = []
     run = ChatTemplate._run
 
-    def noted(self: ChatTemplate, job: sandbox.RenderJob, roles: list[str]) -> sandbox.RenderResult:
+    def noted(self: ChatTemplate, job: sandbox.RenderJob) -> sandbox.RenderResult:
         sources.append(job.source)
-        return run(self, job, roles)
+        return run(self, job)
 
     monkeypatch.setattr(ChatTemplate, "_run", noted)
     for key in (rig.ALICE, rig.BOB):

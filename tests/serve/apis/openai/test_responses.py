@@ -32,6 +32,7 @@ from headrace.serve.apis.openai.responses_events import Output, response_object
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.serve.apis.openai.responses_replay import Entry
 from headrace.serve.call.call import Answer, ChatCall
+from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
@@ -401,7 +402,9 @@ def test_items_become_messages() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     named = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
-    messages = [message.template_form(Traits(takes_null=True)) for message in messages_of("You help.", named)]
+    messages = [
+        message.template_form(Traits(takes_null=True)) for message in messages_of("You help.", named, Warnings())
+    ]
     assert messages[0] == {"role": "system", "content": "You help.\n\nBe brief."}
     assert messages[1] == {"role": "user", "content": "Weather?"}
     assert messages[2]["reasoning_content"] == "Ask."
