@@ -32,7 +32,6 @@ from headrace.serve.apis.openai.responses_events import Output, response_object
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.serve.apis.openai.responses_replay import Entry
 from headrace.serve.call.call import Answer, ChatCall
-from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
@@ -402,15 +401,13 @@ def test_items_become_messages() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     named = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
-    messages = [
-        message.template_form(Traits(takes_null=True)) for message in messages_of("You help.", named, Warnings())
-    ]
-    assert messages[0] == {"role": "system", "content": "You help.\n\nBe brief."}
-    assert messages[1] == {"role": "user", "content": "Weather?"}
+    told = ChatCall(messages=[]).warnings
+    messages = [message.template_form(Traits(takes_null=True)) for message in messages_of("Go.", named, told)]
+    assert messages[:2] == [{"role": "system", "content": "Go.\n\nBe brief."}, {"role": "user", "content": "Weather?"}]
     assert messages[2]["reasoning_content"] == "Ask."
     assert [call["function"]["name"] for call in messages[2]["tool_calls"]] == ["weather", "time"]
     assert messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"}
-    assert messages[4]["content"] == "noon"
+    assert (messages[4]["content"], told) == ("noon", [])
     assert messages[5:] == [{"role": "assistant", "content": "Rain."}, {"role": "assistant", "content": "No."}]
 
 
