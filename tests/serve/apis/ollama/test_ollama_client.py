@@ -85,7 +85,9 @@ def test_ollama_chat(client: ollama.Client, say: Callable[[str], None]) -> None:
         {"role": "assistant", "content": "c", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
         {"role": "tool", "content": "r", "tool_name": "f"},
     ]
-    assert client.chat("fake", history).prompt_eval_count == len("[user]Wer reitet?[assistant]c[tool]r[a]")
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    prompt = f"[user]Wer reitet?[assistant]c\n{call}[user]<tool_response>\nr\n</tool_response>[a]"
+    assert client.chat("fake", history).prompt_eval_count == len(prompt)
 
 
 def test_ollama_options(client: ollama.Client, live: Live, say: Callable[[str], None]) -> None:

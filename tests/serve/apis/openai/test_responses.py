@@ -401,13 +401,13 @@ def test_items_become_messages() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     named = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
-    messages = [message.template_form(Traits(takes_null=True)) for message in messages_of("You help.", named)]
-    assert messages[0] == {"role": "system", "content": "You help.\n\nBe brief."}
-    assert messages[1] == {"role": "user", "content": "Weather?"}
+    told = ChatCall(messages=[]).warnings
+    messages = [message.template_form(Traits(takes_null=True)) for message in messages_of("Go.", named, told)]
+    assert messages[:2] == [{"role": "system", "content": "Go.\n\nBe brief."}, {"role": "user", "content": "Weather?"}]
     assert messages[2]["reasoning_content"] == "Ask."
     assert [call["function"]["name"] for call in messages[2]["tool_calls"]] == ["weather", "time"]
     assert messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"}
-    assert messages[4]["content"] == "noon"
+    assert (messages[4]["content"], told) == ("noon", [])
     assert messages[5:] == [{"role": "assistant", "content": "Rain."}, {"role": "assistant", "content": "No."}]
 
 
