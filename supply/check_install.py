@@ -87,6 +87,12 @@ def resolve(target: Target, *words: str) -> Outcome:
     return Outcome(versions, "", seconds)
 
 
+def resolve_surely(target: Target, *words: str) -> Outcome:
+    """`resolve`, with a second try: an index may be out of reach for a moment."""
+    outcome = resolve(target, *words)
+    return resolve(target, *words) if outcome.fault else outcome
+
+
 def requirements() -> dict[str, list[str]]:
     """What each extra asks for, with what headrace itself needs; `serve` is headrace alone."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -127,7 +133,9 @@ def main() -> int:
     faults = num_resolved = 0
     print(line("packages", targets), flush=True)
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        rows = {row: [pool.submit(resolve, target, *words) for target in targets] for row, words in cases().items()}
+        rows = {
+            row: [pool.submit(resolve_surely, target, *words) for target in targets] for row, words in cases().items()
+        }
         controls = pool.submit(unnoticed, targets[0])
         for row, waiting in rows.items():
             outcomes = [each.result() for each in waiting]

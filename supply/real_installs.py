@@ -44,8 +44,8 @@ HEAD = """\
 # Installs
 
 Written by `make check-install REAL=1`: what a stranger's first commands did with each interpreter at hand, in a clean
-clone with an empty home, an isolated pip configuration and the public index alone. Times include downloads and the
-compilation of the kernels; MB are of `.venv`.
+clone with an empty home, an isolated pip configuration and the public index alone. Times are of two cores,
+which may have had other work, and include downloads and the compilation of the kernels; MB are of `.venv`.
 
 | Python | torch | `make run` answers after | MB | `make test` is set up after | MB | fast tests |
 |---|---|---|---|---|---|---|
