@@ -132,19 +132,11 @@ CALLS: dict[Callable[..., Turn], tuple[str, dict[str, Any]]] = {
 }
 
 
-REFUSED = {
-    **dict.fromkeys(
-        [("gpt-oss", claude_code), ("gpt-oss", codex)],
-        "the template takes no text beside reasoning in a turn with calls",
-    ),
-    ("mistral-large-instruct", codex): "the template takes no two user's turns in a row",
-}
 CASES = [
     pytest.param(
         model,
         agent,
         id=f"{model}-{agent.__name__}",
-        marks=[pytest.mark.xfail(reason=REFUSED[model, agent])] if (model, agent) in REFUSED else [],
     )
     for model in DIALECTS
     for agent in (claude_code, codex, opencode)
