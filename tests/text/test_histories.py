@@ -221,6 +221,12 @@ def test_the_needs_of_known_templates() -> None:
     assert {"short ids", "joined turns", "answered results", "user first"} <= {*mistral.refuses}
     gemma = template_of(source_of("gemma-3-it")).traits()
     assert {"plain tools", "plain calls", "one system text"} <= {*gemma.loses}
+    # The one template writes the id in place of the name, the other takes no such id.
+    kimi = template_of(source_of("Kimi-K2.5")).traits()
+    assert "functions.find_place:0" in kimi.call
+    assert "ids with names" in kimi.loses
+    assert '"id": "123456789"' in mistral.call
+    assert "ids with names" not in mistral.loses
     qwen = template_of(source_of("qwen3")).traits()
     assert (qwen.loses, qwen.refuses) == ((), ())
 

@@ -7,6 +7,7 @@ jinja and no formats.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any, Literal
@@ -22,8 +23,9 @@ Render = Callable[[dict[str, Any]], str | None]
 NAME = "find_place"
 ARGUMENTS: dict[str, Any] = {"place": "Xanadu", "count": 7}
 """The call in the conversations."""
-CALL_ID = "123456789"
-"""Its id. Mistral's templates take only ids of nine letters or digits."""
+CALL_IDS = (f"functions.{NAME}:0", "123456789")
+"""Its id, the first that a template takes: Kimi K2's write the id in place of the name, Mistral's take only ids of nine
+letters or digits."""
 MAX_CALL = 2**14
 """Characters, at most, of what is kept of a turn."""
 TOOL: dict[str, Any] = {
@@ -81,26 +83,25 @@ def find(render: Render) -> Traits:
     before = write(user)
     so = {"role": "assistant", "content": content("Xanadu")}
     answer = _after(before, write(user, so))
+    # Of a template that refuses both, nothing is found.
+    prompts = before + write(system, user)
     traits = Traits(
         content_form=form,
         shows_developer="Be brief." in write(developer, user),
-        shows_tools=NAME in before or NAME in write(system, user),
+        shows_tools=not prompts or NAME in prompts,
         opening=answer.partition("Xanadu")[0],
     )
-    for empty in (None, content("")):
-        for text_arguments in (False, True):
-            turn = _after(
-                before, write(user, {"role": "assistant", "content": empty, "tool_calls": [call(text_arguments)]})
-            )
-            # An object that is written as Python writes it should have been a text.
-            if "Xanadu" in turn and "'place': 'Xanadu'" not in turn and "None" not in turn:
-                return msgspec.structs.replace(
-                    traits, takes_null=empty is None, text_arguments=text_arguments, call=turn
-                )
+    for call_id, empty, text_arguments in itertools.product(CALL_IDS, (None, content("")), (False, True)):
+        turn = _after(
+            before, write(user, {"role": "assistant", "content": empty, "tool_calls": [call(text_arguments, call_id)]})
+        )
+        # An object that is written as Python writes it should have been a text.
+        if "Xanadu" in turn and "'place': 'Xanadu'" not in turn and "None" not in turn:
+            return msgspec.structs.replace(traits, takes_null=empty is None, text_arguments=text_arguments, call=turn)
     return traits
 
 
-def call(text_arguments: bool, call_id: str = CALL_ID, place: str = ARGUMENTS["place"]) -> dict[str, Any]:
+def call(text_arguments: bool, call_id: str, place: str = ARGUMENTS["place"]) -> dict[str, Any]:
     """Return the call in the conversations."""
     arguments = ARGUMENTS | {"place": place}
     function = {"name": NAME, "arguments": json.dumps(arguments) if text_arguments else arguments}

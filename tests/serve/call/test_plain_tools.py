@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,3 +106,16 @@ def test_without_tools_nothing_is_written(live: Live) -> None:
     assert "<tools>" not in prompt_of(reply)
     assert "warnings" not in reply
     assert "<tools>" not in prompt_of(chat(live, [USER], tools=None))
+
+
+@pytest.mark.parametrize(("parser", "reads"), [("hermes", True), ("mistral", False)])
+def test_a_parser_of_another_form_than_the_prompt_shows_is_told(parser: str, reads: bool, tmp_path: Path) -> None:
+    client, _ = scripted.parts([scripted.Row("<tools>", CALL)], tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": CHATML}))
+    config = ServerConfig(log_stats_interval=0, tool_call_parser=parser)
+    with Live(client, scripted.Tokenizer.load(tmp_path), config) as live:
+        reply = chat(live, [USER])
+        assert any("another form" in warning for warning in reply["warnings"]) != reads
+        assert bool(reply["choices"][0]["message"].get("tool_calls")) == reads
+        assert "warnings" not in chat(live, [USER], tools=None)

@@ -12,7 +12,7 @@ from tests.support.server import write_tokenizer
 from tests.text.test_chat_templates import SPECIAL, sources
 
 from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.serve.call.dialect import Dialect
+from headrace.serve.call.dialect import FALLBACK, Dialect
 from headrace.text import reasoning
 from headrace.text.bounded import BoundedProcess
 from headrace.text.outputs import MessageBuilder
@@ -22,6 +22,7 @@ from headrace.text.tools import formats
 from headrace.text.tools.answers import new_parser
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.parser import AnswerForm
+from headrace.text.traits import TOOL
 
 # All templates of the data that name a format, as (format, style of reasoning); the others have neither.
 FOUND = {
@@ -137,7 +138,10 @@ def test_a_call_in_no_format_is_none_whatever_the_signs(caplog: pytest.LogCaptur
     source = LOOP + FOR_CALLS + "{{ f.name }}: {{ f.arguments | tojson }}" + ENDS
     for sign in ("{# <tool_call> #}", "{# [TOOL_CALLS] #}"):
         assert Dialect.of(ChatTemplate({"default": sign + source}, {})).tools is None
-    assert Dialect.of(ChatTemplate({"default": "{# [TOOL_CALLS] #}" + LOOP + "{% endfor %}"}, {})).tools == "mistral"
+    plain = "{# [TOOL_CALLS] #}" + LOOP + "{% endfor %}"
+    assert Dialect.of(ChatTemplate({"default": "{{ tools | tojson }}" + plain}, {})).tools == "mistral"
+    # Without a place for tools, the model is shown the plain form.
+    assert Dialect.of(ChatTemplate({"default": plain}, {})).tools is None
     assert Dialect.of(ChatTemplate({"default": "{{ functions + datetime }} functools["}, {})).tools == "firefunction"
 
 
@@ -166,6 +170,34 @@ def test_flags_have_the_last_word() -> None:
         Dialect.of(template, None, "hermess")
     with pytest.raises(RequestError, match="reasoning_parser"):
         Dialect.of(template, None, None, "qwen")
+
+
+def test_calls_are_read_in_the_form_that_the_prompt_shows(shared_data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a template has no place for tools, the prompt shows a form. GLM-4-9B's source names tools all the same."""
+    families = json.loads((shared_data / "templates" / "families.json").read_text(encoding="utf-8"))
+    num_shown = 0
+    for name, family in families.items():
+        template = ChatTemplate({"default": family["chat_template"]}, SPECIAL)
+        if template.traits().shows_tools:
+            continue
+        prompt = template.render([{"role": "user", "content": "Where?"}], tools=[TOOL])
+        shown = prompt.partition("in exactly this form:\n")[2].partition("\n\nWrite one such block")[0]
+        message = MessageBuilder()
+        form = formats.FORMATS[Dialect.of(template).tools or FALLBACK]
+        for part in new_parser(AnswerForm(form)).feed(shown, True):
+            message.add(part)
+        assert [call["name"] for call in message.calls] in (["find_place"], ["name of the function"]), name
+        num_shown += 1
+    assert num_shown >= 50
+    glm = ChatTemplate({"default": families["glm4-chat"]["chat_template"]}, SPECIAL)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "headrace.server"):
+        assert Dialect.of(glm, tool_call_parser="hermes").reads_shown
+        assert "another form" not in caplog.text
+        assert not Dialect.of(glm, tool_call_parser="glm4").reads_shown
+        assert "tools: the chat template has no place for them" in caplog.text
+    own = ChatTemplate({"default": families["qwen3"]["chat_template"]}, SPECIAL)
+    assert Dialect.of(own, tool_call_parser="glm4").reads_shown
 
 
 def test_marks_that_are_special_tokens_are_asked_for(tmp_path: Path) -> None:

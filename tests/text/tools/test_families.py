@@ -133,10 +133,6 @@ def test_control_a_parser_that_looks_at_the_pieces_is_noticed() -> None:
     assert not faults(Hasty, "abc", ("abc", "", []))
 
 
-ONE_CALL = {"gpt-oss"}
-"""Templates that write the first call of a turn only."""
-
-
 def own_words(name: str, source: str, counts: Counter[str]) -> list[str]:
     """Have a template write a turn with calls, and say what its dialect does not read of it."""
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -145,7 +141,9 @@ def own_words(name: str, source: str, counts: Counter[str]) -> list[str]:
         counts["templates that write no calls"] += 1
         return []
     wrong = []
-    for number in (1,) if name in ONE_CALL else (1, 2):
+    traits = template.traits()
+    # Such a template's second call is a turn of its own.
+    for number in (1,) if "one call a turn" in traits.loses + traits.refuses else (1, 2):
         calls = [
             {"id": call_id, "type": "function", "function": {"name": tool, "arguments": values}}
             for call_id, (tool, values) in zip(IDS.get(dialect.tools, ("abcdefgh0", "abcdefgh1")), CALLS, strict=True)

@@ -37,12 +37,18 @@ EFFORTS = ("reasoning_effort", "enable_thinking", "thinking")
 """Variables of chat templates that say how much to reason."""
 FALLBACK = "hermes"
 """For models whose chat template shows no format."""
+OTHER_FORM = (
+    "the chat template has no place for them, and the text in its place shows the model calls in another form than "
+    "--tool-call-parser reads; leave the flag out for a model that writes calls as it is shown"
+)
+"""The warning of a dialect that does not read the form that the prompt shows."""
 
 
 class Dialect(NamedTuple):
     """`tools` and `reasoning` are names of `text.tools.formats` and `reasoning`; None where there is no such thing.
     `token_ids`: those of the marks that are special tokens, which are usually left out of text. `template`: the
-    sources. `efforts`: the variables of the chat template that say how much to reason."""
+    sources. `efforts`: the variables of the chat template that say how much to reason. `reads_shown`: whether calls are
+    read in the form that the prompt shows the model."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -50,6 +56,7 @@ class Dialect(NamedTuple):
     token_ids: Mapping[str, int] = MappingProxyType({})
     template: str = ""
     efforts: frozenset[str] = frozenset()
+    reads_shown: bool = True
 
     @classmethod
     def of(
@@ -66,12 +73,8 @@ class Dialect(NamedTuple):
         reasoning_parser = None if reasoning_parser in FOUND else reasoning_parser
         sources = [] if template is None else template.sources
         tools, style = None, reasoning.detect(sources)
+        traits = Traits() if template is None else _traits(template)
         if template is not None and tool_call_parser is None:
-            try:
-                traits = template.traits()
-            except HeadraceError as error:
-                logger.warning("the chat template can not be tried out: %s", error)
-                traits = Traits()
             tools = detection.detect(traits, sources)
             if tools is None:
                 reason = "writes calls in a form that is not known here" if traits.call else "shows no form of calls"
@@ -88,10 +91,14 @@ class Dialect(NamedTuple):
         for what, name, flag in (("tool calls", tools, tool_call_parser), ("reasoning", style, reasoning_parser)):
             if name is not None:
                 logger.info("%s: %s, %s", what, name, "found in the chat template" if flag is None else "as configured")
+        reads_shown = tools is None or detection.reads_shown(tools, traits)
+        if not reads_shown:
+            logger.warning("tools: %s", OTHER_FORM)
         return cls(
             tools,
             style,
             enable_auto_tool_choice,
+            reads_shown=reads_shown,
             token_ids=_special(tokenizer, _marks(tools or FALLBACK, style)),
             template="\n".join(sources),
             efforts=frozenset(name for name in EFFORTS if any(_reads(source, name) for source in sources)),
@@ -205,6 +212,14 @@ class Dialect(NamedTuple):
         form = AnswerForm(calls, self._style, frozenset(self.marks(use)), use.schemas if name else {})
         bounds = Bounds(enforced, not use.parallel, distinct=use.mode == "required")
         return lambda: new_parser(form, bounds, prompt=prompt)
+
+
+def _traits(template: ChatTemplate) -> Traits:
+    try:
+        return template.traits()
+    except HeadraceError as error:
+        logger.warning("the chat template can not be tried out: %s", error)
+        return Traits()
 
 
 def _marks(form: str | None, style: str | None) -> tuple[str, ...]:

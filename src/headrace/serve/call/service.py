@@ -27,7 +27,7 @@ from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, Req
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
 from headrace.serve.call.call import Answer, Call, ChatCall, TextCall, spelled
-from headrace.serve.call.dialect import Dialect
+from headrace.serve.call.dialect import OTHER_FORM, Dialect
 from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import draw_seed
 from headrace.text.messages import ChatMessage
@@ -257,6 +257,8 @@ class ServedModel:
             variables.setdefault(name, value)
         if variables.get("documents") and call.chat_template is None and not self.dialect.reads("documents"):
             call.warn("documents", "the model is not told of them: its chat template has no place for documents")
+        if call.tools.tools and call.chat_template is None and not self.dialect.reads_shown:
+            call.warn("tools", OTHER_FORM)
         opening, continues = call.add_generation_prompt, call.continue_final_message
         if opening is None:
             last = messages[-1]

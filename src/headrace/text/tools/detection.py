@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
+from headrace.text.histories import plain
+from headrace.text.messages import ToolCall
 from headrace.text.outputs import MessageBuilder
 from headrace.text.tools.answers import new_parser
-from headrace.text.tools.formats import FORMATS, NAMESPACE, ToolFormat
+from headrace.text.tools.formats import FORMATS
 from headrace.text.tools.parser import AnswerForm
-from headrace.text.traits import ARGUMENTS, CALL_ID, NAME, Traits
+from headrace.text.traits import ARGUMENTS, NAME, Traits
 
 # The texts in a source that show a format; the first row whose texts are all there decides.
 _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -56,14 +60,24 @@ def detect(traits: Traits, sources: Iterable[str]) -> str | None:
     if traits.call:
         return min(rests, key=lambda name: rests[name], default=None)
     text = "\n".join(sources)
-    return next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
+    named = next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
+    return named if named is None or reads_shown(named, traits) else None
+
+
+def reads_shown(name: str, traits: Traits) -> bool:
+    """Whether the format's reader reads calls as the prompt of a template without a place for tools shows them; True
+    for other templates."""
+    if traits.shows_tools:
+        return True
+    if not traits.call:
+        call = plain.call_text(ToolCall.of("", NAME, json.dumps(ARGUMENTS), ""))
+        traits = replace(traits, call=call, opening="")
+    return _rest(name, traits) is not None
 
 
 def _rest(name: str, traits: Traits) -> int | None:
     """Return the number of characters beside the call that the template wrote, if the format's reader reads it."""
     tool_format, text = FORMATS[name], traits.call
-    if _is_numbered(tool_format):
-        text = text.replace(f"{CALL_ID}<", f"{NAMESPACE}{NAME}:0<")
     if tool_format.starts:
         # Such a call is one only at the start of an answer.
         if not text.startswith(traits.opening):
@@ -75,7 +89,3 @@ def _rest(name: str, traits: Traits) -> int | None:
     if [(call["name"], json.loads(call["arguments"])) for call in message.calls] != [(NAME, ARGUMENTS)]:
         return None
     return len(message.content)
-
-
-def _is_numbered(tool_format: ToolFormat) -> bool:
-    return any(layout.is_numbered for layout in tool_format.layouts)
