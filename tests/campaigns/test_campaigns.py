@@ -15,6 +15,7 @@ from tests.campaigns import children, load, long, machines, operations, parsers,
 from tests.campaigns.isolation import foreign_hits
 
 from headrace.core.queue import WaitingQueue
+from headrace.text.stops import StopFinder
 from headrace.text.tokenizer import DetokenizeStream
 
 
@@ -116,13 +117,19 @@ class Late(WaitingQueue):
         super().__init__(max_overtaking + 1)
 
 
-class Hasty(DetokenizeStream):
+class HastyFinder(StopFinder):
     """Tells what may still become a stop string."""
 
-    def _scan(self, text: str) -> str:
-        told = super()._scan(text)
+    def push(self, text: str, exempt: bool = False) -> str:
+        told = super().push(text, exempt)
         held, self._withheld = self._withheld, ""
         return told + held
+
+
+class Hasty(DetokenizeStream):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._stops.__class__ = HastyFinder
 
 
 class UnboundQueue(machines.QueueMachine):

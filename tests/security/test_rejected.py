@@ -57,7 +57,7 @@ def gauges(live: Live) -> dict[str, float]:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": "x", "max_tokens": 0}),
+    ("/v1/completions", {"prompt": "x", "max_tokens": -1}),
     ("/v1/completions", {"prompt": "x" * 5000}),
     ("/v1/completions", {"prompt": [300]}),
     ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}),

@@ -60,6 +60,8 @@ class Tokenizer:
             # Its cache of words is shared by all callers, who could time it (S-24); it saves nothing on plain text.
             model._resize_cache(0)
         self.chat_templates = chat_templates
+        self.response_template: Any = config.get("response_template")
+        """How transformers reads the model's answers (see `tools.response_templates`); None: it is not said."""
         texts = {role: _content(config.get(role)) for role in _ROLES}
         texts["bos_token"] = texts["bos_token"] or file.bos_token
         texts["eos_token"] = texts["eos_token"] or file.eos_token
@@ -107,7 +109,7 @@ class Tokenizer:
 
     def is_same(self, other: Tokenizer) -> bool:
         """Return whether another tokenizer and its chat templates do the same. May take a while."""
-        mine, theirs = (self.special_tokens, self.chat_templates), (other.special_tokens, other.chat_templates)
+        mine, theirs = ((t.special_tokens, t.chat_templates, t.response_template) for t in (self, other))
         return mine == theirs and bool(self._tokenizer.to_str() == other._tokenizer.to_str())
 
     @property
@@ -205,6 +207,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out."""
         return token_id in self._special
+
+    def special_ids(self) -> dict[str, int]:
+        """Return the ids of the tokens that `skip_special_tokens` leaves out, by their texts."""
+        return {self._added[token_id]: token_id for token_id in self._special}
 
     def added_token(self, token_id: int) -> str | None:
         """Return the text of a token that was added to the vocabulary (as special tokens are), else None."""

@@ -20,13 +20,15 @@ from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
 from headrace.text.outputs import ContentParser, MessageParser
 from headrace.text.parser_names import FOUND, NONE
-from headrace.text.reasoning import Headers, Style
+from headrace.text.reasoning import NO_STYLE, Headers, Style
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import call_grammar, detection, formats
 from headrace.text.tools.answers import begins_in_prompt, new_parser
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.parser import AnswerForm, Bounds
+from headrace.text.tools.response_templates import ResponseTemplate
+from headrace.text.tools.whole_parser import WholeForm, WholeParser
 from headrace.text.traits import Traits
 
 logger = logging.getLogger("headrace.server")
@@ -48,7 +50,9 @@ class Dialect(NamedTuple):
     """`tools` and `reasoning` are names of `text.tools.formats` and `reasoning`; None where there is no such thing.
     `token_ids`: those of the marks that are special tokens, which are usually left out of text. `template`: the
     sources. `efforts`: the variables of the chat template that say how much to reason. `reads_shown`: whether calls are
-    read in the form that the prompt shows the model."""
+    read in the form that the prompt shows the model. `response`: the tokenizer's own template of answers, with which
+    they are read, unless a grammar holds them to the form of `tools`; None: it has none, or `tools` and `reasoning`
+    read the same."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -57,6 +61,7 @@ class Dialect(NamedTuple):
     template: str = ""
     efforts: frozenset[str] = frozenset()
     reads_shown: bool = True
+    response: ResponseTemplate | None = None
 
     @classmethod
     def of(
@@ -94,12 +99,25 @@ class Dialect(NamedTuple):
         reads_shown = tools is None or detection.reads_shown(tools, traits)
         if not reads_shown:
             logger.warning("tools: %s", OTHER_FORM)
+        response = _response_template(tokenizer, (tool_call_parser, reasoning_parser))
+        if response is not None:
+            rows = AnswerForm(formats.FORMATS[tools or FALLBACK], reasoning.STYLES[style] if style else NO_STYLE)
+            if detection.same_as_rows(response, rows, traits):
+                logger.info("the tokenizer's response_template: read as the calls and the reasoning above")
+                response = None
+            else:
+                logger.info("the tokenizer's response_template: answers are read with it, at their end, and sent then")
+        mark_ids = {} if response is None or tokenizer is None else tokenizer.special_ids()
+        mark_ids = {
+            text: token_id for text, token_id in mark_ids.items() if response is not None and text in response.texts
+        }
         return cls(
             tools,
             style,
             enable_auto_tool_choice,
             reads_shown=reads_shown,
-            token_ids=_special(tokenizer, _marks(tools or FALLBACK, style)),
+            token_ids=_special(tokenizer, _marks(tools or FALLBACK, style)) | mark_ids,
+            response=response,
             template="\n".join(sources),
             efforts=frozenset(name for name in EFFORTS if any(_reads(source, name) for source in sources)),
         )
@@ -110,6 +128,8 @@ class Dialect(NamedTuple):
 
     def marks(self, use: ToolUse) -> dict[str, int]:
         """Return the special tokens that a chat's answers must be read with, and their ids."""
+        if self.response is not None:
+            return dict(self.token_ids)
         marks = _marks(self.format_for(use), self.reasoning)
         return {mark: self.token_ids[mark] for mark in marks if mark in self.token_ids}
 
@@ -197,7 +217,7 @@ class Dialect(NamedTuple):
 
     @property
     def _style(self) -> Style:
-        return reasoning.NO_STYLE if self.reasoning is None else reasoning.STYLES[self.reasoning]
+        return NO_STYLE if self.reasoning is None else reasoning.STYLES[self.reasoning]
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether an answer to `prompt` begins as reasoning."""
@@ -206,6 +226,11 @@ class Dialect(NamedTuple):
     def parsers(self, use: ToolUse, prompt: str, enforced: bool) -> Callable[[], MessageParser]:
         """Makes the parser of each answer. `enforced`: a grammar sees to the form of all calls."""
         name = self.format_for(use)
+        if self.response is not None and not enforced:
+            whole = WholeForm(
+                self.response, frozenset(self.marks(use)), None if name is None else use.schemas, not use.parallel
+            )
+            return lambda: WholeParser(whole, prompt)
         if name is None and self.reasoning is None and self._headers is None:
             return ContentParser
         calls = formats.NO_FORMAT if name is None else formats.FORMATS[name]
@@ -220,6 +245,20 @@ def _traits(template: ChatTemplate) -> Traits:
     except HeadraceError as error:
         logger.warning("the chat template can not be tried out: %s", error)
         return Traits()
+
+
+def _response_template(tokenizer: Tokenizer | None, named: tuple[str | None, ...]) -> ResponseTemplate | None:
+    """Return the tokenizer's own template of answers, unless a parser is `named`."""
+    if tokenizer is None or tokenizer.response_template is None:
+        return None
+    if named != (None, None):
+        logger.info("the tokenizer's response_template is not used: a parser is configured")
+        return None
+    try:
+        return ResponseTemplate(tokenizer.response_template)
+    except ValueError as error:
+        logger.warning("the tokenizer's response_template is ignored: %s", error)
+        return None
 
 
 def _marks(form: str | None, style: str | None) -> tuple[str, ...]:

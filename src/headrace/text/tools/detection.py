@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from msgspec.structs import replace
 
 from headrace.text.histories import plain
 from headrace.text.messages import ToolCall
-from headrace.text.outputs import MessageBuilder
+from headrace.text.outputs import MessageBuilder, MessageParser
 from headrace.text.tools.answers import new_parser
 from headrace.text.tools.formats import FORMATS
 from headrace.text.tools.parser import AnswerForm
+from headrace.text.tools.response_templates import ResponseTemplate
+from headrace.text.tools.whole_parser import REASONING, WholeForm, WholeParser
 from headrace.text.traits import ARGUMENTS, NAME, Traits
 
 # The texts in a source that show a format; the first row whose texts are all there decides.
@@ -83,9 +86,38 @@ def _rest(name: str, traits: Traits) -> int | None:
         if not text.startswith(traits.opening):
             return None
         text = text.removeprefix(traits.opening)
+    content, _, calls = _read(new_parser(AnswerForm(tool_format, schemas={NAME: {}})), text)
+    return len(content) if calls == [(NAME, ARGUMENTS)] else None
+
+
+def same_as_rows(template: ResponseTemplate, rows: AnswerForm, traits: Traits) -> bool:
+    """Whether our own tables read the answers that a chat template shows as the response template does, so that an
+    answer may be read, and sent, while it comes."""
+    rows = rows._replace(schemas={NAME: {}})
+    marks, text = rows.style.openings[:1] + rows.style.closings[:1], traits.call.removeprefix(traits.opening)
+    rest, _, calls = _read(new_parser(rows), text)
+    if calls != [(NAME, ARGUMENTS)] or bool(template.fields.keys() & set(REASONING)) != bool(marks) or rows.headers:
+        return False
+    call = text.rstrip().removesuffix(rest.strip()).strip()
+    thought = f"{marks[0]}\nWhy?\n{marks[1]}\n\n" if marks else ""
+    tries = []
+    for answer in ("Xanadu.\n\nThere.", call, f"{call}\n{call}", f"So:\n\n{call}"):
+        tries += [(traits.opening, answer), (traits.opening, thought + answer)]
+        if marks:
+            tries.append((f"{traits.opening}{marks[0]}\n", thought.removeprefix(f"{marks[0]}\n") + answer))
+    return all(_reads_alike(template, rows, prompt, text) for prompt, text in tries)
+
+
+def _reads_alike(template: ResponseTemplate, rows: AnswerForm, prompt: str, text: str) -> bool:
+    whole = WholeParser(WholeForm(template, schemas=rows.schemas), prompt)
+    one, other = (_read(parser, text) for parser in (whole, new_parser(rows, prompt=prompt)))
+    return [part.strip() for part in one[:2]] == [part.strip() for part in other[:2]] and one[2] == other[2]
+
+
+def _read(parser: MessageParser, text: str) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return the content, the reasoning and the calls of an answer."""
     message = MessageBuilder()
-    for part in new_parser(AnswerForm(tool_format, schemas={NAME: {}})).feed(text, True):
+    for part in parser.feed(text, True):
         message.add(part)
-    if [(call["name"], json.loads(call["arguments"])) for call in message.calls] != [(NAME, ARGUMENTS)]:
-        return None
-    return len(message.content)
+    calls = [(call["name"], json.loads(call["arguments"])) for call in message.calls]
+    return message.content, message.reasoning, calls
