@@ -88,7 +88,7 @@ LLAMA_SERVER = r"""
   0 -c 40960 -n 32768 --no-context-shift
 ~ -m model.gguf --jinja -c 32768 --temp 0.7 --top-p 0.8 --top-k 20 --repeat-penalty 1.05 --presence-penalty 1.5
 ~ --model model.gguf --jinja --port 8080 -n 200
-~ -m model.gguf --port 8080 --ctx-size 4096 -t 4 --parallel 1 --metrics
+= -m model.gguf --port 8080 --ctx-size 4096 -t 4 --parallel 1 --metrics
 ~ -m model.gguf --embedding --pooling last -ub 8192 --verbose-prompt
 ~ -m model.gguf --embeddings --pooling mean -c 8192
 ~ -m model.gguf --rerank --port 8080

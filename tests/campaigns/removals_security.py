@@ -107,7 +107,7 @@ SECURITY = [
     ),
     Removal(
         "S-15",
-        SRC + "text/templates.py",
+        SRC + "text/messages.py",
         '            raise RequestError(f"{field}[{i}].type", part.get("type"), "text: nothing else is read")\n',
         '            part = {"text": str(part)}\n',
         "security/test_rejected.py::test_S_15_no_route_takes_tensors_or_media",
@@ -206,7 +206,7 @@ SECURITY = [
     Removal(
         "S-25",
         SRC + "text/inputs.py",
-        "            request_id=new_request_id(),\n",
+        '            request_id=f"{call_id}.{secrets.token_hex(8)}" if call_id else new_request_id(),\n',
         '            request_id="same",\n',
         "security/test_tenants.py::test_S_25_two_callers_with_one_id_are_two",
     ),

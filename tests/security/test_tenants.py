@@ -165,7 +165,7 @@ def test_S_25_two_callers_with_one_id_are_two(locked: Live) -> None:
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}'
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def kept(locked: Live) -> dict[str, str]:
     """Ids of what Alice keeps, by the name of the path's parameter."""
     headers = rig.bearer(rig.ALICE)

@@ -125,6 +125,8 @@ async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
     text = request.prompt
     if text is None:
         text = await model.render(chat_of(request, warnings=request.warnings))
+    elif request.chat_template is not None:
+        request.warnings.add("chat_template", "ignored: a prompt goes through no template")
     special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
     token_ids = await model.encode(text, special)
     texts: list[str] | UnsetType = UNSET
