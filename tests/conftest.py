@@ -74,11 +74,14 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     """Leave all but every n-th case of a test with `sampled(n)` to the slow tests; `sampled(n, first)` counts from that
     case, so that several tests share the values of a parameter. With an n that shares no factor with the number of
-    values of an inner parameter, each value of each parameter is in the sample."""
+    values of an inner parameter, each value of each parameter is in the sample.
+
+    The tests of a file that is marked `in_order` stay in its order where a plugin shuffles the others.
+    """
     num_cases: Counter[tuple[str, str]] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
@@ -88,6 +91,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if num_cases[name] % every != first:
                 item.add_marker("slow")
             num_cases[name] += 1
+    places = {item: place for place, item in enumerate(items)}
+    yield
+    steps: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("in_order"):
+            steps.setdefault(item.path, []).append(item)
+    left = {path: iter(sorted(each, key=places.__getitem__)) for path, each in steps.items()}
+    items[:] = [next(left[item.path]) if item.path in left else item for item in items]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,6 +24,9 @@ from tests.support.shallow import shallow
 from headrace.cli import main
 from headrace.cli import serve as serve_command
 
+# One server has the commands of all pages, among them those that make it sleep and wake up.
+pytestmark = pytest.mark.in_order
+
 NOT_RUN = {
     "make": "sets up an environment, or runs these tests",
     "git worktree": "changes the repository",
