@@ -74,8 +74,16 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
+_places: dict[pytest.Item, int] = {}
+"""The order in which tests were collected, whatever a plugin makes of it."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    _places[item] = len(_places)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave all but every n-th case of a test with `sampled(n)` to the slow tests; `sampled(n, first)` counts from that
     case, so that several tests share the values of a parameter. With an n that shares no factor with the number of
     values of an inner parameter, each value of each parameter is in the sample.
@@ -83,7 +91,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
     The tests of a file that is marked `in_order` stay in its order where a plugin shuffles the others.
     """
     num_cases: Counter[tuple[str, str]] = Counter()
-    for item in items:
+    steps: dict[Path, list[pytest.Item]] = {}
+    for item in sorted(items, key=_places.__getitem__):
         mark = item.get_closest_marker("sampled")
         if mark is not None:
             name = item.nodeid.partition("[")[0], str(mark.args)
@@ -91,13 +100,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
             if num_cases[name] % every != first:
                 item.add_marker("slow")
             num_cases[name] += 1
-    places = {item: place for place, item in enumerate(items)}
-    yield
-    steps: dict[Path, list[pytest.Item]] = {}
-    for item in items:
         if item.get_closest_marker("in_order"):
             steps.setdefault(item.path, []).append(item)
-    left = {path: iter(sorted(each, key=places.__getitem__)) for path, each in steps.items()}
+    left = {path: iter(each) for path, each in steps.items()}
     items[:] = [next(left[item.path]) if item.path in left else item for item in items]
 
 
