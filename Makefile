@@ -149,7 +149,7 @@ gpu-check: $(if $(PYTHON),,$(STAMP))  ## prove, tune and measure the GPU backend
 # $(call beside,FOLDER,PIP WORDS): an environment with packages of its own, which sees those of .venv behind them.
 define beside
 test -e $(1)/.installed || { $(BIN)/python -m venv --clear $(1) && \
-    $(1)/bin/python -c 'import pathlib, sys, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "venv.pth").write_text(sys.argv[1])' \
+    $(1)/bin/python -c 'import pathlib, sys, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "venv.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})")' \
     "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
     $(1)/bin/python -m pip install --quiet $(PIP_ARGS) $(2) && touch $(1)/.installed; }
 endef
