@@ -121,6 +121,15 @@ class ToolFormat(NamedTuple):
 
 
 NO_FORMAT = ToolFormat(())
+_FUNCTION = Layout(
+    "tagged",
+    "around each",
+    separator="\n",
+    name=("<function=", ">\n"),
+    end="</function>",
+    key=("<parameter=", ">"),
+    value=("\n", "\n</parameter>"),
+)
 _JSON_LIST = Layout("json", brackets=True, separator=", ")
 _PYTHON_LIST = Layout("python", brackets=True, separator=", ")
 _DEEPSEEK_MARKS = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -165,17 +174,7 @@ FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat((Layout("json", "around each", separator="\n"),), marks=("<tool_call>\n", "\n</tool_call>")),
     # Qwen 3 Coder, Qwen 3.5 and later, Nemotron 3.
     "qwen3_coder": ToolFormat(
-        (
-            Layout(
-                "tagged",
-                "around each",
-                separator="\n",
-                name=("<function=", ">\n"),
-                end="</function>",
-                key=("<parameter=", ">"),
-                value=("\n", "\n</parameter>"),
-            ),
-        ),
+        (_FUNCTION,),
         marks=("<tool_call>\n", "\n</tool_call>"),
         openers=("<function=",),
     ),
@@ -344,17 +343,7 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     # Seed-OSS.
     "seed_oss": ToolFormat(
-        (
-            Layout(
-                "tagged",
-                "around each",
-                separator="\n",
-                name=("<function=", ">\n"),
-                end="</function>",
-                key=("<parameter=", ">"),
-                value=("", "</parameter>"),
-            ),
-        ),
+        (_FUNCTION._replace(value=("", "</parameter>")),),
         marks=("<seed:tool_call>\n", "\n</seed:tool_call>"),
         openers=("<function=",),
     ),
