@@ -165,7 +165,7 @@ test-triton: $(STAMP)  ## the kernels of backend cuda, compiled and interpreted,
 	build/triton-$(TRITON)/bin/python -c 'import triton; assert triton.__version__ == "$(TRITON)", triton.__version__'
 	build/triton-$(TRITON)/bin/python -m pytest tests/backends/cuda -m "not slow" -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
-check-install: $(STAMP)  ## let pip resolve every extra for every Python and machine; REAL=1: install, serve and test with each Python here
+check-install: $(STAMP)  ## let pip resolve all extras for every Python and machine; REAL=1: install, serve and test with each Python here
 	$(BIN)/python supply/$(if $(REAL),real_installs,check_install).py $(ARGS)
 
 # pip builds a wheel for this machine alone (linux_x86_64), which no index takes. auditwheel gives it the tag of the oldest

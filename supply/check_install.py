@@ -1,7 +1,8 @@
 """`python supply/check_install.py` checks that what headrace needs can be installed on machines that are not this one.
 
-pip's own resolver finds the packages of each extra for each Python and machine, through constraints.txt and as wheels
-alone. Nothing of this machine helps it: no configuration, no `PIP_` variable, no other index, no local wheel. pip
+pip's own resolver finds the packages for each Python and machine, through constraints.txt and as wheels alone: first
+those of all extras at once, which settles each of them, since packages that agree still do so when there are fewer.
+Where that fails, each extra is tried, to name the ones at fault. Nothing of this machine helps it: no configuration, no `PIP_` variable, no other index, no local wheel. pip
 evaluates markers for the Python that runs it, whatever `--python-version` says, so it runs with the markers of the
 target here. Then pins that can not be met are planted, and must be noticed. Installs nothing.
 """
@@ -103,8 +104,20 @@ def requirements() -> dict[str, list[str]]:
 
 def cases() -> dict[str, list[str]]:
     """The words for pip, by row of the table."""
-    rows = {name: [*needs, "--constraint", str(CONSTRAINTS)] for name, needs in requirements().items()}
-    return rows | {"lock": ["--require-hashes", "--no-deps", "--requirement", str(LOCK)]}
+    everything = list(dict.fromkeys(need for needs in requirements().values() for need in needs))
+    return {
+        "all": [*everything, "--constraint", str(CONSTRAINTS)],
+        "lock": ["--require-hashes", "--no-deps", "--requirement", str(LOCK)],
+    }
+
+
+def faults_by_extra(target: Target) -> dict[str, str]:
+    """The complaints about single extras on a target where all of them together can not be had."""
+    outcomes = {
+        extra: resolve_surely(target, *needs, "--constraint", str(CONSTRAINTS))
+        for extra, needs in requirements().items()
+    }
+    return {extra: outcome.fault for extra, outcome in outcomes.items() if outcome.fault}
 
 
 def unnoticed(target: Target) -> list[str]:
@@ -131,6 +144,7 @@ def main() -> int:
     began = time.monotonic()
     targets = [Target(python, machine) for machine in MACHINES for python in PYTHONS]
     faults = num_resolved = 0
+    print(f"all: {', '.join(requirements())}")
     print(line("packages", targets), flush=True)
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         rows = {
@@ -145,6 +159,8 @@ def main() -> int:
                 if outcome.fault:
                     faults += 1
                     print(f"{row} on {target}: {outcome.fault}", flush=True)
+                    for extra, fault in faults_by_extra(target).items() if row == "all" else ():
+                        print(f"{extra} on {target}: {fault}", flush=True)
         taken = controls.result()
     for pin in taken:
         print(f"a planted pin was not noticed: {pin}")
