@@ -2,9 +2,10 @@
 
 pip's own resolver finds the packages for each Python and machine, through constraints.txt and as wheels alone: first
 those of all extras at once, which settles each of them, since packages that agree still do so when there are fewer.
-Where that fails, each extra is tried, to name the ones at fault. Nothing of this machine helps it: no configuration, no `PIP_` variable, no other index, no local wheel. pip
-evaluates markers for the Python that runs it, whatever `--python-version` says, so it runs with the markers of the
-target here. Then pins that can not be met are planted, and must be noticed. Installs nothing.
+Where that fails, each extra is tried, to name the ones at fault. Nothing of this machine helps pip: no configuration,
+no `PIP_` variable, no other index, no local wheel. pip evaluates markers for the Python that runs it, whatever
+`--python-version` says, so it runs with the markers of the target here. Then pins that can not be met are planted, and
+must be noticed. Installs nothing.
 """
 
 from __future__ import annotations
