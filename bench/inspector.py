@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from headrace.core.journal import Journal, Step, decode_note
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
-from headrace.insight.journal import Journal, Step, decode_note
 from headrace.insight.live import Feed, as_dict
-from headrace.inspector.page import FOLDER, HEADERS, MEDIA_TYPES
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, StepResult
+from headrace.serve.inspector.page import FOLDER, HEADERS, MEDIA_TYPES
 
 SWITCHES = [
     "--no-sandbox",

@@ -13,9 +13,9 @@ from statistics import quantiles
 from typing import Any
 
 from bench.recording import PROMPT_LEN, Timed
+from headrace.core.journal import Journal, decode_note
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
-from headrace.insight.journal import Journal, decode_note
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request

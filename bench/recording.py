@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from headrace.engine.black_box import BlackBox
 from headrace.engine.build import build_engine
 from headrace.engine.child import BlackBoxExecutor
 from headrace.engine.core import EngineCore
+from headrace.engine.records.black_box import BlackBox
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request

@@ -19,7 +19,7 @@ from headrace.backends.base import Chunks
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import OpTime
 from headrace.backends.native import require_native
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 
 

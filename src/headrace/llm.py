@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from headrace import hub
-from headrace.engine import build, model_settings
+from headrace.engine import build
+from headrace.engine.library import model_settings
 from headrace.migration.vllm import VLLM_SETTINGS
 from headrace.other_engines import translate_keywords
 from headrace.protocol.beam import BeamSearchParams

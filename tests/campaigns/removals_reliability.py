@@ -127,7 +127,7 @@ RELIABILITY = [
     ),
     Removal(
         "R-09",
-        SRC + "engine/pools.py",
+        SRC + "engine/library/pools.py",
         "    if num_blocks >= least:\n",
         "    if num_blocks:\n",
         "engine/test_compose.py::test_R_09_the_pool_holds_the_told_context_or_there_is_no_engine",

@@ -240,7 +240,7 @@ SECURITY = [
     ),
     Removal(
         "S-28",
-        SRC + "engine/model_settings.py",
+        SRC + "engine/library/model_settings.py",
         "            hub.check_field(path, ours, params[ours], theirs)\n",
         "            continue\n",
         "serve/test_operations.py::test_S_28_advice_that_no_request_may_follow_is_refused_at_the_start",

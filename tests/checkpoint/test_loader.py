@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.backends import make_backend
 from headrace.checkpoint.loader import Checkpoint
 from headrace.checkpoint.mapped import VIEWS, MappedCheckpoint, MappedFile
-from headrace.engine.load import build_runner, load_model
+from headrace.engine.library.load import build_runner, load_model
 from headrace.models.config import ModelConfig
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
@@ -364,7 +364,7 @@ def test_S_05_refusals_survive_python_O(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = torch.ones(33)
     directory = write_llama(tmp_path, tensors)
     code = (
-        "from headrace.protocol.config import EngineConfig; from headrace.engine.load import build_runner; "
+        "from headrace.protocol.config import EngineConfig; from headrace.engine.library.load import build_runner; "
         f"build_runner(EngineConfig(model={str(directory)!r}))"
     )
     done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=100)

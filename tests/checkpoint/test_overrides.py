@@ -12,7 +12,7 @@ from tests.support.checkpoints import CONFIG, write_llama
 
 from headrace import LLM, SamplingParams
 from headrace.checkpoint.overrides import overridden
-from headrace.engine import load
+from headrace.engine.library import load
 from headrace.models.config import ModelConfig
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError

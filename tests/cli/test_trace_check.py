@@ -19,10 +19,11 @@ from headrace.cli import checking, planning, trace_check
 from headrace.cli.main import main
 from headrace.engine.core import EngineCore, Ticket
 from headrace.fleet.traces import Call
-from headrace.plan import hardware, step_model
-from headrace.plan.step_model import StepModel
+from headrace.plan import hardware
+from headrace.protocol import step_model
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.step import ScheduledBatch, StepResult
+from headrace.protocol.step_model import StepModel
 
 MODEL = StepModel(base=0.01, knots=(1,), slopes=(0.001,), logits=0.002, seen=1e-6)
 CONFIG = EngineConfig(max_model_len=1600, max_num_seqs=6, max_num_batched_tokens=256)

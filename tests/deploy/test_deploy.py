@@ -300,7 +300,7 @@ def test_without_a_compiler_the_package_installs_all_the_same(tmp_path: Path) ->
     assert wheel == "headrace-0.1.0-py3-none-any.whl"
     names = set(zipfile.ZipFile(tmp_path / "one" / "out" / wheel).namelist())
     page = ("index.html", "app.js", "style.css", "vendor/preact-htm.js", "vendor/uplot.js", "vendor/LICENSE.htm")
-    assert {f"headrace/inspector/{name}" for name in page} <= names
+    assert {f"headrace/serve/inspector/{name}" for name in page} <= names
     assert built_without_compiler(tmp_path / "other", text.replace('wheel.py-api = "py3"\n', "")) == []
 
 

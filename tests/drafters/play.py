@@ -15,7 +15,7 @@ import numpy as np
 from headrace import builtin
 from headrace.backends.base import Chunks
 from headrace.drafters.base import F32, Context, Drafter, Target
-from headrace.engine.load import load_model
+from headrace.engine.library.load import load_model
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft

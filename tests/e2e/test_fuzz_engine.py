@@ -27,7 +27,7 @@ from headrace.core.scheduler import Scheduler
 from headrace.core.tables import BlockTables
 from headrace.engine import build
 from headrace.engine.core import EngineCore, Ticket
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams

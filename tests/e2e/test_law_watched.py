@@ -9,12 +9,12 @@ from tests.support.law import Bits, assert_same, make_core, make_requests, run
 from tests.support.shallow import shallow
 
 from headrace.core.blocks import EVICTED
+from headrace.core.journal import Note, decode_note
 from headrace.engine import orders
-from headrace.engine.blind import notes_of, open_recording
 from headrace.engine.cache_tree import CacheTree, ReadCache
 from headrace.engine.core import EngineCore
+from headrace.engine.records.blind import notes_of, open_recording
 from headrace.insight.explain import explain
-from headrace.insight.journal import Note, decode_note
 from headrace.insight.limits import Machine
 from headrace.insight.live import Feed
 from headrace.insight.lives import Lives

@@ -11,8 +11,8 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.cli.replay import replay
-from headrace.engine.recording import MAGIC, StepEnd
-from headrace.engine.replay import ReplayDifference, read
+from headrace.engine.records.recording import MAGIC, StepEnd
+from headrace.engine.records.replay import ReplayDifference, read
 from headrace.protocol.constraints import StructuredOutputs
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}}}

@@ -11,10 +11,10 @@ from tests.support.journal import CONFIG, notes_of_life, recorded
 
 from headrace.cli.replay import replay as replay_command
 from headrace.core.blocks import EVICTED
-from headrace.engine.blind import notes_of, open_recording
-from headrace.engine.recording import MAGIC, Record, StepEnd, StepPlan, StepTimes
-from headrace.engine.replay import RecordingError, ReplayDifference, read
-from headrace.insight.journal import Note
+from headrace.core.journal import Note
+from headrace.engine.records.blind import notes_of, open_recording
+from headrace.engine.records.recording import MAGIC, Record, StepEnd, StepPlan, StepTimes
+from headrace.engine.records.replay import RecordingError, ReplayDifference, read
 
 
 @pytest.fixture(scope="module")

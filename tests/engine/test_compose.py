@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from headrace.backends import native
-from headrace.engine import load
 from headrace.engine.build import build_engine
+from headrace.engine.library import load
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 

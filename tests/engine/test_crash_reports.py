@@ -15,11 +15,11 @@ import pytest
 from tests.engine.test_client import read, request
 from tests.support import deadly
 
-from headrace.engine import crash_reports
-from headrace.engine.black_box import MAX_CHUNKS, NUM_SLOTS, BlackBox, StepShape
 from headrace.engine.client import EngineClient, ProcessClient
-from headrace.engine.crash_reports import CrashReports, plain_reason
 from headrace.engine.links import ProcessLink
+from headrace.engine.records import crash_reports
+from headrace.engine.records.black_box import MAX_CHUNKS, NUM_SLOTS, BlackBox, StepShape
+from headrace.engine.records.crash_reports import CrashReports, plain_reason
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.step import Stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.core.kinds import fit_windows, make_kinds
-from headrace.engine.pools import LEAST_CHUNK, bounds_of, divide, longest_table
+from headrace.engine.library.pools import LEAST_CHUNK, bounds_of, divide, longest_table
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.kinds import CacheKind
 

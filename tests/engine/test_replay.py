@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from tests.support import fake
 
-from headrace.engine import recording
 from headrace.engine.core import EngineCore
-from headrace.engine.recording import (
+from headrace.engine.records import recording
+from headrace.engine.records.recording import (
     MAGIC,
     LogEnd,
     LogHead,
@@ -28,7 +28,7 @@ from headrace.engine.recording import (
     StepError,
     StepPlan,
 )
-from headrace.engine.replay import Outcome, RecordingError, ReplayDifference, read, replay
+from headrace.engine.records.replay import Outcome, RecordingError, ReplayDifference, read, replay
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams

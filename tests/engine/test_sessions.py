@@ -23,7 +23,7 @@ from headrace.backends.cpu.cache import KVCache as HostCache
 from headrace.backends.cuda.cache import KVCache as DeviceCache
 from headrace.engine import sessions
 from headrace.engine.core import EngineCore
-from headrace.engine.recording import RecordingExecutor
+from headrace.engine.records.recording import RecordingExecutor
 from headrace.engine.sessions import MoveSession, SessionMoved
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams

@@ -1,6 +1,6 @@
 """The events of blocks go on in an engine that was restarted, and only while somebody watches."""
 
-from headrace.engine.watching import Watching
+from headrace.engine.replica import Watching
 from headrace.protocol.frames import ToEngine, Watch
 
 

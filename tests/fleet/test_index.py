@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from headrace.core.reports import KEY_BYTES, KeyReports
 from headrace.core.scheduler import Scheduler
 from headrace.fleet.index import PrefixIndex, prefix_keys, root_key
-from headrace.fleet.reports import KEY_BYTES, KeyReports
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import CacheKeys, Request, StepResult
 

@@ -14,7 +14,7 @@ from tests.plan import configs
 
 from headrace.cli.main import main
 from headrace.cli.simulate import pools_of
-from headrace.engine.pools import choose_pool_sizes
+from headrace.engine.library.pools import choose_pool_sizes
 from headrace.fleet.simulator import Simulation, Sizes
 from headrace.fleet.traces import Call
 from headrace.plan import hardware

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from headrace.core.journal import Arrival
 from headrace.insight.explainer import Calls, Explainer, Explainers
-from headrace.insight.journal import Arrival
 from headrace.insight.lives import Life, Lives
 
 

@@ -12,10 +12,10 @@ import pytest
 from tests.support import fake
 from tests.support.journal import live_through, notes_of_life, recorded, request
 
+from headrace.core.journal import Journal, Step, Wait, decode_note
 from headrace.engine.core import EngineCore
-from headrace.engine.recording import StepPlan
-from headrace.engine.replay import read
-from headrace.insight.journal import Journal, Step, Wait, decode_note
+from headrace.engine.records.recording import StepPlan
+from headrace.engine.records.replay import read
 from headrace.insight.live import BlockMap
 from headrace.protocol.config import EngineConfig
 

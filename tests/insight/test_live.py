@@ -10,7 +10,7 @@ import pytest
 from tests.insight.test_journal import state_of
 from tests.support.journal import notes_of_life, recorded
 
-from headrace.insight.journal import Step
+from headrace.core.journal import Step
 from headrace.insight.live import MAX_PENDING, MAX_VIEWERS, BlockMap, Feed
 from headrace.protocol.errors import QueueFullError
 

@@ -12,9 +12,9 @@ from tests.insight.test_journal import engine
 from tests.support.journal import live_through, notes_of_life, recorded, request
 
 from headrace.cli.explain import explain as explain_command
+from headrace.core.journal import Note, decode_note
 from headrace.engine.core import EngineCore
 from headrace.insight.explain import WORDS, explain
-from headrace.insight.journal import Note, decode_note
 from headrace.insight.lives import ESTIMATES, Life, Lives
 from headrace.protocol.errors import RequestError
 

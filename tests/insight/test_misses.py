@@ -9,9 +9,9 @@ from tests.insight.test_journal import engine
 from tests.support.journal import request
 
 from headrace.core import prefix
+from headrace.core.journal import Admission, Note, decode_note
 from headrace.core.prefix import Miss
 from headrace.engine.core import EngineCore
-from headrace.insight.journal import Admission, Note, decode_note
 
 A = list(range(10, 20))
 

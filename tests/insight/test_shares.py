@@ -13,14 +13,14 @@ from tests.insight.test_journal import engine
 from tests.support.journal import live_through, notes_of_life, recorded, request
 
 from headrace.cli.explain import explain as explain_command
+from headrace.core.journal import Note, Step, decode_note
 from headrace.insight.afterwards import replay
 from headrace.insight.explain import explain
 from headrace.insight.explainer import Explainer
-from headrace.insight.journal import Note, Step, decode_note
 from headrace.insight.lives import Life, Lives
 from headrace.insight.shares import by_fit, by_rows
-from headrace.plan import step_model
-from headrace.plan.step_model import StepModel
+from headrace.protocol import step_model
+from headrace.protocol.step_model import StepModel
 
 MODEL = StepModel(base=0.010, knots=(1, 8), slopes=(0.001, 0.0005), logits=0.002, seen=1e-5)
 

@@ -13,10 +13,10 @@ from tests.support.journal import CONFIG, request
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
-from headrace.engine.blind import notes_of, open_recording
+from headrace.core.journal import Step
 from headrace.engine.build import make_scheduler
-from headrace.engine.recording import RecordedEngine, Recorder
-from headrace.insight.journal import Step
+from headrace.engine.records.blind import notes_of, open_recording
+from headrace.engine.records.recording import RecordedEngine, Recorder
 from headrace.insight.lives import Life, Lives
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.insight.without import StepTime, fitted, simulate

@@ -17,14 +17,15 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.cli import planning as cli_planning
 from headrace.cli.main import main
 from headrace.insight.limits import Machine
-from headrace.inspector import planning
-from headrace.plan import step_model, worker
+from headrace.plan import worker
 from headrace.plan.hardware import measured
 from headrace.plan.plans import Job, Plan
-from headrace.plan.step_model import StepModel
+from headrace.protocol import step_model
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
+from headrace.protocol.step_model import StepModel
 from headrace.serve.inspection import Inspection
+from headrace.serve.inspector import planning
 from headrace.text.tokenizer import Tokenizer
 
 

@@ -13,8 +13,8 @@ from tests.inspector import browser
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
 
-from headrace.inspector.page import FOLDER
 from headrace.protocol.config import ServerConfig
+from headrace.serve.inspector.page import FOLDER
 from headrace.text.tokenizer import Tokenizer
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

@@ -17,7 +17,7 @@ from tests.inspector import browser
 from tests.support.journal import notes_of_life, recorded
 from tests.support.server import HTTP
 
-from headrace.insight.journal import Step
+from headrace.core.journal import Step
 from headrace.insight.live import BlockMap, as_dict
 
 OpenPage = Callable[..., Any]

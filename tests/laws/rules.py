@@ -12,25 +12,13 @@ import graphlib
 import io
 import re
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "headrace"
 
-MAX_FILE_LINES = 500
-# The hall is what a step passes through; the other folders are wings, each API, backend and model its own. A step
-# passes through one backend and one model: the largest of each counts with the hall (ADR 0017, 0026, 0030, 0033 ...).
-MAX_HALL_CODE_LINES = 10_260
-MAX_WING_CODE_LINES = 4_000
-MAX_MODEL_LINES = 150
-MAX_CODE_LINES_OF_WING = {"backends.cuda": 3_650, "serve": 5_050, "engine": 4_520, "text": 5_800}
-HALL = tuple(
-    "protocol core sampling runner engine.core models models.config models.decoder models.rope "
-    "models.weights backends backends.base backends.graph backends.arena backends.step".split()
-)
-SPLIT = ("backends", "models", "serve.apis")
 MAX_CONFIG_FIELDS = 85
 MAX_ENVIRONMENT_VARIABLES = 8
 
@@ -48,7 +36,6 @@ class Room(NamedTuple):
 
 NO_TORCH = SERVING | {"torch", "transformers"}
 PURE = HEAVY | SERVING | {"typer", "rich", "psutil", "huggingface_hub"}
-PLANS = "plan.step_model plan.hardware plan.plans"
 APIS = "protocol engine text serve.errors serve.gates serve.routing serve.call serve.storage"
 
 # The storeys from the ground up. A room may import itself and what `may` names, all of it on lower floors; rooms of one
@@ -59,17 +46,12 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("builtin", "protocol", PURE),
         Room("gguf", "protocol", PURE | {"msgspec"}),
         Room("migration", "protocol", PURE),
-        # Of plans, what the server's process reads.
-        Room("plan.step_model", "protocol", PURE),
-        Room("plan.hardware", "protocol", HEAVY | SERVING),
-        Room("parallel.plan", "protocol", PURE | {"msgspec"}),
         # Connections between hosts, whose ends prove themselves.
         Room("secure", "protocol", HEAVY | SERVING),
     ),
     (
         Room("hub", "protocol builtin gguf", HEAVY | SERVING),
         Room("other_engines", "protocol migration", PURE),
-        Room("plan.plans", "protocol plan.hardware", PURE),
     ),
     (Room("core.blocks", "protocol", PURE | {"msgspec"}),),
     (
@@ -79,6 +61,8 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("grammar", "protocol", NO_TORCH),
     ),
     (
+        # What the engine writes of its steps, and insight reads: structs that cross processes.
+        Room("core.journal", "protocol core core.blocks", PURE),
         # Text needs no tensors: the server's process imports it.
         Room("text", "protocol gguf hub grammar", HEAVY | (SERVING - {"jinja2", "tokenizers"})),
         Room("backends", "protocol env quant", SERVING | {"transformers"}),
@@ -86,38 +70,36 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
     (
         Room("backends.torch_ref", "protocol quant backends", SERVING | {"transformers"}),
         # What the ranks of every backend share.
-        Room("backends.split", "protocol quant backends parallel.plan", HEAVY | SERVING),
+        Room("backends.split", "protocol quant backends", HEAVY | SERVING),
         Room("models", "protocol backends", NO_TORCH),
     ),
     (
         # It checks its steps beside torch_ref.
         Room(
             "backends.cpu",
-            "protocol env quant backends backends.torch_ref backends.split parallel.plan",
+            "protocol env quant backends backends.torch_ref backends.split",
             SERVING | {"transformers"},
         ),
         # The twins of its kernels are made of torch_ref's parts, and of the sampler's for the draw.
         Room(
             "backends.cuda",
-            "protocol quant sampling backends backends.torch_ref backends.split parallel.plan",
+            "protocol quant sampling backends backends.torch_ref backends.split",
             SERVING | {"transformers"},
         ),
     ),
     (Room("checkpoint", "protocol gguf hub quant backends models", SERVING | {"transformers"}),),
     (
         # Several processes that compute one model.
-        Room("parallel", "protocol backends models parallel.plan", NO_TORCH),
+        Room("parallel", "protocol backends models", NO_TORCH),
         # gloo, which moves what ranks of several hosts gather.
         Room("parallel.gloo", "protocol backends", SERVING | {"transformers"}),
         # They may run models of their own, but know neither scheduler nor requests.
         Room("drafters", "protocol builtin hub core.blocks quant sampling backends checkpoint models", NO_TORCH),
         # It runs model files over operators that count.
-        Room("plan", f"protocol gguf hub text quant checkpoint models {PLANS}", NO_TORCH),
+        Room("plan", "protocol gguf hub text quant checkpoint models", NO_TORCH),
     ),
     (
         Room("runner", "protocol sampling grammar backends drafters", NO_TORCH),
-        # What the engine writes of its steps, and insight reads.
-        Room("insight.journal", "protocol core core.blocks", PURE),
         Room("fleet", "protocol core core.blocks", PURE - {"msgspec"}),
         # NCCL, which does so between GPUs.
         Room("parallel.devices", "protocol env parallel.gloo", SERVING | {"transformers"}),
@@ -129,15 +111,15 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "engine",
             "protocol env gguf hub core quant sampling grammar text backends checkpoint models drafters runner "
-            "insight.journal fleet secure parallel parallel.plan parallel.gloo parallel.devices parallel.hosts plan",
+            "core.journal secure parallel parallel.gloo parallel.devices parallel.hosts plan",
             NO_TORCH | {"numpy"},
         ),
     ),
     (
         # An engine behind a connection instead of a socketpair.
-        Room("fleet.remote", "protocol secure engine insight.journal", HEAVY | SERVING),
+        Room("fleet.remote", "protocol secure engine core.journal", HEAVY | SERVING),
         Room("fleet.engines", "protocol core engine fleet", NO_TORCH | {"numpy"}),
-        Room("insight", "protocol hub core core.blocks text engine insight.journal plan.step_model", HEAVY),
+        Room("insight", "protocol hub core core.blocks text engine core.journal", HEAVY),
         Room(
             "quantize",
             "protocol gguf hub quant text backends backends.torch_ref checkpoint models",
@@ -157,26 +139,26 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("serve.apis.anthropic", APIS, HEAVY),
         Room("serve.apis.ollama", APIS, HEAVY),
         Room("serve.apis.llama_server", APIS, HEAVY),
-        Room("inspector", f"{APIS} {PLANS} insight", HEAVY),
+        Room("serve.inspector", f"{APIS} plan insight", HEAVY),
     ),
     (
         Room(
             "serve",
             APIS
-            + " env hub fleet.engines insight inspector"
+            + " env hub fleet.engines insight serve.inspector"
             + " serve.apis.openai serve.apis.anthropic serve.apis.ollama serve.apis.llama_server",
             HEAVY,
         ),
     ),
     # Actors of Ray Serve: an engine's server, and a whole server as its front.
-    (Room("fleet.ray", "protocol hub secure engine fleet fleet.engines fleet.remote serve", HEAVY),),
+    (Room("ray", "protocol hub secure engine fleet fleet.engines fleet.remote serve", HEAVY),),
 )
 ROOMS = {room.name: room for floor in FLOORS for room in floor}
 
 # The composition roots, above all floors: they put the parts together and may import anything.
 ROOTS = ("llm", "async_llm", "cli", "doctor", "labs", "__main__", "__init__")
 # Other rooms are handed their numbers, never the config object.
-CONFIG_ROOMS = ("protocol", "engine", "fleet.engines", "fleet.ray", "serve")
+CONFIG_ROOMS = ("protocol", "engine", "fleet.engines", "ray", "serve")
 
 # core computes; it does not read clocks, files, sockets, or noise.
 CORE_FORBIDDEN_MODULES = frozenset(
@@ -450,47 +432,3 @@ def workplace_violations(name: str, text: str) -> list[str]:
         for number, line in enumerate(text.splitlines(), 1)
         for match in WORKPLACE.finditer(line)
     ]
-
-
-def area(module: str) -> str:
-    """The part of the house whose lines a module counts in: "hall", or the name of its wing."""
-    if module in HALL or any(under(module, name) for name in HALL if name not in SPLIT):
-        return "hall"
-    folder = next((name for name in SPLIT if under(module, name)), "")
-    # What measures an engine is no part of the commands that run one (ADR 0032).
-    num = folder.count(".") + 2 if folder else 2 if under(module, "cli.bench") else 1
-    return ".".join(module.split(".")[:num])
-
-
-def hall_lines(lines: Mapping[str, int]) -> int:
-    """Code lines that one step passes through, of the lines of each area: hall, largest backend, largest model."""
-    largest = {"backends": 0, "models": 0}
-    for name, num in lines.items():
-        folder = name.split(".")[0]
-        if folder in largest:
-            largest[folder] = max(largest[folder], num)
-    return lines["hall"] + sum(largest.values())
-
-
-def large_wings(lines: Mapping[str, int]) -> dict[str, int]:
-    """The wings that have more code lines than they may, of the lines of each area."""
-    most = MAX_CODE_LINES_OF_WING
-    return {name: num for name, num in lines.items() if name != "hall" and num > most.get(name, MAX_WING_CODE_LINES)}
-
-
-def num_lines(source: str) -> int:
-    return source.count("\n")
-
-
-def num_code_lines(source: str) -> int:
-    """Lines that hold code: not blank ones, comments or docstrings, so that explaining costs nothing (ADR 0012)."""
-    told: set[int] = set()
-    for node in ast.walk(tree_of(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            told |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    empty = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in empty:
-            code |= set(range(token.start[0], token.end[0] + 1))
-    return len(code - told)

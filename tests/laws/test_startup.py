@@ -21,7 +21,14 @@ HEAVY = {
     "httpx",
     "huggingface_hub",
 }
-RUNNING = ("engine.build", "engine.load", "runner.runner", "checkpoint.packed", "backends.cpu", "sampling.sampler")
+RUNNING = (
+    "engine.build",
+    "engine.library.load",
+    "runner.runner",
+    "checkpoint.packed",
+    "backends.cpu",
+    "sampling.sampler",
+)
 SERVER = ("engine.client", "text.outputs", "text.inputs", "protocol.frames", "engine.generation")
 
 PROBE = """
@@ -76,7 +83,7 @@ def test_model_files_load_no_torch() -> None:
 
 def test_an_engine_starts_without_what_few_requests_need() -> None:
     """Each of them takes a good part of the time to a first token."""
-    code = "import headrace.llm, headrace.engine.build, headrace.engine.load, headrace.backends.cpu"
+    code = "import headrace.llm, headrace.engine.build, headrace.engine.library.load, headrace.backends.cpu"
     assert not loaded(code) & {"torch", "transformers", "llguidance", "asyncio", "ssl", "starlette"}
 
 

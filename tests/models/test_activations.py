@@ -18,7 +18,7 @@ from tests.support.harness import follow, load, save_random
 
 from headrace.backends.cpu import activations
 from headrace.backends.cpu.measured import build
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quantize.base import Options

@@ -18,7 +18,7 @@ from tests.models.test_quantised import distance
 from tests.support.harness import follow, load, save_random
 
 from headrace.backends.torch_ref import TorchRef
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import Inputs, QWeight, Stacked

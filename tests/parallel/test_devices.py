@@ -24,9 +24,9 @@ from headrace import models
 from headrace.backends.cuda import gathers
 from headrace.backends.cuda.gathers import Gather
 from headrace.backends.cuda.kernels.linear import Scratch, default, linear, scratch_numbers, span_of
+from headrace.backends.shares import Layout, Plan
 from headrace.engine import ranks
 from headrace.parallel.devices import DeviceRanks
-from headrace.parallel.plan import Layout, Plan
 from headrace.parallel.program import RankLostError
 from headrace.protocol.errors import RequestError
 

@@ -20,9 +20,9 @@ from tests.support.shallow import shallow
 
 from headrace import models
 from headrace.backends.cpu.matrix import parts_of
-from headrace.engine.load import load_model
+from headrace.backends.shares import Plan, Seat
+from headrace.engine.library.load import load_model
 from headrace.parallel import group
-from headrace.parallel.plan import Plan, Seat
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.quantize.base import Options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.parallel.plan import UNITS, Layout, Part, Plan
+from headrace.backends.shares import UNITS, Layout, Part, Plan
 from headrace.protocol.errors import RequestError
 
 WORLDS = (2, 3, 4, 5, 8)

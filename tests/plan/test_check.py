@@ -14,12 +14,13 @@ import pytest
 from headrace import LLM
 from headrace.cli import checking
 from headrace.cli.main import main
-from headrace.plan import hardware, step_model
+from headrace.plan import hardware
 from headrace.plan.fitted import Sample, fit
 from headrace.plan.planner import Planner, read
 from headrace.plan.plans import Wish
-from headrace.plan.step_model import StepModel, num_alone, num_seen
+from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError, HeadraceError
+from headrace.protocol.step_model import StepModel, num_alone, num_seen
 
 
 def seconds_of(num_rows: int, num_logits: int, num_seen: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 from tests.support.server import inproc
 
-from headrace.engine.model_folder import ModelFolder
+from headrace.engine.library.model_folder import ModelFolder
 from headrace.protocol.config import ServerConfig
 from headrace.serve import routing
 from headrace.serve.aliases import ALIASES

@@ -173,7 +173,7 @@ def test_the_commands_show_and_update_a_fleet(
 
 
 def test_a_server_without_a_model_of_its_own_has_no_fleet(tokenizer: Tokenizer, tmp_path: Any) -> None:
-    from headrace.engine.model_folder import ModelFolder
+    from headrace.engine.library.model_folder import ModelFolder
 
     config = ServerConfig(log_stats_interval=0, models_dir=str(tmp_path))
     with Live(inproc(), tokenizer, config, stays=False, folder=ModelFolder(str(tmp_path))) as live:

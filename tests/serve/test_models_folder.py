@@ -22,7 +22,7 @@ from tests.security.rig import ALICE, ROOT, bearer, write_keys
 from tests.support.server import HTTP, Live, inproc, write_tokenizer
 
 from headrace.cli import models as commands
-from headrace.engine.model_folder import NAME, ModelFolder
+from headrace.engine.library.model_folder import NAME, ModelFolder
 from headrace.hub import choose_files
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, ModelNotFoundError

@@ -22,7 +22,7 @@ from headrace import AsyncLLM, __version__
 from headrace.engine import context
 from headrace.engine.client import InprocClient
 from headrace.engine.core import EngineCore
-from headrace.engine.model_settings import advised_params
+from headrace.engine.library.model_settings import advised_params
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, RequestError
 from headrace.protocol.params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.base import Chunks
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 
 

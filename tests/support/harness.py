@@ -17,7 +17,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from headrace import models
 from headrace.backends.base import Chunks
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import ScheduledBatch, StepResult, TokenLogprob

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from tests.support import fake
 
+from headrace.core.journal import Note, decode_note
 from headrace.engine.build import make_scheduler
 from headrace.engine.core import EngineCore
-from headrace.engine.recording import RecordedEngine, Recorder
-from headrace.insight.journal import Note, decode_note
+from headrace.engine.records.recording import RecordedEngine, Recorder
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.base import Chunks
-from headrace.engine.load import choose_activations, load_model
+from headrace.engine.library.load import choose_activations, load_model
 from headrace.parallel.pipeline import PipelinedProgram, give_rows
 from headrace.parallel.program import CopyBlocks, Forward, Passed
 from headrace.parallel.stages import StageSeat

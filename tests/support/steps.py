@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.checkpoints import llama_tensors, write_llama
 
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import ScheduledBatch

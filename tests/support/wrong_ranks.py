@@ -9,8 +9,8 @@ import numpy as np
 
 from headrace.backends.cpu.gathers import Gathers
 from headrace.backends.cpu.ranks import RankOps
+from headrace.backends.shares import Layout, Part
 from headrace.backends.split import RankValue, rank_matrix
-from headrace.parallel.plan import Layout, Part
 from headrace.quant.arrays import cast
 from headrace.quant.base import QWeight, source_of
 

@@ -1,4 +1,4 @@
-"""Finds a backend by the name of its folder and chooses the device. Called by `engine.load` alone."""
+"""Finds a backend by the name of its folder and chooses the device. Called by `engine.library.load` alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`SplitOps`: the operators of one rank of several, around those of a backend: each product has some columns alone.
 
-A value is whole, or split: then this rank has the columns that its plan gives it (`parallel.plan.Layout`). Operators on
+A value is whole, or split: then this rank has the columns of its share (`backends.shares.Layout`). Operators on
 each number by itself, on heads, and products take or give split values; all others gather first, so that every model
 runs, whatever it is made of. No sum is cut and none crosses a rank, so no bit depends on their number (ADR 0037). What
 a backend has of its own (matrices, products, gathers) is a subclass's. Knows values, matrices and layouts; must not
@@ -18,9 +18,9 @@ from typing import Any
 
 from headrace.backends.base import Activation, Array, Cache, HeadNorm, Heads, LayerShape, Matrix, RopeTable
 from headrace.backends.graph import Graph, Value
+from headrace.backends.shares import Bounds, Layout, Part, Plan
 from headrace.backends.states import StateHeads
 from headrace.backends.step import StepRows
-from headrace.parallel.plan import Bounds, Layout, Part, Plan
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import Inputs, MatrixSource, QWeight, concatenated
 

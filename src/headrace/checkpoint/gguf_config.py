@@ -3,7 +3,7 @@
 A file names its architecture, and its keys begin with that name. Each architecture becomes the config of a model that
 headrace has, and the tensors get the names by which the model file takes them. A value that is missing, of another type
 or out of range is a `CheckpointError` with the file's key. Reads no tensor but `rope_freqs`, and imports no torch.
-Called by `engine.load` and `checkpoint.gguf_source`.
+Called by `engine.library.load` and `checkpoint.gguf_source`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A GGUF file as the origin of a packed file: what identifies it, and its embedding tables.
 
-Called by `engine.load`.
+Called by `engine.library.load`.
 """
 
 from __future__ import annotations

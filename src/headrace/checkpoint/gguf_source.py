@@ -2,7 +2,7 @@
 
 Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; which form
 they get is logged, with its bytes. Rows of q and k, which ggml stores in pairs, are reordered into halves. Norms are
-floats, tables floats or mapped blocks. Knows no requests. Called by `engine.load`.
+floats, tables floats or mapped blocks. Knows no requests. Called by `engine.library.load`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing in the directory is executed: pickled weights (.bin, .pt, .pth, .ckpt) are refused (S-03), `auto_map` is never
 followed (S-04), and an index may name files of the directory only (S-28); see `checkpoint.mapped`. `SafetensorsWeights`
-may quantise on the way. Knows no requests. Called by `engine.load`, `drafters.files` and `quantize`.
+may quantise on the way. Knows no requests. Called by `engine.library.load`, `drafters.files` and `quantize`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `MappedFile` checks all of a header (S-28): lengths, types, shapes and offsets must agree with each other and with
 the file, leave no hole and not overlap. `MappedCheckpoint` finds the files of a directory and opens no others. Knows no
-models and imports no torch. Called by the readers of weights, by `engine.load` and by `drafters`.
+models and imports no torch. Called by the readers of weights, by `engine.library.load` and by `drafters`.
 """
 
 from __future__ import annotations

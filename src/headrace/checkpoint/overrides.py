@@ -1,6 +1,6 @@
 """Values in place of those of a config.json: --hf-overrides, and the flags of other engines that become such values.
 
-A rotary embedding is set in whichever layout the file has. Knows no files; called by `engine.load`.
+A rotary embedding is set in whichever layout the file has. Knows no files; called by `engine.library.load`.
 """
 
 from __future__ import annotations

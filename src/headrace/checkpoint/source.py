@@ -1,6 +1,6 @@
 """Opens what the weights of a model are read from: a packed file that fits, else the checkpoint itself.
 
-It must not import torch. Called by `engine.load`.
+It must not import torch. Called by `engine.library.load`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from headrace.engine.core import EngineCore
 from headrace.engine.progress import Progress
 from headrace.fleet.simulator import Simulation, Sizes
 from headrace.fleet.traces import Call
-from headrace.plan import fitted, step_model
+from headrace.plan import fitted
 from headrace.plan.planner import Planner
+from headrace.protocol import step_model
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.step import Request, ScheduledBatch
 

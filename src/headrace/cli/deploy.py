@@ -1,4 +1,4 @@
-"""`headrace deploy`: a fleet on a Ray cluster, as a file says. A composition root of `fleet.ray`."""
+"""`headrace deploy`: a fleet on a Ray cluster, as a file says. A composition root of `ray`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def deploy(
     if the cluster will not do or the deployment did not start, 2 for a file at fault.
     """
     # Of modules that need no Ray.
-    from headrace.fleet.ray.app import read
+    from headrace.ray.app import read
 
     plan = read(app)
     if check:
@@ -36,7 +36,7 @@ def deploy(
     try:
         import ray
 
-        from headrace.fleet.ray import deploy as deployment
+        from headrace.ray import deploy as deployment
     except ModuleNotFoundError as error:
         raise HeadraceError("this needs Ray, which is not installed: pip install 'headrace[ray]'") from error
     deployment.connect(address)

@@ -160,7 +160,7 @@ def remote_client(
     def make(engine: EngineConfig, server: ServerConfig) -> EngineClient:
         from headrace import hub
         from headrace.engine.client import EngineClient
-        from headrace.engine.crash_reports import CrashReports
+        from headrace.engine.records.crash_reports import CrashReports
         from headrace.fleet.engines.client import Fleet
         from headrace.fleet.remote.link import RemoteLink
 

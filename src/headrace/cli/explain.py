@@ -1,4 +1,4 @@
-"""`headrace explain`: why the requests of a recording took the time they took, without the model (`engine.blind`)."""
+"""`headrace explain`: why the requests of a recording took so long, without the model (`engine.records.blind`)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def explain(
     """Tell where each millisecond of a recorded request went, and why the prefix cache had no more of its prompt."""
     import msgspec
 
-    from headrace.engine.blind import notes_of, open_recording
+    from headrace.engine.records.blind import notes_of, open_recording
     from headrace.insight import explain as words
     from headrace.insight.lives import Life, Lives
     from headrace.insight.trace import trace_of
     from headrace.insight.without import simulate
-    from headrace.plan import step_model
+    from headrace.protocol import step_model
     from headrace.protocol.errors import RequestError
 
     lives, recording = Lives(max_lives=2**62), open_recording(log)

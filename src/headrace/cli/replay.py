@@ -1,4 +1,4 @@
-"""`headrace replay`: builds the engine that a log was recorded from, and runs it again (`engine.replay`)."""
+"""`headrace replay`: builds the engine that a log was recorded from, and runs it again (`engine.records.replay`)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def replay(
     """Run a recorded engine again, to the bit, and name the first step that differs."""
     import msgspec
 
-    from headrace.engine.blind import notes_of, open_recording
     from headrace.engine.build import build_engine
-    from headrace.engine.replay import replay as run_again
+    from headrace.engine.records.blind import notes_of, open_recording
+    from headrace.engine.records.replay import replay as run_again
 
     recording = open_recording(log)
     head, config, records = recording

@@ -162,7 +162,7 @@ def pools_of(
 ) -> tuple[tuple[CacheKind, ...], tuple[int, ...]]:
     """Return the kinds of a model's cache, and the blocks (or slots) of each, for which the memory is divided as an
     engine divides it."""
-    from headrace.engine.pools import bounds_of, divide
+    from headrace.engine.library.pools import bounds_of, divide
     from headrace.protocol.config import EngineConfig
     from headrace.protocol.kinds import CacheKind
 

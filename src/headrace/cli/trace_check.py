@@ -23,12 +23,13 @@ from headrace.engine.core import EngineCore
 from headrace.engine.progress import Progress
 from headrace.fleet.simulator import Run, Simulation, Sizes
 from headrace.fleet.traces import Call
-from headrace.plan import fitted, step_model
+from headrace.plan import fitted
 from headrace.plan.planner import Planner
-from headrace.plan.step_model import StepModel
+from headrace.protocol import step_model
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.step import Request, ScheduledBatch
+from headrace.protocol.step_model import StepModel
 
 FIT_SECONDS = 45.0
 NUM_LENGTHS = 6

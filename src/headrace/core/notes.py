@@ -1,6 +1,6 @@
 """`Notes`: what the scheduler decided since the last reading, as ints: for the journal, not for the schedule.
 
-The scheduler writes, `insight.journal` reads and empties; without a reader, the oldest notes are dropped. The events
+The scheduler writes, `core.journal` reads and empties; without a reader, the oldest notes are dropped. The events
 of blocks are the pool's (`BlockPool.log`).
 """
 

@@ -120,7 +120,8 @@ class Target(NamedTuple):
     A drafter is made before the target's `Program`, which is made with the drafter's `feature_layers` and whose KV
     cache takes the memory that the drafter leaves. `directory` may be a GGUF file; `config` are the values of
     config.json. `kv_dtype` and `quantization` are the target's own. `load` reads another model: (directory,
-    quantization, max_model_len) -> its backend, the model, its config; it raises what `engine.load.load_model` raises.
+    quantization, max_model_len) -> its backend, the model, its config; it raises the errors of
+    `engine.library.load.load_model`.
     """
 
     model: Model

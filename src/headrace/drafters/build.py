@@ -1,6 +1,7 @@
 """Makes the drafter and the `Speculator` of a `SpeculativeConfig`.
 
-The file of a method is imported when it is needed, so that prompt lookup loads no model. Called by `engine.load`.
+The file of a method is imported when it is needed, so that prompt lookup loads no model. Called by
+`engine.library.load`.
 """
 
 from __future__ import annotations

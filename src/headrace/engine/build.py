@@ -33,7 +33,7 @@ def build_engine(
 
     Raises `ModelNotFoundError`, `CheckpointError` or `RequestError` (a config value that the model can not meet).
     """
-    from headrace.engine.load import build_runner
+    from headrace.engine.library.load import build_runner
 
     runner, info = build_runner(config, vocabulary=vocabulary_source(config), on_lost=on_lost)
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
@@ -99,7 +99,7 @@ def recorded(
 ) -> Callable[..., EngineCore]:
     """Return the constructor of an engine whose schedule is recorded. Raises `RequestError` if the file can not be
     written, except at a restart."""
-    from headrace.engine.recording import RecordedEngine, Recorder
+    from headrace.engine.records.recording import RecordedEngine, Recorder
 
     config_bytes = msgspec.msgpack.encode(config)
     try:

@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable
 
 from headrace import env
+from headrace.core.journal import Journal
+from headrace.core.reports import KeyReports
 from headrace.engine import logs, orders
-from headrace.engine.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Executor, Ticket
 from headrace.engine.parts import parts_of
-from headrace.fleet.reports import KeyReports
-from headrace.insight.journal import Journal
+from headrace.engine.records.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError

@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from headrace.engine import tenants
 from headrace.engine.admission import Admission
 from headrace.engine.core import EngineCore, verify
-from headrace.engine.crash_reports import CrashReports
 from headrace.engine.links import ENGINE_COMMAND, InprocLink, Link, ProcessLink, engine_level
-from headrace.engine.observer import Observer
 from headrace.engine.order_calls import Orders
+from headrace.engine.records.crash_reports import CrashReports
 from headrace.engine.replica import Replica
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.resumption import PROBE, OpenRequest, PoisonedRequestError
@@ -38,6 +37,24 @@ logger = logging.getLogger("headrace.engine")
 
 RANKS_GRACE_S = 2.0
 """By which the watchdog of an engine of several ranks is later than their own."""
+
+
+class Observer(Protocol):
+    """Takes measurements of an engine; `insight.metrics` has one. Called on the event loop, so it must be quick."""
+
+    def on_step(self, output: StepOutput, replica: int = 0) -> None:
+        """Note a step of one of the engines."""
+        ...
+
+    def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
+        """Note that the engine has ended. These requests go on in the next one, whose steps count from the first."""
+        ...
+
+    def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None: ...
+
+    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        """Note tokens of one request, `seconds` after the tokens before them (None for its first)."""
+        ...
 
 
 class EngineClient:

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from headrace.core.journal import Journal
 from headrace.core.requests import verify_fit, verify_model
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import NEVER
-from headrace.insight.journal import Journal
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 Ticket: TypeAlias = Any

@@ -20,9 +20,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import IO, Protocol
 
 from headrace.engine import logs
-from headrace.engine.black_box import BlackBox
 from headrace.engine.core import EngineCore
 from headrace.engine.parts import Joiner
+from headrace.engine.records.black_box import BlackBox
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import EngineDeadError, HeadraceError

@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.backends.native import require_native
+from headrace.backends.shares import DeviceSeat, Seat
 from headrace.engine.child import set_up_process
-from headrace.engine.load import choose_activations, load_model
+from headrace.engine.library.load import choose_activations, load_model
 from headrace.engine.ranks import Go, SetUp, Start, gathers_at, seat_of
 from headrace.parallel.group import SLOT_BYTES, Apart, Loaded, Ready, framed
 from headrace.parallel.pipeline import RankNeighbours, follow_stage, in_turn
-from headrace.parallel.plan import DeviceSeat, Seat
 from headrace.parallel.program import (
     Call,
     CopyBlocks,

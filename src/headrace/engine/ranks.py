@@ -1,7 +1,7 @@
 """Starts the ranks of an engine, and what rank 0 does beside them: `open_group`, and the messages of a start.
 
 A rank is a process of `engine.rank`. All of them read the same checkpoint at the same time, each its own part; rank 0
-waits for the others, and then they go through the steps of `engine.load` together. Called by `engine.load`.
+waits for the others, and then they go through the steps of `engine.library.load` together, which calls this module.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 from headrace import env
 from headrace.backends import choose_backend, num_gpus
 from headrace.backends.base import Backend, Program
+from headrace.backends.shares import MAX_RANKS, DeviceSeat, Plan, Seat
 from headrace.parallel.devices import DeviceRanks
 from headrace.parallel.gloo import GlooRanks
 from headrace.parallel.group import SLOT_BYTES, Apart, Group
 from headrace.parallel.pipeline import Arrivals, FirstNeighbours, PipelinedProgram
-from headrace.parallel.plan import MAX_RANKS, DeviceSeat, Plan, Seat
 from headrace.parallel.program import RankedProgram, RankLostError
 from headrace.parallel.sharding import Sharing
 from headrace.parallel.stages import StageSeat

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from headrace.engine.crash_reports import CrashReports
 from headrace.engine.links import Link
 from headrace.engine.order_calls import Orders
+from headrace.engine.records.crash_reports import CrashReports
 from headrace.engine.request_stream import RequestStream
 from headrace.engine.resumption import OpenRequest, Resumption, negated, summed
-from headrace.engine.watching import Watching
 from headrace.protocol import frames
 from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.protocol.step import Abort, Add, EngineInfo, Stats
@@ -53,6 +52,24 @@ class Holder(Protocol):
     def on_given_up(self, replica: Replica, message: str) -> None:
         """Note that the engine is not restarted any more."""
         ...
+
+
+class Watching:
+    """Whether the engine sends the events of its blocks, also after a restart. `post` sends a message to the engine."""
+
+    def __init__(self, post: Callable[[frames.ToEngine], None]) -> None:
+        self._post = post
+        self._is_watched = False
+
+    def watch(self, is_watched: bool) -> None:
+        """Begin or end the events of blocks in the notes of steps."""
+        self._is_watched = is_watched
+        self._post(frames.Watch(is_watched))
+
+    def renew(self) -> None:
+        """Begin them in an engine that has just started, if the last one sent them."""
+        if self._is_watched:
+            self._post(frames.Watch(True))
 
 
 class Replica:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from headrace.core.prefix import digest
-from headrace.fleet.reports import KEY_BYTES
+from headrace.core.reports import KEY_BYTES
 from headrace.protocol.step import CacheKeys
 
 _ITEM = array("q").itemsize

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from headrace.core.reports import KeyReports
 from headrace.core.requests import verify_fit
 from headrace.core.scheduler import Scheduler
 from headrace.fleet.dispatch import Dispatcher, has_room
 from headrace.fleet.index import prefix_keys, root_key
-from headrace.fleet.reports import KeyReports
 from headrace.fleet.router import Route, Router
 from headrace.fleet.traces import Call
 from headrace.protocol.errors import RequestError

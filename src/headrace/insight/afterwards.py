@@ -1,5 +1,5 @@
-"""`python -m headrace.insight.afterwards SECONDS`: replays a recording without its model (`engine.blind`), for the
-inspector, in a process of its own of bounded time and memory (`text.bounded`).
+"""`python -m headrace.insight.afterwards SECONDS`: replays a recording without its model, for the inspector
+(`engine.records.blind`), in a process of its own of bounded time and memory (`text.bounded`).
 
 A job is the path of a recording, and the reply the JSON of a `Replay`.
 """
@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from headrace.engine.blind import notes_of, open_recording
+from headrace.core.journal import Step
+from headrace.engine.records.blind import notes_of, open_recording
 from headrace.engine.resumption import PROBE
 from headrace.insight.explain import explain
-from headrace.insight.journal import Step
 from headrace.insight.live import BlockMap, as_dict
 from headrace.insight.lives import Life, Lives
 from headrace.insight.summaries import MAX_REQUESTS, summary_of
-from headrace.plan import step_model
+from headrace.protocol import step_model
 from headrace.protocol.errors import HeadraceError
 from headrace.text.bounded import serve
 

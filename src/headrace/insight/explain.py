@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from headrace.core.journal import Wait
 from headrace.core.prefix import Miss
-from headrace.insight.journal import Wait
 from headrace.insight.limits import Machine, Share, share_of
 from headrace.insight.lives import ESTIMATES, Life, Lives
 

@@ -14,15 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
+from headrace.core.journal import Step, decode_note
 from headrace.engine import context, tenants
+from headrace.engine.client import Observer
 from headrace.engine.generation import FinishObserver
-from headrace.engine.observer import Observer
 from headrace.insight.explain import Explanation, Text, explain
-from headrace.insight.journal import Step, decode_note
 from headrace.insight.limits import Machine
 from headrace.insight.live import Feed
 from headrace.insight.lives import MAX_LIVES, Life, Lives
-from headrace.plan import step_model
+from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.step import EngineInfo, StepOutput
 from headrace.text.outputs import RequestState

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.insight.journal import Step
+from headrace.core.journal import Step
 from headrace.protocol.step import EngineInfo
 
 MAX_STEPS = 256

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.core.blocks import CACHED, DROPPED, EVICTED, FORGOTTEN, PINNED, TAKEN
-from headrace.insight.journal import RESET, BlockEvent, Step
+from headrace.core.journal import RESET, BlockEvent, Step
 from headrace.protocol.errors import QueueFullError
 
 MAX_VIEWERS = 16

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.insight.journal import Admission, Arrival, Note, Step, Wait
+from headrace.core.journal import Admission, Arrival, Note, Step, Wait
 from headrace.insight.limits import Reads
 from headrace.insight.shares import BY_FIT, BY_ROWS, Shares, by_fit, by_rows
-from headrace.plan.step_model import StepModel
+from headrace.protocol.step_model import StepModel
 
 MAX_LIVES = 10_000
 """Ended requests that are kept."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from headrace.insight.journal import Step
-from headrace.plan.step_model import StepModel, num_alone, num_seen
+from headrace.core.journal import Step
+from headrace.protocol.step_model import StepModel, num_alone, num_seen
 
 BY_ROWS, BY_FIT = "rows", "fitted step times"
 

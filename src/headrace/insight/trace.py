@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from headrace.insight.journal import Step
+from headrace.core.journal import Step
 from headrace.insight.lives import Life
 
 STEPS, REQUESTS = 1, 2

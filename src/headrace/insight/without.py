@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.engine.blind import Recording, notes_of
+from headrace.core.journal import Journal, Step
 from headrace.engine.build import make_scheduler
 from headrace.engine.core import EngineCore
-from headrace.engine.recording import Record, StepEnd, StepPlan, StepTimes
-from headrace.insight.journal import Journal, Step
+from headrace.engine.records.blind import Recording, notes_of
+from headrace.engine.records.recording import Record, StepEnd, StepPlan, StepTimes
 from headrace.insight.lives import Life, Lives
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.errors import HeadraceError, RequestError

@@ -1,7 +1,7 @@
 """Finds the model file of a model_type: one file per Hugging Face model_type, with its name.
 
 A model file has `TINY`, a config.json small enough for tests, and `Model`, which implements the protocol below. Called
-by `engine.load`. How to write one: docs/howto-add-a-model.md.
+by `engine.library.load`. How to write one: docs/howto-add-a-model.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ModelConfig`: the values of a config.json, each verified to be of its type and in range.
 
 The file may be old (rope_theta, rope_scaling), new (rope_parameters) or hostile. Knows no tensors. Called by the model
-files and by `engine.load`.
+files and by `engine.library.load`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The weights of a model as one rank reads them: `RankWeights` says how the outputs of each layer are shared out.
 
 The reader behind it reads whole layers as it always does, but the rank's operators take only its rows of them. Knows
-names, shapes and layouts; must not know formats or processes. Called by `engine.load`.
+names, shapes and layouts; must not know formats or processes. Called by `engine.library.load`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Array, Heads, Matrix, Ops
+from headrace.backends.shares import Layout, Plan
 from headrace.models.weights import ByHead, Expert, Weights
-from headrace.parallel.plan import Layout, Plan
 
 if TYPE_CHECKING:
     from headrace.models.weights import Cut

@@ -2,7 +2,7 @@
 
 The layers of other ranks are made without weights and never called; what they keep in the cache takes no memory, but
 its kinds are known everywhere, so that one block table fits all ranks. Knows models, names and shapes; must not know
-formats or processes. Called by `engine.stages`.
+formats or processes. Called by `engine.library.stages`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.plan.step_model import StepModel
 from headrace.protocol.errors import HeadraceError
+from headrace.protocol.step_model import StepModel
 
 KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of rows at which the time of a row may change: kernels take rows in groups."""

@@ -1,6 +1,7 @@
 """What each layer of a model reads: the bytes of its weights, and the caches. By the engine's own model files.
 
-`count_layers` runs one row through a model of sizes alone (`plan.counting`), layer by layer. Called by `engine.stages`.
+`count_layers` runs one row through a model of sizes alone (`plan.counting`), layer by layer. Called by
+`engine.library.stages`.
 """
 
 from __future__ import annotations

@@ -13,12 +13,13 @@ from headrace import gguf, hub, models
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.names import text_config
 from headrace.models.config import ModelConfig
-from headrace.plan import hardware, known, step_model
+from headrace.plan import hardware, known
 from headrace.plan.counting import Counts, count
 from headrace.plan.forms import FLOAT_BITS, KV_ITEM_BYTES, Forms
 from headrace.plan.hardware import Hardware
 from headrace.plan.plans import Change, Plan, Speed, Wish
 from headrace.plan.steps import Roofline, dollars_per_million, latency
+from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError, RequestError
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}

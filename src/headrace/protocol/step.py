@@ -262,7 +262,7 @@ class BeamResult(msgspec.Struct, frozen=True, kw_only=True):
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
     """A message to the engine: a new request, and when its call came, its prompt was tokenised, and it was sent
-    (`insight.journal.Arrival.times`)."""
+    (`core.journal.Arrival.times`)."""
 
     request: Request
     times: list[float] = []
@@ -320,7 +320,7 @@ class Stats(msgspec.Struct, kw_only=True):
 
 
 class CacheKeys(msgspec.Struct, frozen=True, array_like=True):
-    """What a replica's prefix cache has, for a router: keys of equal length, joined (`fleet.reports`). They are those
+    """What a replica's prefix cache has, for a router: keys of equal length, joined (`core.reports`). They are those
     of all blocks if it `is_full`, else those that came and went since the report before, which had the same `epoch` and
     `number` - 1.
     """
@@ -338,7 +338,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
     `started` maps a request to the number of its prompt tokens in the prefix cache, in the step that first ran it. A
     request appears in `finished` exactly once, and never again in any later output. `states` are the samplers' states
     with which a request can be resumed elsewhere (`Request.resume_state`). `beams` has the answers of a search, in the
-    output that has its end. `cache_keys` are for a router. `note` is for viewers (`insight.journal.Note`). Times are
+    output that has its end. `cache_keys` are for a router. `note` is for viewers (`core.journal.Note`). Times are
     monotonic seconds. An output may come in parts (`engine.parts`): `alternatives` are then the next of
     `TokenLogprob.top` of a row, by its index, in the next part that has log-probabilities of that request.
     """

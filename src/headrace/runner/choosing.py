@@ -2,7 +2,7 @@
 
 It gives the same ids and the same bits as `sampling.filters.select`, which takes over where the head is long, but
 leaves out tokens that can not win the draw. It joins two layers that must not import each other. Made by
-`engine.load`.
+`engine.library.load`.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class Runner:
         self, batch: ScheduledBatch, verifications: list[Verification], rows: list[int], result: StepResult
     ) -> None:
         """Draw where a program gives fewer logits at once than are needed: whole chunks in each turn. A program of an
-        engine with speculation has room for one (`engine.load`)."""
+        engine with speculation has room for one (`engine.library.load`)."""
         most = self.program.max_logits
         start = 0
         while start < len(verifications):

@@ -24,14 +24,13 @@ from starlette.responses import Response
 from headrace import __version__, env
 from headrace.engine import logs
 from headrace.engine.client import EngineClient
-from headrace.engine.model_folder import ModelFolder
+from headrace.engine.library.model_folder import ModelFolder
 from headrace.engine.tenants import Limits, Rates
 from headrace.fleet.engines.local import client_of
 from headrace.insight.explainer import Explainers
 from headrace.insight.llama_metrics import LlamaMetrics
 from headrace.insight.metrics import render
 from headrace.insight.tracing import otlp
-from headrace.inspector import explanations, live, page, planning
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import aliases, fleet, openapi, process, routing, tokenize
@@ -50,6 +49,7 @@ from headrace.serve.gates.auth import ApiKeyGate, KeyRing
 from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.inspection import Inspection
 from headrace.serve.inspection import add_routes as add_inspection_routes
+from headrace.serve.inspector import explanations, live, page, planning
 from headrace.serve.lifespan import Lifespan
 from headrace.serve.loading import Loader, RunningModel, RunningModels, default_params, load_audits, load_text
 from headrace.text.templates import ChatTemplate

@@ -20,11 +20,11 @@ from typing import Any, cast
 import msgspec
 
 from headrace import hub
-from headrace.engine import model_settings
 from headrace.engine.client import EngineClient, ProcessClient
 from headrace.engine.generation import TextClient
-from headrace.engine.model_facts import ModelFacts, facts_of
-from headrace.engine.model_folder import ModelFolder
+from headrace.engine.library import model_settings
+from headrace.engine.library.model_facts import ModelFacts, facts_of
+from headrace.engine.library.model_folder import ModelFolder
 from headrace.engine.tenants import Rates
 from headrace.insight import audit
 from headrace.insight.explainer import Explainer, Explainers

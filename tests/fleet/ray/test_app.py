@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from tests.docs.pages import ROOT, blocks
 
-from headrace.fleet.ray.app import App, app_of, documented, read
 from headrace.protocol.errors import RequestError
+from headrace.ray.app import App, app_of, documented, read
 
 PAGE = "howto-scale.md"
 MODEL = {"model": "path/to/small.gguf"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import main
-from headrace.fleet.ray.app import app_of
+from headrace.ray.app import app_of
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -74,7 +74,7 @@ def service() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
 def test_a_cluster_that_needs_no_token_is_refused_with_the_commands(service: tuple[str, list[Any]]) -> None:
     import grpc
 
-    from headrace.fleet.ray.deploy import ClusterError, refuse_open
+    from headrace.ray.deploy import ClusterError, refuse_open
 
     address, answers = service
     answers.append(None)
@@ -93,8 +93,8 @@ def test_serves_config_is_what_the_file_says() -> None:
     pytest.importorskip("ray.serve")
     from ray.serve.config import AutoscalingConfig
 
-    from headrace.fleet.ray.deploy import autoscaling
-    from headrace.fleet.ray.scaling import replicas_for
+    from headrace.ray.deploy import autoscaling
+    from headrace.ray.scaling import replicas_for
 
     [model] = app_of({"models": [{"model": "builtin", "max_replicas": 3, "downscale_delay_seconds": 60}]}).models
     config = AutoscalingConfig(**autoscaling(model))

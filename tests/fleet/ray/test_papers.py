@@ -13,10 +13,10 @@ import pytest
 from tests.support.remote import FAST, child
 
 from headrace.engine.client import EngineClient
-from headrace.fleet.ray.papers import ENGINE_NAME, FILES, Papers, make, papers_of
 from headrace.fleet.remote.link import RemoteLink
 from headrace.fleet.remote.server import EngineServer
 from headrace.protocol.errors import RequestError
+from headrace.ray.papers import ENGINE_NAME, FILES, Papers, make, papers_of
 from headrace.secure.handshake import HandshakeError
 
 pytest.importorskip("cryptography")

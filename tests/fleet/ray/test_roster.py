@@ -12,7 +12,7 @@ from tests.support.remote import until
 
 from headrace.engine.links import InprocLink, Link
 from headrace.fleet.engines.client import Fleet
-from headrace.fleet.ray.roster import LOST_S, Roster
+from headrace.ray.roster import LOST_S, Roster
 
 
 class Engines:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.engine.admission import Admission
-from headrace.fleet.ray.scaling import Demand, replicas_for, stats, wanted
+from headrace.ray.scaling import Demand, replicas_for, stats, wanted
 
 
 def context(reports: dict[str, float | None] | None, low: int = 1, high: int = 8) -> Any:

@@ -13,12 +13,12 @@ import pytest
 from tests.engine.test_client import LONG, Answer, read, request, requests, undisturbed
 from tests.support.remote import child, front, listening, run, served, until
 
+from headrace.core.journal import Arrival, Note, Step, decode_note
 from headrace.engine.cache_tree import CacheTree, ReadCache
 from headrace.engine.client import EngineClient
 from headrace.fleet.remote import server as server_module
 from headrace.fleet.remote.server import EngineServer
 from headrace.fleet.remote.stamps import Stamps
-from headrace.insight.journal import Arrival, Note, Step, decode_note
 from headrace.protocol import frames
 from headrace.protocol.errors import EngineDeadError
 from headrace.protocol.step import Abort, Add, EngineInfo, Finish, Stats, StepOutput

@@ -21,7 +21,7 @@ from headrace import LLM, SamplingParams, hub
 from headrace.builtin import directory
 from headrace.cli.bench.data import find_tokenizer
 from headrace.doctor import model_state
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError
 

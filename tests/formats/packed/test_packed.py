@@ -336,7 +336,7 @@ def native() -> None:
 
 
 def model_of(directory: Path, backend: str, quantization: str | None, **options: Any) -> Any:
-    from headrace.engine.load import load_model
+    from headrace.engine.library.load import load_model
     from headrace.protocol.config import EngineConfig
 
     config = EngineConfig(model=str(directory), backend=backend, quantization=quantization, **options)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.tensors import tensor, weight_of
 from headrace.checkpoint import loader
-from headrace.engine.load import build_runner
+from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight

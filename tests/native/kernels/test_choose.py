@@ -11,7 +11,7 @@ from tests.native.kernels.calls import ISAS, Floats, normals
 
 from headrace.backends import make_backend
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
-from headrace.engine.load import choose_select
+from headrace.engine.library.load import choose_select
 from headrace.protocol.params import SamplingParams
 from headrace.runner.choosing import MAX_HEAD, NativeSelect
 from headrace.sampling import noise

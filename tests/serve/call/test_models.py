@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.engine import context, tenants
-from headrace.engine.model_facts import ModelFacts
+from headrace.engine.library.model_facts import ModelFacts
 from headrace.protocol.errors import CheckpointError, DeadlineError, ModelNotFoundError, RequestError
 from headrace.serve.call import models
 from headrace.serve.call.models import ModelLoadError, ModelSet

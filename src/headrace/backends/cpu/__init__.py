@@ -29,7 +29,7 @@ from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
 from headrace.backends.neighbours import neighbours_of
-from headrace.parallel.plan import Seat
+from headrace.backends.shares import Seat
 from headrace.protocol.errors import RequestError
 from headrace.quant.arrays import floats, type_name
 from headrace.quant.schemes import F8_SCHEMES, K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag

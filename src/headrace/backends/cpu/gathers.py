@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headrace.backends.cpu.codes import new_codes, padded, quantised
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.graph import PAIRS, Value
-from headrace.parallel.plan import Layout, Seat
+from headrace.backends.shares import Layout, Seat
 from headrace.protocol.errors import CheckpointError
 
 NO_CODES: dict[str, Any] = {"q": None, "ld_q": 0, "scales": None, "sums": None, "ld_s": 0, "group": 1}

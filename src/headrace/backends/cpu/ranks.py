@@ -20,8 +20,8 @@ from headrace.backends.cpu.ops import F32, CpuOps
 from headrace.backends.cpu.products import Pair
 from headrace.backends.cpu.shares import panels, some_rows, without_weights
 from headrace.backends.graph import Value
+from headrace.backends.shares import Bounds, Layout, Seat
 from headrace.backends.split import RankMatrix, RankValue, SomeRows, SplitOps, rank_matrix
-from headrace.parallel.plan import Bounds, Layout, Seat
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy as np
 from headrace.backends.cpu.matrix import ACT_GROUP, CpuMatrix
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.native import require_native
-from headrace.parallel.plan import Bounds
+from headrace.backends.shares import Bounds
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import MatrixSource
 from headrace.quant.schemes import native_flag

@@ -21,9 +21,9 @@ from headrace.backends.cuda.matrix import schemes
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.program import MAX_ROWS, CudaProgram, capability, planned_bytes
 from headrace.backends.cuda.ranks import CudaRankOps
+from headrace.backends.shares import DeviceSeat
 from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.tensors import DTYPES, tensor
-from headrace.parallel.plan import DeviceSeat
 from headrace.protocol.errors import RequestError
 
 GRAPH_BYTES = 512 * 2**20

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.parallel.plan import Layout
+from headrace.backends.shares import Layout
 
 ALIGN = 256
 """Bytes at multiples of which the parts of the ranks begin."""

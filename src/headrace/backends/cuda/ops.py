@@ -17,8 +17,8 @@ from headrace.backends.cuda.gathers import Exchange
 from headrace.backends.cuda.kernels.experts import stacked
 from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
 from headrace.backends.graph import LOGITS, ROWS, Graph, Value
+from headrace.backends.shares import Layout
 from headrace.backends.step import StepRows
-from headrace.parallel.plan import Layout
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from headrace.backends.base import Activation, Matrix, Routing
 from headrace.backends.cuda.matrix import CudaMatrix
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.graph import Value
+from headrace.backends.shares import Bounds, DeviceSeat, Layout
 from headrace.backends.split import RankMatrix, RankValue, SomeRows, SplitOps, rank_matrix
-from headrace.parallel.plan import Bounds, DeviceSeat, Layout
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:

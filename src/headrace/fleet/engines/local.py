@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from headrace.engine.client import EngineClient, ProcessClient, watchdog_timeout
-from headrace.engine.crash_reports import CrashReports
 from headrace.engine.links import ENGINE_COMMAND, Link, ProcessLink, engine_level
+from headrace.engine.records.crash_reports import CrashReports
 from headrace.engine.replica import Replica
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.engines.update import RollingUpdate

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from secrets import token_bytes
 from typing import Any
 
-from headrace.engine.black_box import BlackBox
 from headrace.engine.links import POSTED_BYTES, OnLost, OnMessage
 from headrace.engine.parts import Joiner
+from headrace.engine.records.black_box import BlackBox
 from headrace.fleet.remote import wire
 from headrace.fleet.remote.stamps import Stamps
 from headrace.protocol import frames

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from headrace.core.journal import Admission, Arrival, decode_note
 from headrace.engine.cache_tree import CacheTree
-from headrace.insight.journal import Admission, Arrival, decode_note
 from headrace.protocol import frames
 from headrace.protocol.step import StepOutput
 

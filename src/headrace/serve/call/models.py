@@ -4,7 +4,7 @@ A server has one model that was named at its start and stays, or a folder of mod
 of the folder is loaded at its first use. It is unloaded when no call has used it for its time to stay, or when others
 need its room; calls that come meanwhile wait until it is gone, and load it again. A model is in use while a route
 answers with it and while its engine has open requests. Knows names and times; `serve.loading` starts engines,
-`engine.model_folder` reads the files, and every route of an API comes through `bound` or `bind`.
+`engine.library.model_folder` reads the files, and every route of an API comes through `bound` or `bind`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Protocol, TypeVar, cast
 from headrace.engine import context
 from headrace.engine.client import EngineClient
 from headrace.engine.generation import in_time
-from headrace.engine.model_facts import ModelFacts
-from headrace.engine.model_folder import ModelFolder
+from headrace.engine.library.model_facts import ModelFacts
+from headrace.engine.library.model_folder import ModelFolder
 from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError
 from headrace.serve.call.service import ServedModel
 from headrace.serve.call.sleeping import refuse

@@ -22,9 +22,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.engine.model_facts import ModelFacts
-from headrace.engine.model_folder import ModelFolder, Progress, plain_name
-from headrace.engine.model_settings import ModelSettings
+from headrace.engine.library.model_facts import ModelFacts
+from headrace.engine.library.model_folder import ModelFolder, Progress, plain_name
+from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError, UnsupportedError
 from headrace.protocol.parameters import OLLAMA, names_in

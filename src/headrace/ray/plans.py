@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.fleet.ray.papers import Papers
 from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.ray.papers import Papers
 
 FRONT = "front"
 ENGINE = "engine"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from headrace.engine.links import Link
 from headrace.engine.replica import Replica
 from headrace.fleet.engines.client import Fleet
-from headrace.fleet.ray.scaling import Demand
+from headrace.ray.scaling import Demand
 
 logger = logging.getLogger("headrace.engine")
 

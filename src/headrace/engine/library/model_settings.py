@@ -1,7 +1,7 @@
 """`ModelSettings`: what Ollama's `create` sets for a model of the models folder, in `headrace.json` beside its files.
 
 A default system message, a chat template in place of the model's own, and default sampling parameters. Knows files;
-`engine.model_folder` writes them, and `serve.loading` and `llm` apply them when the model runs.
+`engine.library.model_folder` writes them, and `serve.loading` and `llm` apply them when the model runs.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace import hub
-from headrace.engine import model_settings
-from headrace.engine.model_facts import ModelFacts, digest_of, facts_of
-from headrace.engine.model_settings import ModelSettings
+from headrace.engine.library import model_settings
+from headrace.engine.library.model_facts import ModelFacts, digest_of, facts_of
+from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
 
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}"

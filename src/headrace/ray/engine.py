@@ -20,10 +20,10 @@ from ray import serve
 from headrace import hub
 from headrace.engine import logs
 from headrace.engine.links import ProcessLink
-from headrace.fleet.ray.plans import ANNOUNCE_S, FRONT, EnginePlan
-from headrace.fleet.ray.scaling import Demand, stats
 from headrace.fleet.remote.server import EngineServer
 from headrace.protocol.errors import HeadraceError
+from headrace.ray.plans import ANNOUNCE_S, FRONT, EnginePlan
+from headrace.ray.scaling import Demand, stats
 
 logger = logging.getLogger("headrace.engine")
 

@@ -1,4 +1,4 @@
-"""Makes a rank's layers of a model, where ranks share them out: `stage_maker`. Called by `engine.load`.
+"""Makes a rank's layers of a model, where ranks share them out: `stage_maker`. Called by `engine.library.load`.
 
 All ranks come to the same shares by themselves, by what the model file reads of each layer.
 """

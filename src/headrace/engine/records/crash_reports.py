@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
-from headrace.engine.black_box import BlackBox
+from headrace.engine.records.black_box import BlackBox
 from headrace.engine.resumption import OpenRequest
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.step import EngineInfo, Stats

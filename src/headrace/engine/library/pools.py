@@ -1,4 +1,4 @@
-"""How the memory of the cache is divided among the pools of its kinds. Called by `engine.load`.
+"""How the memory of the cache is divided among the pools of its kinds. Called by `engine.library.load`.
 
 A kind that keeps all positions gets what is left: the other kinds need no more than `max_num_seqs` sequences hold, and
 a share for prefixes that are cached.

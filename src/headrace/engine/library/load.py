@@ -15,6 +15,7 @@ import msgspec
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
 from headrace.backends.base import Backend, Program
+from headrace.backends.shares import DeviceSeat, Seat
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_origin import GGUFOrigin
 from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_config
@@ -25,14 +26,13 @@ from headrace.checkpoint.source import prediction_layers, unpacked_weights, with
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
-from headrace.engine.pools import choose_pool_sizes, longest_table, token_bytes
+from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
+from headrace.engine.library.stages import stage_maker
 from headrace.engine.progress import progress_bar
 from headrace.engine.ranks import SetUp, first_seat, go, open_group, program_of, take_seat
-from headrace.engine.stages import stage_maker
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
 from headrace.parallel.group import Group, Loaded, Ready
-from headrace.parallel.plan import DeviceSeat, Seat
 from headrace.parallel.sharding import RankWeights
 from headrace.parallel.stages import StageSeat
 from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, WHILE_LOADING, EngineConfig

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.core.journal import Journal, Note
 from headrace.engine.build import make_scheduler
 from headrace.engine.core import EngineCore, Executor
-from headrace.engine.recording import LogEnd, LogHead, Record, StepEnd, StepError, StepPlan, StepTimes, plan_of
-from headrace.engine.replay import RecordingError, ReplayDifference, UndoneStepError, compare, read
-from headrace.insight.journal import Journal, Note
+from headrace.engine.records.recording import LogEnd, LogHead, Record, StepEnd, StepError, StepPlan, StepTimes, plan_of
+from headrace.engine.records.replay import RecordingError, ReplayDifference, UndoneStepError, compare, read
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch, StepResult

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from headrace.engine.core import EngineCore, Executor, Ticket
-from headrace.engine.recording import (
+from headrace.engine.records.recording import (
     MAGIC,
     MAX_FRAME_BYTES,
     Clocked,

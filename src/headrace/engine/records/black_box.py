@@ -2,7 +2,7 @@
 
 Two files in memory, made by the server and inherited by the process, which writes into both. They hold counts, request
 ids and places in the code, and never a token. `engine.child` notes the steps; `engine.links` makes and reads the box;
-`engine.crash_reports` writes its contents down.
+`engine.records.crash_reports` writes its contents down.
 """
 
 from __future__ import annotations

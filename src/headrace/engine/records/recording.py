@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.core.journal import Journal, arrival_times
 from headrace.engine.core import EngineCore, Executor, Ticket
-from headrace.insight.journal import Journal, arrival_times
 from headrace.protocol.step import (
     Abort,
     Add,

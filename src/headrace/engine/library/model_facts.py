@@ -1,7 +1,7 @@
 """What a model's files say of it, without its weights: `facts_of` reads config.json or the metadata of a GGUF file.
 
 Ollama's `show` and `tags` have these facts, and so have the cards of /v1/models. Names of quantisations are those that
-Ollama and llama.cpp show. Called by `engine.model_folder` and `serve.loading`, on worker threads.
+Ollama and llama.cpp show. Called by `engine.library.model_folder` and `serve.loading`, on worker threads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from headrace import gguf, hub
-from headrace.engine import model_settings
-from headrace.engine.model_settings import ModelSettings
+from headrace.engine.library import model_settings
+from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol.errors import CheckpointError
 
 MAX_HEADER_BYTES = 64 * 2**20

@@ -20,13 +20,13 @@ from headrace import hub
 from headrace.engine import logs
 from headrace.engine.client import EngineClient
 from headrace.fleet.engines.client import Fleet
-from headrace.fleet.ray.papers import ENGINE_NAME
-from headrace.fleet.ray.plans import FrontPlan
-from headrace.fleet.ray.roster import Roster
-from headrace.fleet.ray.scaling import Demand
 from headrace.fleet.remote.link import RemoteLink
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
+from headrace.ray.papers import ENGINE_NAME
+from headrace.ray.plans import FrontPlan
+from headrace.ray.roster import Roster
+from headrace.ray.scaling import Demand
 from headrace.serve import process
 from headrace.serve.app import make_app
 

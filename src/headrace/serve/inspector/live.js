@@ -6,7 +6,7 @@ export const MAX_STEPS = 2000;
 const MAX_NAMES = 4096;
 const RETRY_MS = 1000;
 const REDUCED_MOTION_MS = 500;
-// Kinds of block events, as in headrace/core/blocks.py and insight/journal.py.
+// Kinds of block events, as in headrace/core/blocks.py and core/journal.py.
 const [TAKEN, DROPPED, PINNED, CACHED, EVICTED, FORGOTTEN, RESET] = [0, 1, 2, 3, 4, 5, 6];
 
 /** Which blocks are whose. The same as `BlockMap` of headrace/insight/live.py, and each block's holders besides. */
@@ -72,7 +72,7 @@ export class BlockMap {
 
 /**
  * `state` is the last, `previous` the one before it (headrace/insight/state.py). `blocks` is a `BlockMap`; `tables`,
- * `holders` and `cached` are its. `steps` are the last `MAX_STEPS` as objects with the fields of insight/journal.py.
+ * `holders` and `cached` are its. `steps` are the last `MAX_STEPS` as objects with the fields of core/journal.py.
  * `names` maps a sequence to the id of its request, `prompts` to the length of its prompt, `positions` to how many of
  * its tokens are computed. `recording` is the reply of `POST /inspect/recording` that is shown, `shown` how many of its
  * steps; null without one.

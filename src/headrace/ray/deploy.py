@@ -16,12 +16,12 @@ import msgspec
 import ray
 from ray import serve
 
-from headrace.fleet.ray import papers
-from headrace.fleet.ray.app import App, Model, Placement
-from headrace.fleet.ray.engine import EngineActor
-from headrace.fleet.ray.front import FrontActor
-from headrace.fleet.ray.plans import ENGINE, FRONT, EnginePlan, FrontPlan, engine_app, front_app
 from headrace.protocol.errors import HeadraceError
+from headrace.ray import papers
+from headrace.ray.app import App, Model, Placement
+from headrace.ray.engine import EngineActor
+from headrace.ray.front import FrontActor
+from headrace.ray.plans import ENGINE, FRONT, EnginePlan, FrontPlan, engine_app, front_app
 
 logger = logging.getLogger("headrace.server")
 
@@ -29,7 +29,7 @@ START = """\
   export RAY_AUTH_MODE=token
   ray get-auth-token --generate
   ray start --head --include-dashboard=false"""
-POLICY = "headrace.fleet.ray.scaling:replicas_for"
+POLICY = "headrace.ray.scaling:replicas_for"
 PROBED = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 """A call to Ray's control service that changes nothing."""
 PROBE_S = 10.0
