@@ -1,4 +1,4 @@
-"""The architecture page names every file that a chat request passes."""
+"""The page of the traced request names every file that a chat request passes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,5 @@ def test_the_traced_request_names_every_file() -> None:
     # The control: a trace that saw one side alone would be short, or lack one of these.
     assert len(files) > 50
     assert {"serve/routing.py", "core/scheduler.py", "runner/runner.py", "text/outputs.py"} <= set(files)
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = page.partition("## One request, traced")[2].partition("\n## ")[0]
-    assert [file for file in files if f"`{file}`" not in section] == []
+    page = (ROOT / "docs" / "architecture" / "trace.md").read_text(encoding="utf-8")
+    assert [file for file in files if f"`{file}`" not in page] == []
