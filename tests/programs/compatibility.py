@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.clients import page as clients
 from tests.programs import dialects
-from tests.programs.compatibility_models import MODELS
+from tests.programs.compatibility_models import MODELS, RULES
 from tests.programs.compatibility_rows import APIS, DECODING, FILES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +38,12 @@ def node_id(name: str) -> str:
     """pytest's name of a test of the table."""
     file, _, test = name.partition(":")
     return f"{FILES[file]}::{test}"
+
+
+def link(name: str) -> str:
+    """A test of the table as a link to its file."""
+    file, _, test = name.partition(":")
+    return f"[{test}](../{FILES[file]})"
 
 
 def all_tests() -> list[str]:
@@ -64,9 +70,13 @@ def tables(results: dict[str, str]) -> str:
     pins = dict(re.findall(r"^(\S+?)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     text = HEAD.format(**{name: pins[name] for name in ("openai", "anthropic", "ollama")})
     for title, rows in TABLES.items():
-        text += f"\n## {title}\n\n| feature | works | how | tests | result |\n|---|---|---|---|---|\n"
+        text += f"\n## {title}\n\n"
+        if rows is MODELS:
+            text += "The tests of most rows are:\n\n"
+            text += "".join(f"- *{word}*, {link(name)}: {meaning}\n" for name, (word, meaning) in RULES.items()) + "\n"
+        text += "| feature | works | how | tests | result |\n|---|---|---|---|---|\n"
         for row in rows:
-            shown = ", ".join(f"[{name.partition(':')[2]}](../{FILES[name.partition(':')[0]]})" for name in row.tests)
+            shown = ", ".join(RULES[name][0] if name in RULES else link(name) for name in row.tests)
             result = "; ".join(dict.fromkeys(results.get(name, "not run") for name in row.tests))
             text += f"| {row.feature} | {row.works} | {row.how} | {shown} | {result} |\n"
     return text
@@ -110,13 +120,9 @@ def settled(text: str) -> str:
 def open_tests(text: str) -> list[str]:
     """The tests of the rows that a page does not have as settled."""
     known = {without_results(line) for line in settled(text).splitlines()}
-    lines = tables({}).splitlines()
-    names = all_tests()
-    return [
-        name
-        for name in names
-        if any(f"[{name.partition(':')[2]}]" in line and without_results(line) not in known for line in lines)
-    ]
+    tests = {row.feature: row.tests for rows in TABLES.values() for row in rows}
+    changed = [line.split(" | ")[0] for line in tables({}).splitlines() if without_results(line) not in known]
+    return list(dict.fromkeys(name for cell in changed for name in tests.get(cell.removeprefix("| "), ())))
 
 
 def write_kept(target: Path) -> None:

@@ -8,9 +8,22 @@ EQUAL, LAW = "transformers:test_logits_equal_transformers", "bits:test_I_13_bits
 PACKED, GGUF = "families:test_quantised_weights_are_packed_and_mapped", "gguf:test_floats_have_the_bits_of_safetensors"
 SHOWN, SHOWN_GGUF = (EQUAL, LAW), (EQUAL, LAW, GGUF)
 NOT_CUDA = "backends cpu and torch_ref"
-STATES = (EQUAL, "states:test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads", PACKED)
-STATES_GGUF = (*STATES, "gguf_states:test_a_file_is_the_model_of_its_safetensors")
-HYBRID_GGUF = (*STATES, "gguf_hybrids:test_a_hybrids_file_is_the_model_of_its_safetensors")
+LAW_OF_STATES = "states:test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads"
+GGUF_STATES = "gguf_states:test_a_file_is_the_model_of_its_safetensors"
+GGUF_HYBRID = "gguf_hybrids:test_a_hybrids_file_is_the_model_of_its_safetensors"
+STATES = (EQUAL, LAW_OF_STATES, PACKED)
+STATES_GGUF = (*STATES, GGUF_STATES)
+HYBRID_GGUF = (*STATES, GGUF_HYBRID)
+RULES = {
+    EQUAL: ("logits", "equal to transformers'"),
+    LAW: ("bits", "the same in any batch, in chunks and with any number of threads"),
+    LAW_OF_STATES: ("states", "the same for layers with a state"),
+    PACKED: ("packed", "quantised weights are packed and mapped"),
+    GGUF: ("GGUF", "the bits of the safetensors"),
+    GGUF_STATES: ("GGUF states", "the same for recurrent layers"),
+    GGUF_HYBRID: ("GGUF hybrid", "the same for recurrent layers beside attention"),
+}
+"""Tests of many rows: the word that stands for each in the table, and its meaning."""
 
 MODELS = (
     Row("llama", "yes", "Llama 1 to 3.3, SmolLM 1 and 2; GGUF llama", SHOWN_GGUF),
