@@ -15,14 +15,14 @@ MODEL = (shallow(2), "--served-model-name", "builtin")
 
 
 def test_streams_survive_the_death_of_a_rank() -> None:
-    report = ranks.run(2, 0, seed=1, timeout=3.0, num_streams=8, max_tokens=48, arguments=MODEL)
+    report = ranks.run(2, 0, seed=1, timeout=6.0, num_streams=8, max_tokens=48, arguments=MODEL)
     assert not report["problems"], json.dumps(report["problems"][:3], indent=1)
     assert report["counts"]["faults: rank-kill"] >= 1
     assert report["restarts"] >= 1
 
 
 def test_streams_survive_the_death_of_a_stage() -> None:
-    report = ranks.run(2, 1, seed=1, timeout=2.0, num_streams=8, max_tokens=48, arguments=MODEL, kind="pipeline")
+    report = ranks.run(2, 1, seed=1, timeout=6.0, num_streams=8, max_tokens=48, arguments=MODEL, kind="pipeline")
     assert not report["problems"], json.dumps(report["problems"][:3], indent=1)
     assert report["counts"]["faults: rank-kill"] >= 1
     assert report["counts"]["faults: rank-stop"] >= 1
@@ -31,7 +31,7 @@ def test_streams_survive_the_death_of_a_stage() -> None:
 
 @pytest.mark.slow
 def test_streams_survive_ranks_that_stand_still() -> None:
-    report = ranks.run(2, 4, seed=2, timeout=2.0, num_streams=16, max_tokens=48, arguments=MODEL)
+    report = ranks.run(2, 4, seed=2, timeout=6.0, num_streams=16, max_tokens=48, arguments=MODEL)
     assert not report["problems"], json.dumps(report["problems"][:3], indent=1)
     assert report["counts"]["faults: rank-stop"] >= 2
 

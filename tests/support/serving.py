@@ -97,3 +97,15 @@ def wait_for(url: str, name: str, value: float, seconds: float = 60.0) -> None:
     while (seen := gauge(url, name)) != value:
         assert time.monotonic() < deadline, f"{name} stays at {seen}, not {value}"
         time.sleep(0.05)
+
+
+def await_metric(url: str, name: str, value: float) -> None:
+    """Wait until a metric has a value: the death of an engine is noticed a moment later."""
+    end = time.monotonic() + 60
+    while True:
+        lines = httpx.get(f"{url}/metrics", timeout=60).text.split("\n")
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)]
+        if value in values:
+            return
+        assert time.monotonic() < end, f"{name} is {values}"
+        time.sleep(0.1)

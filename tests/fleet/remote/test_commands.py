@@ -19,7 +19,7 @@ from bench.tied import tied
 from tests.campaigns.streams import Told, asked, is_whole, read, same
 from tests.docs.pages import ROOT, blocks, commands
 from tests.support.remote import PAGE, files
-from tests.support.serving import free_port, serve
+from tests.support.serving import await_metric, free_port, serve
 from tests.support.shallow import shallow
 
 from headrace.cli import main
@@ -69,18 +69,6 @@ def engine(port: int) -> Iterator[subprocess.Popen[bytes]]:
 async def streams(url: str, seen: Callable[[], None] = lambda: None) -> list[Told]:
     async with httpx.AsyncClient(timeout=300) as client:
         return await asyncio.gather(*(read(client, url, asked(kind, NUM_TOKENS), seen) for kind in KINDS))
-
-
-def await_metric(url: str, name: str, value: float) -> None:
-    """Wait until a metric has a value: the death of an engine is noticed a moment later."""
-    end = time.monotonic() + 60
-    while True:
-        lines = httpx.get(f"{url}/metrics", timeout=60).text.split("\n")
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)]
-        if value in values:
-            return
-        assert time.monotonic() < end, f"{name} is {values}"
-        time.sleep(0.1)
 
 
 def test_streams_have_the_bits_of_one_host_also_when_the_engine_is_killed() -> None:
