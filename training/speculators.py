@@ -1,4 +1,5 @@
-"""Medusa heads, an EAGLE-3 drafter and an MTP layer in plain PyTorch, stored as docs/drafter-layouts.md says.
+"""Medusa heads, an EAGLE-3 drafter and an MTP layer in plain PyTorch, in the layouts of
+docs/maintainers/drafter-layouts.md.
 
 Each has `draft(view, token_of, anchors)`: logits for the tokens that follow the anchors of a text, depth by depth (at
 depth 0 for every position). `View` is what the target made of the text. `token_of(depth, logits)` names the tokens that

@@ -26,7 +26,13 @@ import typer
 from headrace.cli import reference
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "gpu.md", *sorted((ROOT / "docs").glob("howto-*.md")))
+DOCS = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "gpu.md",
+    *sorted(DOCS.glob("howto-*.md")),
+    *(DOCS / "maintainers" / f"{name}.md" for name in ("compare", "drafter-layouts", "train-builtin")),
+)
 SHELLS = ("bash", "sh", "console")
 AGENTS = ("codex", "claude", "aider", "cn", "open-webui")
 """Programs of others, of whose words nothing is known here."""

@@ -157,7 +157,7 @@ def config_of(target: Any, t: Any) -> dict[str, Any]:
 
 
 def test_layouts(t: Any, tmp_path: Path) -> None:
-    """Names and shapes are those of docs/drafter-layouts.md, and what is read back drafts the same."""
+    """Names and shapes are those of docs/maintainers/drafter-layouts.md, and what is read back drafts the same."""
     target = tiny(t)
     made = drafters(t, target)
     ids = torch.randint(0, 40, (1, 9))

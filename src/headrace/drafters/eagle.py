@@ -2,8 +2,8 @@
 
 One decoder layer goes on from the target's own features. The first kind takes the state after the target's final norm
 and predicts the next one; the third takes residual streams of three layers, and has a norm, a head and often a
-vocabulary of its own. The tensors of a checkpoint show which it is; layouts in docs/drafter-layouts.md. Files of
-`speculators` are read too. Called by `drafters.build`.
+vocabulary of its own. The tensors of a checkpoint show which it is; docs/maintainers/drafter-layouts.md has
+the layouts. Files of `speculators` are read too. Called by `drafters.build`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where a drafter's checkpoint is, and how it is read: as the target's, with tensor names of its own.
 
-No code in it is run; pickles are refused with a hint (`checkpoint.mapped`). Layouts: docs/drafter-layouts.md.
-Called by the drafters beside this file.
+No code in it is run; pickles are refused with a hint (`checkpoint.mapped`). docs/maintainers/drafter-layouts.md has the
+layouts. Called by the drafters beside this file.
 """
 
 from __future__ import annotations

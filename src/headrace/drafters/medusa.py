@@ -1,8 +1,8 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last state, each for a token further ahead.
 
 It needs no cache and no text: all heads read the state after the final norm at the position before the last token. A
-tree takes the paths whose chance, the product of the heads' shares, is greatest. Layouts in docs/drafter-layouts.md.
-Called by `drafters.build`.
+tree takes the paths whose chance, the product of the heads' shares, is greatest.
+docs/maintainers/drafter-layouts.md has the layouts. Called by `drafters.build`.
 """
 
 from __future__ import annotations
