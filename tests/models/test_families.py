@@ -155,22 +155,10 @@ def test_control_a_tensor_of_neither_text_nor_tower_is_refused(mixture: Path, tm
         logits_of(more)
 
 
-def test_a_refusal_names_the_nearest_type_that_runs(mixture: Path, tmp_path: Path) -> None:
+def test_a_refusal_lists_the_types_that_run(mixture: Path, tmp_path: Path) -> None:
     other = rewritten(mixture, tmp_path / "other", lambda t, c: (t, c | {"model_type": "qwen3_moee"}))
-    with pytest.raises(
-        CheckpointError, match=r"'qwen3_moee' is not supported; .*\. The nearest that runs is qwen3_moe$"
-    ):
+    with pytest.raises(CheckpointError, match=r"'qwen3_moee' is not supported; supported are .*qwen3_moe, "):
         logits_of(other)
-
-
-@pytest.mark.parametrize(
-    ("refused", "named"),
-    [("deepseek_v32", "deepseek_v3"), ("deepseek_v4", "deepseek_v3"), ("glm5", "glm4"), ("qwen4_exp_text", "qwen3_moe"),
-     ("mamba", None), ("lfm2", None)],
-)  # fmt: skip
-def test_the_nearest_type_begins_alike(refused: str, named: str | None) -> None:
-    known = ["deepseek_v3", "glm4", "llama", "olmo2", "qwen3", "qwen3_moe"]
-    assert nearest(refused, known) == (f". The nearest that runs is {named}" if named else "")
 
 
 def test_experts_of_mxfp4_are_read_from_their_blocks(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ models and imports no torch. Called by the readers of weights, by `engine.librar
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
@@ -270,17 +269,9 @@ def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
             logger.info("config.json has auto_map; headrace runs its own %s and no code of the checkpoint", model_type)
         return config
     reason = f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(known)}"
-    reason += nearest(model_type, known)
     if "auto_map" in config:
         reason += ". The checkpoint brings code of its own (auto_map), and headrace never runs a checkpoint's code"
     raise CheckpointError(reason)
-
-
-def nearest(model_type: object, known: Sequence[str]) -> str:
-    """Return what to add to a refusal: the type that runs whose name is nearest, if one begins alike."""
-    kin = [name for name in known if name[:3] == str(model_type)[:3]]
-    close = difflib.get_close_matches(str(model_type), kin, 1, cutoff=0.5)
-    return f". The nearest that runs is {close[0]}" if close else ""
 
 
 def choose_dtype(dtype: str, checkpoint: MappedCheckpoint, config: dict[str, Any] | None = None) -> str:
