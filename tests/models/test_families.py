@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from tests.support.harness import follow, load, random_ids, save_random
 
 from headrace import models
-from headrace.checkpoint.mapped import nearest
 from headrace.protocol.errors import CheckpointError
 
 TYPES = (
