@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -48,8 +49,10 @@ def test_S_20_bombs_are_refused_before_they_are_parsed(name: str, monkeypatch: p
     unit, what = BOMBS[name]
     body = body_of(unit)
     parsed: list[int] = []
-    loads = json.loads
-    monkeypatch.setattr(limits.json, "loads", lambda text, **more: parsed.append(len(text)) or loads(text, **more))
+    # A copy of the module: threads of other tests' servers use the module itself.
+    noted = SimpleNamespace(**vars(json))
+    noted.loads = lambda text, **more: parsed.append(len(text)) or json.loads(text, **more)
+    monkeypatch.setattr(limits, "json", noted)
     with pytest.raises(RequestError, match=f"at most [0-9]+ {what}"):
         limits.parse_json(body)
     assert not parsed
