@@ -136,7 +136,7 @@ def main() -> int:
     from headrace.engine.links import ProcessLink
     from headrace.insight import lives
     from headrace.protocol.config import EngineConfig, ServerConfig
-    from headrace.serve import app, process
+    from headrace.serve import app, loading, process
     from headrace.text.templates import ChatTemplate
     from headrace.text.tokenizer import Tokenizer
 
@@ -151,7 +151,7 @@ def main() -> int:
     client = EngineClient(ProcessLink(engine, fake.command(float(delay))), max_restarts=3)
     client.admission.max_reqs = int(max_queued)
     logs.set_up("warning")
-    application: Any = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    application: Any = app.create_app(client, server, "fake", loading.ModelParts(tokenizer, ChatTemplate.of(tokenizer)))
     application.add_middleware(Watched, leak=int(leak))
     return process.run(application, server)
 

@@ -86,7 +86,7 @@ def application() -> Starlette:
     folder = tempfile.mkdtemp(prefix="headrace-routes-")
     try:
         server = ServerConfig(slot_save_path=folder, models_dir=folder)
-        return create_app(inproc(), None, None, server, "builtin", folder=ModelFolder(folder))
+        return create_app(inproc(), server, "builtin", folder=ModelFolder(folder))
     finally:
         Path(folder).rmdir()
 

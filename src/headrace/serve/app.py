@@ -12,7 +12,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -30,7 +29,6 @@ from headrace.fleet.engines.local import client_of
 from headrace.insight.explainer import Explainers
 from headrace.insight.llama_metrics import LlamaMetrics
 from headrace.insight.metrics import render
-from headrace.insight.tracing import otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve import aliases, fleet, openapi, process, routing, tokenize
@@ -51,9 +49,7 @@ from headrace.serve.inspection import Inspection
 from headrace.serve.inspection import add_routes as add_inspection_routes
 from headrace.serve.inspector import explanations, live, page, planning
 from headrace.serve.lifespan import Lifespan
-from headrace.serve.loading import Loader, RunningModel, RunningModels, default_params, load_audits, load_text
-from headrace.text.templates import ChatTemplate
-from headrace.text.tokenizer import Tokenizer
+from headrace.serve.loading import Loader, ModelParts, RunningModel, RunningModels
 
 logger = logging.getLogger("headrace.server")
 
@@ -62,38 +58,33 @@ MakeClient = Callable[[EngineConfig, ServerConfig], EngineClient]
 
 def create_app(
     client: EngineClient | None,
-    tokenizer: Tokenizer | None,
-    template: ChatTemplate | None,
     server: ServerConfig,
     model: str,
-    defaults: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    audits: Sequence[dict[str, Any]] = (),
-    exporter: Any = None,
-    engine: EngineConfig | None = None,
+    parts: ModelParts | None = None,
     folder: ModelFolder | None = None,
 ) -> Starlette:
     """Return the application, which starts `client` at startup and closes it at shutdown.
 
     Args:
-        client: the engine of the model that stays loaded; None: all models are those of `folder`. For its further
-            arguments, from `tokenizer` to `exporter`, see `RunningModel`.
-        engine: the settings of the engines of the folder's models; also names the files of the model that stays.
+        client: the engine of the model that stays loaded; None: all models are those of `folder`.
+        model: the name of the model, if `server` has none.
+        parts: all else of the model that stays. Its `engine` has the settings of the engines of the folder's models.
         folder: the models folder; None: there is none.
     """
+    parts = parts or ModelParts()
+    engine = parts.engine
     ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
     if server.any_model_name is None:
         server = msgspec.structs.replace(server, any_model_name=not ring and folder is None)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
     default, explainers = None, Explainers()
     if client is not None:
-        settings = (rates, defaults, seed, audits, exporter, engine, explainers)
-        default = RunningModel(client, tokenizer, template, server, model, *settings)
+        default = RunningModel(client, server, model, parts, rates, explainers)
     models = RunningModels(default)
     if folder is not None:
         load = Loader(engine or EngineConfig(), server, folder, rates, explainers).load
-        bounds = (server.models_max, server.models_memory)
-        models = RunningModels(default, folder, load, seconds_of(server.keep_alive) or 0.0, *bounds)
+        keep_alive = seconds_of(server.keep_alive) or 0.0
+        models = RunningModels(default, folder, load, keep_alive, server.models_max, server.models_memory)
     max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
     storage = Storage(models, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
     policy = None if engine is None else engine.scheduling_policy
@@ -293,10 +284,6 @@ def make_app(
         if server.data_parallel_size != "1":
             bound = "1 without MODEL: models of the folder have an engine each"
             raise RequestError("data_parallel_size", server.data_parallel_size, bound)
-        return create_app(None, None, None, server, engine.model, engine=engine, folder=folder)
-    exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
-    tokenizer, template = load_text(engine, server)
-    defaults = default_params(engine, server)
-    client, audits = make_client(engine, server), load_audits(engine)
-    about = (server, engine.model, defaults, engine.seed, audits, exporter, engine, folder)
-    return create_app(client, tokenizer, template, *about)
+        return create_app(None, server, engine.model, ModelParts(engine=engine), folder)
+    parts = ModelParts.load(engine, server)
+    return create_app(make_client(engine, server), server, engine.model, parts, folder)

@@ -1,8 +1,8 @@
 """`/docs`: the OpenAPI document as one HTML page that needs no script and no other host.
 
 All text is escaped, and the page's content security policy allows nothing but its own style sheet. Knows the OpenAPI
-document and no route; called by `serve.openapi`. Swagger UI and ReDoc would do more, but are scripts of a megabyte, which
-the policy of this page forbids.
+document and no route; called by `serve.openapi`. Swagger UI and ReDoc do more, but are scripts, which the
+policy of this page forbids.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -47,55 +47,72 @@ logger = logging.getLogger("headrace.server")
 STATM = "/proc/{pid}/statm"
 
 
+class ModelParts(NamedTuple):
+    """The parts of a served model beside its engine.
+
+    `defaults` are sampling parameters for fields that a request leaves out; `seed` seeds the generator of seeds for
+    requests without one, which get them in order of arrival; `audits` are the reports of `insight.audit.find` on the
+    weights; `exporter` is an OpenTelemetry `SpanExporter` for the spans of answers. `engine`, the engine's settings,
+    names the model's files; None: there are none.
+    """
+
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    defaults: Mapping[str, Any] | None = None
+    seed: int | None = None
+    audits: Sequence[dict[str, Any]] = ()
+    exporter: Any = None
+    engine: EngineConfig | None = None
+
+    @classmethod
+    def load(cls, engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None) -> ModelParts:
+        """Load the parts of the engine's model; for `process` see `load_text`. Raises `ModelNotFoundError` and
+        `CheckpointError`."""
+        tokenizer, template = load_text(engine, server, process)
+        exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
+        defaults = default_params(engine, server)
+        return cls(tokenizer, template, defaults, engine.seed, load_audits(engine), exporter, engine)
+
+
 class RunningModel:
     """A model with what answers for it. Its engine is started by the caller.
 
     Args:
         client: its engine.
         model: its name, if `server` has none.
+        parts: all else of it.
         rates: the limits of the callers, which all models share.
-        defaults: sampling parameters for fields that a request leaves out.
-        seed: seeds the generator of seeds for requests without one, which get them in order of arrival.
-        audits: the reports of `insight.audit.find` on the weights.
-        exporter: an OpenTelemetry `SpanExporter` for the spans of answers; None for no spans.
-        engine: the engine's settings, which name the model's files; None: there are none.
         explainers: those of all models, which keep the explanations when this one is unloaded.
     """
 
     def __init__(
         self,
         client: EngineClient,
-        tokenizer: Tokenizer | None,
-        template: ChatTemplate | None,
         server: ServerConfig,
         model: str,
+        parts: ModelParts,
         rates: Rates | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        audits: Sequence[dict[str, Any]] = (),
-        exporter: Any = None,
-        engine: EngineConfig | None = None,
         explainers: Explainers | None = None,
     ) -> None:
         name = (server.served_model_name or [model])[0]
         self.client = client
-        self._engine = engine
+        self._engine = parts.engine
         self._facts: ModelFacts | None = None
         self.metrics = ServerMetrics(client, name)
-        self.tracer = None if exporter is None else Tracer(exporter, name, self.metrics)
-        self.explainer = Explainer(self.metrics, self.tracer or self.metrics, tokenizer, lambda: client.info)
+        self.tracer = None if parts.exporter is None else Tracer(parts.exporter, name, self.metrics)
+        self.explainer = Explainer(self.metrics, self.tracer or self.metrics, parts.tokenizer, lambda: client.info)
         if self.tracer is not None:
             self.tracer.replica_of = self.explainer.replica_of
         self._explainers = explainers or Explainers()
         self._explainers.add(self.explainer)
         client.observer = self.explainer
-        front = TextClient(client, tokenizer, self.explainer, rates)
-        self.served = served = served_model(front, template, server, model, defaults, seed)
-        served.quality = functools.partial(audit.of_form, audits)
+        front = TextClient(client, parts.tokenizer, self.explainer, rates)
+        self.served = served = served_model(front, server, model, parts)
+        served.quality = functools.partial(audit.of_form, parts.audits)
         served.explain = self.explainer.calls.of_requests
         served.follow_prompt = self.explainer.follow_prompt
         served.digest = self._digest
-        served.system = "" if engine is None else model_settings.read(engine.model).system
+        served.system = "" if parts.engine is None else model_settings.read(parts.engine.model).system
         self.metrics.num_helper_faults = lambda: served.num_helper_faults
 
     @property
@@ -202,49 +219,26 @@ class Loader:
         # A name that leads here is the model's: `ModelSet` has found it.
         names = [name, *([f"{name}:latest"] if ":" not in name else [])]
         server = msgspec.structs.replace(self._server, served_model_name=names, any_model_name=True)
-        exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
-        tokenizer, template = load_text(engine, server, new_process())
-        defaults = default_params(engine, server)
-        model = RunningModel(
-            ProcessClient(engine, server),
-            tokenizer,
-            template,
-            server,
-            name,
-            self._rates,
-            defaults,
-            engine.seed,
-            load_audits(engine),
-            exporter,
-            engine,
-            self._explainers,
-        )
+        parts = ModelParts.load(engine, server, new_process())
+        client = ProcessClient(engine, server)
+        model = RunningModel(client, server, name, parts, self._rates, self._explainers)
         model.served.stays_loaded = False
         return model
 
 
-def served_model(
-    front: TextClient,
-    template: ChatTemplate | None,
-    server: ServerConfig,
-    model: str,
-    defaults: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-) -> ServedModel:
+def served_model(front: TextClient, server: ServerConfig, model: str, parts: ModelParts) -> ServedModel:
     """Return the model that answers calls; for the arguments see `RunningModel`."""
     parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
-    dialect = Dialect.of(template, front.tokenizer, *parsers)
     names = server.served_model_name or [model]
-    any_name = bool(server.any_model_name)
     served = ServedModel(
         front,
         names[0],
-        template,
-        defaults,
-        seed_source(seed),
-        dialect,
+        parts.template,
+        parts.defaults,
+        seed_source(parts.seed),
+        Dialect.of(parts.template, front.tokenizer, *parsers),
         names,
-        any_name,
+        bool(server.any_model_name),
         server.trust_request_chat_template,
     )
     served.template_variables = dict(server.default_chat_template_kwargs or {})
