@@ -21,10 +21,11 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
-from headrace.text.messages import ChatMessage, read_messages
+from headrace.text.messages import ChatMessage, read_messages, without_billing
 from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
 from headrace.text.stopped_parser import StoppedParser
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tools import functions
 from headrace.text.tools.choice import ToolUse
 
 
@@ -107,6 +108,14 @@ class ChatCall(Call, kw_only=True):
     echo: bool = False
     stop_in_reasoning: bool = False
 
+    def __post_init__(self) -> None:
+        kept = without_billing(self.messages)
+        if kept is not self.messages:
+            self.messages = kept
+            self.warn(
+                "messages", "the line for billing is left out: it is not for the model, and changes with each call"
+            )
+
     @property
     def echoed(self) -> str:
         """The text before the answer."""
@@ -118,11 +127,10 @@ def chat_of(request: Any, **fields: Any) -> ChatCall:
     """Return the chat of a request in OpenAI's shape: what of it shapes the prompt, and further `fields` of the call.
     Raises `RequestError`."""
     warnings = fields.setdefault("warnings", Warnings())
-    choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
     return ChatCall(
         **fields,
         messages=read_messages(request.messages or [], warnings.add),
-        tools=ToolUse.of(request.tools, choice, parallel is not False),
+        tools=_tools_of(request, warnings),
         reasoning_effort=request.reasoning_effort,
         chat_template=getattr(request, "chat_template", None),
         template_variables=request.chat_template_kwargs or {},
@@ -130,6 +138,17 @@ def chat_of(request: Any, **fields: Any) -> ChatCall:
         continue_final_message=bool(request.continue_final_message),
         stop_in_reasoning=bool(getattr(request, "stop_in_reasoning", None)),
     )
+
+
+def _tools_of(request: Any, warnings: Warnings) -> ToolUse:
+    older, older_choice = getattr(request, "functions", None), getattr(request, "function_call", None)
+    choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
+    if not older and older_choice in (None, "none", "auto"):
+        return ToolUse.of(request.tools, choice, parallel is not False)
+    if request.tools or choice not in (None, "none"):
+        raise RequestError("functions", older, "left out beside tools, which replace them")
+    warnings.add("functions", "OpenAI's older form, read as tools; the reply has function_call")
+    return functions.tool_use(older, older_choice)
 
 
 def spell(field: str, spelling: Mapping[str, str]) -> str:
