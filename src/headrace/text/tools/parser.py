@@ -6,8 +6,9 @@ sends the text up to the next mark and does what the mark means (`_Action`).
 A call that is not well-formed is text, every character of it. So a call is sent only when it is whole; but a long one
 (more than `HOLD` characters, or any if a grammar guards its form) is sent as it comes, so that a client sees progress.
 If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is text. A call that a limit
-cuts is none of the text: its arguments are sent as far as they go. White space next to a mark belongs to the mark. The result depends on the text alone, never on the pieces in which it came. Knows no HTTP
-and no schema but the names and parameters of the tools. Made by `answers.new_parser`.
+cuts is none of the text: its arguments are sent as far as they go. White space next to a mark belongs to the mark. The
+result depends on the text alone, never on the pieces in which it came. Knows no HTTP and no schema but the names and
+parameters of the tools. Made by `answers.new_parser`.
 """
 
 from __future__ import annotations
