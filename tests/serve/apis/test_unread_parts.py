@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.serve.apis.anthropic import request as anthropic_request
@@ -188,6 +189,9 @@ def test_the_line_for_billing_is_for_no_model_of_the_other_apis(role: str) -> No
         assert [plain(message) for message in call.messages] == ["Be brief.", "more"]
         assert any("billing" in warning for warning in call.warnings)
     assert [message.role for message in ChatCall(messages=[ChatMessage(role=role, content=line)]).messages] == []
+    # As /v1/responses builds its calls.
+    replaced = replace(ChatCall(messages=[]), messages=[ChatMessage(role=role, content=f"{line}\nBe brief.")])
+    assert [plain(message) for message in replaced.messages] == ["Be brief."]
     # Control: a user's words stay.
     said = [ChatMessage(role="user", content=line)]
     assert ChatCall(messages=said).messages == said

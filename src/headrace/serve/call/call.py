@@ -36,6 +36,7 @@ class Call(msgspec.Struct, kw_only=True):
     `form` is the form of the answer. `add_special_tokens` None: where a prompt usually has them. `timeout` is in
     seconds from `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to those of the
     request. `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
+    `only_prompts`: the answers are empty, as max_tokens 0 asks.
     """
 
     model: str | None = None
@@ -59,6 +60,13 @@ class Call(msgspec.Struct, kw_only=True):
     warnings: Warnings = msgspec.field(default_factory=Warnings)
     spelling: Mapping[str, str] = {}
     arrival_time: float = msgspec.field(default_factory=context.arrival)
+    only_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sampling.get("max_tokens") == 0 and self.beam is None:
+            # The engine ends a sequence with a token, which the answer drops.
+            self.only_prompts = True
+            self.sampling = {**self.sampling, "max_tokens": 1}
 
     @property
     def logprobs(self) -> int | None:
@@ -77,18 +85,11 @@ class Call(msgspec.Struct, kw_only=True):
 
 class TextCall(Call, kw_only=True):
     """Texts, or lists of token ids, to be gone on with. `fills_context`: without max_tokens an answer may be as long
-    as the context has room after the longest prompt. `only_prompts`: the answers are empty, as max_tokens 0 asks."""
+    as the context has room after the longest prompt."""
 
     prompts: list[str | list[int]]
     echo: bool = False
     fills_context: bool = False
-    only_prompts: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sampling.get("max_tokens") == 0 and self.beam is None:
-            # The engine ends a sequence with a token, which the answer drops.
-            self.only_prompts = True
-            self.sampling = {**self.sampling, "max_tokens": 1}
 
 
 class ChatCall(Call, kw_only=True):
@@ -109,6 +110,7 @@ class ChatCall(Call, kw_only=True):
     stop_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         kept = without_billing(self.messages)
         if kept is not self.messages:
             self.messages = kept

@@ -170,8 +170,8 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 # Which row of the bounds table holds for a number, where the names differ.
-ROWS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
-CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "max_completion_tokens", "top_logprobs")
+ROWS = {"top_logprobs": "logprobs"}
+CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "top_logprobs")
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
 # Neither logprobs, whose type differs between the two kinds, nor the form of the answer, which has other fields too.
