@@ -95,12 +95,14 @@ class TextCall(Call, kw_only=True):
 class ChatCall(Call, kw_only=True):
     """A conversation to be gone on with. `chat_template` is a Jinja source in place of the model's template, and
     `template_variables` are further variables of it. `add_generation_prompt` None: unless the final message is
-    continued. `echo`: the reply repeats the last message before the answer, if that is the assistant's.
-    `stop_in_reasoning`: stop strings end the answer wherever they stand, not in its content alone."""
+    continued. `thinks`: whether there is reasoning before the answer, where the template can choose. `echo`: the reply
+    repeats the last message before the answer, if that is the assistant's. `stop_in_reasoning`: stop strings end the
+    answer wherever they stand, not in its content alone."""
 
     messages: list[ChatMessage]
     tools: ToolUse = msgspec.field(default_factory=lambda: ToolUse.of(None, None, True))
     reasoning_effort: str | None = None
+    thinks: bool | None = None
     include_reasoning: bool = True
     chat_template: str | None = None
     template_variables: dict[str, Any] = {}

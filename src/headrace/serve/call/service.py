@@ -249,8 +249,7 @@ class ServedModel:
         variables = dict(call.template_variables)
         for name in RENDER_OPTIONS.intersection(variables):
             raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
-        if call.reasoning_effort is not None:
-            self.dialect.set_effort(call, call.reasoning_effort, variables)
+        self.dialect.set_effort(call, variables)
         for name, value in self.template_variables.items():
             variables.setdefault(name, value)
         if variables.get("documents") and call.chat_template is None and not self.dialect.reads("documents"):
