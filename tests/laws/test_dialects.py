@@ -23,6 +23,9 @@ def faults(families: Mapping[str, Family]) -> list[str]:
         for tools, style, _ in family.dialects:
             missing += [f"{name}: {tools}"] if tools is not None and tools not in FORMATS else []
             missing += [f"{name}: {style}"] if style is not None and style not in STYLES else []
+        missing += [
+            f"{name}: {models}" for models in family.sources if models not in {row[2] for row in family.dialects}
+        ]
     return missing
 
 
@@ -35,6 +38,7 @@ def test_control_a_type_without_a_row_or_a_reason_is_noticed() -> None:
     assert faults(without) == ["gpt_oss: no row"]
     assert faults(FAMILIES | {"gpt2": Family()}) == ["gpt2: neither a dialect nor a reason, or both"]
     assert faults(FAMILIES | {"gpt2": Family((("hermess", None, ""),))}) == ["gpt2: hermess"]
+    assert faults(FAMILIES | {"gpt2": Family((("hermes", None, "GPT"),), sources={"GP": ""})}) == ["gpt2: GP"]
 
 
 def test_no_cell_is_empty_and_every_dialect_works() -> None:

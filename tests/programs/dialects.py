@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tests.support.reading import Read, read, tool_parser
@@ -24,22 +26,28 @@ from headrace.text.tools.formats import FORMATS
 
 
 class Family(NamedTuple):
-    """`dialects`: (format of calls, style of reasoning, models). `why`: why there is none."""
+    """`dialects`: (format of calls, style of reasoning, models). `why`: why there is none. `sources`: by the models of
+    a row, the template that shows it, if it is not their own as it stands."""
 
     dialects: tuple[tuple[str | None, str | None, str], ...] = ()
     why: str = ""
+    sources: Mapping[str, str] = MappingProxyType({})
 
 
 HEAD = """
 ## Dialects
 
-How the models of each type write calls and reasoning, by their published chat templates;
-[tools](howto-tools.md#formats) has the names. A cell says what came out when an answer was spoken and read.
+How the models of each type write calls and reasoning, as is found without a flag; [tools](howto-tools.md#formats) has
+the names. "Template" says by what: the published chat template, another's, or "not seen", where none was at hand and
+the row rests on what others serve the model with. Where the published template has no place for the `tools` of a
+request, they stand in the system message [as text](howto-tools.md#models-without-tools). The other cells say what came
+out when an answer was spoken and read.
 
 """
 COLUMNS = (
     "type",
     "models",
+    "template",
     "calls",
     "reasoning",
     "one call",
@@ -55,11 +63,15 @@ _QWEN35 = Family((("qwen3_coder", "qwen3", "Qwen3.5, 3.6"),))
 _GEMMA = Family(why="the templates of Gemma 1 to 3 have no calls")
 _GEMMA4 = Family((("gemma4", "gemma4", "Gemma 4"),))
 _MISTRAL = Family((("mistral", None, "Mistral"), ("mistral", "mistral", "Magistral")))
-_ERNIE = Family((("hermes", "ernie45", "ERNIE 4.5 Thinking"),))
-_HUNYUAN = Family((("hunyuan_a13b", "hunyuan_a13b", "Hunyuan"),))
+UNSEEN = "not seen"
+TEXT = "published; tools as text"
+_ERNIE = Family((("hermes", "ernie45", "ERNIE 4.5 Thinking"),), sources={"ERNIE 4.5 Thinking": UNSEEN})
 _LFM2 = Family((("lfm2", None, "LFM2"), ("lfm2", "qwen3", "LFM2.5")))
 FAMILIES: dict[str, Family] = {
-    "afmoe": Family((("hermes", "qwen3", "Trinity"),)),
+    "afmoe": Family(
+        (("hermes", "qwen3", "Trinity Mini"), ("qwen3_coder", "qwen3", "Trinity Large Thinking")),
+        sources={"Trinity Mini": UNSEEN, "Trinity Large Thinking": "not seen; vLLM's recipe"},
+    ),
     "apertus": Family((("apertus", "apertus", "Apertus"),)),
     "cohere2": Family((("command_r7b", "command_r7b", "Command R7B, A"),)),
     "deepseek_v2": Family((("deepseek_v3", None, "DeepSeek V2.5"),)),
@@ -73,14 +85,16 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": _ERNIE,
     "ernie4_5_moe": _ERNIE,
     "exaone4": Family((("hermes", "qwen3", "EXAONE 4.0"),)),
-    "falcon_h1": Family((("hermes", "qwen3", "Falcon-H1"),)),
+    "falcon_h1": Family(
+        (("hermes", None, "Falcon-H1"), ("hermes", "qwen3", "Falcon-H1R")), sources={"Falcon-H1R": UNSEEN}
+    ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "gemma3_text": _GEMMA,
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
-    "glm": Family((("glm4", None, "GLM-4-9B"),)),
+    "glm": Family((("hermes", None, "GLM-4-9B"),), sources={"GLM-4-9B": TEXT}),
     "glm4": Family((("glm4", None, "GLM-4-0414"),)),
     "glm4_moe": Family((("glm45", "qwen3", "GLM-4.5 to 5.2, Laguna"),)),
     "glm4_moe_lite": Family((("glm45", "qwen3", "GLM-4.7-Flash"),)),
@@ -88,14 +102,17 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family((("openai", "openai_gptoss", "gpt-oss"),)),
     "granite": Family((("granite", "granite", "Granite 3"), ("hermes", None, "Granite 4"))),
     "granitemoehybrid": Family((("hermes", None, "Granite 4"),)),
-    "hunyuan_v1_dense": _HUNYUAN,
-    "hunyuan_v1_moe": _HUNYUAN,
+    "hunyuan_v1_dense": Family((("hunyuan_a13b", "hunyuan_a13b", "Hunyuan"),), sources={"Hunyuan": UNSEEN}),
+    "hunyuan_v1_moe": Family((("hunyuan_a13b", "hunyuan_a13b", "Hunyuan-A13B"),), sources={"Hunyuan-A13B": "vLLM's"}),
     "hy_v3": Family((("hy_v3", "hy_v3", "Hy 3"),)),
     "kimi_k2": Family((("kimi_k2", None, "Kimi K2"), ("kimi_k2", "qwen3", "Kimi K2 Thinking, K2.5"))),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2,
     "llama": Family((("llama3_json", None, "Llama 3.1 to 3.3"), ("hermes", None, "Hermes 2, 3"))),
-    "llama4_text": Family((("pythonic", None, "Llama 4"),)),
+    "llama4_text": Family(
+        (("llama3_json", None, "Llama 4"), ("pythonic", None, "Llama 4, vLLM's template")),
+        sources={"Llama 4, vLLM's template": "vLLM's"},
+    ),
     "minimax_m2": Family((("minimax_m2", "qwen3", "MiniMax M2"), ("minimax_m3", "minimax_m3", "MiniMax M3"))),
     "ministral3": _MISTRAL,
     "mistral": _MISTRAL,
@@ -105,8 +122,14 @@ FAMILIES: dict[str, Family] = {
     "nemotron": Family(why=BASE),
     "nemotron_h": Family((("nemotron_json", "qwen3", "Nemotron Nano 2"), ("qwen3_coder", "qwen3", "Nemotron 3"))),
     "olmo2": Family(why="the templates of OLMo 2 have no calls"),
-    "olmo3": Family((("olmo3", "qwen3", "OLMo 3"),)),
-    "phi3": Family((("phi4_mini_json", None, "Phi-4-mini"),)),
+    "olmo3": Family(
+        (("hermes", "qwen3", "OLMo 3 Think"), ("olmo3", None, "OLMo 3, vLLM's template")),
+        sources={"OLMo 3 Think": TEXT, "OLMo 3, vLLM's template": "vLLM's"},
+    ),
+    "phi3": Family(
+        (("hermes", None, "Phi-4-mini"), ("phi4_mini_json", None, "Phi-4-mini, another's template")),
+        sources={"Phi-4-mini": TEXT, "Phi-4-mini, another's template": "vLLM's, SGLang's, llama.cpp's"},
+    ),
     "qwen2": Family((("hermes", None, "Qwen2.5"), ("hermes", "qwen3", "QwQ"))),
     "qwen2_5_vl": Family((("hermes", None, "Qwen2.5-VL"),)),
     "qwen2_moe": Family((("hermes", None, "Qwen2-57B-A14B"),)),
@@ -222,9 +245,10 @@ def section() -> str:
     for kind, family in FAMILIES.items():
         for tools, style, models in family.dialects:
             names = f"`{tools}` | " + (f"`{style}`" if style else "none")
-            text += f"| {kind} | {models} | {names} | " + " | ".join(measured(tools, style)) + " |\n"
+            seen = family.sources.get(models, "published")
+            text += f"| {kind} | {models} | {seen} | {names} | " + " | ".join(measured(tools, style)) + " |\n"
         if family.why:
-            text += f"| {kind} | all | none: {family.why} |" + " none |" * 7 + "\n"
+            text += f"| {kind} | all | none | none: {family.why} |" + " none |" * 7 + "\n"
     return text
 
 

@@ -16,7 +16,7 @@ from tests.support import scripted
 from tests.support.server import Live, lines_of
 
 from headrace.protocol.config import ServerConfig
-from headrace.serve.apis.anthropic import blocks
+from headrace.serve.call import call as calls
 
 RECORDS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "recorded" / "agents.json").read_text())
 SAID = "I look at it."
@@ -137,6 +137,6 @@ def test_control_a_line_that_changes_leaves_only_the_tools_in_the_cache(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = next(record for record in RECORDS if record["path"] == "/v1/messages")
-    monkeypatch.setattr(blocks, "_without_billing", lambda system, warnings: system)
+    monkeypatch.setattr(calls, "without_billing", lambda messages: messages)
     found = shares(live, record, "cold")
     assert found[1][1] <= found[2][1] < 0.7 * found[2][0]

@@ -106,7 +106,7 @@ def codex(live: Live, messages: list[dict[str, Any]]) -> Turn:
 
 
 def opencode(live: Live, messages: list[dict[str, Any]]) -> Turn:
-    request = AGENTS[2]["request"]
+    request = AGENTS[3]["request"]
     reasoning = text = name = call_id = arguments = ""
     for event in events_of(live, "/v1/chat/completions", request | {"messages": request["messages"] + messages}):
         for choice in event["choices"]:
@@ -128,7 +128,7 @@ def opencode(live: Live, messages: list[dict[str, Any]]) -> Turn:
 CALLS: dict[Callable[..., Turn], tuple[str, dict[str, Any]]] = {
     claude_code: ("Read", {"file_path": "/project/hello.txt"}),
     codex: ("exec_command", {"cmd": "cat hello.txt | head -1"}),
-    opencode: ("Read", {"filepath": "/project/hello.txt"}),
+    opencode: ("read", {"filePath": "/project/hello.txt"}),
 }
 
 

@@ -32,7 +32,7 @@ def test_a_route_that_is_not_there_names_what_is(live: Live, method: str, path: 
 @pytest.mark.parametrize(
     ("path", "field", "value", "words"),
     [
-        ("/v1/chat/completions", "functions", [{"name": "f"}], "functions: not supported here; use tools"),
+        ("/v1/completions", "functions", [{"name": "f"}], "functions: not supported here; chats have it"),
         ("/v1/chat/completions", "chat_template", "{{ 1 }}", "start the server with --trust-request-chat-template"),
         ("/v1/completions", "suffix", "end", "suffix: not supported here; write it into the prompt"),
         ("/v1/responses", "prompt", {"id": "p"}, "prompt: not supported here; stored prompts are not kept"),

@@ -346,3 +346,20 @@ def test_the_callers_messages_are_left_as_they_were() -> None:
     before = json.dumps(messages)
     rendered(ONLY_TEXT, messages, add_generation_prompt=False, continue_final_message=True)
     assert json.dumps(messages) == before
+
+
+def test_tools_under_the_name_of_smollm3() -> None:
+    source = (
+        "{% if xml_tools is defined %}{% for tool in xml_tools[:] %}{{ tool | string }}{% endfor %}{% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    template = ChatTemplate({"default": source}, SPECIAL)
+    function = {"name": "find", "description": "Finds", "parameters": {"type": "object", "properties": {}}}
+    user = [{"role": "user", "content": "Where?"}]
+    assert template.traits().shows_tools
+    rendering = template.rendering(user, [{"type": "function", "function": function}])
+    assert rendering.text == f"{function}[user]Where?"
+    assert rendering.changes == []
+    assert template.render(user) == "[user]Where?"
+    # A client's own list goes before.
+    assert template.render(user, [{"type": "function", "function": function}], xml_tools=["mine"]) == "mine[user]Where?"

@@ -118,8 +118,9 @@ The fields of `SamplingParams`, from `headrace/protocol/parameters.py`, and thei
 - Ollama's names are fields of `options`; `top_logprobs` stands beside it.
 - A share (`top_p`, `typical_p`) of 0 is greedy: it keeps one token. A `seed` of -1 is random, as none is. In Ollama's
   and llama-server's APIs a length of -1 or -2 means none, in Ollama's a length of 0 too.
-- `max_tokens: 0` on /v1/completions (with `echo`, to score a text) and `n_predict: 0` on /completion (to fill the
-  cache) compute the prompt alone. The engine ends it with one token, which no reply shows or counts.
+- A length of 0 (`max_tokens`, `max_completion_tokens`, `max_output_tokens`, `n_predict`) computes the prompt alone, to
+  fill the cache or, with `echo`, to score a text. The answer is empty, and a limit has ended it. The engine ends it
+  with one token, which no reply shows or counts, but for which the context must have room.
 - The form of an answer is `output_config` for Anthropic, `format` for Ollama, `grammar` or `json_schema` for
   llama-server.
 """

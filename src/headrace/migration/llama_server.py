@@ -112,10 +112,11 @@ def _reasoning_format(text: str) -> str:
     return "none"
 
 
-def _reasoning(text: str) -> dict[str, bool]:
+def _reasoning(text: str) -> dict[str, bool | str]:
     if text not in ("on", "off"):
         raise ValueError("one of on, off, auto")
-    return {"enable_thinking": text == "on", "thinking": text == "on"}
+    mode = "enabled" if text == "on" else "disabled"
+    return {"enable_thinking": text == "on", "thinking": text == "on", "thinking_mode": mode}
 
 
 def _drafter(text: str) -> str:
@@ -182,7 +183,7 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _done("--chat-template-file", "chat_template"),
     _done("--chat-template-kwargs", TEMPLATE_VARIABLES, convert=settings.json_object),
     _done("-rea --reasoning", TEMPLATE_VARIABLES, convert=_reasoning, neutral=("auto",),
-          why="enable_thinking and thinking"),
+          why="enable_thinking, thinking and thinking_mode"),
     _done("--reasoning-effort", f"{TEMPLATE_VARIABLES}.reasoning_effort", convert=str, neutral=("default",)),
     _done("--reasoning-format", "reasoning_parser", convert=_reasoning_format, neutral=("auto", "deepseek"),
           why="none leaves the reasoning in the content; auto and deepseek part it"),

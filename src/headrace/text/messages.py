@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
-from headrace.text.tools import custom
+from headrace.text.tools import custom, functions
 from headrace.text.traits import Traits
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -104,6 +104,22 @@ def plain(message: ChatMessage) -> str:
     return message.content if isinstance(message.content, str) else ""
 
 
+BILLING = "x-anthropic-billing-header:"
+"""Begins the first line of Claude Code's system message. It changes with each call and is not for the model."""
+
+
+def without_billing(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return the conversation without that line; the same list if there is none."""
+    first = messages[0] if messages else None
+    if first is None or first.role not in ("system", "developer") or not plain(first).startswith(BILLING):
+        return messages
+    texts = [first.content] if isinstance(first.content, str) else list(first.content or ())
+    texts[0] = texts[0].partition("\n")[2].lstrip("\n")
+    texts = [text for place, text in enumerate(texts) if text or place]
+    content = texts[0] if isinstance(first.content, str) and texts else texts
+    return [*([msgspec.structs.replace(first, content=content)] if texts else []), *messages[1:]]
+
+
 def check_role(role: object, field: str) -> str:
     """Return `role` if a template may get it. Raises `RequestError`."""
     if not isinstance(role, str) or not 0 < len(role) <= 64:
@@ -135,6 +151,9 @@ def read_messages(messages: Sequence[object], warn: Warn | None = None) -> list[
     without it they are refused everywhere. Raises `RequestError`.
     """
     bounds.check("messages", messages)
+    given, messages = messages, functions.as_tool_messages(messages)
+    if warn is not None and any(one is not other for one, other in zip(given, messages, strict=True)):
+        warn("messages", functions.READ_AS_TOOLS)
     new = first_new([message.get("role") if isinstance(message, Mapping) else None for message in messages])
     read: list[ChatMessage] = []
     for place, message in enumerate(messages):

@@ -129,6 +129,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<minimax:tool_call>",), "qwen3"),
     (("</think>", "</response>"), "ernie45"),
     (("</think>", "</answer>"), "hunyuan_a13b"),
+    (("</think>", "<|extra_0|>"), "hunyuan_a13b"),
+    (("</think>", "<｜hy_Assistant｜>"), "hunyuan_a13b"),
     (("</think>",), "qwen3"),
 )
 

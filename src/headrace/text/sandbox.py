@@ -33,6 +33,7 @@ MAX_OUTPUT = 8 * 2**20
 """Characters of one rendered prompt: as many as a prompt may have."""
 MAX_SOURCE = 2**20
 MAX_ADDRESS_SPACE = 768 * 2**20
+XML_TOOLS = "xml_tools"
 
 if tuple(int(part) for part in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
     raise ImportError(f"jinja2 {jinja2.__version__} has known ways out of its sandbox; 3.1.6 is the first without")
@@ -136,7 +137,7 @@ def render(job: RenderJob) -> RenderResult:
         if job.finds_traits:
             return RenderResult(traits=needs.find(functools.partial(_attempt, job)))
         pieces, size = [], 0
-        for piece in template.generate(job.variables):
+        for piece in template.generate(_with_tools(job)):
             pieces.append(piece)
             size += len(piece)
             if size > MAX_OUTPUT:
@@ -152,6 +153,14 @@ def render(job: RenderJob) -> RenderResult:
             error=f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error),
             is_refusal=True,
         )
+
+
+def _with_tools(job: RenderJob) -> dict[str, Any]:
+    """Return the variables, with the tools under the name that SmolLM3's template has for them too."""
+    tools = job.variables.get("tools")
+    if not tools or XML_TOOLS not in job.source:
+        return job.variables
+    return {XML_TOOLS: [tool.get("function", tool) for tool in tools], **job.variables}
 
 
 def _attempt(job: RenderJob, variables: dict[str, Any]) -> str | None:

@@ -53,7 +53,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     `shows_tools`: whether it writes the tools. `call`: what it writes for a turn that calls `NAME` with `ARGUMENTS`;
     empty: it does not write such calls. `opening`: how it opens an answer. `loses` names the changes (see `histories`)
     without which a part of some conversation is missing in what it writes, `refuses` those without which it writes
-    nothing.
+    nothing. `refused_levels`: the words for how much to reason (see `effort`) that it refuses.
     """
 
     content_form: ContentForm = "string"
@@ -65,6 +65,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     opening: str = ""
     loses: tuple[str, ...] = ()
     refuses: tuple[str, ...] = ()
+    refused_levels: tuple[str, ...] = ()
 
 
 def find(render: Render) -> Traits:

@@ -61,7 +61,7 @@ def answers() -> Iterator[MessageBuilder]:
 
 def as_openai(answer: MessageBuilder, more: bool) -> list[ChatMessage]:
     messages: list[Message] = [{"role": "user", "content": "ask"}]
-    messages.append(msgspec.to_builtins(chat_parts.whole(answer, ())))
+    messages.append(msgspec.to_builtins(chat_parts.whole(answer, ToolUse.of(None, None, True))))
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "cold"} for call in answer.calls]
     return read_messages(messages + [{"role": "user", "content": "more"}] * (more or not answer.calls))
 

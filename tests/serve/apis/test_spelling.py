@@ -15,7 +15,7 @@ WRONG = {"type": "nonsense"}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 USER = {"role": "user", "content": "x"}
 RESPONSES: list[tuple[dict[str, Any], str]] = [
-    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": -1}, "max_output_tokens"),
     ({"max_output_tokens": 2048}, "max_output_tokens"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"top_logprobs": 21}, "top_logprobs"),

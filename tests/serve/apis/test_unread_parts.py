@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.serve.apis.anthropic import request as anthropic_request
 from headrace.serve.apis.ollama import request as ollama_request
 from headrace.serve.apis.openai import responses_input
-from headrace.serve.call.call import ChatCall
+from headrace.serve.call.call import ChatCall, chat_of
 from headrace.serve.call.parsing import Warnings, convert
+from headrace.serve.call.schema import ChatCompletionRequest, parse
 from headrace.text.messages import ChatMessage, plain, read_messages
 
 Message = dict[str, Any]
@@ -176,6 +178,23 @@ def test_the_line_for_billing_is_not_for_the_model() -> None:
     # Control: the same words elsewhere are the client's.
     assert system_of([rules, {"type": "text", "text": line}]) == f"Be brief.\n{line}"
     assert system_of(f"Say {line}") == f"Say {line}"
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_the_line_for_billing_is_for_no_model_of_the_other_apis(role: str) -> None:
+    line = HEADER.format("eb6c6")
+    for content in (f"{line}\nBe brief.", [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}]):
+        messages = [{"role": role, "content": content}, MORE]
+        call = chat_of(parse(ChatCompletionRequest, {"messages": messages}))
+        assert [plain(message) for message in call.messages] == ["Be brief.", "more"]
+        assert any("billing" in warning for warning in call.warnings)
+    assert [message.role for message in ChatCall(messages=[ChatMessage(role=role, content=line)]).messages] == []
+    # As /v1/responses builds its calls.
+    replaced = replace(ChatCall(messages=[]), messages=[ChatMessage(role=role, content=f"{line}\nBe brief.")])
+    assert [plain(message) for message in replaced.messages] == ["Be brief."]
+    # Control: a user's words stay.
+    said = [ChatMessage(role="user", content=line)]
+    assert ChatCall(messages=said).messages == said
 
 
 def test_a_system_text_is_the_same_as_blocks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,36 @@ def test_an_answer_of_no_tokens_fills_the_cache(live: Live) -> None:
     assert made["generation_settings"]["n_predict"] == 0
     *_, last = live.post("/completion", {"prompt": prompt, "n_predict": 0, "stream": True}).text.strip().split("\n\n")
     assert json.loads(last[6:])["stop"] is True
-    again = live.post("/v1/completions", {"prompt": prompt, "max_tokens": 1}).json()
+    again = live.post("/v1/completions", {"prompt": prompt, "max_tokens": 0}).json()
+    [choice] = again["choices"]
+    assert (choice["text"], choice["finish_reason"], again["usage"]["completion_tokens"]) == ("", "length", 0)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "ends"),
+    [
+        ("/v1/chat/completions", "max_tokens", '"finish_reason":"length"'),
+        ("/v1/chat/completions", "max_completion_tokens", '"finish_reason":"length"'),
+        ("/v1/messages", "max_tokens", '"stop_reason":"max_tokens"'),
+        ("/v1/responses", "max_output_tokens", '"incomplete_details":{"reason":"max_output_tokens"}'),
+    ],
+)
+def test_a_chat_of_no_tokens_fills_the_cache(live: Live, path: str, name: str, ends: str) -> None:
+    turns = [
+        {"role": "user", "content": f"{name} of {path}: rules at some length, so that they fill more than a block"}
+    ]
+    asked = {"model": "fake", "input" if path == "/v1/responses" else "messages": turns}
+    for stream in (False, True):
+        shown = live.post(path, asked | {name: 0, "stream": stream})
+        assert shown.status_code == 200, shown.text
+        assert ends in shown.text
+        assert re.search(r'"(completion_tokens|output_tokens|predicted_n)":0\b', shown.text)
+        # No text comes, as content, delta or block.
+        assert not re.search(r'"(content|text|delta)":"[^"]', shown.text)
+    usage = live.post(path, asked | {name: 1}).json()["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    assert usage.get("cache_read_input_tokens", details.get("cached_tokens")) > len(turns[0]["content"]) // 2
 
 
 @pytest.mark.parametrize("none", [-1, -2, 0])

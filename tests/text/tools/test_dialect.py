@@ -145,6 +145,23 @@ def test_a_call_in_no_format_is_none_whatever_the_signs(caplog: pytest.LogCaptur
     assert Dialect.of(ChatTemplate({"default": "{{ functions + datetime }} functools["}, {})).tools == "firefunction"
 
 
+OWN_WAYS = {
+    # Llama 4's own.
+    "llama3_json": '<|python_start|><|python_end|>{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}',
+    # vLLM's of Llama 4, which writes every argument as a text.
+    "pythonic": '[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="{{ v }}"' + LAST + "{% endfor %})]",
+    # vLLM's of Phi-4-mini, which describes a mark and writes none.
+    "phi4_mini_json": '{# functools[{"name": ...}] <|end|> #}{"name": "{{ f.name }}", "arguments": '
+    "{{ f.arguments | tojson }}}",
+}
+
+
+@pytest.mark.parametrize("name", OWN_WAYS)
+def test_templates_that_write_calls_in_a_way_of_their_own(name: str) -> None:
+    source = "{{ tools | tojson }}" + LOOP + FOR_CALLS + OWN_WAYS[name] + ENDS
+    assert Dialect.of(ChatTemplate({"default": source}, {})).tools == name
+
+
 def test_where_a_template_can_not_be_tried_out_the_signs_decide(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,11 +6,13 @@ import itertools
 
 import pytest
 from tests.support.reading import Read, read, splits
+from tests.support.speaking import Answer, says_first, speak
 
 from headrace.text.outputs import Content, Reasoning
-from headrace.text.reasoning import STYLES
+from headrace.text.reasoning import NO_STYLE, STYLES
 from headrace.text.tools.answers import new_parser
-from headrace.text.tools.formats import FORMATS
+from headrace.text.tools.arguments import is_json
+from headrace.text.tools.formats import FORMATS, ToolFormat
 from headrace.text.tools.parser import AnswerForm, Bounds, ToolParser
 
 OSS = "<|start|>assistant"
@@ -98,8 +100,44 @@ def test_a_call_that_a_limit_cuts_leaves_no_marks_under_a_grammar() -> None:
             whole = [arguments for _, arguments in calls if arguments.endswith("}")]
             # Whole arguments are told only of a text that has them whole.
             assert not whole or "1}" in text[:end] or "2}" in text[:end] or "12</arg_value>" in text[:end]
-        # Control: without a grammar, what is no call is content.
-        assert read(parser("hermes"), ["<tool_call>{"], cut=True)[0] == "<tool_call>{"
+
+
+@pytest.mark.parametrize("tools", sorted(FORMATS))
+def test_a_call_that_a_limit_cuts_is_none_of_the_content(tools: str) -> None:
+    """The model writes calls as it likes: what has begun as one comes neither as content nor as whole arguments."""
+    tool_format = FORMATS[tools]
+    style = "openai_gptoss" if tools == "openai" else "muse_glimmer" if tools == "muse_glimmer" else None
+    content = "" if says_first(tool_format) else "I look."
+    marks = STYLES[style] if style else NO_STYLE
+    text = speak(Answer("", content, (("f", {"a": 12}), ("f", {"a": 34}))), tool_format, marks, OSS)
+    whole = read(parser(tools, style), [text])[2]
+    assert whole == [("f", '{"a": 12}'), ("f", '{"a": 34}')]
+    for end in range(len(text)):
+        said, _, calls = read(parser(tools, style), [text[:end]], cut=True)
+        assert read(parser(tools, style), list(text[:end]), cut=True)[::2] == (said, calls)
+        if calls or not content.startswith(said):
+            # Before the first call, what is less than a mark may still be a word.
+            rest = said.removeprefix(content).strip()
+            assert not rest or (not calls and any(mark.startswith(rest) for mark in begins(tool_format))), text[:end]
+        for (_, arguments), (_, full) in zip(calls, whole, strict=False):
+            assert arguments == full or not is_json(arguments), text[:end]
+
+
+def begins(tool_format: ToolFormat) -> list[str]:
+    """What is no sign of a call yet: a part of a mark, or a beginning that other texts have too."""
+    headers = tool_format.headers.special_texts() if tool_format.headers else ()
+    marks = [mark for mark in (*tool_format.all_openers(), *headers) if mark]
+    words = [f'{mark}[{{"name": "f' for mark in marks if mark.isalnum()]
+    return [*(mark[:-1] for mark in marks), *words, '{"name": "f', "[", "f"]
+
+
+def test_what_a_model_ends_itself_is_content() -> None:
+    """Control: a call that is not well-formed, though no limit has cut it, is text."""
+    for text in ("<tool_call>{", "<tool_call>oops"):
+        assert read(parser("hermes"), [text])[0] == text
+    # Nor is a text that only begins as a call does.
+    for tools, text in (("llama3_json", '{"name": "Bo'), ("hermes", "<tool_call>oops"), ("firefunction", "functools")):
+        assert read(parser(tools), [text], cut=True)[0] == text
 
 
 def test_a_call_made_twice_ends_an_answer_that_must_be_calls() -> None:

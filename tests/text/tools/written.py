@@ -53,6 +53,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("llama3_json", '<|python_tag|>search.call(query="x, (y)")', "", [("search", '{"query": "x, (y)"}')]),
     ("llama3_json", "<|python_tag|>import os", "<|python_tag|>import os", []),
     ("llama3_json", '{"hello": [1, 2]}', '{"hello": [1, 2]}', []),
+    # Llama 4, by its own template: the text before a call stands between marks.
+    ("llama3_json", '<|python_start|><|python_end|>{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    ("llama3_json", 'Hm.<|python_end|>{"name": "f", "parameters": {"a": 1}}', "Hm.", [("f", '{"a": 1}')]),
     ("llama3_json", 'Use {"name": "f"}', 'Use {"name": "f"}', []),
     (
         "mistral",
@@ -62,6 +65,15 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     ("mistral", 'A[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{}', "A", [("f", '{"a": 1}'), ("g", "{}")]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
+    # vLLM's and SGLang's templates of Phi-4-mini, which need no closing mark; llama.cpp's, which has no list.
+    ("phi4_mini_json", 'functools[{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
+    ("phi4_mini_json", 'functools[{"name": "f", "arguments": {}}] Done.', "Done.", [("f", "{}")]),
+    (
+        "phi4_mini_json",
+        '<|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|><|tool_call|>{"name": "g"}<|/tool_call|>',
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
     ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
     (
         "deepseek_v3",

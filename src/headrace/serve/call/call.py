@@ -21,10 +21,11 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
-from headrace.text.messages import ChatMessage, read_messages
+from headrace.text.messages import ChatMessage, read_messages, without_billing
 from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
 from headrace.text.stopped_parser import StoppedParser
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.tools import functions
 from headrace.text.tools.choice import ToolUse
 
 
@@ -35,6 +36,7 @@ class Call(msgspec.Struct, kw_only=True):
     `form` is the form of the answer. `add_special_tokens` None: where a prompt usually has them. `timeout` is in
     seconds from `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to those of the
     request. `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
+    `only_prompts`: the answers are empty, as max_tokens 0 asks.
     """
 
     model: str | None = None
@@ -58,6 +60,13 @@ class Call(msgspec.Struct, kw_only=True):
     warnings: Warnings = msgspec.field(default_factory=Warnings)
     spelling: Mapping[str, str] = {}
     arrival_time: float = msgspec.field(default_factory=context.arrival)
+    only_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sampling.get("max_tokens") == 0 and self.beam is None:
+            # The engine ends a sequence with a token, which the answer drops.
+            self.only_prompts = True
+            self.sampling = {**self.sampling, "max_tokens": 1}
 
     @property
     def logprobs(self) -> int | None:
@@ -76,29 +85,24 @@ class Call(msgspec.Struct, kw_only=True):
 
 class TextCall(Call, kw_only=True):
     """Texts, or lists of token ids, to be gone on with. `fills_context`: without max_tokens an answer may be as long
-    as the context has room after the longest prompt. `only_prompts`: the answers are empty, as max_tokens 0 asks."""
+    as the context has room after the longest prompt."""
 
     prompts: list[str | list[int]]
     echo: bool = False
     fills_context: bool = False
-    only_prompts: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sampling.get("max_tokens") == 0 and self.beam is None:
-            # The engine ends a sequence with a token, which the answer drops.
-            self.only_prompts = True
-            self.sampling = {**self.sampling, "max_tokens": 1}
 
 
 class ChatCall(Call, kw_only=True):
     """A conversation to be gone on with. `chat_template` is a Jinja source in place of the model's template, and
     `template_variables` are further variables of it. `add_generation_prompt` None: unless the final message is
-    continued. `echo`: the reply repeats the last message before the answer, if that is the assistant's.
-    `stop_in_reasoning`: stop strings end the answer wherever they stand, not in its content alone."""
+    continued. `thinks`: whether there is reasoning before the answer, where the template can choose. `echo`: the reply
+    repeats the last message before the answer, if that is the assistant's. `stop_in_reasoning`: stop strings end the
+    answer wherever they stand, not in its content alone."""
 
     messages: list[ChatMessage]
     tools: ToolUse = msgspec.field(default_factory=lambda: ToolUse.of(None, None, True))
     reasoning_effort: str | None = None
+    thinks: bool | None = None
     include_reasoning: bool = True
     chat_template: str | None = None
     template_variables: dict[str, Any] = {}
@@ -106,6 +110,15 @@ class ChatCall(Call, kw_only=True):
     continue_final_message: bool = False
     echo: bool = False
     stop_in_reasoning: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kept = without_billing(self.messages)
+        if kept is not self.messages:
+            self.messages = kept
+            self.warn(
+                "messages", "the line for billing is left out: it is not for the model, and changes with each call"
+            )
 
     @property
     def echoed(self) -> str:
@@ -118,11 +131,10 @@ def chat_of(request: Any, **fields: Any) -> ChatCall:
     """Return the chat of a request in OpenAI's shape: what of it shapes the prompt, and further `fields` of the call.
     Raises `RequestError`."""
     warnings = fields.setdefault("warnings", Warnings())
-    choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
     return ChatCall(
         **fields,
         messages=read_messages(request.messages or [], warnings.add),
-        tools=ToolUse.of(request.tools, choice, parallel is not False),
+        tools=_tools_of(request, warnings),
         reasoning_effort=request.reasoning_effort,
         chat_template=getattr(request, "chat_template", None),
         template_variables=request.chat_template_kwargs or {},
@@ -130,6 +142,17 @@ def chat_of(request: Any, **fields: Any) -> ChatCall:
         continue_final_message=bool(request.continue_final_message),
         stop_in_reasoning=bool(getattr(request, "stop_in_reasoning", None)),
     )
+
+
+def _tools_of(request: Any, warnings: Warnings) -> ToolUse:
+    older, older_choice = getattr(request, "functions", None), getattr(request, "function_call", None)
+    choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
+    if not older and older_choice in (None, "none", "auto"):
+        return ToolUse.of(request.tools, choice, parallel is not False)
+    if request.tools or choice not in (None, "none"):
+        raise RequestError("functions", older, "left out beside tools, which replace them")
+    warnings.add("functions", "OpenAI's older form, read as tools; the reply has function_call")
+    return functions.tool_use(older, older_choice)
 
 
 def spell(field: str, spelling: Mapping[str, str]) -> str:

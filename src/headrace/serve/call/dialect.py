@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from headrace.protocol.constraints import KINDS, StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
+from headrace.text.effort import LEVELS, Effort, reads
 from headrace.text.outputs import ContentParser, MessageParser
 from headrace.text.parser_names import FOUND, NONE
 from headrace.text.reasoning import NO_STYLE, Headers, Style
@@ -34,9 +34,6 @@ from headrace.text.traits import Traits
 logger = logging.getLogger("headrace.server")
 
 _ONLY: dict[str, Any] = dict.fromkeys(KINDS)
-LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh")
-EFFORTS = ("reasoning_effort", "enable_thinking", "thinking")
-"""Variables of chat templates that say how much to reason."""
 FALLBACK = "hermes"
 """For models whose chat template shows no format."""
 OTHER_FORM = (
@@ -49,7 +46,7 @@ OTHER_FORM = (
 class Dialect(NamedTuple):
     """`tools` and `reasoning` are names of `text.tools.formats` and `reasoning`; None where there is no such thing.
     `token_ids`: those of the marks that are special tokens, which are usually left out of text. `template`: the
-    sources. `efforts`: the variables of the chat template that say how much to reason. `reads_shown`: whether calls are
+    sources. `effort`: the chat template's variables for how much to reason. `reads_shown`: whether calls are
     read in the form that the prompt shows the model. `response`: the tokenizer's own template of answers, with which
     they are read, unless a grammar holds them to the form of `tools`; None: it has none, or `tools` and `reasoning`
     read the same."""
@@ -59,7 +56,7 @@ class Dialect(NamedTuple):
     auto: bool = True
     token_ids: Mapping[str, int] = MappingProxyType({})
     template: str = ""
-    efforts: frozenset[str] = frozenset()
+    effort: Effort = Effort()
     reads_shown: bool = True
     response: ResponseTemplate | None = None
 
@@ -119,12 +116,12 @@ class Dialect(NamedTuple):
             token_ids=_special(tokenizer, _marks(tools or FALLBACK, style)) | mark_ids,
             response=response,
             template="\n".join(sources),
-            efforts=frozenset(name for name in EFFORTS if any(_reads(source, name) for source in sources)),
+            effort=Effort.of(sources, traits.refused_levels),
         )
 
     def reads(self, name: str) -> bool:
         """Whether the chat template uses a variable."""
-        return _reads(self.template, name)
+        return reads(self.template, name)
 
     def marks(self, use: ToolUse) -> dict[str, int]:
         """Return the special tokens that a chat's answers must be read with, and their ids."""
@@ -190,16 +187,20 @@ class Dialect(NamedTuple):
         style = self._style
         return style.before_content if style.headers and not prompt.endswith(style.headers.body) else ""
 
-    def set_effort(self, call: ChatCall, effort: str, variables: dict[str, Any]) -> None:
-        """Put a call's `reasoning_effort` into the chat template's variables. Raises `RequestError`."""
-        if effort not in LEVELS:
-            raise RequestError("reasoning_effort", effort, "one of " + ", ".join(LEVELS))
-        if not self.efforts:
-            call.warn("reasoning_effort", "ignored: the chat template knows no such thing")
-        if effort != "none" and "reasoning_effort" in self.efforts:
-            variables.setdefault("reasoning_effort", effort)
-        for name in self.efforts & {"enable_thinking", "thinking"}:
-            variables.setdefault(name, effort != "none")
+    def set_effort(self, call: ChatCall, variables: dict[str, Any]) -> None:
+        """Put what a call says of its reasoning into the chat template's variables. Raises `RequestError`."""
+        made: dict[str, Any] = {}
+        if call.thinks is not None:
+            made |= self.effort.switched(call.thinks)
+        if call.reasoning_effort is not None:
+            if call.reasoning_effort not in LEVELS:
+                raise RequestError("reasoning_effort", call.reasoning_effort, "one of " + ", ".join(LEVELS))
+            at_level, why = self.effort.at(call.reasoning_effort)
+            made |= at_level
+            if why:
+                call.warn("reasoning_effort", why)
+        for name, value in made.items():
+            variables.setdefault(name, value)
 
     def format_for(self, use: ToolUse) -> str | None:
         """The format of a chat's calls; None if it has none. Raises `RequestError`."""
@@ -264,11 +265,6 @@ def _response_template(tokenizer: Tokenizer | None, named: tuple[str | None, ...
 def _marks(form: str | None, style: str | None) -> tuple[str, ...]:
     """What must be seen in a text to find calls and reasoning in it."""
     return (formats.FORMATS[form].special_texts() if form else ()) + (reasoning.marks(style) if style else ())
-
-
-def _reads(source: str, name: str) -> bool:
-    """Whether a template uses a variable, which is no other thing's attribute."""
-    return re.search(rf"(?<![\w.'\"]){name}(?!\w)", source) is not None
 
 
 def _special(tokenizer: Tokenizer | None, marks: tuple[str, ...]) -> dict[str, int]:

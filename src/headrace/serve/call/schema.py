@@ -100,6 +100,9 @@ class ChatCompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    # OpenAI's older names for two of them.
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     # Stop strings end the answer in its reasoning and its calls too, not in its content alone.
@@ -139,8 +142,8 @@ class DetokenizeRequest(Body, forbid_unknown_fields=True, kw_only=True):
 # Known fields that are not supported yet, with the values that have no effect.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": (([],), "a request can not bring code; offline, SamplingParams takes functions"),
-    "functions": (([],), "use tools"),
-    "function_call": (("none",), "use tool_choice"),
+    "functions": (([],), "chats have it: /v1/chat/completions"),
+    "function_call": (("none",), "chats have it: /v1/chat/completions"),
     "echo": ((False,), "the answer alone is returned; /v1/chat/completions and /v1/completions have it"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
@@ -167,8 +170,8 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 # Which row of the bounds table holds for a number, where the names differ.
-ROWS = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
-CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "max_completion_tokens", "top_logprobs")
+ROWS = {"top_logprobs": "logprobs"}
+CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "top_logprobs")
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
 # Neither logprobs, whose type differs between the two kinds, nor the form of the answer, which has other fields too.

@@ -172,8 +172,6 @@ class ServedModel:
                 for prompt in call.prompts
             ]
             generation = await self._open([token_ids for _, token_ids in prompts], params, call)
-            for state in generation.states if call.only_prompts else ():
-                state.only_prompt = True
         return Answer(generation, call, self.front.tokenizer, "cmpl", [text for text, _ in prompts])
 
     async def chat(self, call: ChatCall) -> Answer:
@@ -251,8 +249,7 @@ class ServedModel:
         variables = dict(call.template_variables)
         for name in RENDER_OPTIONS.intersection(variables):
             raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
-        if call.reasoning_effort is not None:
-            self.dialect.set_effort(call, call.reasoning_effort, variables)
+        self.dialect.set_effort(call, variables)
         for name, value in self.template_variables.items():
             variables.setdefault(name, value)
         if variables.get("documents") and call.chat_template is None and not self.dialect.reads("documents"):
@@ -376,7 +373,7 @@ class ServedModel:
         is_open = max_tokens is None and "max_tokens" not in self.defaults
         if is_open and isinstance(call, TextCall) and call.fills_context:
             params = msgspec.structs.replace(params, max_tokens=room)
-        return await self.front.open(
+        generation = await self.front.open(
             prompts,
             params,
             priority=call.priority,
@@ -386,6 +383,9 @@ class ServedModel:
             beam=call.beam,
             rules=rules,
         )
+        for state in generation.states if call.only_prompts else ():
+            state.only_prompt = True
+        return generation
 
     async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str, is_loose: bool) -> None:
         """Find out whether calls can be held to the tools' schemas (`is_loose`: only to the grammars of custom tools).

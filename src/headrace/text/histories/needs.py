@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.text import traits
+from headrace.text import effort, traits
 from headrace.text.traits import CALL_IDS, NAME, TOOL, Render, Traits
 
 Message = dict[str, Any]
@@ -30,7 +30,9 @@ def find(render: Render) -> Traits:
     tries.turns()
     tries.calls()
     tries.tools()
-    return msgspec.structs.replace(basic, loses=tuple(tries.loses), refuses=tuple(tries.refuses))
+    return msgspec.structs.replace(
+        basic, loses=tuple(tries.loses), refuses=tuple(tries.refuses), refused_levels=tries.refused_levels()
+    )
 
 
 class _Tries:
@@ -152,6 +154,13 @@ class _Tries:
             properties["place"] = schema | {"description": "Its name"}
             if self._needs("plain schemas", user, user, NAME, tools=[tool]):
                 break
+
+    def refused_levels(self) -> tuple[str, ...]:
+        """Return the words for how much to reason that the template refuses."""
+        user = {"messages": [self._say("user", "Where?")], "tools": None, "add_generation_prompt": True}
+        if not self._render(user):
+            return ()
+        return tuple(word for word in effort.WORDS if not self._render(user | dict.fromkeys(effort.DIALS, word)))
 
     def _needs(
         self,

@@ -62,6 +62,8 @@ def read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
         if layout.brackets:
             if (yield from text.comma("]")):
                 continue
+            # Some models leave the mark out: the bracket is a part of the list all the same.
+            call.forget()
             if marked and closing:
                 yield from text.space()
                 if not (yield from text.closes(closing)):

@@ -40,7 +40,8 @@ class ToolUse(NamedTuple):
     """`tools` as the template is to show them, and the schemas of their parameters by name. With `mode` "required" the
     answer is one call or more, of one of `schemas`; without `parallel` it is one at most. `names` are the names of the
     schemas in the request, by tool: `tools[2].function.parameters`. `customs` are the tools that take a text, with the
-    grammar of the text in Lark's syntax, None for any text; the template shows them as functions (see `custom`)."""
+    grammar of the text in Lark's syntax, None for any text; the template shows them as functions (see `custom`).
+    `is_legacy`: the request gives them as `functions` (see `functions`), and gets its call in that form."""
 
     tools: list[dict[str, Any]]
     schemas: dict[str, dict[str, Any]]
@@ -48,6 +49,7 @@ class ToolUse(NamedTuple):
     parallel: bool
     names: Mapping[str, str] = MappingProxyType({})
     customs: Mapping[str, str | None] = MappingProxyType({})
+    is_legacy: bool = False
 
     @classmethod
     def of(

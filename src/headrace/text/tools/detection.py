@@ -48,23 +48,27 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<tool_call>",), "hermes"),
     (("<|python_start|>",), "pythonic"),
     (("[func_name1(",), "pythonic"),
+    (("functools[", "<|end|>"), "phi4_mini_json"),
     (("functools[",), "firefunction"),
     (("<|python_tag|>",), "llama3_json"),
     (('{"name": function name, "parameters":',), "llama3_json"),
     (("[gMASK]<sop>", "tools"), "glm4"),
 )
+DESCRIBED = "functools["
+"""A mark that vLLM's template of Phi-4-mini describes to the model, though it writes calls of earlier turns bare."""
 
 
 def detect(traits: Traits, sources: Iterable[str]) -> str | None:
     """Return the key in `FORMATS` of the format that a template with these traits and sources shows, or None.
 
     Of several that read its call, it is the one that leaves the least text beside it."""
-    rests = {name: rest for name in FORMATS if (rest := _rest(name, traits)) is not None}
-    if traits.call:
-        return min(rests, key=lambda name: rests[name], default=None)
     text = "\n".join(sources)
     named = next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
-    return named if named is None or reads_shown(named, traits) else None
+    if not traits.call:
+        return named if named is None or reads_shown(named, traits) else None
+    rests = {name: rest for name in FORMATS if (rest := _rest(name, traits)) is not None}
+    read = min(rests, key=lambda name: (rests[name], name != named), default=None)
+    return named if read is not None and FORMATS[read].starts and DESCRIBED in text else read
 
 
 def reads_shown(name: str, traits: Traits) -> bool:
@@ -87,7 +91,9 @@ def _rest(name: str, traits: Traits) -> int | None:
             return None
         text = text.removeprefix(traits.opening)
     content, _, calls = _read(new_parser(AnswerForm(tool_format, schemas={NAME: {}})), text)
-    return len(content) if calls == [(NAME, ARGUMENTS)] else None
+    # Some templates write every argument as a text.
+    texts = {key: str(value) for key, value in ARGUMENTS.items()}
+    return len(content) if calls in ([(NAME, ARGUMENTS)], [(NAME, texts)]) else None
 
 
 def same_as_rows(template: ResponseTemplate, rows: AnswerForm, traits: Traits) -> bool:

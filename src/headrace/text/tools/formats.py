@@ -178,13 +178,15 @@ FORMATS: dict[str, ToolFormat] = {
         marks=("<tool_call>\n", "\n</tool_call>"),
         openers=("<function=",),
     ),
-    # Llama 3.1 to 3.3. The built-in tools are written in another way.
+    # Llama 3.1 to 3.3, and Llama 4 with its own template. The built-in tools are written in another way.
     "llama3_json": ToolFormat(
         (
             Layout("json", "read only", separator="; ", begins="{", arguments_key="parameters"),
             Layout("python", "around each", name=("", ".call")),
         ),
         marks=("<|python_tag|>", ""),
+        # Llama 4's template writes the text before a call between the latter two.
+        others=("<|python_start|><|python_end|>", "<|python_start|>", "<|python_end|>"),
         starts=("{",),
     ),
     # Mistral: a list with its tokenizers up to v7; from v11 on each call by itself.
@@ -204,7 +206,7 @@ FORMATS: dict[str, ToolFormat] = {
         special=("[ARGS]", "[CALL_ID]"),
         new_id=_short_id,
     ),
-    # Llama 3.2, Llama 4 (which writes the marks), and others.
+    # Llama 3.2, Llama 4 (which writes the marks) with vLLM's template, and others.
     "pythonic": ToolFormat(
         (_PYTHON_LIST._replace(marks="read only"),),
         marks=("<|python_start|>", "<|python_end|>"),
@@ -351,7 +353,14 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
     # Phi-4-mini.
-    "phi4_mini_json": ToolFormat((_JSON_LIST,), marks=("<|tool_call|>", "<|/tool_call|>"), others=("functools",)),
+    "phi4_mini_json": ToolFormat(
+        (
+            _JSON_LIST._replace(begins="["),
+            Layout("json", "around each", separator="\n", begins="{", in_template='<|tool_call|>{"'),
+        ),
+        marks=("<|tool_call|>", "<|/tool_call|>"),
+        others=("functools",),
+    ),
     # Gemma 4.
     "gemma4": ToolFormat(
         (

@@ -5,9 +5,10 @@ sends the text up to the next mark and does what the mark means (`_Action`).
 
 A call that is not well-formed is text, every character of it. So a call is sent only when it is whole; but a long one
 (more than `HOLD` characters, or any if a grammar guards its form) is sent as it comes, so that a client sees progress.
-If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is text. White space next to
-a mark belongs to the mark. The result depends on the text alone, never on the pieces in which it came. Knows no HTTP
-and no schema but the names and parameters of the tools. Made by `answers.new_parser`.
+If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is text. A call that a limit
+cuts is none of the text: its arguments are sent as far as they go. White space next to a mark belongs to the mark. The
+result depends on the text alone, never on the pieces in which it came. Knows no HTTP and no schema but the names and
+parameters of the tools. Made by `answers.new_parser`.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ class ToolParser:
                     self._framed = action != "drop"
 
     def _read_call(self, mark: str) -> Reading[None]:
-        self._reading, start = True, self.text.position
+        self._reading, start, num_before = True, self.text.position, self._num_calls
         try:
             yield from self._read_calls(self)
             self._fresh = self._framed = True
@@ -301,7 +302,8 @@ class ToolParser:
             if not self.ended:
                 if self.text.position == start:
                     self.text.at += len(mark)
-                self._give_up()
+                is_sign = bool(mark) and not mark.isalnum()
+                self._give_up(is_sign or self._num_calls > num_before or self._call.name in self.schemas)
         self._reading = False
 
     def _next_mark(self) -> Reading[str | None]:
@@ -334,9 +336,11 @@ class ToolParser:
                 return mark
             if text.final:
                 rest = text.text[text.at :]
-                # Where there must be calls and nothing else, it is the beginning of one that a limit cut.
-                is_begun = not self._inside and any(mark.startswith(rest.strip(SPACE)) for mark in marks.texts)
-                if not (self._bounds.distinct and self.enforced and is_begun):
+                # Right after a call, or where there must be calls, it is the beginning of one that a limit cut.
+                begins = (*marks.texts, *self._starts)
+                is_begun = not self._inside and any(mark.startswith(rest.strip(SPACE)) for mark in begins)
+                is_after_call = self.is_limited and self._fresh and self._num_calls > 0
+                if not (is_begun and (is_after_call or (self._bounds.distinct and self.enforced))):
                     self._say(rest)
                 text.at = len(text.text)
                 return None
@@ -360,16 +364,18 @@ class ToolParser:
         rest = text.text[at : at + MAX_NAME + 64]
         if any(rest.startswith(start) for start in self._starts):
             return at, at
-        if not text.final and any(start.startswith(rest) for start in self._starts):
+        if any(start.startswith(rest) for start in self._starts):
             return -1, at
         marks = self._marks[False].texts
         self._fresh = not rest or any(mark.startswith(rest) or rest.startswith(mark) for mark in marks)
         return -1, len(text.text)
 
-    def _give_up(self) -> None:
+    def _give_up(self, is_call: bool) -> None:
+        """Take what was read for text. `is_call`: it can be nothing but a call if a limit has cut it, though text may
+        begin as some formats do, or quote a word that is a mark."""
         self._catch_up()
-        self._stream()
-        is_cut = self.enforced and self.text.is_cut
+        is_cut = self.text.is_cut and (self.enforced or (is_call and self.is_limited and not self._inside))
+        self._stream(-1 if is_cut else HOLD)
         if self._call.id is not None:
             self._num_calls += 1
         elif not is_cut:
@@ -398,10 +404,10 @@ class ToolParser:
             self.write(self.text.since(self._call.copied_to))
             self._call.copied_to = self.text.position
 
-    def _stream(self) -> None:
+    def _stream(self, hold: int = HOLD) -> None:
+        """Send what there is of a call that is longer than `hold`, or of any under a grammar."""
         self._catch_up()
-        call = self._call
-        hold = -1 if self.enforced else HOLD
+        call, hold = self._call, -1 if self.enforced else hold
         if call.name is not None and call.has_arguments and not call.twins and call.end - call.start > hold:
             self._announce()
         if call.id is not None and (arguments := "".join(call.unsent)):

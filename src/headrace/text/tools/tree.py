@@ -37,6 +37,7 @@ def _text(text: Reader, tag: str) -> Reading[Tree]:
         while not (yield from text.comes(f"{tag}<")):
             place = text.text.find(tag[:1] or "<", text.at + 1)
             if place < 0 and text.final:
+                text.at = len(text.text)
                 raise IllFormed
             text.at = place if place >= 0 else len(text.text)
         return text.since(start)

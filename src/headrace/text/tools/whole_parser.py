@@ -1,8 +1,9 @@
 """`WholeParser` reads an answer at its end, as a tokenizer's own `response_template` says.
 
 The message is transformers' (`parse_response`), but for what the APIs promise: what the prompt has of the answer is not
-said again; a call that is not well-formed, or that a limit cut, is content; special tokens are never content; reasoning
-that the model never ends is the answer where there is no other. Knows no HTTP. Made by `serve.call.dialect`.
+said again; a call that is not well-formed is content, and one that a limit cut is left out; special tokens are never
+content; reasoning that the model never ends is the answer where there is no other. Nothing is missed in a message: a
+field that is not `optional` may be absent. Knows no HTTP. Made by `serve.call.dialect`.
 """
 
 from __future__ import annotations
@@ -70,13 +71,16 @@ class WholeParser:
         unread: list[str] = []
         for region in regions:
             field, (start, end) = region.field, region.body
+            makes_calls = field.name == CALLS and self._form.schemas is not None
+            if makes_calls and cut and not region.is_closed:
+                continue
             if field.content == "text":
                 start = max(start, num_begun)
             try:
                 value = field.value(text[start:end], region.captures)
                 if field.name != CALLS:
                     _put(message, region, value)
-                elif self._form.schemas is None or (cut and not region.is_closed):
+                elif not makes_calls:
                     raise ValueError("no call is made")
                 else:
                     calls = [*calls, *self._calls(value)] if field.repeats else self._calls(value)

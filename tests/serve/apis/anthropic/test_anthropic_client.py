@@ -186,7 +186,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ("more", "field"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"model": None}, "model"),
         ({"messages": []}, "messages"),

@@ -297,7 +297,7 @@ def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:
         ({"input": "x", "background": True, "store": False}, "store"),
         ({"input": "x", "conversation": {"name": "c"}}, "conversation.id"),
         ({"input": "x", "conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "max_output_tokens": -1}, "max_output_tokens"),
         ({"input": "x", "temperature": -1}, "temperature"),
         ({"input": "x", "metadata": {"k" * 65: "v"}}, "metadata"),
     ],

@@ -1,5 +1,5 @@
-"""What of a request's body becomes text, or goes, before it is checked: blocks that the models here can not read, tools
-that a provider runs, and a client's line for billing. Each has a warning. Called by the routes in `paths`."""
+"""What of a request's body becomes text, or goes, before it is checked: blocks that the models here can not read, and
+tools that a provider runs. Each has a warning. Called by the routes in `paths`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from headrace.text.messages import LEFT_OUT, first_new, placeholder
 
 READ = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 """Blocks that `request` reads."""
-BILLING = "x-anthropic-billing-header:"
-"""Begins a line of Claude Code's, which changes with each call and is not for the model."""
 _HOSTED = re.compile(r"mcp_toolset|[a-z_]+_20\d{6}")
 
 
 def readable(body: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
     """Return a body in which only what the user has said since the model's last turn may hold blocks that are not
     read. Of values of the wrong type, nothing is changed."""
-    messages, tools, system = body.get("messages"), body.get("tools"), body.get("system")
+    messages, tools = body.get("messages"), body.get("tools")
     if isinstance(messages, list):
         new = first_new([message.get("role") if isinstance(message, dict) else None for message in messages])
         messages = [_message(message, place, place >= new, warnings) for place, message in enumerate(messages)]
@@ -28,8 +26,6 @@ def readable(body: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
     if isinstance(tools, list):
         client_tools = [tool for place, tool in enumerate(tools) if not _is_hosted(tool, f"tools[{place}]", warnings)]
         body = {**body, "tools": client_tools}
-    if isinstance(system, str | list):
-        body = {**body, "system": _without_billing(system, warnings)}
     return body
 
 
@@ -87,15 +83,3 @@ def _is_hosted(tool: Any, field: str, warnings: Warnings) -> bool:
         return False
     warnings.add(field, f"{kind} is left out: headrace runs no tools of its own")
     return True
-
-
-def _without_billing(system: str | list[Any], warnings: Warnings) -> str | list[Any]:
-    block = system[0] if isinstance(system, list) and system and isinstance(system[0], dict) else {}
-    first = system if isinstance(system, str) else block.get("text")
-    if not isinstance(first, str) or not first.startswith(BILLING):
-        return system
-    warnings.add("system", "the line for billing is left out: it is not for the model, and changes with each call")
-    rest = first.partition("\n")[2].lstrip("\n")
-    if isinstance(system, str):
-        return rest
-    return [*([{**block, "text": rest}] if rest else []), *system[1:]]

@@ -173,7 +173,7 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
         with spelled(SPELLING):
             form = StructuredOutputs(json=output.format.schema)
     if output is not None and output.effort is not None:
-        effort = "xhigh" if output.effort == "max" else output.effort
+        effort = output.effort
     if isinstance(request, MessagesRequest):
         sampling |= sampling_of(request, ANTHROPIC)
         if request.metadata is not None and request.metadata.user_id is not None:
@@ -185,7 +185,7 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
         sampling=sampling,
         form=form,
         reasoning_effort=effort,
-        template_variables={} if thinking is None else {"enable_thinking": thinking.type != "disabled"},
+        thinks=None if thinking is None else thinking.type != "disabled",
         # A prefill: the answer goes on from the client's own beginning of it.
         continue_final_message=bool(request.messages) and request.messages[-1].role == "assistant",
         stream=isinstance(request, MessagesRequest) and bool(request.stream),

@@ -165,7 +165,7 @@ class LlamaServer:
     async def apply_template(self, body: dict[str, Any]) -> reply.LlamaPrompt:
         """The prompt that a chat becomes."""
         request = convert(TemplateRequest, body)
-        text, _ = await self.model.chat_prompt(chat_of(request, model=request.model))
+        text, _ = await self.model.chat_prompt(chat_of(request, model=request.model, warnings=request.warnings))
         return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
     async def count_tokens(self, body: dict[str, Any]) -> reply.LlamaTokens:

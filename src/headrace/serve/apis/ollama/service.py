@@ -48,7 +48,6 @@ IGNORED = {
     "truncate": "a prompt that does not fit is refused, not cut",
     "shift": "an answer ends where the context does",
 }
-LEVELS = {"low": "low", "medium": "medium", "high": "high", "max": "xhigh"}
 # The engine's fields, and those of Ollama's requests that set them.
 SPELLING = spelling_of(OLLAMA, "options.") | {
     "structured_outputs": "format",
@@ -235,8 +234,10 @@ def _template_fields(request: GenerationRequest) -> dict[str, Any]:
     """The fields of a `ChatCall` that `think` sets."""
     if request.think is None:
         return {}
-    effort = LEVELS[request.think] if isinstance(request.think, str) else None
-    return {"template_variables": {"enable_thinking": bool(request.think)}, "reasoning_effort": effort}
+    return {
+        "thinks": bool(request.think),
+        "reasoning_effort": request.think if isinstance(request.think, str) else None,
+    }
 
 
 def add_routes(app: Starlette, models: ModelSet) -> None:

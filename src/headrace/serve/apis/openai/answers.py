@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -258,18 +258,17 @@ class ChatReply(Reply):
     reply_type = reply.ChatCompletion
     chunk_type = reply.ChatCompletionChunk
 
-    def __init__(self, answer: Answer, model: ServedModel, customs: Container[str] = ()) -> None:
-        """`customs`: names of the tools that take a text."""
+    def __init__(self, answer: Answer, call: ChatCall, model: ServedModel) -> None:
         super().__init__(answer, model)
-        self._customs = customs
-        self._deltas = [chat_parts.Deltas(customs) for _ in self.generation.states]
+        self.call = call
+        self._deltas = [chat_parts.Deltas(call.tools) for _ in self.generation.states]
 
     def _choice(self, place: int, state: RequestState) -> reply.ChatChoice:
-        ending = self._ending(state, state.token_ids) | {"finish_reason": self.answer.finish_reason(place)}
-        message = chat_parts.whole(self.answer.message(place), self._customs)
+        ending = self._ending(state, state.token_ids) | {"finish_reason": self._finish_reason(place)}
+        message = chat_parts.whole(self.answer.message(place), self.call.tools)
         logprobs = self._chat_logprobs(state)
-        if self._echoed:
-            message.content = self._echoed + (message.content or "")
+        if self.call.echoed:
+            message.content = self.call.echoed + (message.content or "")
         return reply.ChatChoice(index=place, body=message, logprobs=logprobs, **ending)
 
     def _pieces(
@@ -285,7 +284,7 @@ class ChatReply(Reply):
             is_first, is_last = number == 1, number == len(deltas)
             ending = self._ending(state, piece.token_ids if is_first else [])
             if is_last:
-                ending["finish_reason"] = self.answer.finish_reason(place)
+                ending["finish_reason"] = self._finish_reason(place)
             else:
                 ending["finish_reason"] = ending["stop_reason"] = None
             logprobs = self._chat_logprobs(piece) if is_first else None
@@ -300,13 +299,12 @@ class ChatReply(Reply):
     def _formed(self, state: RequestState) -> str:
         return self.answer.message(self.generation.states.index(state)).content
 
-    @property
-    def _echoed(self) -> str:
-        call = self.answer.call
-        return call.echoed if isinstance(call, ChatCall) else ""
+    def _finish_reason(self, place: int) -> str | None:
+        reason = self.answer.finish_reason(place)
+        return "function_call" if reason == "tool_calls" and self.call.tools.is_legacy else reason
 
     def _opening(self, place: int, state: RequestState) -> list[reply.ChatChunkChoice]:
-        delta = reply.ChatDelta(role="assistant", content=self._echoed or None)
+        delta = reply.ChatDelta(role="assistant", content=self.call.echoed or None)
         fields = self._reply_fields()
         return [reply.ChatChunkChoice(index=place, body=delta, logprobs=None, finish_reason=None, **fields)]
 

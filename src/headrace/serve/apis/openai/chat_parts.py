@@ -1,27 +1,28 @@
 """A chat's message, whole or in pieces, as OpenAI's chat completions have it.
 
-Calls of custom tools get their text out of the arguments that the model writes. Knows no engine and no HTTP; called by
-`answers`.
+Calls of custom tools get their text out of the arguments that the model writes, and a request with `functions` gets its
+one call as `function_call`. Knows no engine and no HTTP; called by `answers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from msgspec import UNSET
 
 from headrace.serve.apis.openai import reply
 from headrace.text.outputs import Content, MessageBuilder, MessagePart, Reasoning, ToolCall
+from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.custom import InputText, input_of
 
 
-def whole(message: MessageBuilder, customs: Container[str]) -> reply.ChatMessage:
-    """Return a whole message: its content is None where there is something else instead. `customs`: names of custom
-    tools."""
+def whole(message: MessageBuilder, tools: ToolUse) -> reply.ChatMessage:
+    """Return a whole message: its content is None where there is something else instead. `tools`: those that the answer
+    may call."""
     calls = []
     for call in message.calls:
         name, arguments = call["name"], call["arguments"]
-        if name in customs:
+        if name in tools.customs:
             custom = reply.CustomCall(name=name, input=input_of(arguments))
             calls.append(reply.ToolCall(id=call["id"], type="custom", custom=custom))
         else:
@@ -30,16 +31,17 @@ def whole(message: MessageBuilder, customs: Container[str]) -> reply.ChatMessage
     return reply.ChatMessage(
         content=message.content or (None if calls or message.reasoning else ""),
         reasoning_content=reasoning,
-        tool_calls=calls or UNSET,
+        tool_calls=UNSET if tools.is_legacy or not calls else calls,
+        function_call=calls[0].function if tools.is_legacy and calls else UNSET,
         reasoning=reasoning,
     )
 
 
 class Deltas:
-    """The pieces of one answer in a stream. `customs`: names of custom tools."""
+    """The pieces of one answer in a stream. `tools`: those that it may call."""
 
-    def __init__(self, customs: Container[str]) -> None:
-        self._customs = customs
+    def __init__(self, tools: ToolUse) -> None:
+        self._tools = tools
         # The text of the custom tool's call that is being read, and the call's index.
         self._input: InputText | None = None
         self._index = 0
@@ -58,16 +60,17 @@ class Deltas:
             return [reply.ChatDelta(content=part.gap + part.text)]
         if isinstance(part, Reasoning):
             return [reply.ChatDelta(reasoning_content=part.gap + part.text, reasoning=part.gap + part.text)]
-        if part.name is not None and part.name in self._customs:
+        if part.name is not None and part.name in self._tools.customs:
             self._input, self._index = InputText(), part.index
             custom = reply.CustomCall(name=part.name, input=self._input.feed(part.arguments))
             return [_delta(reply.ToolCallPart(index=part.index, id=part.id, type="custom", custom=custom))]
         if self._input is not None:
             return self._more(self._input.feed(part.arguments))
-        function = reply.FunctionCall(arguments=part.arguments)
+        function = reply.FunctionCall(name=UNSET if part.name is None else part.name, arguments=part.arguments)
+        if self._tools.is_legacy:
+            return [reply.ChatDelta(function_call=function)]
         if part.name is None:
             return [_delta(reply.ToolCallPart(index=part.index, function=function))]
-        function.name = part.name
         return [_delta(reply.ToolCallPart(index=part.index, id=part.id, type="function", function=function))]
 
     def _more(self, text: str) -> list[reply.ChatDelta]:

@@ -86,7 +86,7 @@ async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
     request = parse(ChatCompletionRequest, body)
     model.check_model(request.model)
     call = chat_call(request)
-    return ChatReply(await model.chat(call), model, call.tools.customs)
+    return ChatReply(await model.chat(call), call, model)
 
 
 def text_call(request: CompletionRequest) -> TextCall:

@@ -93,13 +93,15 @@ class ToolCallPart(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """`reasoning` is vLLM's other name for `reasoning_content`."""
+    """`reasoning` is vLLM's other name for `reasoning_content`. `function_call`: the call, where the request has
+    `functions`."""
 
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
     content: str | None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
 
 
@@ -111,6 +113,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct, kw_only=True):
