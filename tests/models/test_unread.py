@@ -117,9 +117,11 @@ def test_a_rule_is_of_a_key_that_is_not_read_and_harmless_by_default(model_type:
     _, kind = class_of(model_type)
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for rule in models.find(model_type).Model.unread:
-        assert rule.key not in read_by(model_type) and rule.key not in HARMLESS
+        assert rule.key not in read_by(model_type)
+        assert rule.key not in HARMLESS
         if isinstance(rule, Alias):
-            assert kind.attribute_map[rule.key] == rule.name and rule.name in read_by(model_type)
+            assert kind.attribute_map[rule.key] == rule.name
+            assert rule.name in read_by(model_type)
         elif rule.key in defaults:
             assert defaults[rule.key] in (rule.harmless, None)
 
@@ -147,7 +149,7 @@ def test_a_model_reads_its_config_when_it_is_made(model_type: str) -> None:
 
 def test_values_note_what_is_read_of_them() -> None:
     values = Values({"a": 1, "b": 2, "c": 3, "d": 4, "e": 5})
-    assert values.get("a") == 1 and values["b"] == 2 and "c" in values
+    assert (values.get("a"), values["b"], "c" in values) == (1, 2, True)
     assert (values | {"f": 6})["d"] == 4
     assert values.read == {"a", "b", "c", "d"}
 
@@ -163,9 +165,12 @@ def test_harmless_values_are_taken(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"clip_qkv": 8.0}, "clip_qkv is 8.0, expected null: headrace does not have bounds of queries, keys and values"),
-        ({"clip_qkv": 8.0}, "--hf-overrides '{\"clip_qkv\": null}' runs the model without"),
-        ({"num_experts_per_tok": 3}, "headrace reads moe_k instead: --hf-overrides '{\"moe_k\": 3}' sets that"),
+        (
+            {"clip_qkv": 8.0},
+            "clip_qkv is 8.0, expected null: headrace does not have bounds of queries, keys and values",
+        ),
+        ({"clip_qkv": 8.0}, '{"clip_qkv": null} in the file, or by --hf-overrides, runs the model without'),
+        ({"num_experts_per_tok": 3}, 'headrace reads moe_k instead: set {"moe_k": 3} in the file, or by --hf-overr'),
     ],
 )
 def test_values_that_would_change_the_output_are_refused(values: dict[str, Any], message: str) -> None:
@@ -182,7 +187,7 @@ def test_a_key_that_nobody_knows_is_logged_once_and_one_that_matters_refused(
     assert [r.message for r in caplog.records if r.name == "headrace.models.unread"] == [
         "config.json: without effect on this model: invented"
     ]
-    with pytest.raises(CheckpointError, match="use_bidirectional_attention is True, expected false"):
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention is true, expected false"):
         load(tmp_path, hf_overrides={"use_bidirectional_attention": True})
 
 

@@ -95,15 +95,16 @@ def verify(values: Mapping[str, Any], unread: Rules) -> None:
             if value is not None and rule.name not in given:
                 change = json.dumps({rule.name: value})
                 raise CheckpointError(
-                    f"config.json: {rule.key} is {value!r:.80}, and headrace reads {rule.name} instead: "
-                    f"--hf-overrides '{change:.200}' sets that"
+                    f"config.json: {rule.key} is {json.dumps(value):.80}, and headrace reads {rule.name} instead: set "
+                    f"{change:.200} in the file, or by --hf-overrides"
                 )
         elif value is not None and value != rule.harmless:
             harmless = json.dumps(rule.harmless)
             change = json.dumps({rule.key: rule.harmless})
             raise CheckpointError(
-                f"config.json: {rule.key} is {value!r:.80}, expected {harmless}: headrace does not have "
-                f"{rule.meaning}, and its output would be another. --hf-overrides '{change}' runs the model without"
+                f"config.json: {rule.key} is {json.dumps(value):.80}, expected {harmless}: headrace does not have "
+                f"{rule.meaning}, and its output would be another. {change} in the file, or by --hf-overrides, runs "
+                "the model without"
             )
 
 
