@@ -49,7 +49,6 @@ class Model(LatentDecoder):
     Layer = Layer
     unread = (
         Unread("scoring_func", "sigmoid", "other scores of this model's experts"),
-        Unread("topk_method", "noaux_tc", "other choices of this model's experts"),
         Unread("moe_layer_freq", 1, "layers without experts between others in this model"),
         Alias("num_local_experts", "n_routed_experts"),
     )
