@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.models.test_against_transformers import RARE_VARIANTS, VARIANTS
 from tests.support.harness import SAME_AS, load, save_random
-from transformers import PreTrainedConfig, cache_utils, masking_utils, modeling_rope_utils
+from transformers import LlamaConfig, PreTrainedConfig, cache_utils, masking_utils, modeling_rope_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace import models
 from headrace.checkpoint.names import text_config
 from headrace.models.config import ModelConfig
+from headrace.models.rope import frequencies_of
 from headrace.models.unread import HARMLESS, Alias, Unread, Values, log_unread, verify
 from headrace.plan.counting import NUM_POSITIONS, ONE_ROW, CountingOps, CountingWeights, cache_of
 from headrace.plan.forms import Forms
@@ -197,3 +199,26 @@ def test_what_is_logged_leaves_out_all_that_is_known(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, "headrace"):
         log_unread(values, RULES)
     assert not caplog.records
+
+
+ROPE = {
+    "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "attention_factor": 1.1, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.5,
+    "truncate": False, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", modeling_rope_utils.ROPE_INIT_FUNCTIONS)
+def test_each_setting_of_a_rope_is_read(kind: str) -> None:
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=256)
+    theirs, ours = set[str](), set[str]()
+    settings = ROPE | {"rope_type": kind}
+    # A magnitude that is given hides what it is otherwise made of.
+    for each in (settings, {key: value for key, value in settings.items() if key != "attention_factor"}):
+        config.rope_parameters = Values(each, theirs)
+        modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=128)
+        for longest in (64, 256):
+            frequencies_of(ModelConfig(Values(each, ours)), 8, 256, longest)
+    assert len(theirs) > 2
+    assert theirs - {"type"} <= ours  # the older name of rope_type, which `ModelConfig.rope` takes

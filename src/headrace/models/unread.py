@@ -88,11 +88,11 @@ class Values(dict[str, Any]):
 
 def verify(values: Mapping[str, Any], unread: Rules) -> None:
     """Raise `CheckpointError` for a key of `unread` whose value would change the output."""
-    given = {key: value for key, value in values.items() if value is not None}
+    stated = {key: value for key, value in values.items() if value is not None}
     for rule in unread:
-        value = given.get(rule.key)
+        value = stated.get(rule.key)
         if isinstance(rule, Alias):
-            if value is not None and rule.name not in given:
+            if value is not None and rule.name not in stated:
                 change = json.dumps({rule.name: value})
                 raise CheckpointError(
                     f"config.json: {rule.key} is {json.dumps(value):.80}, and headrace reads {rule.name} instead: set "
