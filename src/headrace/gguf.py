@@ -108,7 +108,7 @@ class TensorInfo(NamedTuple):
 
 
 class GGUF:
-    """A checked GGUF file: `fields` by key, `tensors` by name, and the file's bytes as `data`.
+    """A checked GGUF file: `fields` by key, `tensors` by name, and the file's bytes as `data`. `read`: keys looked up.
 
     The getters give None for a key that is absent, and raise `CheckpointError` for a value of another type, out of
     the range asked for, or with more elements than `most`.
@@ -119,6 +119,7 @@ class GGUF:
         self.data = data
         self.name = name
         self.fields: dict[str, Field] = {}
+        self.read = set[str]()
         self.tensors: dict[str, TensorInfo] = {}
         self._at = 0
         if (magic := self._take(4, "magic")) != b"GGUF":
@@ -196,6 +197,7 @@ class GGUF:
 
     def _field(self, key: str, types: tuple[int, ...], is_array: bool, bound: str, most: int = 1) -> Field | None:
         field = self.fields.get(key)
+        self.read.add(key)
         if field is None:
             return None
         if field.type not in types or field.is_array != is_array:

@@ -94,11 +94,14 @@ def test_a_buffer_outside_the_arena_is_an_array_in_every_node() -> None:
     graph = Graph(2)
     features = graph.outside(64, ROWS)
     y = linear(graph, features, 64)
-    inputs, logits = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8, 64)
+    of_columns = linear(graph, graph.columns(features, 16, 8), 64)
+    inputs, logits = torch.arange(8.0 * 64, dtype=torch.bfloat16).reshape(8, 64), torch.zeros(8, 64)
     graph.keep_outside(features.buffer, inputs)
     graph.keep_outside(y.buffer, logits)
+    graph.keep_outside(of_columns.buffer, logits)
     assert graph.nodes[0].fields["x"] is inputs
     assert graph.nodes[0].fields["out"] is logits
+    assert graph.nodes[1].fields["x"].data_ptr() == inputs[0, 16:].data_ptr()
     assert graph.plan({ROWS: 8, LOGITS: 2}) == 0
 
 

@@ -76,7 +76,19 @@ def eagle3(g: Tensor, embedded: Tensor, w: Weights, config: dict[str, Any], head
     x = x + mlp(rms(x, w[f"{name}.post_attention_layernorm.weight"], eps), w, f"{name}.mlp")
     for i in range(1, config["num_hidden_layers"]):
         x = llama_layer(x, w, f"layers.{i}", config)
-    return x, rms(x, w["norm.weight"], eps) @ head.T
+    normed = rms(x, w["norm.weight"], eps)
+    return (normed if config.get("norm_output") else x), normed @ head.T
+
+
+def fused(features: Tensor, w: Weights, config: dict[str, Any]) -> Tensor:
+    """EAGLE-3's features of several layers of the target, side by side -> g."""
+    eps, size = config["rms_norm_eps"], config["hidden_size"]
+    if config.get("norm_before_fc"):
+        features = rms(features, w["input_norm.weight"], eps)
+    if config.get("fc_norm"):
+        parts = features.split(size, -1)
+        features = torch.cat([rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)], -1)
+    return linear(features, w, "fc")
 
 
 def mtp(state: Tensor, embedded: Tensor, w: Weights, config: dict[str, Any], head: Tensor, names: Any) -> Any:

@@ -64,6 +64,12 @@ EAGLE3: dict[str, dict[str, Any]] = {
     "whole vocabulary": {},
     "speculators": {"draft_vocab_size": 64, "norm_before_residual": True, "speculators": True},
     "two layers": {"draft_vocab_size": 64, "num_hidden_layers": 2},
+    "norms of its output and of all features": {"norm_output": True, "norm_before_fc": True},
+    "a norm of each layer's features": {
+        "norm_output": True,
+        "fc_norm": True,
+        "eagle_config": {"norm_before_fc": False},
+    },
 }
 
 
@@ -85,6 +91,10 @@ def eagle3_files(
     }
     for i in range(1, config["num_hidden_layers"]):
         shapes |= plain.layer_tensors(f"layers.{i}", config)
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (len(told) * HIDDEN,)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(len(told))}
     if own_table:
         shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
     weights = plain.random_weights(shapes)

@@ -131,7 +131,7 @@ def test_eagle_3(kind: str, backend: str, base: Any, tmp_path: Path) -> None:
         table = weights["embed_tokens.weight"]
     wanted = followed(
         lambda x, e: plain.eagle3(x, e, weights, config, weights["lm_head.weight"], config["name"]),
-        features @ weights["fc.weight"].T, lambda ids: table[ids], tokens, drafted,
+        plain.fused(features, weights, config), lambda ids: table[ids], tokens, drafted,
     )  # fmt: skip
     ids = weights["d2t"] + torch.arange(config["size"]) if "d2t" in weights else None
     assert agree(guide.seen, wanted, ids)
@@ -139,7 +139,7 @@ def test_eagle_3(kind: str, backend: str, base: Any, tmp_path: Path) -> None:
     other = config | {"norm_before_residual": not config.get("norm_before_residual", False)}
     wrong = followed(
         lambda x, e: plain.eagle3(x, e, weights, other, weights["lm_head.weight"], config["name"]),
-        features @ weights["fc.weight"].T, lambda ids: table[ids], tokens, drafted,
+        plain.fused(features, weights, config), lambda ids: table[ids], tokens, drafted,
     )  # fmt: skip
     assert not agree(guide.seen, wrong, ids)  # control: the two kinds of residual are told apart
 
@@ -239,6 +239,10 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("eagle", lambda path: (eagle3_files(path, {}), _config(path, draft_vocab_size=9))[0], "there is no d2t"),
     ("eagle", lambda path: (eagle3_files(path, EAGLE3["published"]), _twice(path, "d2t"))[0], "d2t does not lead to"),
     ("eagle", lambda path: (eagle3_files(path, {}), _config(path, layernorms=True))[0], "layernorms is true"),
+    ("eagle", lambda path: (eagle3_files(path, {}), _config(path, parallel_drafting=True))[0], "drafting is true"),
+    ("eagle", lambda path: (eagle3_files(path, {}), _config(path, layer_types=["sliding_attention"]))[0], "no windows"),
+    ("eagle", lambda path: (eagle3_files(path, EAGLE3["norms of its output and of all features"]),
+                            _config(path, fc_norm=True))[0], "fc_norm is true, expected false"),
     ("mtp", lambda path: save(path, TARGET, {"a.weight": torch.zeros(2)}), "no layer for multi-token prediction"),
     ("mtp", lambda path: save(path, TARGET | {"vocab_size": 9}, mtp_files("deepseek", TARGET)[0]), "vocab_size is 9"),
     ("medusa", lambda path: save(path, {}, {"a.weight": torch.zeros(2)}), "has no Medusa heads"),

@@ -94,6 +94,8 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("one value head each", "qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False, "layer_types": None,
                                            "full_attention_interval": 2, "decoder_sparse_step": 2}),
     ("one expert", "gpt_oss", {"num_experts_per_tok": 1, "layer_types": None}),
+    ("gelu behind the convolution too", "falcon_h1", {"hidden_act": "gelu"}),
+    ("windows", "qwen3_moe", {"use_sliding_window": True, "sliding_window": 33}),
 ]  # fmt: skip
 RARE_VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("no biases, no window", "starcoder2", {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False}),
@@ -119,6 +121,10 @@ RARE_VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("own layers", "glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"], "attention_bias": True}),
     ("wide experts, biases", "nemotron_h", {"moe_latent_size": None, "use_bias": True, "n_group": 3, "topk_group": 2}),
     ("rope as given", "apertus", rope(**LLAMA3) | {"attention_bias": True}),
+    ("relu behind the convolution too", "granitemoehybrid", {"hidden_act": "relu"}),
+    ("gelu behind the convolution", "nemotron_h", {"mamba_hidden_act": "gelu"}),
+    ("yarn, whose magnitude the norm takes away", "llama4_text", rope(**YARN)),
+    ("windows by default", "smollm3", {"layer_types": None}),
 ]  # fmt: skip
 CASES: list[Any] = [(name, {}) for name in models.names()] + [(name, changes) for _, name, changes in VARIANTS]
 CASES += [pytest.param(name, changes, marks=pytest.mark.slow) for _, name, changes in RARE_VARIANTS]

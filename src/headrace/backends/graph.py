@@ -211,6 +211,8 @@ class Graph:
             for name, value in node.fields.items():
                 if value is buffer:
                     node.fields[name] = array
+                elif isinstance(value, tuple) and value[:2] == ("column", buffer):
+                    node.fields[name] = array.reshape(-1)[value[2] :]
 
     def plan(self, most: dict[int, int]) -> int:
         """Give every buffer a place in one arena and return its bytes; `most` holds each dimension's largest size."""

@@ -8,6 +8,7 @@ Called by `engine.library.load` and `checkpoint.gguf_source`.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ from headrace.checkpoint.gguf_keys import (
 )
 from headrace.checkpoint.gguf_parts import FLOATS, parts_of, small_floats
 from headrace.gguf import GGUF
+
+logger = logging.getLogger(__name__)
 
 GEMMA = DECODER | {
     "post_attention_norm": "post_attention_layernorm",
@@ -71,7 +74,13 @@ def read(file: GGUF) -> Reading:
         raise file.fault("general.type", kind, "model")
     if (file.integer("split.count") or 1) > 1:
         raise file.fault("split.count", file.integer("split.count"), "1: merge the parts first (llama-gguf-split)")
-    return ARCHITECTURES[architecture](Keys(file, architecture))
+    reading = ARCHITECTURES[architecture](Keys(file, architecture))
+    prefix = architecture + "."
+    # The table says the size of the vocabulary; layers for multi-token prediction are left out.
+    harmless = {prefix + "vocab_size", prefix + "nextn_predict_layers"}
+    if names := sorted(key for key in file.fields.keys() - file.read - harmless if key.startswith(prefix)):
+        logger.info("%s: without effect on this model: %s", file.name, ", ".join(names))
+    return reading
 
 
 def choose_dtype(dtype: str, file: GGUF) -> str:

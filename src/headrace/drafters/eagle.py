@@ -23,7 +23,8 @@ from headrace.drafters.files import directory_of, integers, load, verify_token_i
 from headrace.hub import read_json
 from headrace.models import Model, llama
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder, GatedMLP
+from headrace.models.decoder import Attention, Decoder, GatedMLP, RMSNorm
+from headrace.models.unread import Unread, Values, log_unread
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 
@@ -34,10 +35,21 @@ if TYPE_CHECKING:
 class Frame(Decoder):
     """Sizes of config.json, the embedding and the head: the checkpoint's own, or else the target's."""
 
+    unread = (
+        Unread("layernorms", False, "extra norms around a drafter's head"),
+        Unread("parallel_drafting", False, "drafters of several tokens at once"),
+        Unread("parallel_draft_step", 1, "drafters of several tokens at once"),
+    )
+
     def __init__(
         self, values: dict[str, Any], weights: SplitWeights, target: Target, max_positions: int, head_size: int
     ) -> None:
         self.measure(ModelConfig(values), weights, target.backend.ops, max_positions)
+        kinds = self.config.values.get("layer_types")
+        if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds[: self.num_layers]):
+            raise CheckpointError(
+                f"config.json: layer_types is {kinds!r:.80}, expected full_attention: drafters have no windows"
+            )
         self.feature_size = self.hidden_size
         shape = (target.vocab_size, self.hidden_size)
         self.embedding = target.model.embedding
@@ -118,8 +130,24 @@ class Eagle3(Frame):
         self.mlp_norm = self.make_norm(f"{name}.post_attention_layernorm")
         self.mlp = GatedMLP(self, f"{name}.mlp", bias=self.config.flag("mlp_bias", False))
         self.normed_residual = self.config.flag("norm_before_residual", False)
+        self.feeds_normed = self.config.flag("norm_output", False)
+        """Whether the next guess goes on from the state after the last norm (EAGLE-3.1)."""
         self.layers = [llama.Layer(self, f"layers.{i}", i) for i in range(1, self.num_layers)]
         self.norm = self.make_norm("norm")
+
+    def fusing_norm(self, weights: SplitWeights, num_layers: int, size: int) -> Callable[[Array], Array] | None:
+        """Return the norm of `num_layers` features of the target, of `size` numbers each, before they become one
+        (EAGLE-3.1): of all together, or of each."""
+        whole, each = self.config.flag("norm_before_fc", False), self.config.flag("fc_norm", False)
+        if whole and each:
+            raise CheckpointError("config.json: fc_norm is true, expected false where norm_before_fc is true")
+        if whole:
+            return RMSNorm(weights, self.ops, "input_norm", num_layers * size, self.eps)
+        if not each:
+            return None
+        parts = [weights.numbers(f"fc_norm.{i}.weight", (size,)) for i in range(num_layers)]
+        weight = weights.constant(np.concatenate(parts))
+        return lambda x: self.ops.rms_norm(x, weight, self.eps, heads=num_layers)
 
     def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
         embedding = self.embedding_norm(self.ops.embedding(rows.token_ids, self.embedding))
@@ -139,7 +167,7 @@ class Form:
     """What a checkpoint is: EAGLE-3 or not, the config in Llama's names, layers of the target that it reads."""
 
     third: bool
-    values: dict[str, Any]
+    values: Values
     layers: tuple[int, ...]
 
 
@@ -150,10 +178,12 @@ def form_of(directory: Path, target: Target) -> Form:
     if isinstance(inner, dict):
         # `speculators` keeps Llama's fields apart from its eagle_config.
         values = inner | {name: value for name, value in values.items() if name != "transformer_layer_config"}
-    if values.get("layernorms"):
-        raise CheckpointError("config.json: layernorms is true; extra norms around the head are not supported")
+    inner = values.get("eagle_config")
+    if isinstance(inner, dict):
+        # ModelOpt and SpecForge keep some of the drafter's own fields apart.
+        values = inner | {name: value for name, value in values.items() if value is not None}
     # Files for the oldest models leave these out.
-    values = {"num_hidden_layers": 1, "max_position_embeddings": target.max_model_len} | values
+    values = Values({"num_hidden_layers": 1, "max_position_embeddings": target.max_model_len} | values)
     checkpoint = MappedCheckpoint(directory)
     names = set(checkpoint.names)
     if "fc.weight" not in names:
@@ -164,10 +194,7 @@ def form_of(directory: Path, target: Target) -> Form:
         return Form(False, values, ())
     shape = checkpoint.entry("fc.weight").shape
     width = shape[-1] if shape else 0
-    eagle_config = values.get("eagle_config")
     layers = values.get("eagle_aux_hidden_state_layer_ids")
-    if layers is None and isinstance(eagle_config, dict):
-        layers = eagle_config.get("eagle_aux_hidden_state_layer_ids")
     if layers is None:
         layers = [2, target.num_layers // 2, target.num_layers - 3]
     is_sound = isinstance(layers, list) and all(type(i) is int and 0 <= i <= target.num_layers for i in layers)
@@ -202,6 +229,7 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
             form.values,
             lambda weights: Eagle1(form.values, weights, target, window + spec.num_drafts),
         )
+        log_unread(form.values, first.unread)
         return FeatureDrafter(first, spec, target, (), (len(first.layers),), window)
     size = ModelConfig(form.values).integer("draft_vocab_size", target.vocab_size, high=target.vocab_size)
     token_ids = integers(directory, "d2t", size)
@@ -211,11 +239,13 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
     elif size != target.vocab_size:
         raise CheckpointError(f"{directory}: draft_vocab_size is {size} of {target.vocab_size}, and there is no d2t")
 
-    def build(weights: SplitWeights) -> tuple[Model, Matrix]:
-        model = Eagle3(form.values, weights, target, window + spec.num_drafts, size)
-        width = len(form.layers) * target.hidden_size
-        return model, weights.linear(["fc"], width, [model.hidden_size], bias=weights.has("fc.bias"))
+    def build(weights: SplitWeights) -> tuple[Eagle3, Fusing]:
+        model, width = Eagle3(form.values, weights, target, window + spec.num_drafts, size), target.hidden_size
+        matrix = weights.linear(["fc"], len(form.layers) * width, [model.hidden_size], bias=weights.has("fc.bias"))
+        return model, Fusing(target.backend, matrix, model.fusing_norm(weights, len(form.layers), width))
 
-    third, matrix = load(directory, spec, target, form.values, build, spare="d2t|t2d")
-    fuse = RowProgram(Fusing(target.backend, matrix), target.backend, target.num_threads, (0,))
-    return FeatureDrafter(third, spec, target, form.layers, (0,), window, token_ids, fuse)
+    third, fusing = load(directory, spec, target, form.values, build, spare="d2t|t2d")
+    log_unread(form.values, third.unread)
+    fuse = RowProgram(fusing, target.backend, target.num_threads, (0,))
+    own_layers = () if third.feeds_normed else (0,)
+    return FeatureDrafter(third, spec, target, form.layers, own_layers, window, token_ids, fuse)

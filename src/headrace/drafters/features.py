@@ -8,7 +8,7 @@ how a model uses them. Called by `drafters.speculator`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,14 +188,15 @@ class FeatureDrafter(ModelDrafter):
 
 
 class Fusing(RowsOnly):
-    """`matrix` over features of several layers side by side (EAGLE-3's `fc`)."""
+    """`matrix` over features of several layers side by side, normed or not (EAGLE-3's `fc`)."""
 
-    def __init__(self, backend: Backend, matrix: Any) -> None:
+    def __init__(self, backend: Backend, matrix: Any, norm: Callable[[Array], Array] | None) -> None:
         super().__init__(backend, matrix.num_in, matrix.num_out, matrix.num_out)
-        self._matrix = matrix
+        self._matrix, self._norm = matrix, norm
 
     def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
-        fused = self.ops.linear(rows.features, self._matrix)
+        features = rows.features if self._norm is None else self._norm(rows.features)
+        fused = self.ops.linear(features, self._matrix)
         if streams is not None:
             streams.append(fused)
         return fused

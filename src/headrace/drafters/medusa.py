@@ -26,6 +26,7 @@ from headrace.drafters.files import directory_of, integers, load, verify_token_i
 from headrace.drafters.grow import best_first
 from headrace.hub import read_json
 from headrace.models.config import ModelConfig
+from headrace.models.unread import log_unread
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
@@ -210,6 +211,7 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
                        + re.escape(names.head.format(k=k)) + r"\..*" for k in range(num_wanted, num_heads))  # fmt: skip
     spare = "token_map" + (f"|{further}" if further else "")
     heads = load(directory, spec, target, values, build, spare)
+    log_unread(config.values, ())
     programs = [RowProgram(head, target.backend, target.num_threads) for head in heads]
     return MedusaDrafter(programs, spec, target, token_ids)
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.backends.base import Array, Cache, LayerShape, Rows
+from headrace.models.unread import Rules
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
 
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
 
-NOT_MODELS = {"config", "decoder", "gemma4_layers", "mamba", "mla", "recurrent", "rope", "weights"}
+NOT_MODELS = {"config", "decoder", "gemma4_layers", "mamba", "mla", "recurrent", "rope", "unread", "weights"}
 
 
 class Model(Protocol):
@@ -41,6 +42,9 @@ class Model(Protocol):
     """Width of `Rows.features`, which drafters take beside token ids; 0 for models that are no drafters."""
     layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]
     """x [R, H] -> x [R, H] each; layer i owns cache i, or of models with layers that keep nothing the next one."""
+
+    unread: Rules = ()
+    """Keys of config.json that the model does not read, and that can change its output."""
 
     def enter(self, rows: Rows) -> Array:
         """Rows -> what the first layer takes [R, H]."""

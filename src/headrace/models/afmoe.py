@@ -4,10 +4,16 @@ experts chosen with a bias."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, Routing, Rows
 from headrace.models import gemma2
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, GatedMLP, SharedExperts
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Ops
+    from headrace.models.weights import Weights
 
 TINY = {
     "model_type": "afmoe",
@@ -90,6 +96,9 @@ class Model(Decoder):
         every = self.config.integer("global_attn_every_n_layers", 4)
         return "sliding_attention" if (layer_id + 1) % every else "full_attention"
 
+    def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        super().measure(config, weights, ops, max_model_len)
+        self.embedding_factor = self.hidden_size**0.5 if config.flag("mup_enabled", False) else 1.0
+
     def embed(self, token_ids: Array) -> Array:
-        scale = self.hidden_size**0.5 if self.config.flag("mup_enabled", False) else 1.0
-        return self.ops.embedding(token_ids, self.embedding, scale)
+        return self.ops.embedding(token_ids, self.embedding, self.embedding_factor)

@@ -4,9 +4,15 @@ three of four layers, and no positions in the fourth."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, Rows
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder, GatedMLP, LayerNorm
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Ops
+    from headrace.models.weights import Weights
 
 TINY = {
     "model_type": "cohere2",
@@ -55,5 +61,9 @@ class Model(Decoder):
         eps = self.config.number("layer_norm_eps", 1e-5)
         return LayerNorm(self.weights, self.ops, name, self.hidden_size, eps, bias=False)
 
+    def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        super().measure(config, weights, ops, max_model_len)
+        self.logit_factor = config.number("logit_scale", 0.0625)
+
     def logits(self, hidden: Array, rows: Array) -> Array:
-        return self.ops.scale(super().logits(hidden, rows), self.config.number("logit_scale", 0.0625))
+        return self.ops.scale(super().logits(hidden, rows), self.logit_factor)

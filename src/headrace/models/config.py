@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.models.unread import Values
 from headrace.protocol.errors import CheckpointError
 
 _REQUIRED: Any = object()
@@ -17,10 +18,12 @@ MAX_NUMBER = 1e30
 
 
 class ModelConfig:
-    """The values of one config.json. Methods raise `CheckpointError` naming the key, the value and what is allowed."""
+    """The values of one config.json, which note the keys that are read.
+
+    Methods raise `CheckpointError` naming the key, the value and what is allowed."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
+        self.values = values if isinstance(values, Values) else Values(values)
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)

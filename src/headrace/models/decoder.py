@@ -13,6 +13,7 @@ from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, Ro
 from headrace.models import Model
 from headrace.models.config import MAX_SIZE, ModelConfig
 from headrace.models.rope import make_rope_table, pair_order
+from headrace.models.unread import verify
 from headrace.models.weights import Expert
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
@@ -286,6 +287,7 @@ class Decoder(Model):
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         """Set sizes and angles, which the parts read in their constructors."""
+        verify(config.values, self.unread)
         self.config, self.weights, self.ops, self.max_model_len = config, weights, ops, max_model_len
         self._windowed: dict[int, tuple[LayerShape, int]] = {}
         self.hidden_size = config.integer("hidden_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.backends.base import Routing
 from headrace.models.decoder import Decoder
 from headrace.models.mla import LatentAttention, LatentDecoder, LatentLayer
+from headrace.models.unread import Alias, Unread
 
 TINY = {
     "model_type": "deepseek_v2",
@@ -53,3 +54,10 @@ class Layer(LatentLayer):
 
 class Model(LatentDecoder):
     Layer = Layer
+    unread = (
+        Unread("mlp_bias", False, "biases in this model's MLPs"),
+        Unread("norm_topk_prob", False, "a division of the experts' weights by their sum in this model"),
+        Unread("scoring_func", "softmax", "other scores of this model's experts"),
+        Unread("moe_layer_freq", 1, "layers without experts between others in this model"),
+        Alias("num_experts", "n_routed_experts"),
+    )

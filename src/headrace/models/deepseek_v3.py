@@ -6,6 +6,7 @@ from headrace.backends.base import Routing
 from headrace.models.decoder import Decoder
 from headrace.models.glm4_moe import sigmoid_routing
 from headrace.models.mla import LatentDecoder, LatentLayer
+from headrace.models.unread import Alias, Unread
 
 TINY = {
     "model_type": "deepseek_v3",
@@ -46,3 +47,8 @@ class Layer(LatentLayer):
 
 class Model(LatentDecoder):
     Layer = Layer
+    unread = (
+        Unread("scoring_func", "sigmoid", "other scores of this model's experts"),
+        Unread("moe_layer_freq", 1, "layers without experts between others in this model"),
+        Alias("num_local_experts", "n_routed_experts"),
+    )

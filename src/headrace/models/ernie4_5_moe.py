@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headrace.backends.base import Array, Routing
 from headrace.models import ernie4_5
 from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts, GatedMLP, SharedExperts
+from headrace.models.unread import Alias, Unread
 
 TINY = {
     "model_type": "ernie4_5_moe",
@@ -52,4 +53,9 @@ class Layer(ernie4_5.Layer):
 
 class Model(ernie4_5.Model):
     Layer = Layer
+    unread = (
+        Unread("moe_norm_min", 1e-12, "another least sum of the experts' weights"),
+        Alias("num_experts", "moe_num_experts"),
+        Alias("num_experts_per_tok", "moe_k"),
+    )
     default_head_dim = None

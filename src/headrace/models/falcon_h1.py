@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder
 from headrace.models.mamba import Mamba2, heads_of, step_limits
 from headrace.protocol.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Ops
+    from headrace.models.weights import Weights
 
 TINY = {
     "model_type": "falcon_h1",
@@ -83,7 +88,7 @@ class Layer:
             config.integer("mamba_d_conv", 4, low=2, high=64), bias=bias,
             conv_bias=config.flag("mamba_conv_bias", True), limits=step_limits(config),
             has_norm=config.flag("mamba_rms_norm", False), norm_first=config.flag("mamba_norm_before_gate", True),
-            factors=factors_of(config, "ssm_multipliers", 5),
+            factors=factors_of(config, "ssm_multipliers", 5), activation=decoder.activation,
         )  # fmt: skip
         self.factors = [
             config.number(f"{part}_multiplier", 1.0) for part in ("attention_in", "attention_out", "ssm_in", "ssm_out")
@@ -104,8 +109,13 @@ class Model(Decoder):
     final_norm = "final_layernorm"
     default_eps = 1e-5
 
+    def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        super().measure(config, weights, ops, max_model_len)
+        self.embedding_factor = config.number("embedding_multiplier", 1.0)
+        self.logit_factor = config.number("lm_head_multiplier", 1.0)
+
     def embed(self, token_ids: Array) -> Array:
-        return self.ops.embedding(token_ids, self.embedding, self.config.number("embedding_multiplier", 1.0))
+        return self.ops.embedding(token_ids, self.embedding, self.embedding_factor)
 
     def logits(self, hidden: Array, rows: Array) -> Array:
-        return self.ops.scale(super().logits(hidden, rows), self.config.number("lm_head_multiplier", 1.0))
+        return self.ops.scale(super().logits(hidden, rows), self.logit_factor)

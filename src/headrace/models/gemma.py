@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.backends.base import Array, Ops
 from headrace.models import llama
 from headrace.models.config import ModelConfig
+from headrace.models.unread import CAUSAL, Rules
 from headrace.models.weights import Weights
 
 TINY = {
@@ -21,6 +22,7 @@ TINY = {
 
 
 class Model(llama.Model):
+    unread: Rules = CAUSAL
     default_activation = "gelu_pytorch_tanh"
     default_head_dim = 256
     default_tied = True

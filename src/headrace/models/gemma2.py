@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, RopeTable, Rows
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder, GatedMLP
+from headrace.models.unread import CAUSAL, Rules
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Ops
+    from headrace.models.weights import Weights
 
 TINY = {
     "model_type": "gemma2",
@@ -75,11 +82,16 @@ class Layer:
 
 class Model(Decoder):
     Layer = Layer
+    unread: Rules = CAUSAL
     activation_key = "hidden_activation"
     default_activation = "gelu_pytorch_tanh"
     default_head_dim = 256
     default_tied = True
     norm_offset = 1.0
+
+    def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        super().measure(config, weights, ops, max_model_len)
+        self.logit_cap = config.number("final_logit_softcapping", 0.0)
 
     def default_layer_type(self, layer_id: int) -> str:
         return "full_attention" if layer_id % 2 else "sliding_attention"
@@ -88,6 +100,5 @@ class Model(Decoder):
         return self.ops.embedding(token_ids, self.embedding, self.hidden_size**0.5)
 
     def logits(self, hidden: Array, rows: Array) -> Array:
-        cap = self.config.number("final_logit_softcapping", 0.0)
         logits = super().logits(hidden, rows)
-        return self.ops.softcap(logits, cap) if cap else logits
+        return self.ops.softcap(logits, self.logit_cap) if self.logit_cap else logits

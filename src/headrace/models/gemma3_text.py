@@ -5,7 +5,6 @@ from __future__ import annotations
 from headrace.models import gemma2
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder
-from headrace.protocol.errors import CheckpointError
 
 TINY = {
     "model_type": "gemma3_text",
@@ -39,8 +38,6 @@ class Model(gemma2.Model):
         return "sliding_attention" if (layer_id + 1) % pattern else "full_attention"
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
-        if config.flag("use_bidirectional_attention", False):
-            raise CheckpointError("config.json: use_bidirectional_attention is true; headrace runs causal models only")
         by_type = config.mapping("rope_parameters")
         local = by_type.mapping("sliding_attention").values
         theta = config.number("rope_local_base_freq", 10000.0, low=1.0)

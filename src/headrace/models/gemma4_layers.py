@@ -19,6 +19,7 @@ from headrace.protocol.errors import CheckpointError
 class Frame(gemma2.Model):
     """What the layers read of their model."""
 
+    unread = ()
     norm_offset = 0.0
     default_window = 512
 

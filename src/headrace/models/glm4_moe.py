@@ -14,6 +14,7 @@ from headrace.models.decoder import (
     PreNormLayer,
     SharedExperts,
 )
+from headrace.models.unread import Alias
 
 TINY = {
     "model_type": "glm4_moe",
@@ -76,5 +77,6 @@ class Layer(PreNormLayer):
 
 class Model(Decoder):
     Layer = Layer
+    unread = (Alias("num_local_experts", "n_routed_experts"),)
     default_eps = 1e-5
     default_rotary_factor = 0.5

@@ -7,6 +7,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
 from headrace.models.glm4_moe import sigmoid_routing
 from headrace.models.mla import LatentDecoder, LatentLayer
+from headrace.models.unread import Alias
 
 TINY = {
     "model_type": "glm4_moe_lite",
@@ -45,4 +46,5 @@ class Layer(LatentLayer):
 
 class Model(LatentDecoder):
     Layer = Layer
+    unread = (Alias("num_local_experts", "n_routed_experts"),)
     default_eps = 1e-5

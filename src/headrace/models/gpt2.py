@@ -12,6 +12,7 @@ from headrace import models
 from headrace.backends.base import Array, Cache, Heads, LayerShape, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
+from headrace.models.unread import Alias, Unread, verify
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -65,7 +66,15 @@ class Layer:
 
 
 class Model(models.Model):
+    unread = (
+        Unread("add_cross_attention", False, "attention to another model's states"),
+        Alias("hidden_size", "n_embd"),
+        Alias("num_attention_heads", "n_head"),
+        Alias("num_hidden_layers", "n_layer"),
+    )
+
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        verify(config.values, self.unread)
         self.ops, self.weights = ops, weights
         self.hidden_size = config.integer("n_embd", 768)
         self.intermediate_size = config.integer("n_inner", 4 * self.hidden_size)

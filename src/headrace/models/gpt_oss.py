@@ -6,6 +6,7 @@ import numpy as np
 
 from headrace.backends.base import Array, Routing
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, PreNormLayer
+from headrace.models.unread import Alias
 from headrace.models.weights import Expert
 from headrace.protocol.errors import CheckpointError
 
@@ -83,6 +84,7 @@ class Layer(PreNormLayer):
 
 class Model(Decoder):
     Layer = Layer
+    unread = (Alias("num_experts", "num_local_experts"),)
     default_eps = 1e-5
     default_theta = 150_000.0
     default_window = 128

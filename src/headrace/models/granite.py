@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models import llama
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Ops
+    from headrace.models.weights import Weights
 
 TINY = {
     "model_type": "granite",
@@ -43,9 +49,13 @@ class Layer(llama.Layer):
 class Model(llama.Model):
     Layer = Layer
 
+    def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        super().measure(config, weights, ops, max_model_len)
+        self.embedding_factor = config.number("embedding_multiplier", 1.0)
+        self.logit_factor = 1.0 / config.number("logits_scaling", 1.0, low=1e-6)
+
     def embed(self, token_ids: Array) -> Array:
-        return self.ops.embedding(token_ids, self.embedding, self.config.number("embedding_multiplier", 1.0))
+        return self.ops.embedding(token_ids, self.embedding, self.embedding_factor)
 
     def logits(self, hidden: Array, rows: Array) -> Array:
-        factor = 1.0 / self.config.number("logits_scaling", 1.0, low=1e-6)
-        return self.ops.scale(super().logits(hidden, rows), factor)
+        return self.ops.scale(super().logits(hidden, rows), self.logit_factor)

@@ -10,6 +10,7 @@ from headrace.backends.base import Array, Cache, Matrix, Routing, Rows
 from headrace.models import granite
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, SharedExperts, stacked
 from headrace.models.mamba import Mamba2, heads_of, step_limits
+from headrace.models.unread import Alias
 
 TINY = {
     "model_type": "granitemoehybrid",
@@ -76,6 +77,7 @@ class Layer:
                 decoder, f"{name}.mamba", layer_id, heads_of(config, names, inner),
                 config.integer("mamba_d_conv", 4, low=2, high=64), bias=config.flag("mamba_proj_bias", False),
                 conv_bias=config.flag("mamba_conv_bias", True), limits=step_limits(config),
+                activation=decoder.activation,
             )  # fmt: skip
         bias, scale = config.flag("attention_bias", False), config.number("attention_multiplier", 1.0)
         rotates = config.values.get("position_embedding_type") == "rope"
@@ -90,6 +92,7 @@ class Layer:
 
 class Model(granite.Model):
     Layer: Any = Layer
+    unread = (Alias("layers_block_type", "layer_types"),)
     layer_types = ("linear_attention", "full_attention", *KINDS)
 
     def layer_type(self, layer_id: int) -> str:

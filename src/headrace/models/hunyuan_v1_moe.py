@@ -6,6 +6,7 @@ from headrace.backends.base import Routing
 from headrace.models import hunyuan_v1_dense
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts, GatedMLP, SharedExperts
+from headrace.models.unread import Alias
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -45,3 +46,4 @@ class Layer(hunyuan_v1_dense.Layer):
 
 class Model(hunyuan_v1_dense.Model):
     Layer = Layer
+    unread = (Alias("num_experts_per_tok", "moe_topk"), Alias("num_local_experts", "num_experts"))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from headrace.backends.base import Array, Routing
 from headrace.models import llama
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, GatedMLP, SharedExperts
+from headrace.models.unread import Alias, Unread
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -55,6 +56,10 @@ class Layer(llama.Layer):
 
 class Model(llama.Model):
     Layer = Layer
+    unread = (
+        Unread("mlp_bias", False, "biases in this model's MLPs"),
+        Alias("num_local_experts", "num_experts"),
+    )
     default_theta = 11_158_840.0
     default_eps = 1e-5
     default_head_dim = 128

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.backends.base import Array, HeadNorm, Routing
+from headrace.backends.base import Array, HeadNorm, RopeTable, Routing
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, GatedMLP, PreNormLayer, SharedExperts
 from headrace.models.ministral3 import query_scale
 from headrace.models.smollm3 import has_rope
@@ -119,3 +120,9 @@ class Model(Decoder):
         if kind == "full_attention" or size is None:
             return None
         return self.config.integer("attention_chunk_size", self.default_window)
+
+    def make_rope_table(self, rope: ModelConfig) -> RopeTable:
+        # The norm of queries and keys, which is behind the rope, takes the magnitude of a stretched one away.
+        if self.config.flag("use_qk_norm", True):
+            rope = ModelConfig(rope.values | {"attention_factor": 1.0})
+        return super().make_rope_table(rope)

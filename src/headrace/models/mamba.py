@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.backends.base import Array, Cache, Rows
+from headrace.backends.base import Activation, Array, Cache, Rows
 from headrace.backends.states import StateHeads
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
@@ -51,7 +51,8 @@ class Mamba2:
     """Gate, convolved inputs and steps come out of one projection; the scan's result is gated, then normed by groups.
 
     `limits` hold the steps. `norm_first`: norm before gate; `has_norm`: False where there is only the gate. `factors`:
-    what the five parts of the projection are multiplied with (gate, x, B, C, step).
+    what the five parts of the projection are multiplied with (gate, x, B, C, step). `activation`: of the
+    convolution.
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class Mamba2:
         has_norm: bool = True,
         norm_first: bool = False,
         factors: Sequence[float] = (1.0,) * 5,
+        activation: Activation = "silu",
     ) -> None:
         weights, self.ops, self.layer_id, self.heads = decoder.weights, decoder.ops, layer_id, heads
         self.inner, self.keys = heads.num_heads * heads.value_dim, heads.num_key_heads * heads.key_dim
         self.width = self.inner + 2 * self.keys
-        self.eps, self.limits, self.norm_first = decoder.eps, limits, norm_first
+        self.eps, self.limits, self.norm_first, self.kind = decoder.eps, limits, norm_first, activation
         decoder.keep_states(layer_id, (conv_size - 1, self.width), (heads.num_heads, heads.key_dim, heads.value_dim))
         total = self.inner + self.width + heads.num_heads
         self.into = weights.linear([f"{name}.in_proj"], decoder.hidden_size, [total], bias=bias)
@@ -95,7 +97,7 @@ class Mamba2:
         ops, heads, inner, keys = self.ops, self.heads, self.inner, self.keys
         past, memory = kv[self.layer_id].arrays
         parts = ops.linear(x, self.into)
-        mixed = ops.conv(ops.columns(parts, inner, self.width), self.weight, self.bias, "silu", rows, past)
+        mixed = self.convolved(ops.columns(parts, inner, self.width), rows, past)
         dt = self.scaled(ops.columns(parts, inner + self.width, heads.num_heads), self.step_factor)
         dt = ops.softplus(dt, self.steps, None, *self.limits)
         b, c = ops.columns(mixed, inner, keys), ops.columns(mixed, inner + keys, keys)
@@ -105,6 +107,12 @@ class Mamba2:
             y = self.normed(y)
         y = ops.multiply(y, gate, "silu")
         return ops.linear(y if self.norm_first else self.normed(y), self.out)
+
+    def convolved(self, x: Array, rows: Rows, past: Array) -> Array:
+        """The convolution and its activation, in one operator where that is silu."""
+        ops, is_silu = self.ops, self.kind == "silu"
+        y = ops.conv(x, self.weight, self.bias, "silu" if is_silu else "identity", rows, past)
+        return y if is_silu else ops.activation(y, self.kind)
 
     def scaled(self, x: Array, factor: float) -> Array:
         return x if factor == 1.0 else self.ops.scale(x, factor)

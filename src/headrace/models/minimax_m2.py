@@ -6,6 +6,7 @@ from headrace.backends.base import Routing
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts, PreNormLayer
 from headrace.models.olmo2 import WideNormAttention
+from headrace.models.unread import Alias
 
 TINY = {
     "model_type": "minimax_m2",
@@ -38,6 +39,7 @@ class Layer(PreNormLayer):
 
 class Model(Decoder):
     Layer = Layer
+    unread = (Alias("num_experts", "num_local_experts"),)
     default_theta = 5_000_000.0
     default_head_dim = 128
 

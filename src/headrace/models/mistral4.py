@@ -10,6 +10,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
 from headrace.models.ministral3 import position_scale
 from headrace.models.mla import LatentAttention, LatentDecoder, LatentLayer
+from headrace.models.unread import Alias
 
 TINY = {
     "model_type": "mistral4",
@@ -68,6 +69,7 @@ class Layer(LatentLayer):
 
 class Model(LatentDecoder):
     Layer = Layer
+    unread = (Alias("num_local_experts", "n_routed_experts"),)
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
         has_rope = config.mapping("rope_parameters").values or config.mapping("rope_scaling").values

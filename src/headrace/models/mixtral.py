@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.backends.base import Routing
 from headrace.models import mistral
 from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts
+from headrace.models.unread import Alias
 
 TINY = {
     "model_type": "mixtral",
@@ -31,6 +32,7 @@ class Layer(mistral.Layer):
 
 class Model(mistral.Model):
     Layer = Layer
+    unread = (Alias("num_experts", "num_local_experts"),)
     default_theta = 1_000_000.0
     default_eps = 1e-5
     default_window = None

@@ -3,14 +3,19 @@ weight, with windows in three of four layers and no positions in each fourth; th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.backends.base import Array, HeadNorm
 from headrace.models import afmoe, gemma2
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder, RMSNorm
 from headrace.protocol.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Ops
+    from headrace.models.weights import Weights
 
 TINY = {
     "model_type": "muse_glimmer",
@@ -79,9 +84,13 @@ class Model(gemma2.Model):
         offset = 0.0 if name.endswith(f".{self.final_norm}") else self.norm_offset
         return RMSNorm(self.weights, self.ops, name, self.hidden_size, eps, offset)
 
+    def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        super().measure(config, weights, ops, max_model_len)
+        self.logit_factor = config.number("output_multiplier", 26**-0.5)
+        self.logit_cap = config.number("final_logit_softcapping", 20.0, low=1e-6)
+
     def embed(self, token_ids: Array) -> Array:
         return self.ops.rms_norm(self.ops.embedding(token_ids, self.embedding), None, self.eps)
 
     def logits(self, hidden: Array, rows: Array) -> Array:
-        scaled = self.ops.scale(Decoder.logits(self, hidden, rows), self.config.number("output_multiplier", 26**-0.5))
-        return self.ops.softcap(scaled, self.config.number("final_logit_softcapping", 20.0, low=1e-6))
+        return self.ops.softcap(self.ops.scale(Decoder.logits(self, hidden, rows), self.logit_factor), self.logit_cap)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import MAX_EXPERTS, MLP, Attention, Decoder, Experts
+from headrace.models.decoder import ACTIVATIONS, MAX_EXPERTS, MLP, Attention, Decoder, Experts
 from headrace.models.glm4_moe import sigmoid_routing
 from headrace.models.mamba import Mamba2, heads_of
+from headrace.models.unread import Alias, Unread
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Layer:
                 decoder, name, cache_id, heads, config.integer("conv_kernel", 4, low=2, high=64),
                 bias=config.flag("use_bias", False), conv_bias=config.flag("use_conv_bias", True),
                 limits=(config.number("time_step_min", 0.001), math.inf),
+                activation=config.choice("mamba_hidden_act", ACTIVATIONS, "silu"),
             )  # fmt: skip
         elif kind == "full_attention":
             self.mixer = Attention(decoder, name, cache_id, rotates=False)
@@ -99,6 +101,10 @@ class Layer:
 
 class Model(Decoder):
     Layer: Any = Layer
+    unread = (
+        Unread("sliding_window", None, "windows in this model's layers"),
+        Alias("num_local_experts", "n_routed_experts"),
+    )
     roots = ("backbone.", "model.")
     table = "embeddings"
     final_norm = "norm_f"

@@ -27,8 +27,10 @@ class Layer(PreNormLayer):
 
 class Model(Decoder):
     Layer = Layer
+    default_first_window = 28
+    """The first layer with a window."""
 
     def default_layer_type(self, layer_id: int) -> str:
         slides = self.config.flag("use_sliding_window", False)
-        upper = layer_id >= self.config.integer("max_window_layers", 28, low=0)
+        upper = layer_id >= self.config.integer("max_window_layers", self.default_first_window, low=0)
         return "sliding_attention" if slides and upper else "full_attention"

@@ -24,3 +24,4 @@ TINY = {
 
 class Model(qwen2.Model):
     default_eps = 1e-5
+    default_first_window = 80

@@ -60,3 +60,9 @@ class Layer(qwen3.Layer):
 
 class Model(qwen3.Model):
     Layer = Layer
+
+    def default_layer_type(self, layer_id: int) -> str:
+        """Return the same for all layers: the config has no max_window_layers, unlike Qwen3's."""
+        window = self.config.values.get("sliding_window", self.default_window)
+        slides = window is not None and self.config.flag("use_sliding_window", False)
+        return "sliding_attention" if slides else "full_attention"

@@ -46,3 +46,8 @@ class Model(llama.Model):
     Layer = Layer
     default_tied = True
     default_theta = 2_000_000.0
+    default_window = None
+
+    def default_layer_type(self, layer_id: int) -> str:
+        slides = self.config.flag("use_sliding_window", False) and self.config.values.get("sliding_window") is not None
+        return "sliding_attention" if slides and not has_rope(self, layer_id) else "full_attention"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import struct
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,14 @@ def test_a_plain_llama() -> None:
     assert (values["rope_theta"], values["rope_scaling"], values["rms_norm_eps"]) == (10000.0, None, 0.5)
     assert (reading.turned, reading.norm_offset) == (8, 0.0)
     assert read(shapes={"output.weight": [32, 9]}).values["tie_word_embeddings"] is False
+
+
+def test_keys_that_nothing_reads_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "headrace"):
+        read()
+        read({"llama.vocab_size": (U32, 9), "llama.attention.clamp_kqv": (F32, 8.0), "general.invented": (U32, 1)})
+    (record,) = caplog.records
+    assert record.message == "m.gguf: without effect on this model: llama.attention.clamp_kqv"
 
 
 def test_a_file_says_by_its_keys_which_model_it_is() -> None:

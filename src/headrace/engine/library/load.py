@@ -32,6 +32,7 @@ from headrace.engine.progress import progress_bar
 from headrace.engine.ranks import SetUp, first_seat, go, open_group, program_of, take_seat
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
+from headrace.models.unread import log_unread
 from headrace.parallel.group import Group, Loaded, Ready
 from headrace.parallel.sharding import RankWeights
 from headrace.parallel.stages import StageSeat
@@ -267,6 +268,8 @@ def _load_safetensors(
         read, checkpoint, backend, quantization, config.save_packed, progress, max_model_len,
         in_parts=seat is not None,
     )  # fmt: skip
+    if seat is None:  # a rank may have layers that do not read all
+        log_unread(model_config.values, model.unread)
     return backend, model, model_config
 
 
