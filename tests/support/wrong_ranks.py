@@ -10,6 +10,7 @@ import numpy as np
 from headrace.backends.cpu.gathers import Gathers
 from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.split import RankValue, rank_matrix
+from headrace.models.weights import Linear
 from headrace.parallel.plan import Layout, Part
 from headrace.quant.arrays import cast
 from headrace.quant.base import QWeight, source_of
@@ -78,19 +79,19 @@ def rows_too_late(self: Gathers, x: Any, first: Any) -> Any:
 def keep_whole(weights: Any) -> None:
     """Have ranks read the last matrices of MLPs whole."""
     layout_of = weights._layout
-    linear_of = weights.linear
+    matrix_of = weights.matrix
 
-    def read(self: Any, names: list[str], *args: Any, **flags: Any) -> Any:
-        if names[0].endswith("down_proj"):
+    def read(self: Any, linear: Linear) -> Any:
+        if linear.names[0].endswith("down_proj"):
             self._layout = lambda num_outs, cut: None
             try:
-                return linear_of(self, names, *args, **flags)
+                return matrix_of(self, linear)
             finally:
                 del self._layout
-        return linear_of(self, names, *args, **flags)
+        return matrix_of(self, linear)
 
     assert layout_of
-    weights.linear = read
+    weights.matrix = read
 
 
 def patch(mode: str, setattr_: Any = setattr) -> None:
@@ -104,11 +105,11 @@ def patch(mode: str, setattr_: Any = setattr) -> None:
     if mode == "reverse":
         setattr_(Layout, "spans", gather_in_reverse)
     elif mode == "sum":
-        before = RankWeights.linear
+        before = RankWeights.matrix
         keep_whole(RankWeights)
-        changed = RankWeights.linear
-        RankWeights.linear = before  # type: ignore[method-assign]
-        setattr_(RankWeights, "linear", changed)
+        changed = RankWeights.matrix
+        RankWeights.matrix = before  # type: ignore[method-assign]
+        setattr_(RankWeights, "matrix", changed)
         setattr_(RankOps, "linear", sum_over_ranks)
     elif mode == "sum of experts":
         setattr_(RankOps, "experts", sum_of_experts)

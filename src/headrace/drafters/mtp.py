@@ -21,6 +21,7 @@ from headrace.drafters.files import directory_of, load
 from headrace.hub import read_json
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 
@@ -73,7 +74,7 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             # A matrix over two vectors side by side is two matrices, whose results are added.
             places = (size, 0) if layout.state_first else (0, size)
             self.of_embedding, self.of_state = (
-                weights.columns([root + layout.matrix], size, [size], first=first, width=2 * size) for first in places
+                weights.columns(Linear([root + layout.matrix], size, [size]), first, 2 * size) for first in places
             )
             self.layers = [self.Layer(self, (root + layout.block).removesuffix("."), 0)]
             self.norm = self.make_norm(root + layout.last_norm)
@@ -82,7 +83,7 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             self.embedding = weights.table(table, shape) if weights.has(table) else target.model.embedding
             self.head = target.model.head
             if weights.has(head + ".weight"):
-                self.head = weights.linear([head], size, [target.vocab_size])
+                self.head = weights.matrix(Linear([head], size, [target.vocab_size]))
 
         def layer_type(self, layer_id: int) -> str:
             return "full_attention"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from headrace.backends.base import Array, Cache, Routing, Rows
 from headrace.models import gemma2
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, GatedMLP, SharedExperts
+from headrace.models.weights import Linear
 
 TINY = {
     "model_type": "afmoe",
@@ -50,7 +51,7 @@ class GatedAttention(Attention):
             rotates=window is not None if rotates is None else rotates,
         )  # fmt: skip
         width = decoder.num_heads * decoder.head_dim
-        self.gate = decoder.weights.linear([f"{name}.gate_proj"], decoder.hidden_size, [width])
+        self.gate = decoder.weights.matrix(Linear([f"{name}.gate_proj"], decoder.hidden_size, [width]))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops = self.ops

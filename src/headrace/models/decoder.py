@@ -13,13 +13,13 @@ from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, Ro
 from headrace.models import Model
 from headrace.models.config import MAX_SIZE, ModelConfig
 from headrace.models.rope import make_rope_table, pair_order
-from headrace.models.weights import Expert
+from headrace.models.weights import Expert, Linear
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
 
 if TYPE_CHECKING:
     from headrace.backends.base import Activation, Matrix, Ops
-    from headrace.models.weights import Cut, Weights
+    from headrace.models.weights import Weights
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -39,14 +39,12 @@ MAX_EXPERTS = 4096
 """Experts of a layer."""
 
 
-def stacked(
-    weights: Weights, names: list[str], fused: str, num_in: int, outs: list[int], bias: bool = False, cut: Cut = None
-) -> Matrix:
-    """The layers `names` as one matrix. A checkpoint may have them as one already, whose last name is `fused`."""
-    whole = f"{names[0].rpartition('.')[0]}.{fused}"
+def stacked(weights: Weights, linear: Linear, fused: str) -> Matrix:
+    """The layers as one matrix. A checkpoint may have them as one already, whose last name is `fused`."""
+    whole, outs = f"{linear.names[0].rpartition('.')[0]}.{fused}", linear.num_outs
     if weights.has(f"{whole}.weight"):
-        return weights.linear([whole], num_in, [sum(outs)], bias=bias, cut=cut or outs)
-    return weights.linear(names, num_in, outs, bias=bias, cut=cut)
+        linear = linear._replace(names=[whole], num_outs=[sum(outs)], cut=linear.cut or outs)
+    return weights.matrix(linear)
 
 
 class LayerNorm:
@@ -118,20 +116,21 @@ class Attention:
         self.turned = 2 * (rope_table or decoder.rope_table).cos.shape[1] if paired else 0
         self.query_scale = query_scale
         self.sinks = weights.tensor(f"{name}.sinks", (decoder.num_heads,)) if sinks else None
-        outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
+        width, hidden = decoder.num_heads * size, decoder.hidden_size
+        outs = [width, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
         names = [f"{name}.{part}_proj" for part in "qkv"]
-        self.qkv = self.make_qkv(weights, names, decoder.hidden_size, outs, qkv_bias)
-        self.out = weights.linear([f"{name}.{out}"], decoder.num_heads * size, [decoder.hidden_size], bias=out_bias)
+        self.qkv = self.make_qkv(weights, Linear(names, hidden, outs, qkv_bias, cut=self.heads))
+        self.out = weights.matrix(Linear([f"{name}.{out}"], width, [hidden], bias=out_bias))
         self.q_norm = self.k_norm = None
         if qk_norm_offset is not None:
             self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset).of_head
             self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset).of_head
 
-    def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
+    def make_qkv(self, weights: Weights, linear: Linear) -> Matrix:
         if not self.turned:
-            return stacked(weights, names, "qkv_proj", num_in, outs, bias, self.heads)
-        q_order, k_order = (pair_order(num_rows, self.heads.head_dim, self.turned) for num_rows in outs[:2])
-        return weights.linear(names, num_in, outs, bias=bias, orders=[q_order, k_order, None], cut=self.heads)
+            return stacked(weights, linear, "qkv_proj")
+        q_order, k_order = (pair_order(num_rows, self.heads.head_dim, self.turned) for num_rows in linear.num_outs[:2])
+        return weights.matrix(linear._replace(orders=[q_order, k_order, None]))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         return self.mix(self.ops.linear(x, self.qkv), rows, kv)
@@ -171,8 +170,8 @@ class GatedMLP:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
         self.ops, self.kind = decoder.ops, decoder.activation
         names = [f"{name}.{parts[0]}", f"{name}.{parts[1]}"]
-        self.gate_up = stacked(weights, names, "gate_up_proj", hidden, [inner, inner], bias)
-        self.down = weights.linear([f"{name}.{parts[2]}"], inner, [hidden], bias=bias)
+        self.gate_up = stacked(weights, Linear(names, hidden, [inner, inner], bias), "gate_up_proj")
+        self.down = weights.matrix(Linear([f"{name}.{parts[2]}"], inner, [hidden], bias=bias))
 
     def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
@@ -190,8 +189,8 @@ class MLP:
         inner: int = 0,
     ) -> None:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
-        self.up = weights.linear([f"{name}.{parts[0]}"], hidden, [inner], bias=bias)
-        self.down = weights.linear([f"{name}.{parts[1]}"], inner, [hidden], bias=bias)
+        self.up = weights.matrix(Linear([f"{name}.{parts[0]}"], hidden, [inner], bias=bias))
+        self.down = weights.matrix(Linear([f"{name}.{parts[1]}"], inner, [hidden], bias=bias))
         self.ops, self.kind = decoder.ops, decoder.activation
 
     def __call__(self, x: Array) -> Array:
@@ -222,16 +221,16 @@ class Experts:
         self.ops, self.kind, self.routing = decoder.ops, decoder.activation, routing
         if routing.top_k > num:
             raise CheckpointError(f"config.json: num_experts_per_tok is {routing.top_k}, expected at most {num}")
-        self.router = weights.linear([f"{name}.{router}"], decoder.hidden_size, [num], plain=True)
+        self.router = weights.matrix(Linear([f"{name}.{router}"], decoder.hidden_size, [num], plain=True))
         *first, down = parts
         names, outs = [f"{name}.experts.{e}" for e in range(num)], [inner] * len(first)
-        self.gate_up = [
-            stacked(weights, [f"{n}.{part}" for part in first], "gate_up_proj", outer, outs, cut=Expert(e, num, outs))
+        gates = [
+            Linear([f"{n}.{part}" for part in first], outer, outs, cut=Expert(e, num, outs))
             for e, n in enumerate(names)
         ]
-        self.down = [
-            weights.linear([f"{n}.{down}"], inner, [outer], cut=Expert(e, num, [outer])) for e, n in enumerate(names)
-        ]
+        downs = [Linear([f"{n}.{down}"], inner, [outer], cut=Expert(e, num, [outer])) for e, n in enumerate(names)]
+        self.gate_up = [stacked(weights, linear, "gate_up_proj") for linear in gates]
+        self.down = [weights.matrix(linear) for linear in downs]
 
     def __call__(self, x: Array, seen: Array | None = None) -> Array:
         """`seen`: what the router sees, where that is not x."""

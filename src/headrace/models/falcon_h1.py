@@ -8,6 +8,7 @@ from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, Decoder
 from headrace.models.mamba import Mamba2, heads_of, step_limits
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -51,9 +52,9 @@ class MLP:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, decoder.intermediate_size
         bias = decoder.config.flag("mlp_bias", False)
         self.ops, self.kind = decoder.ops, decoder.activation
-        self.gate = weights.linear([f"{name}.gate_proj"], hidden, [inner], bias=bias)
-        self.up = weights.linear([f"{name}.up_proj"], hidden, [inner], bias=bias)
-        self.down = weights.linear([f"{name}.down_proj"], inner, [hidden], bias=bias)
+        self.gate = weights.matrix(Linear([f"{name}.gate_proj"], hidden, [inner], bias=bias))
+        self.up = weights.matrix(Linear([f"{name}.up_proj"], hidden, [inner], bias=bias))
+        self.down = weights.matrix(Linear([f"{name}.down_proj"], inner, [hidden], bias=bias))
         self.gate_factor, self.factor = factors_of(decoder.config, "mlp_multipliers", 2)
 
     def __call__(self, x: Array) -> Array:

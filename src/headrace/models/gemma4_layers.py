@@ -12,7 +12,7 @@ from headrace.models import gemma2
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Experts, GatedMLP, RMSNorm
 from headrace.models.rope import make_rope_table
-from headrace.models.weights import Weights
+from headrace.models.weights import Linear, Weights
 from headrace.protocol.errors import CheckpointError
 
 
@@ -31,7 +31,9 @@ class Frame(gemma2.Model):
         if width:
             vocab = config.integer("vocab_size_per_layer_input", self.vocab_size)
             self.extra = weights.table(f"{root}embed_tokens_per_layer.weight", (vocab, num * width))
-            self.to_extra = weights.linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
+            self.to_extra = weights.matrix(
+                Linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
+            )
             self.extra_norm = RMSNorm(weights, ops, f"{root}per_layer_projection_norm", width, self.eps).of_head
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
@@ -83,9 +85,9 @@ class Attention:
             names, outs = ["q", "k", values], [heads * size, kv_heads * size, kv_heads * size]
             self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, model.eps).of_head
             self.v_norm = HeadNorm(weights.constant(np.ones(size, np.float32)), model.eps, 0.0)
-        self.qkv = weights.linear([f"{name}.{part}_proj" for part in names], hidden, outs, bias=bias)
+        self.qkv = weights.matrix(Linear([f"{name}.{part}_proj" for part in names], hidden, outs, bias=bias))
         self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, model.eps).of_head
-        self.out = weights.linear([f"{name}.o_proj"], heads * size, [hidden], bias=bias)
+        self.out = weights.matrix(Linear([f"{name}.o_proj"], heads * size, [hidden], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache, (num, kv_heads, size, _) = self.ops, kv[self.layer_id], self.heads
@@ -132,8 +134,8 @@ class Layer:
         self.norms = [norm(f"{name}.{part}_layernorm") for part in ("input", "post_attention", "pre_feedforward")]
         self.last_norm = norm(f"{name}.post_feedforward_layernorm")
         if width:
-            self.gate = weights.linear([f"{name}.per_layer_input_gate"], hidden, [width])
-            self.project = weights.linear([f"{name}.per_layer_projection"], width, [hidden])
+            self.gate = weights.matrix(Linear([f"{name}.per_layer_input_gate"], hidden, [width]))
+            self.project = weights.matrix(Linear([f"{name}.per_layer_projection"], width, [hidden]))
             self.extra_norm = norm(f"{name}.post_per_layer_input_norm")
         self.scalar = float(weights.numbers(f"{name}.layer_scalar", (1,)).item())
 

@@ -12,6 +12,7 @@ from headrace import models
 from headrace.backends.base import Array, Cache, Heads, LayerShape, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Model(models.Model):
         self.norm = LayerNorm(self, f"{root}ln_f")
 
     def linear(self, name: str, num_in: int, num_out: int) -> Matrix:
-        return self.weights.linear([name], num_in, [num_out], bias=True, transposed=True)
+        return self.weights.matrix(Linear([name], num_in, [num_out], bias=True, transposed=True))
 
     def enter(self, rows: Rows) -> Array:
         embedding = self.ops.embedding

@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace.backends.base import Array, Routing
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, PreNormLayer
-from headrace.models.weights import Expert
+from headrace.models.weights import Expert, Linear
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -41,26 +41,28 @@ class Experts:
         hidden, inner = decoder.hidden_size, decoder.intermediate_size
         num = config.integer("num_local_experts", 128, high=MAX_EXPERTS)
         self.ops, self.routing = decoder.ops, Routing(config.integer("num_experts_per_tok", 4, high=num))
-        self.router = weights.linear([f"{name}.router"], hidden, [num], bias=True, plain=True)
+        self.router = weights.matrix(Linear([f"{name}.router"], hidden, [num], bias=True, plain=True))
         outs = [inner, inner]
         order = np.arange(2 * inner).reshape(inner, 2).T.ravel()
         names = [f"{name}.experts.{e}" for e in range(num)]
         if weights.has(f"{names[0]}.gate_proj.weight"):  # as GGUF files have them
             self.gate_up = [
-                weights.linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, bias=True, cut=Expert(e, num, outs))
+                weights.matrix(
+                    Linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, bias=True, cut=Expert(e, num, outs))
+                )
                 for e, n in enumerate(names)
             ]
         else:
             self.gate_up = [
-                weights.linear(
+                weights.matrix(Linear(
                     [f"{n}.gate_up_proj"], hidden, [2 * inner], bias=True, transposed=True, orders=[order],
                     cut=Expert(e, num, outs),
-                )
+                ))
                 for e, n in enumerate(names)
             ]  # fmt: skip
         self.down = [
-            weights.linear(
-                [f"{n}.down_proj"], inner, [hidden], bias=True, transposed=True, cut=Expert(e, num, [hidden])
+            weights.matrix(
+                Linear([f"{n}.down_proj"], inner, [hidden], bias=True, transposed=True, cut=Expert(e, num, [hidden]))
             )
             for e, n in enumerate(names)
         ]

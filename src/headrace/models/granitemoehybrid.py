@@ -10,6 +10,7 @@ from headrace.backends.base import Array, Cache, Matrix, Routing, Rows
 from headrace.models import granite
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, SharedExperts, stacked
 from headrace.models.mamba import Mamba2, heads_of, step_limits
+from headrace.models.weights import Linear
 
 TINY = {
     "model_type": "granitemoehybrid",
@@ -45,8 +46,8 @@ class SharedMLP:
         inner, hidden = decoder.config.integer("shared_intermediate_size", 1024), decoder.hidden_size
         self.ops, self.kind = decoder.ops, decoder.activation
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up: Matrix = stacked(decoder.weights, names, "input_linear", hidden, [inner, inner])
-        self.down: Matrix = decoder.weights.linear([f"{name}.output_linear"], inner, [hidden])
+        self.gate_up: Matrix = stacked(decoder.weights, Linear(names, hidden, [inner, inner]), "input_linear")
+        self.down: Matrix = decoder.weights.matrix(Linear([f"{name}.output_linear"], inner, [hidden]))
 
     def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)

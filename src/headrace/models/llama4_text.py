@@ -11,7 +11,7 @@ from headrace.backends.base import Array, HeadNorm, Routing
 from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, GatedMLP, PreNormLayer, SharedExperts
 from headrace.models.ministral3 import query_scale
 from headrace.models.smollm3 import has_rope
-from headrace.models.weights import Expert
+from headrace.models.weights import Expert, Linear
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -46,20 +46,22 @@ class Experts:
         top_k = config.integer("num_experts_per_tok", 1, high=num)
         self.ops, self.kind = decoder.ops, decoder.activation
         self.routing = Routing(top_k, "sigmoid", renormalise=False, scale_input=True)
-        self.router = weights.linear([f"{name}.router"], hidden, [num], plain=True)
+        self.router = weights.matrix(Linear([f"{name}.router"], hidden, [num], plain=True))
         names, outs = [f"{name}.experts.{e}" for e in range(num)], [inner, inner]
         if weights.has(f"{names[0]}.gate_proj.weight"):  # as GGUF files have them
             self.gate_up = [
-                weights.linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, cut=Expert(e, num, outs))
+                weights.matrix(Linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, cut=Expert(e, num, outs)))
                 for e, n in enumerate(names)
             ]
         else:
             self.gate_up = [
-                weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], transposed=True, cut=Expert(e, num, outs))
+                weights.matrix(
+                    Linear([f"{n}.gate_up_proj"], hidden, [2 * inner], transposed=True, cut=Expert(e, num, outs))
+                )
                 for e, n in enumerate(names)
             ]
         self.down = [
-            weights.linear([f"{n}.down_proj"], inner, [hidden], transposed=True, cut=Expert(e, num, [hidden]))
+            weights.matrix(Linear([f"{n}.down_proj"], inner, [hidden], transposed=True, cut=Expert(e, num, [hidden])))
             for e, n in enumerate(names)
         ]
 

@@ -16,6 +16,7 @@ from headrace.backends.states import StateHeads
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
 from headrace.models.recurrent import MAX_HEAD_DIM, conv_weight
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 
@@ -75,7 +76,7 @@ class Mamba2:
         self.eps, self.limits, self.norm_first = decoder.eps, limits, norm_first
         decoder.keep_states(layer_id, (conv_size - 1, self.width), (heads.num_heads, heads.key_dim, heads.value_dim))
         total = self.inner + self.width + heads.num_heads
-        self.into = weights.linear([f"{name}.in_proj"], decoder.hidden_size, [total], bias=bias)
+        self.into = weights.matrix(Linear([f"{name}.in_proj"], decoder.hidden_size, [total], bias=bias))
         # Factors of what is convolved are those of its weights.
         self.gate_factor, self.step_factor = factors[0], factors[4]
         by_column = np.repeat(np.array(factors[1:4], np.float32), [self.inner, self.keys, self.keys])
@@ -89,7 +90,7 @@ class Mamba2:
         self.rates = weights.constant(rates)
         self.skip = weights.constant(weights.numbers(f"{name}.D", (heads.num_heads,)))
         self.norm = weights.tensor(f"{name}.norm.weight", (self.inner,)) if has_norm else None
-        self.out = weights.linear([f"{name}.out_proj"], self.inner, [decoder.hidden_size], bias=bias)
+        self.out = weights.matrix(Linear([f"{name}.out_proj"], self.inner, [decoder.hidden_size], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, heads, inner, keys = self.ops, self.heads, self.inner, self.keys

@@ -14,6 +14,7 @@ from headrace.backends.base import Array, Cache, Heads, LayerShape, RopeTable, R
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts, GatedMLP, PreNormLayer, RMSNorm, SharedExperts
 from headrace.models.rope import make_rope_table, mscale, pair_order
+from headrace.models.weights import Linear
 
 EPS = 1e-6
 """Of the norms of latents, whatever that of the others is."""
@@ -45,17 +46,17 @@ class LatentAttention:
         kv_order = pair_order(latent + turned, latent + turned, turned, latent) if paired else None
         self.q_a = self.q_norm = None
         if config.values.get("q_lora_rank") is None:
-            self.q = weights.linear([f"{name}.q_proj"], hidden, [size], orders=[q_order])
+            self.q = weights.matrix(Linear([f"{name}.q_proj"], hidden, [size], orders=[q_order]))
         else:
             rank = config.integer("q_lora_rank")
-            self.q_a = weights.linear([f"{name}.q_a_proj"], hidden, [rank], bias=bias)
+            self.q_a = weights.matrix(Linear([f"{name}.q_a_proj"], hidden, [rank], bias=bias))
             self.q_norm = RMSNorm(weights, ops, f"{name}.q_a_layernorm", rank, EPS)
-            self.q = weights.linear([f"{name}.q_b_proj"], rank, [size], orders=[q_order])
+            self.q = weights.matrix(Linear([f"{name}.q_b_proj"], rank, [size], orders=[q_order]))
         kv_a = f"{name}.kv_a_proj_with_mqa"
-        self.kv_a = weights.linear([kv_a], hidden, [latent + turned], bias=bias, orders=[kv_order])
+        self.kv_a = weights.matrix(Linear([kv_a], hidden, [latent + turned], bias=bias, orders=[kv_order]))
         self.kv_norm = RMSNorm(weights, ops, f"{name}.kv_a_layernorm", latent, EPS).of_head
         self.keys, self.values = weights.by_head(f"{name}.kv_b_proj", latent, num, straight, value)
-        self.out = weights.linear([f"{name}.o_proj"], num * value, [hidden], bias=bias)
+        self.out = weights.matrix(Linear([f"{name}.o_proj"], num * value, [hidden], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]

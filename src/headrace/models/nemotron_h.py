@@ -12,6 +12,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, MLP, Attention, Decoder, Experts
 from headrace.models.glm4_moe import sigmoid_routing
 from headrace.models.mamba import Mamba2, heads_of
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class Mixture:
         narrow = 0 if config.values.get("moe_latent_size") is None else config.integer("moe_latent_size")
         self.into = self.out = None
         if narrow:
-            self.into = decoder.weights.linear([f"{name}.fc1_latent_proj"], hidden, [narrow], bias=bias)
-            self.out = decoder.weights.linear([f"{name}.fc2_latent_proj"], narrow, [hidden], bias=bias)
+            self.into = decoder.weights.matrix(Linear([f"{name}.fc1_latent_proj"], hidden, [narrow], bias=bias))
+            self.out = decoder.weights.matrix(Linear([f"{name}.fc2_latent_proj"], narrow, [hidden], bias=bias))
         inner, routing = config.integer("moe_intermediate_size", 7688), sigmoid_routing(decoder, name, num, top_k=2)
         self.experts = Experts(decoder, name, num, inner, routing, parts=("up_proj", "down_proj"), outer=narrow)
         inner = config.integer("moe_shared_expert_intermediate_size", 7688)

@@ -8,6 +8,7 @@ from headrace.backends.base import Array
 from headrace.models import qwen2
 from headrace.models.decoder import Attention, Decoder, GatedMLP
 from headrace.models.qwen3_moe import has_experts, make_experts
+from headrace.models.weights import Linear
 
 TINY = {
     "model_type": "qwen2_moe",
@@ -40,7 +41,7 @@ class SharedExperts:
         self.experts = make_experts(decoder, name, renormalise)
         inner = decoder.config.integer("shared_expert_intermediate_size")
         self.shared = GatedMLP(decoder, f"{name}.shared_expert", inner=inner)
-        self.gate = decoder.weights.linear([f"{name}.shared_expert_gate"], decoder.hidden_size, [1], plain=True)
+        self.gate = decoder.weights.matrix(Linear([f"{name}.shared_expert_gate"], decoder.hidden_size, [1], plain=True))
 
     def __call__(self, x: Array) -> Array:
         shared = self.ops.multiply(self.shared(x), self.ops.linear(x, self.gate), "sigmoid")

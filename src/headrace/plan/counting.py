@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace import models
 from headrace.models.config import ModelConfig
-from headrace.models.weights import ByHead
+from headrace.models.weights import ByHead, Linear
 from headrace.plan.forms import FLOAT_BITS, Forms, kv_bytes
 from headrace.protocol.errors import CheckpointError
 
@@ -274,20 +274,13 @@ class CountingWeights:
         self.tables += self._plain(math.prod(shape))
         return _Table(shape[1])
 
-    def linear(
-        self, names: Sequence[str], num_in: int, num_outs: Sequence[int], *, bias: bool = False, plain: bool = False,
-        **_: Any,
-    ) -> _Matrix:  # fmt: skip
-        num_out = sum(num_outs)
-        form, bits = self._forms.bits(names[0], num_in, plain)
-        return self._matrix(names[0], num_in, num_out, form, bits, bias)
+    def matrix(self, linear: Linear) -> _Matrix:
+        name = linear.names[0]
+        form, bits = self._forms.bits(name, linear.num_in, linear.plain)
+        return self._matrix(name, linear.num_in, sum(linear.num_outs), form, bits, linear.bias)
 
     def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        names = [ByHead.names(name, head) for head in range(num_heads)]
-        return ByHead(
-            [self.linear([first], turned, [num_in]) for first, _ in names],
-            [self.linear([second], num_in, [straight]) for _, second in names],
-        )
+        return ByHead.apart(self, name, num_in, num_heads, turned, straight)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[_Table, _Matrix]:
         form, bits = self._forms.head_bits(shape[1])
