@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace import models
+from headrace.backends.base import SetUp
 from headrace.backends.cuda import Cuda
 from headrace.backends.cuda.program import CudaProgram
 from headrace.backends.cuda.replay import Replay
@@ -97,8 +98,8 @@ def make_program(
     model = models.find(config["model_type"]).Model(ModelConfig(config), weights, backend.ops, max_len)
     num_blocks, per_seq = (-(-size // BLOCK) for size in (positions, max_len))
     with mock.patch.object(Replay, "prepare"):
-        pools = [num_blocks] * len(model.kinds)
-        program = backend.program(model, pools, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1)
+        pools = (num_blocks,) * len(model.kinds)
+        program = backend.program(model, SetUp(pools, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1))
     for layer in program.cache.layers:
         layer.keys.normal_(), layer.values.normal_()
     return program, backend

@@ -56,14 +56,14 @@ def added(self: RankOps, product: Any, side_by_side: Layout) -> RankValue:
     return RankValue(self, total)
 
 
-def sum_of_experts(self: RankOps, x: Any, router: Any, routing: Any, *matrices: Any) -> RankValue:
+def sum_of_experts(self: RankOps, x: Any, layer: Any, seen: Any = None) -> RankValue:
     """A mixture as most engines split it: each rank adds what its experts make, and the sums are added in the order of
     ranks. The weights of the other ranks' experts are zeros here, which change no sum."""
-    num, world = router.num_out, self.plan.world
+    num, world, routing = layer.router.num_out, self.plan.world, layer.routing
     first, last = self.plan.experts(num)
     own = np.zeros(num, np.float32)
     own[first:last] = 1 if routing.factors is None else routing.factors[first:last]
-    product = self.whole(experts(self, x, router, routing._replace(factors=own), *matrices))
+    product = self.whole(experts(self, x, layer._replace(routing=routing._replace(factors=own)), seen))
     # As a value of its own: the mixture's may have got what else is added to it.
     width = product.width
     return added(

@@ -23,7 +23,7 @@ from headrace.drafters.files import directory_of, integers, load, verify_token_i
 from headrace.hub import read_json
 from headrace.models import Model, llama
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder, GatedMLP
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP
 from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
@@ -88,7 +88,7 @@ class WideAttention(Attention):
 
     def __init__(self, frame: Frame, weights: SplitWeights, name: str, bias: bool) -> None:
         self.split = weights
-        super().__init__(frame, name, 0, qkv_bias=bias, out_bias=bias)
+        super().__init__(frame, name, 0, AttentionOptions(bias, bias))
 
     def make_qkv(self, weights: Weights, linear: Linear) -> Matrix:
         width = 2 * linear.num_in

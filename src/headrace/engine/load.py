@@ -14,7 +14,7 @@ import msgspec
 
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
-from headrace.backends.base import Backend, Program
+from headrace.backends.base import Backend, Program, SetUp
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_origin import GGUFOrigin
 from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_config
@@ -27,7 +27,7 @@ from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.progress import progress_bar
-from headrace.engine.ranks import SetUp, first_seat, go, open_group, program_of, take_seat
+from headrace.engine.ranks import first_seat, go, open_group, program_of, take_seat
 from headrace.engine.stages import stage_maker
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
@@ -128,8 +128,8 @@ def _build_runner(
         drafter = make_drafter(spec, target)
     max_pieces = config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes)
     pool_sizes = choose_pool_sizes(config, model, max_model_len, backend, kv_dtype, max_pieces)
-    setting = SetUp(
-        pool_sizes=pool_sizes,
+    set_up = SetUp(
+        pool_sizes=tuple(pool_sizes),
         block_size=config.block_size,
         kv_dtype=kv_dtype,
         max_num_seqs=max_pieces,
@@ -138,9 +138,9 @@ def _build_runner(
         num_threads=config.num_threads,
     )
     if group is not None:
-        group.send(setting)
+        group.send(set_up)
     feature_layers = (drafter.feature_layers or ()) if drafter is not None else ()
-    program: Program = backend.program(model, **msgspec.structs.asdict(setting), feature_layers=feature_layers)
+    program: Program = backend.program(model, set_up, feature_layers)
     if group is not None:
         group.check()
         group.expect(Ready)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace import models
-from headrace.backends.base import Array, Cache, Heads, LayerShape, Rows
+from headrace.backends.base import Array, Cache, Heads, LayerShape, Rows, Scoring
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
 from headrace.models.weights import Linear
@@ -46,7 +46,7 @@ class Layer:
         hidden, inner, linear = model.hidden_size, model.intermediate_size, model.linear
         self.ops, self.layer_id, self.kind = model.ops, layer_id, model.activation
         self.heads = Heads(model.num_heads, model.num_heads, model.hidden_size // model.num_heads)
-        self.scale = model.scale / (layer_id + 1 if model.scale_by_layer else 1)
+        self.scoring = Scoring(model.scale / (layer_id + 1 if model.scale_by_layer else 1))
         self.attention_norm = LayerNorm(model, f"{name}.ln_1")
         self.qkv = linear(f"{name}.attn.c_attn", hidden, 3 * hidden)
         self.out = linear(f"{name}.attn.c_proj", hidden, hidden)
@@ -57,7 +57,7 @@ class Layer:
     def attention(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
         query = ops.rope_store(ops.linear(x, self.qkv), self.heads, rows, cache)
-        return ops.linear(ops.attention(query, self.heads, rows, cache, self.scale), self.out)
+        return ops.linear(ops.attention(query, self.heads, rows, cache, self.scoring), self.out)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops = self.ops

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headrace.backends.base import Array, Cache, Rows
-from headrace.models.decoder import Attention, Decoder, GatedMLP, RMSNorm
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP, RMSNorm
 from headrace.models.recurrent import conv_weight
 from headrace.models.weights import Linear
 
@@ -71,10 +71,11 @@ class Layer:
 
 class Lfm2Attention(Attention):
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
-        super().__init__(decoder, name, layer_id, out="out_proj")
+        super().__init__(decoder, name, layer_id, AttentionOptions(out="out_proj"))
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
-        self.q_norm = RMSNorm(weights, ops, f"{name}.q_layernorm", size, decoder.eps).of_head
-        self.k_norm = RMSNorm(weights, ops, f"{name}.k_layernorm", size, decoder.eps).of_head
+        q_norm = RMSNorm(weights, ops, f"{name}.q_layernorm", size, decoder.eps).of_head
+        k_norm = RMSNorm(weights, ops, f"{name}.k_layernorm", size, decoder.eps).of_head
+        self.form = self.form._replace(q_norm=q_norm, k_norm=k_norm)
 
 
 def inner_size(decoder: Decoder) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headrace.backends.base import Array, Cache, Heads, LayerShape, RopeTable, Routing, Rows
+from headrace.backends.base import Array, Cache, HeadForm, Heads, LayerShape, RopeTable, Routing, Rows, Scoring
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts, GatedMLP, PreNormLayer, RMSNorm, SharedExperts
 from headrace.models.rope import make_rope_table, mscale, pair_order
@@ -39,7 +39,7 @@ class LatentAttention:
         self.ops, self.layer_id, self.turned, self.query_scale = ops, layer_id, turned, query_scale
         self.heads = Heads(num, 1, latent + turned, latent)
         self.rope_table = decoder.rope_table
-        self.scale = (straight + turned) ** -0.5 * magnitude(decoder.global_rope(config)) ** 2
+        self.scoring = Scoring((straight + turned) ** -0.5 * magnitude(decoder.global_rope(config)) ** 2)
         decoder.keep(layer_id, LayerShape(1, latent + turned, latent, shares_key=True), None)
         size, hidden, bias = num * (straight + turned), decoder.hidden_size, config.flag("attention_bias", False)
         q_order = pair_order(size, straight + turned, turned, straight) if paired else None
@@ -61,14 +61,14 @@ class LatentAttention:
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
         key = ops.norm_columns(ops.linear(x, self.kv_a), 0, 1, self.kv_norm)
-        ops.rope_store(key, self.heads._replace(num_heads=0), rows, cache, self.rope_table)
+        ops.rope_store(key, self.heads._replace(num_heads=0), rows, cache, HeadForm(self.rope_table))
         if self.q_a is not None and self.q_norm is not None:
             x = self.q_norm(ops.linear(x, self.q_a))
         query = ops.by_head(ops.linear(x, self.q), self.keys, self.turned)
         query = ops.rope(query, self.heads.num_heads, self.heads.head_dim, rows, self.rope_table)
         if self.query_scale is not None:
             query = ops.multiply(query, ops.embedding(rows.positions, self.query_scale), "identity")
-        mixed = ops.attention(query, self.heads, rows, cache, self.scale)
+        mixed = ops.attention(query, self.heads, rows, cache, self.scoring)
         return ops.linear(ops.by_head(mixed, self.values), self.out)
 
 
@@ -85,8 +85,8 @@ class LatentLayer(PreNormLayer):
     def is_dense(self, config: ModelConfig, layer_id: int) -> bool:
         return layer_id < config.integer("first_k_dense_replace", self.num_dense, low=0)
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        config, layer_id, name = decoder.config, int(name.rpartition(".")[2]), f"{name}.mlp"
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        config, name = decoder.config, f"{name}.mlp"
         if self.is_dense(config, layer_id):
             return GatedMLP(decoder, name)
         num = config.integer("n_routed_experts", self.num_experts, high=MAX_EXPERTS)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import MAX_EXPERTS, MLP, Attention, Decoder, Experts
+from headrace.models.decoder import MAX_EXPERTS, MLP, Attention, AttentionOptions, Decoder, Experts
 from headrace.models.glm4_moe import sigmoid_routing
-from headrace.models.mamba import Mamba2, heads_of
+from headrace.models.mamba import Mamba2, MambaForm, heads_of
 from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
@@ -82,13 +82,14 @@ class Layer:
         cache_id = sum(decoder.layer_type(i) in KEEPING for i in range(layer_id))
         if kind == "linear_attention":
             heads = heads_of(config, ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim"))
-            self.mixer = Mamba2(
-                decoder, name, cache_id, heads, config.integer("conv_kernel", 4, low=2, high=64),
+            form = MambaForm(
+                heads, config.integer("conv_kernel", 4, low=2, high=64),
                 bias=config.flag("use_bias", False), conv_bias=config.flag("use_conv_bias", True),
                 limits=(config.number("time_step_min", 0.001), math.inf),
             )  # fmt: skip
+            self.mixer = Mamba2(decoder, name, cache_id, form)
         elif kind == "full_attention":
-            self.mixer = Attention(decoder, name, cache_id, rotates=False)
+            self.mixer = Attention(decoder, name, cache_id, AttentionOptions(rotates=False))
         else:
             is_mixture = kind == "moe"
             mlp = Mixture(decoder, name) if is_mixture else MLP(decoder, name, config.flag("mlp_bias", False))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from headrace.backends.base import Array
 from headrace.models import qwen2
-from headrace.models.decoder import Attention, Decoder, GatedMLP
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP
 from headrace.models.qwen3_moe import has_experts, make_experts
 from headrace.models.weights import Linear
 
@@ -51,10 +51,10 @@ class SharedExperts:
 class Layer(qwen2.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias = decoder.config.flag("qkv_bias", True)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, window=decoder.window(layer_id))
+        return Attention(decoder, name, layer_id, AttentionOptions(qkv_bias=bias, window=decoder.window(layer_id)))
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        if not has_experts(decoder.config, int(name.rpartition(".")[2])):
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        if not has_experts(decoder.config, layer_id):
             return GatedMLP(decoder, f"{name}.mlp")
         return SharedExperts(decoder, f"{name}.mlp")
 

@@ -51,8 +51,8 @@ class Delta(GatedDelta):
 class Layer(qwen3_5_text.Layer):
     Delta = Delta
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        if not has_experts(decoder.config, int(name.rpartition(".")[2])):
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        if not has_experts(decoder.config, layer_id):
             return GatedMLP(decoder, f"{name}.mlp")
         return SharedExperts(decoder, f"{name}.mlp", renormalise=decoder.config.flag("norm_topk_prob", True))
 

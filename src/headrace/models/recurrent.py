@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Array, Cache, Matrix, Rows
-from headrace.backends.states import StateHeads
+from headrace.backends.states import DeltaInputs, StateHeads
 from headrace.models.decoder import Attention, Decoder
 from headrace.models.weights import Linear, Weights
 from headrace.protocol.errors import CheckpointError
@@ -105,6 +105,7 @@ class GatedDelta:
             ops.columns(qk, keys, keys),
             ops.columns(mixed, 2 * keys, self.values),
         )
-        y = ops.delta(query, key, value, decay, beta, heads, rows, memory, heads.key_dim**-0.5)
+        inputs = DeltaInputs(query, key, value, decay, beta)
+        y = ops.delta(inputs, heads, rows, memory, heads.key_dim**-0.5)
         y = ops.rms_norm(y, self.norm, self.eps, heads=num)
         return ops.linear(ops.multiply(y, ops.columns(qkvz, width, self.values), "silu"), self.out)

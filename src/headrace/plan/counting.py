@@ -195,44 +195,36 @@ class CountingOps:
         self.macs += state.size + x.width
         return _Value(x.width)
 
-    def delta(
-        self, query: Any, key: Any, value: _Value, decay: Any, beta: Any, heads: Any, rows: Any, state: _State,
-        *_: Any, **__: Any,
-    ) -> _Value:  # fmt: skip
+    def delta(self, inputs: Any, heads: Any, rows: Any, state: _State, scale: float) -> _Value:
         """The state is looked up by the key, changed, and looked up by the query."""
         self.macs += 3 * state.size
-        return _Value(value.width)
+        return _Value(inputs.value.width)
 
-    def scan(self, x: _Value, b: Any, c: Any, dt: Any, a: Any, d: Any, heads: Any, rows: Any, state: _State) -> _Value:
+    def scan(self, inputs: Any, heads: Any, rows: Any, state: _State) -> _Value:
         """The state is changed, and read."""
         self.macs += 2 * state.size
-        return _Value(x.width)
+        return _Value(inputs.x.width)
 
     def rope_store(self, qkv: _Value, heads: Any, rows: Any, cache: _Cache, *_: Any, **__: Any) -> _Value:
         return self._new(heads.num_heads * heads.head_dim)
 
-    def attention(
-        self, query: _Value, heads: Any, rows: Any, cache: _Cache, scale: float, window: int | None = None,
-        *_: Any, **__: Any,
-    ) -> _Value:  # fmt: skip
-        cache.windows.append(window)
+    def attention(self, query: _Value, heads: Any, rows: Any, cache: _Cache, scoring: Any) -> _Value:
+        cache.windows.append(scoring.window)
         cache.macs += heads.num_heads * (heads.head_dim + heads.value_size)
         return self._new(heads.num_heads * heads.value_size)
 
     def gated(self, x: _Value, kind: str) -> _Value:
         return _Value(x.width // 2)
 
-    def experts(
-        self, x: _Value, router: _Matrix, routing: Any, gate_up: Sequence[_Matrix], down: Sequence[_Matrix], kind: str,
-        seen: _Value | None = None,
-    ) -> _Value:  # fmt: skip
-        self.linear(x if seen is None else seen, router)
+    def experts(self, x: _Value, layer: Any, seen: _Value | None = None) -> _Value:
+        gate_up, down, top_k = layer.gate_up, layer.down, layer.routing.top_k
+        self.linear(x if seen is None else seen, layer.router)
         one = gate_up[0].num_in * gate_up[0].num_out + down[0].num_in * down[0].num_out
-        self.macs += routing.top_k * one
+        self.macs += top_k * one
         matrices = [*gate_up, *down]
         parameters, num_bytes = sum(m.parameters for m in matrices), sum(m.num_bytes for m in matrices)
-        self.mixtures[Mixture(len(gate_up), routing.top_k, parameters, num_bytes, one)] += 1
-        self.widest = max(self.widest, routing.top_k * gate_up[0].num_out)
+        self.mixtures[Mixture(len(gate_up), top_k, parameters, num_bytes, one)] += 1
+        self.widest = max(self.widest, top_k * gate_up[0].num_out)
         return _Value(x.width)
 
 
