@@ -66,7 +66,7 @@ def test_two_quantizations_give_two_models_and_two_files(tmp_path: Path) -> None
 
 def test_what_is_quantised_and_what_is_not(tmp_path: Path) -> None:
     model = load(tiny(tmp_path, "mixtral"), "int4")
-    experts = model.layers[0].mlp
+    experts = model.layers[0].mlp.layer
     assert experts.router.scheme.kind == "f"
     assert {m.scheme.kind for m in (*experts.gate_up, *experts.down, model.layers[0].attention.qkv)} == {"i4"}
     assert (model.head.scheme, experts.down[0].scheme) == (Scheme("i4", 32), Scheme("i4", 64))
