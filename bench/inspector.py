@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from headrace.core.journal import Journal, Step, decode_note
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.engine.core import EngineCore
 from headrace.insight.live import Feed, as_dict
 from headrace.protocol.params import SamplingParams
@@ -84,15 +84,17 @@ def make_steps(num_seqs: int, num_blocks: int, num_steps: int) -> tuple[list[Ste
     """Return steps of a full engine whose requests come and go, and the microseconds of each in `Feed.follow`."""
     size, rng = 16, random.Random(1)
     scheduler = Scheduler(
-        num_blocks=num_blocks,
-        block_size=size,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=4096,
-        max_model_len=4096,
-        enable_prefix_caching=True,
-        policy="fcfs",
-        eos_token_ids=[2],
-        cache_key=b"bench",
+        SchedulerOptions(
+            num_blocks=num_blocks,
+            block_size=size,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=4096,
+            max_model_len=4096,
+            enable_prefix_caching=True,
+            policy="fcfs",
+            eos_token_ids=[2],
+            cache_key=b"bench",
+        )
     )
     info = EngineInfo(
         model="simulated",

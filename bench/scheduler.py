@@ -19,7 +19,7 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request, ScheduledBatch, StepResult
 
@@ -46,14 +46,16 @@ def measure(num_seqs: int, num_steps: int, mixed: bool) -> dict[str, float]:
     length = 64 + num_steps + 64
     blocks = num_seqs * (length // BLOCK_SIZE + 2) + 2 * LONG_PROMPT // BLOCK_SIZE
     scheduler = Scheduler(
-        num_blocks=blocks,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=num_seqs + 1,
-        max_num_batched_tokens=max(BUDGET, 2 * num_seqs),
-        max_model_len=max(length, LONG_PROMPT + 2),
-        long_prefill_token_threshold=512,
-        eos_token_ids=[2**40],
-        cache_key=b"bench",
+        SchedulerOptions(
+            num_blocks=blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=num_seqs + 1,
+            max_num_batched_tokens=max(BUDGET, 2 * num_seqs),
+            max_model_len=max(length, LONG_PROMPT + 2),
+            long_prefill_token_threshold=512,
+            eos_token_ids=[2**40],
+            cache_key=b"bench",
+        )
     )
     for index in range(num_seqs):
         # Lengths modulo the block size are spread, as they are in service.

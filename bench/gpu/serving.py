@@ -19,7 +19,7 @@ from bench.gpu.device import Device, elapsed
 from bench.gpu.engine import count_overlaps
 from bench.gpu.weights import BLOCK
 from headrace.backends.cuda.program import CudaProgram
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.engine.core import EngineCore
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Request
@@ -37,12 +37,12 @@ Span = tuple[float, float]
 def make_core(program: CudaProgram, max_num_seqs: int, max_len: int) -> EngineCore:
     """Return an engine around `program`, without a tokenizer and without a prefix cache."""
     runner = Runner(program, Sampler(program.vocab_size, []))
-    scheduler = Scheduler(
+    scheduler = Scheduler(SchedulerOptions(
         num_blocks=program.num_blocks, block_size=BLOCK, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=program.max_rows, max_model_len=max_len, enable_prefix_caching=False,
         enable_chunked_prefill=True, long_prefill_token_threshold=0, policy="fcfs", eos_token_ids=[],
         speculates=False, runs_ahead=runner.runs_ahead, cache_key=b"", cache_fingerprint=b"",
-    )  # fmt: skip
+    ))  # fmt: skip
     info = EngineInfo(
         model="random", max_model_len=scheduler.max_model_len, vocab_size=program.vocab_size, eos_token_ids=[],
         block_size=BLOCK, num_blocks=program.num_blocks, max_num_seqs=max_num_seqs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,10 +9,12 @@ import torch
 from torch import Tensor
 
 from headrace import models
+from headrace.backends.base import SetUp
 from headrace.backends.cuda import Cuda
 from headrace.backends.cuda.program import CudaProgram
 from headrace.backends.cuda.replay import Replay
 from headrace.models.config import ModelConfig
+from headrace.models.weights import Linear
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import Quantization, Scheme, parse
 
@@ -75,19 +76,9 @@ class RandomWeights:
     def table(self, name: str, shape: tuple[int, int]) -> Tensor:
         return self.backend.table(torch.randn(shape, device=self.device))
 
-    def linear(
-        self,
-        names: Sequence[str],
-        num_in: int,
-        num_outs: Sequence[int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        plain: bool = False,
-        **_: Any,
-    ) -> Any:
-        scheme = self.plain if self.quantization is None or plain else self.quantization.layer
-        return self._matrix(names[0], sum(num_outs), num_in, scheme)
+    def matrix(self, linear: Linear) -> Any:
+        scheme = self.plain if self.quantization is None or linear.plain else self.quantization.layer
+        return self._matrix(linear.names[0], sum(linear.num_outs), linear.num_in, scheme)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Tensor, Any]:
         scheme = self.plain if self.quantization is None else self.quantization.head
@@ -107,8 +98,8 @@ def make_program(
     model = models.find(config["model_type"]).Model(ModelConfig(config), weights, backend.ops, max_len)
     num_blocks, per_seq = (-(-size // BLOCK) for size in (positions, max_len))
     with mock.patch.object(Replay, "prepare"):
-        pools = [num_blocks] * len(model.kinds)
-        program = backend.program(model, pools, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1)
+        pools = (num_blocks,) * len(model.kinds)
+        program = backend.program(model, SetUp(pools, BLOCK, "bfloat16", max_seqs, max_rows, per_seq, 1))
     for layer in program.cache.layers:
         layer.keys.normal_(), layer.values.normal_()
     return program, backend

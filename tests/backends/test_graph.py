@@ -11,7 +11,7 @@ import torch
 
 from headrace.backends.base import Chunks
 from headrace.backends.graph import LOGITS, ROWS, Buffer, Graph, Value
-from headrace.backends.step import make_step_rows
+from headrace.backends.step import StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 
@@ -106,7 +106,7 @@ def test_a_buffer_outside_the_arena_is_an_array_in_every_node() -> None:
 
 
 def test_the_ints_of_a_step_lie_where_those_of_the_last_did() -> None:
-    rows = make_step_rows(lambda n: np.zeros(n, np.int32), [CacheKind()], 4, 16, 4, 32)
+    rows = make_step_rows(lambda n: np.zeros(n, np.int32), [CacheKind()], 4, StepSizes(16, 4, 32))
     assert rows.fill(Chunks([3, 0], [[7], [1, 2, 3, 4, 5]], [[9], [2, 5, 8]], [(0, 77), (5, 78), (5, 79)])) == 6
     assert rows.token_ids[:6].tolist() == [7, 1, 2, 3, 4, 5]
     assert rows.positions[:6].tolist() == [3, 0, 1, 2, 3, 4]

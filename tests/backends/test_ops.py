@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.backends.base import HeadNorm, Heads, LayerShape, Routing
+from headrace.backends.base import ExpertLayer, HeadNorm, Heads, LayerShape, Routing, Scoring, SetUp
 from headrace.backends.torch_ref import rowwise
 from headrace.backends.torch_ref.cache import LayerCache
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
@@ -135,7 +135,7 @@ def test_I_13_experts(seed: int, rows: int, num_experts: int, hidden: int, inner
     bias = randn(seed + 98, num_experts)
     groups = (num_experts // 2, max(1, num_experts // 4), 2) if num_experts in (4, 8) and top_k < 3 else None
     for routing in (Routing(top_k), Routing(top_k, "sigmoid", bias, groups, seed % 2 == 0, 2.5, seed % 3 == 0)):
-        assert_rows_independent(lambda x, r=routing: OPS.experts(x, router, r, gate_up, down, "silu"), x)
+        assert_rows_independent(lambda x, r=routing: OPS.experts(x, ExpertLayer(router, r, gate_up, down, "silu")), x)
 
 
 def test_route_gives_equal_logits_to_the_lower_expert() -> None:
@@ -216,7 +216,7 @@ def attend(
         query = OPS.rope_store(qkv, heads, rows, cache)  # type: ignore[arg-type]
         # A window below 0 is of chunks.
         wide, chunked = abs(window or 0) or None, (window or 0) < 0
-        out = OPS.attention(query, heads, rows, cache, 0.3, wide, cap, None, chunked)  # type: ignore[arg-type]
+        out = OPS.attention(query, heads, rows, cache, Scoring(0.3, wide, chunked, cap))  # type: ignore[arg-type]
         out = out.unflatten(1, (heads.num_heads, size))
         for (i, n), part in zip(step, torch.split(out, lens), strict=True):
             outs[i].append(part)
@@ -284,7 +284,7 @@ def test_copy_blocks_goes_in_order() -> None:
         [LayerShape(1, 2), LayerShape(1, 3, kind=1), LayerShape(1, 2, source=0)],
     )
     model = SimpleNamespace(vocab_size=1, kinds=kinds, cache_shapes=shapes)
-    program = EagerProgram(model, OPS, [4, 5], 3, 1)
+    program = EagerProgram(model, OPS, SetUp((4, 5), 3, "float32", 1, 1, 1, 1))
     for cache in program.caches:
         for part in (cache.keys, cache.values):
             part.copy_(torch.arange(len(part))[:, None, None, None].expand_as(part))

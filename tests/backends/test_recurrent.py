@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.backends.base import Chunks
 from headrace.backends.native import fields, pack
-from headrace.backends.states import StateHeads
+from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.ops import RefOps
 
@@ -107,9 +107,9 @@ def run_ops(p: Problem, x: dict[str, torch.Tensor], rows: ForwardBatch, state: t
         return OPS.conv(x["x"], x["weight"], x["bias"], "silu", rows, state)
     if op == "delta":
         return OPS.delta(
-            x["query"], x["key"], x["value"], x["decay"], x["beta"], heads, rows, state, HEADS.key_dim**-0.5
+            DeltaInputs(*(x[name] for name in DeltaInputs._fields)), heads, rows, state, HEADS.key_dim**-0.5
         )
-    return OPS.scan(x["x"], x["b"], x["c"], x["dt"], x["a"], x["d"], heads, rows, state)
+    return OPS.scan(ScanInputs(*(x[name] for name in ScanInputs._fields)), heads, rows, state)
 
 
 def native(isa: str) -> Compute:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.backends.base import Chunks
-from headrace.backends.step import make_step_rows
+from headrace.backends.step import StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 
 def test_freed_blocks_name_some_block_and_rows_go_to_their_own() -> None:
-    rows = make_step_rows(lambda n: np.full(n, -7, np.int32), (CacheKind(), CacheKind(4)), 4, 8, 2, 8)
+    rows = make_step_rows(lambda n: np.full(n, -7, np.int32), (CacheKind(), CacheKind(4)), 4, StepSizes(8, 2, 8))
     chunks = Chunks([9, 3], [[1], [2, 3]], [[5, 6, 7], [8, 9]], more_tables=[[[-1, 2, 3], [0, 4]]])
     assert rows.fill(chunks) == 3
     assert rows.blocks[0][:5].tolist() == [5, 6, 7, 8, 9]

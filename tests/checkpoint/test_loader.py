@@ -21,8 +21,8 @@ from tests.support.checkpoints import CONFIG, llama_tensors, write_llama
 from torch import Tensor
 
 from headrace.backends import make_backend
-from headrace.checkpoint.loader import Checkpoint
 from headrace.checkpoint.mapped import VIEWS, MappedCheckpoint, MappedFile
+from headrace.checkpoint.tensors import Checkpoint
 from headrace.engine.library.load import build_runner, load_model
 from headrace.models.config import ModelConfig
 from headrace.protocol.config import EngineConfig

@@ -19,11 +19,13 @@ from headrace import gguf
 from headrace.backends.torch_ref import TorchRef
 from headrace.checkpoint import gguf_config, mapped
 from headrace.checkpoint.gguf_source import GGUFWeights
-from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
+from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.checkpoint.packed_weights import PackedWeights
-from headrace.checkpoint.reader import RELEASE_BYTES, Reader, ResidentBytes
-from headrace.models.weights import Weights
+from headrace.checkpoint.quantising import Loading
+from headrace.checkpoint.reader import RELEASE_BYTES, Parts, Reader, ResidentBytes
+from headrace.checkpoint.tensors import Checkpoint
+from headrace.models.weights import Linear, Weights
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import Scheme
 
@@ -48,24 +50,23 @@ class CountedCheckpoint(Checkpoint):
         return [Name(name) for name in super().names]
 
 
-class Quadratic(SafetensorsWeights):
-    """Counts what was taken anew for each tensor."""
-
-    def _take(self, part: str) -> bool:
-        is_new = part not in self._used
-        self._used.add(part)
-        if self._on_tensor is not None:
-            self._on_tensor(len(self._used & self._names), len(self._names))
-        return is_new
+def take_quadratically(parts: Parts, name: str) -> bool:
+    """Count what was taken anew for each tensor."""
+    is_new = name not in parts._used
+    parts._used.add(name)
+    if parts._on_tensor is not None:
+        parts._on_tensor(len(parts._used & parts.names), len(parts.names))
+    return is_new
 
 
-def num_comparisons(directory: Path, kind: type[SafetensorsWeights], num_tensors: int) -> int:
+def num_comparisons(directory: Path, num_tensors: int) -> int:
     """Comparisons of names while `num_tensors` tensors are loaded, for each of them."""
     directory.mkdir()
     names = [f"layers.{i}.norm.weight" for i in range(num_tensors)]
     save_file({name: torch.ones(1) for name in names}, directory / "model.safetensors")
     progress: list[tuple[int, int]] = []
-    weights = kind(CountedCheckpoint(directory), TorchRef("cpu", "float32"), on_tensor=lambda *n: progress.append(n))
+    loading = Loading(lambda *n: progress.append(n))
+    weights = SafetensorsWeights(CountedCheckpoint(directory), TorchRef("cpu", "float32"), loading=loading)
     Name.num_compared = 0
     for name in names:
         weights.tensor(name, (1,))
@@ -75,12 +76,13 @@ def num_comparisons(directory: Path, kind: type[SafetensorsWeights], num_tensors
 
 
 def test_a_tensor_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
-    few = num_comparisons(tmp_path / "few", SafetensorsWeights, NUM_TENSORS // 10)
-    assert num_comparisons(tmp_path / "many", SafetensorsWeights, NUM_TENSORS) == few < 10
+    few = num_comparisons(tmp_path / "few", NUM_TENSORS // 10)
+    assert num_comparisons(tmp_path / "many", NUM_TENSORS) == few < 10
 
 
-def test_control_counting_anew_for_each_tensor_is_noticed(tmp_path: Path) -> None:
-    assert num_comparisons(tmp_path / "many", Quadratic, NUM_TENSORS) > NUM_TENSORS // 4
+def test_control_counting_anew_for_each_tensor_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Parts, "take", take_quadratically)
+    assert num_comparisons(tmp_path / "many", NUM_TENSORS) > NUM_TENSORS // 4
 
 
 Progress = list[tuple[int, int]]
@@ -88,7 +90,7 @@ Progress = list[tuple[int, int]]
 
 def of_safetensors(directory: Path, progress: Progress) -> tuple[Reader, Any]:
     backend = TorchRef("cpu", "float32")
-    return SafetensorsWeights(Checkpoint(directory), backend, on_tensor=lambda *n: progress.append(n)), backend
+    return SafetensorsWeights(Checkpoint(directory), backend, loading=Loading(lambda *n: progress.append(n))), backend
 
 
 def of_packed(directory: Path, progress: Progress) -> tuple[Reader, Any]:
@@ -100,7 +102,7 @@ def of_packed(directory: Path, progress: Progress) -> tuple[Reader, Any]:
 
 def of_gguf(directory: Path, progress: Progress) -> tuple[Reader, Any]:
     file, backend = gguf.read(convert(directory, directory / "model.gguf")), TorchRef("cpu", "float32")
-    return GGUFWeights(file, gguf_config.read(file), backend, lambda *n: progress.append(n)), backend
+    return GGUFWeights(file, gguf_config.read(file), backend, Loading(lambda *n: progress.append(n))), backend
 
 
 READERS = pytest.mark.parametrize("reader_of", [of_safetensors, of_packed, of_gguf])
@@ -156,7 +158,7 @@ def test_blocks_reach_a_backend_without_kernels_as_floats(
     name, reading = "model.layers.0.self_attn.q_proj", gguf_config.read(file)
     num_out, num_in = reading.parts[f"{name}.weight"].shape
     matrix, expected = (
-        GGUFWeights(file, reading, device, exact=exact).linear([name], num_in, [num_out])
+        GGUFWeights(file, reading, device, exact=exact).matrix(Linear([name], num_in, [num_out]))
         for device, exact in ((backend("cpu", "float32"), False), (TorchRef("cpu", "float32"), True))
     )
     assert matrix.scheme == scheme

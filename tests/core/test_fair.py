@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from headrace.core.queue import Ranks, WaitingQueue
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
@@ -22,10 +22,10 @@ def request(name: str, tenant: str, work: int = 10, num_prompt: int = 3) -> Requ
 
 def make(policy: str, max_overtaking: int = 32) -> Scheduler:
     """One at a time, one step each."""
-    return Scheduler(
+    return Scheduler(SchedulerOptions(
         num_blocks=64, block_size=4, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64, policy=policy,
         max_overtaking=max_overtaking, enable_prefix_caching=False,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def step(scheduler: Scheduler) -> list[str]:

@@ -372,8 +372,8 @@ def test_a_planted_bug_is_caught(name, monkeypatch):
 
 
 def test_colliding_keys_do_no_harm():
-    def make_scheduler(**numbers):
-        scheduler = Scheduler(**numbers)
+    def make_scheduler(options):
+        scheduler = Scheduler(options)
         scheduler.cache.child_key = lambda parent, content: content[:1].ljust(32)
         return scheduler
 
@@ -382,8 +382,8 @@ def test_colliding_keys_do_no_harm():
 
 
 def test_I_20_a_hidden_source_of_randomness_is_caught():
-    def make_scheduler(**numbers):
-        scheduler = Scheduler(**numbers)
+    def make_scheduler(options):
+        scheduler = Scheduler(options)
         schedule = scheduler.schedule
 
         def shuffled():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.engine.core import EngineCore, verify
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.beam import BeamSearchParams
@@ -19,7 +19,9 @@ NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE = 16, 4, 50
 
 def make_core() -> EngineCore:
     scheduler = Scheduler(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=6, max_model_len=999
+        SchedulerOptions(
+            num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=6, max_model_len=999
+        )
     )
     info = EngineInfo(
         model="simulated",

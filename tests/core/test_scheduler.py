@@ -363,9 +363,10 @@ def test_I_10_an_illegal_transition_is_refused():
 
 def test_S_05_checks_survive_optimised_python():
     code = (
-        "from headrace.core.scheduler import Scheduler\n"
+        "from headrace.core.scheduler import Scheduler, SchedulerOptions\n"
         "from headrace.protocol.errors import InvariantError\n"
-        "s = Scheduler(num_blocks=2, block_size=2, max_num_seqs=1, max_num_batched_tokens=2, max_model_len=4)\n"
+        "s = Scheduler(SchedulerOptions(num_blocks=2, block_size=2, max_num_seqs=1, max_num_batched_tokens=2, "
+        "max_model_len=4))\n"
         "s.pool.free.pop()\n"
         "try:\n    s.check()\nexcept InvariantError as error:\n    print(error.invariant)\n"
     )

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from headrace import builtin
-from headrace.backends.base import Chunks
+from headrace.backends.base import Chunks, SetUp
 from headrace.drafters.base import F32, Context, Drafter, Target
 from headrace.engine.library.load import load_model
 from headrace.protocol.config import EngineConfig
@@ -119,17 +119,16 @@ def stories(
 ) -> list[Story]:
     """What the target says of each of `PROMPTS`."""
     target = target_of(directory, backend)
-    program = target.backend.program(
-        target.model,
-        pool_sizes=[32 * len(PROMPTS) for _ in target.model.kinds],
+    set_up = SetUp(
+        pool_sizes=(32 * len(PROMPTS),) * len(target.model.kinds),
         block_size=16,
         kv_dtype="float32",
         max_num_seqs=4,
         max_num_batched_tokens=256,
         max_blocks_per_seq=32,
         num_threads=1,
-        feature_layers=feature_layers or (),
     )
+    program = target.backend.program(target.model, set_up, feature_layers or ())
     made = []
     for number, text in enumerate(PROMPTS):
         tokens = prompt_of(text, target.vocab_size)

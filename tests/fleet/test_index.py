@@ -7,7 +7,7 @@ import random
 import pytest
 
 from headrace.core.reports import KEY_BYTES, KeyReports
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.fleet.index import PrefixIndex, prefix_keys, root_key
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import CacheKeys, Request, StepResult
@@ -21,7 +21,9 @@ class Engine:
 
     def __init__(self, epoch: int, num_blocks: int = 24) -> None:
         self.scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=256, max_model_len=64
+            SchedulerOptions(
+                num_blocks=num_blocks, block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=256, max_model_len=64
+            )
         )
         self.reports = KeyReports(self.scheduler.cache, SECRET, epoch)
         self.num = 0

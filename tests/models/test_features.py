@@ -13,8 +13,9 @@ import torch
 from tests.support.harness import BACKENDS, load, random_ids, save_random, scattered_tables
 
 from headrace import models
-from headrace.backends.base import Chunks
+from headrace.backends.base import Chunks, SetUp
 from headrace.backends.graph import Graph
+from headrace.backends.step import StepSizes
 
 LENGTHS = [71, 5]
 
@@ -34,12 +35,12 @@ def program_of(directory: Path, backend: str, layers: tuple[int, ...] = ()) -> A
     own: Any = runner.program
     ops = own.model.ops
     if backend == "cpu":
-        from headrace.backends.cpu.program import TapedProgram
+        from headrace.backends.cpu.program import TapedProgram, TapeOptions
 
-        return TapedProgram(own.model, ops, own.cache, 96, 8, 64, 1, layers=layers)
+        return TapedProgram(own.model, ops, own.cache, StepSizes(96, 8, 64), TapeOptions(1), layers)
     from headrace.backends.torch_ref.program import EagerProgram
 
-    return EagerProgram(own.model, ops, own.pool_sizes, own.block_size, 1, layers)
+    return EagerProgram(own.model, ops, SetUp(own.pool_sizes, own.block_size, "float32", 1, 1, 1, 1), layers)
 
 
 def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

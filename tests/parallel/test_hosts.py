@@ -21,8 +21,9 @@ from tests.parallel.test_group import until
 from tests.support.hosts import FAST, RankHost, place, rank_host
 from tests.support.remote import credentials, files
 
+from headrace.backends.base import SetUp
 from headrace.engine.hosts import await_hosts, prepared
-from headrace.engine.ranks import Go, SetUp, Start
+from headrace.engine.ranks import Go, Start
 from headrace.parallel import gloo
 from headrace.parallel.group import Group, Loaded, Ready
 from headrace.parallel.hosts import seats
@@ -39,7 +40,8 @@ from headrace.secure.handshake import HandshakeError, Talk, Times
 SCRIPT = """
 import os, signal, socket, sys, time
 from headrace.engine.rank import Inbox
-from headrace.engine.ranks import Go, SetUp, Start
+from headrace.backends.base import SetUp
+from headrace.engine.ranks import Go, Start
 from headrace.parallel.group import Loaded, Ready, framed
 sock = socket.socket(fileno=int(sys.argv[2]))
 inbox = Inbox(sock)

@@ -13,6 +13,7 @@ from tests.support.harness import load, save_random
 
 from headrace import models
 from headrace.backends.base import Ops
+from headrace.backends.states import ScanInputs
 from headrace.checkpoint.names import text_config
 from headrace.plan.counting import CountingOps, _State, count
 from headrace.plan.forms import Forms
@@ -111,7 +112,7 @@ def test_a_row_is_multiplied_with_matrices_convolutions_and_states(
 
 def test_a_scan_changes_its_state_and_reads_it() -> None:
     ops = CountingOps()
-    ops.scan(ops._new(12), None, None, None, None, None, None, None, _State((3, 20, 4)))
+    ops.scan(ScanInputs(ops._new(12), None, None, None, None), None, None, _State((3, 20, 4)))
     assert ops.macs == 2 * 3 * 20 * 4
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.engine.child import main
 from headrace.engine.core import EngineCore
 from headrace.insight.simulated import HIDDEN_SIZE, Oracle, SimulatedExecutor
@@ -27,15 +27,17 @@ def build(
     """`delay` is slept in every step, in seconds. `oracle` says what comes next, if not the usual one."""
     num_blocks = config.num_gpu_blocks_override or 1024
     scheduler = Scheduler(
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len or 2048,
-        enable_prefix_caching=config.enable_prefix_caching,
-        policy=config.scheduling_policy,  # type: ignore[arg-type]
-        eos_token_ids=[EOS],
-        cache_key=b"test",
+        SchedulerOptions(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len or 2048,
+            enable_prefix_caching=config.enable_prefix_caching,
+            policy=config.scheduling_policy,  # type: ignore[arg-type]
+            eos_token_ids=[EOS],
+            cache_key=b"test",
+        )
     )
     info = EngineInfo(
         model=config.model,

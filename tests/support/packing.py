@@ -13,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from headrace import models
-from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
+from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.checkpoint.packed import Form, PackedFile, PackedWriter, find
 from headrace.checkpoint.packed_weights import PackedWeights
+from headrace.checkpoint.quantising import Loading
+from headrace.checkpoint.tensors import Checkpoint
 from headrace.models.config import ModelConfig
 from headrace.quant.arrays import floats, type_name
 from headrace.quant.base import slabs
@@ -109,7 +111,7 @@ def make_model(directory: Path, weights: Any, backend: Any) -> Any:
 def load(directory: Path, quantization: str | None = None, backend: Any = None, writer: Any = None) -> Any:
     backend = backend or ToyBackend()
     wanted = None if quantization is None else parse(quantization)
-    weights = SafetensorsWeights(Checkpoint(directory), backend, None, None, wanted, writer)
+    weights = SafetensorsWeights(Checkpoint(directory), backend, None, Loading(quantization=wanted, writer=writer))
     return make_model(directory, weights, backend)
 
 

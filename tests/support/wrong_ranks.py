@@ -11,6 +11,7 @@ from headrace.backends.cpu.gathers import Gathers
 from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.shares import Layout, Part
 from headrace.backends.split import RankValue, rank_matrix
+from headrace.models.weights import Linear
 from headrace.quant.arrays import cast
 from headrace.quant.base import QWeight, source_of
 
@@ -55,14 +56,14 @@ def added(self: RankOps, product: Any, side_by_side: Layout) -> RankValue:
     return RankValue(self, total)
 
 
-def sum_of_experts(self: RankOps, x: Any, router: Any, routing: Any, *matrices: Any) -> RankValue:
+def sum_of_experts(self: RankOps, x: Any, layer: Any, seen: Any = None) -> RankValue:
     """A mixture as most engines split it: each rank adds what its experts make, and the sums are added in the order of
     ranks. The weights of the other ranks' experts are zeros here, which change no sum."""
-    num, world = router.num_out, self.plan.world
+    num, world, routing = layer.router.num_out, self.plan.world, layer.routing
     first, last = self.plan.experts(num)
     own = np.zeros(num, np.float32)
     own[first:last] = 1 if routing.factors is None else routing.factors[first:last]
-    product = self.whole(experts(self, x, router, routing._replace(factors=own), *matrices))
+    product = self.whole(experts(self, x, layer._replace(routing=routing._replace(factors=own)), seen))
     # As a value of its own: the mixture's may have got what else is added to it.
     width = product.width
     return added(
@@ -78,19 +79,19 @@ def rows_too_late(self: Gathers, x: Any, first: Any) -> Any:
 def keep_whole(weights: Any) -> None:
     """Have ranks read the last matrices of MLPs whole."""
     layout_of = weights._layout
-    linear_of = weights.linear
+    matrix_of = weights.matrix
 
-    def read(self: Any, names: list[str], *args: Any, **flags: Any) -> Any:
-        if names[0].endswith("down_proj"):
+    def read(self: Any, linear: Linear) -> Any:
+        if linear.names[0].endswith("down_proj"):
             self._layout = lambda num_outs, cut: None
             try:
-                return linear_of(self, names, *args, **flags)
+                return matrix_of(self, linear)
             finally:
                 del self._layout
-        return linear_of(self, names, *args, **flags)
+        return matrix_of(self, linear)
 
     assert layout_of
-    weights.linear = read
+    weights.matrix = read
 
 
 def patch(mode: str, setattr_: Any = setattr) -> None:
@@ -104,11 +105,11 @@ def patch(mode: str, setattr_: Any = setattr) -> None:
     if mode == "reverse":
         setattr_(Layout, "spans", gather_in_reverse)
     elif mode == "sum":
-        before = RankWeights.linear
+        before = RankWeights.matrix
         keep_whole(RankWeights)
-        changed = RankWeights.linear
-        RankWeights.linear = before  # type: ignore[method-assign]
-        setattr_(RankWeights, "linear", changed)
+        changed = RankWeights.matrix
+        RankWeights.matrix = before  # type: ignore[method-assign]
+        setattr_(RankWeights, "matrix", changed)
         setattr_(RankOps, "linear", sum_over_ranks)
     elif mode == "sum of experts":
         setattr_(RankOps, "experts", sum_of_experts)

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
+
 from headrace.backends.choosing import Chooser
 from headrace.backends.logits import Draw, Logits
 from headrace.backends.states import RecurrentOps
@@ -71,6 +73,37 @@ class RopeTable(NamedTuple):
     first: int = 0
 
 
+class HeadForm(NamedTuple):
+    """What becomes of queries and keys before keys are stored: they are normed, then rotated in pairs (first + i,
+    first + i + P) of the table."""
+
+    rope_table: RopeTable | None = None
+    q_norm: HeadNorm | None = None
+    k_norm: HeadNorm | None = None
+
+
+class Scoring(NamedTuple):
+    """How attention scores the positions of a sequence: by products of queries and keys, times `scale`.
+
+    window: the number of visible positions, the row's own included; None for all. chunked: they are those of the row's
+    chunk of `window` positions, counted from position 0, up to the row's own. softcap c > 0 replaces scores s by
+    c * tanh(s / c). sinks [num_heads]: for each head the score of one more key, which all rows see and whose value is
+    0.
+    """
+
+    scale: float
+    window: int | None = None
+    chunked: bool = False
+    softcap: float = 0.0
+    sinks: Array | None = None
+
+    @property
+    def reach(self) -> int:
+        """The window as kernels have it: 0 for all positions, below 0 for those of a chunk."""
+        window = self.window or 0
+        return -window if self.chunked else window
+
+
 class Routing(NamedTuple):
     """How each row chooses its experts out of the router's logits.
 
@@ -99,6 +132,21 @@ class Matrix(Protocol):
 
     @property
     def num_out(self) -> int: ...
+
+
+class ExpertLayer(NamedTuple):
+    """The experts of a layer: their matrices, how a row chooses of them, and the function between two matrices."""
+
+    router: Matrix
+    routing: Routing
+    gate_up: Sequence[Matrix]
+    down: Sequence[Matrix]
+    kind: Activation
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the first matrix of an expert has a gate: else it gives no more than the second takes."""
+        return self.gate_up[0].num_out != self.down[0].num_in
 
 
 class Rows(Protocol):
@@ -168,42 +216,17 @@ class Ops(RecurrentOps, Protocol):
         must not be used again."""
         ...
 
-    def rope_store(
-        self,
-        qkv: Array,
-        heads: Heads,
-        rows: Rows,
-        cache: Cache,
-        rope_table: RopeTable | None = None,
-        q_norm: HeadNorm | None = None,
-        k_norm: HeadNorm | None = None,
-    ) -> Array:
+    def rope_store(self, qkv: Array, heads: Heads, rows: Rows, cache: Cache, form: HeadForm = HeadForm()) -> Array:
         """qkv [R, heads] -> queries [R, num_heads * D]; keys and values go to the rows' slots of the cache.
 
-        Queries and keys are first normed (`q_norm`, `k_norm`) and rotated (`rope_table`) in pairs (first + i,
-        first + i + P). There may be no queries: then nothing is returned that may be used.
+        There may be no queries: then nothing is returned that may be used.
         """
         ...
 
-    def attention(
-        self,
-        query: Array,
-        heads: Heads,
-        rows: Rows,
-        cache: Cache,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: Array | None = None,
-        chunked: bool = False,
-    ) -> Array:
+    def attention(self, query: Array, heads: Heads, rows: Rows, cache: Cache, scoring: Scoring) -> Array:
         """Causal attention of queries over the cached positions of each row's sequence -> [R, num_heads * value size].
 
-        `window` counts the visible positions, the row's own included; with `chunked` they are those of the row's chunk
-        of `window` positions, counted from position 0, up to the row's own. Blocks that the first row of `rows`' chunk
-        does not see are not read. `softcap` c > 0 replaces scores s by
-        c * tanh(s / c). `sinks` [num_heads]: for each head the score of one more key, which all rows see and
-        whose value is 0.
+        Blocks that the first row of `rows`' chunk does not see are not read.
         """
         ...
 
@@ -236,19 +259,10 @@ class Ops(RecurrentOps, Protocol):
         """cap * tanh(x / cap), in float32."""
         ...
 
-    def experts(
-        self,
-        x: Array,
-        router: Matrix,
-        routing: Routing,
-        gate_up: Sequence[Matrix],
-        down: Sequence[Matrix],
-        kind: Activation,
-        seen: Array | None = None,
-    ) -> Array:
+    def experts(self, x: Array, layer: ExpertLayer, seen: Array | None = None) -> Array:
         """Sum over a row's best experts e, in ascending id, of weight * down[e](gated(gate_up[e](x))) -> [R, H], or of
-        weight * down[e](act(gate_up[e](x))) where the first matrix gives no more than the second takes. `seen`: what
-        the router sees, where that is not x.
+        weight * down[e](act(gate_up[e](x))) where experts have no gate. `seen`: what the router sees, where that is not
+        x.
 
         Raises `CheckpointError` for a routing or a form of the matrices that the backend has no kernels for.
         """
@@ -294,6 +308,21 @@ class Chunks(NamedTuple):
     more_tables: Sequence[Sequence[list[int]]] = ()
     states_in: Sequence[int] = ()
     states_out: Sequence[tuple[int, int]] = ()
+
+
+class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
+    """What a program is made for. It is also sent to each rank, as the message to make one.
+
+    pool_sizes: blocks of each of the model's kinds. num_threads 0: the number that suits the model.
+    """
+
+    pool_sizes: tuple[int, ...]
+    block_size: int
+    kv_dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_blocks_per_seq: int
+    num_threads: int = 0
 
 
 class Program(Protocol):
@@ -421,20 +450,8 @@ class Backend(Protocol):
         """Return the bytes of a block of a kind, over all its layers."""
         ...
 
-    def program(
-        self,
-        model: Any,
-        pool_sizes: Sequence[int],
-        block_size: int,
-        kv_dtype: str,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_blocks_per_seq: int,
-        num_threads: int,
-        feature_layers: Sequence[int] = (),
-    ) -> Program:
-        """Return `model` (see `models.Model`) over a zeroed cache. `pool_sizes`: blocks of each of its kinds.
-        `num_threads` 0: the number that suits the model.
+    def program(self, model: Any, set_up: SetUp, feature_layers: Sequence[int] = ()) -> Program:
+        """Return `model` (see `models.Model`) over a zeroed cache.
 
         `features` returns the residual streams before the layers `feature_layers` (their number: after the last), side
         by side; without any, the hidden states after the final norm.

@@ -16,10 +16,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.backends.base import Activation, Array, Cache, HeadNorm, Heads, LayerShape, Matrix, RopeTable
+from headrace.backends.base import (
+    Activation,
+    Array,
+    Cache,
+    HeadForm,
+    HeadNorm,
+    Heads,
+    LayerShape,
+    Matrix,
+    RopeTable,
+    Scoring,
+)
 from headrace.backends.graph import Graph, Value
 from headrace.backends.shares import Bounds, Layout, Part, Plan
-from headrace.backends.states import StateHeads
+from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 from headrace.backends.step import StepRows
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import Inputs, MatrixSource, QWeight, concatenated
@@ -298,20 +309,13 @@ class SplitOps(ABC):
         return self._full(self.inner.rope(self.whole(x), num_heads, head_dim, rows, rope_table))
 
     def rope_store(
-        self,
-        qkv: Any,
-        heads: Heads,
-        rows: StepRows,
-        cache: Cache,
-        rope_table: RopeTable | None = None,
-        q_norm: HeadNorm | None = None,
-        k_norm: HeadNorm | None = None,
+        self, qkv: Any, heads: Heads, rows: StepRows, cache: Cache, form: HeadForm = HeadForm()
     ) -> RankValue:
         x = self.value(qkv)
         if not heads.num_heads:
             if self.plan.cached_heads(heads.num_kv_heads) != (0, heads.num_kv_heads):
                 raise CheckpointError("ranks can not share out keys without queries of several heads")
-            stored = self.inner.rope_store(self.whole(x), heads, rows, cache, rope_table, q_norm, k_norm)
+            stored = self.inner.rope_store(self.whole(x), heads, rows, cache, form)
             return self._full(stored)
         share = self.plan.share(heads.num_heads, heads.num_kv_heads)
         layout = self.plan.heads(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_size)
@@ -321,27 +325,17 @@ class SplitOps(ABC):
             else self.picked(self.whole(x), layout.bounds(self.plan.rank))
         )
         local_heads = heads._replace(num_heads=share.num, num_kv_heads=share.num_kv)
-        query = self.inner.rope_store(local, local_heads, rows, cache, rope_table, q_norm, k_norm)
+        query = self.inner.rope_store(local, local_heads, rows, cache, form)
         return self._split(query, Layout(layout.parts[:1]))
 
-    def attention(
-        self,
-        query: Any,
-        heads: Heads,
-        rows: StepRows,
-        cache: Cache,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: Array | None = None,
-        chunked: bool = False,
-    ) -> RankValue:
+    def attention(self, query: Any, heads: Heads, rows: StepRows, cache: Cache, scoring: Scoring) -> RankValue:
         num, num_kv = heads.num_heads, heads.num_kv_heads
         share = self.plan.share(num, num_kv)
         local = self._of_heads(self.value(query), num, heads.head_dim, num_kv)
         local_heads = heads._replace(num_heads=share.num, num_kv_heads=share.num_kv)
-        own_sinks = None if sinks is None else sinks[share.first : share.first + share.num]
-        out = self.inner.attention(local, local_heads, rows, cache, scale, window, softcap, own_sinks, chunked)
+        if scoring.sinks is not None:
+            scoring = scoring._replace(sinks=scoring.sinks[share.first : share.first + share.num])
+        out = self.inner.attention(local, local_heads, rows, cache, scoring)
         return self._split(out, self._heads_of_queries(num, num_kv, heads.value_size))
 
     # Layers with a state: each rank has all of it.
@@ -351,35 +345,13 @@ class SplitOps(ABC):
     ) -> RankValue:
         return self._full(self.inner.conv(self.whole(x), weight, bias, kind, rows, state))
 
-    def delta(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        decay: Any,
-        beta: Any,
-        heads: StateHeads,
-        rows: StepRows,
-        state: Array,
-        scale: float,
-    ) -> RankValue:
-        query, key, value, decay, beta = (self.whole(part) for part in (query, key, value, decay, beta))
-        return self._full(self.inner.delta(query, key, value, decay, beta, heads, rows, state, scale))
+    def delta(self, inputs: DeltaInputs, heads: StateHeads, rows: StepRows, state: Array, scale: float) -> RankValue:
+        whole = DeltaInputs(*(self.whole(part) for part in inputs))
+        return self._full(self.inner.delta(whole, heads, rows, state, scale))
 
-    def scan(
-        self,
-        x: Any,
-        b: Any,
-        c: Any,
-        dt: Any,
-        a: Array,
-        d: Array | None,
-        heads: StateHeads,
-        rows: StepRows,
-        state: Array,
-    ) -> RankValue:
-        x, b, c, dt = (self.whole(part) for part in (x, b, c, dt))
-        return self._full(self.inner.scan(x, b, c, dt, a, d, heads, rows, state))
+    def scan(self, inputs: ScanInputs, heads: StateHeads, rows: StepRows, state: Array) -> RankValue:
+        x, b, c, dt = (self.whole(part) for part in inputs[:4])
+        return self._full(self.inner.scan(ScanInputs(x, b, c, dt, inputs.a, inputs.d), heads, rows, state))
 
     def softplus(
         self, x: Any, bias: Array, factor: Array | None = None, low: float = 0.0, high: float = math.inf

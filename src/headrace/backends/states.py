@@ -36,6 +36,28 @@ class StateHeads(NamedTuple):
     tiled: bool = False
 
 
+class DeltaInputs(NamedTuple):
+    """query and key [R, key heads * key_dim], value [R, heads * value_dim], beta [R, heads]; decay [R, heads], or
+    [R, heads * key_dim] with a number for each channel (KDA, arXiv 2510.26692)."""
+
+    query: Array
+    key: Array
+    value: Array
+    decay: Array
+    beta: Array
+
+
+class ScanInputs(NamedTuple):
+    """x [R, heads * value_dim], b and c [R, key heads * key_dim], dt [R, heads], a and d [heads]."""
+
+    x: Array
+    b: Array
+    c: Array
+    dt: Array
+    a: Array
+    d: Array | None = None
+
+
 class RecurrentOps(Protocol):
     """R rows, W width, K size of a kernel. `rows` are `base.Rows`."""
 
@@ -54,42 +76,17 @@ class RecurrentOps(Protocol):
         """
         ...
 
-    def delta(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        decay: Array,
-        beta: Array,
-        heads: StateHeads,
-        rows: Any,
-        state: State,
-        scale: float,
-    ) -> Array:
+    def delta(self, inputs: DeltaInputs, heads: StateHeads, rows: Any, state: State, scale: float) -> Array:
         """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) -> [R, heads * value_dim].
 
         Of each head S [key_dim, value_dim]: S *= exp(decay); S += key (beta * (value - key S)); scale * query S.
-        query and key [R, key heads * key_dim], value [R, heads * value_dim], beta [R, heads]; decay [R, heads], or
-        [R, heads * key_dim] with a number for each channel (KDA, arXiv 2510.26692). state: [slots, heads, key_dim,
-        value_dim].
+        state: [slots, heads, key_dim, value_dim].
         """
         ...
 
-    def scan(
-        self,
-        x: Array,
-        b: Array,
-        c: Array,
-        dt: Array,
-        a: Array,
-        d: Array | None,
-        heads: StateHeads,
-        rows: Any,
-        state: State,
-    ) -> Array:
+    def scan(self, inputs: ScanInputs, heads: StateHeads, rows: Any, state: State) -> Array:
         """Mamba2's recurrence (Dao, Gu 2024, arXiv 2405.21060) -> [R, heads * value_dim].
 
-        Of each head S [key_dim, value_dim]: S = S * exp(dt * a) + b (dt * x); c S + d * x. x [R, heads * value_dim],
-        b and c [R, key heads * key_dim], dt [R, heads], a and d [heads]. state as in `delta`.
+        Of each head S [key_dim, value_dim]: S = S * exp(dt * a) + b (dt * x); c S + d * x. state as in `delta`.
         """
         ...

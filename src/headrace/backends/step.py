@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -113,17 +114,24 @@ def tables_by_kind(chunks: Chunks, num_kinds: int) -> list[Sequence[list[int]]]:
     return [chunks.tables, *chunks.more_tables]
 
 
+class StepSizes(NamedTuple):
+    """The most of one call of a program. max_chunks: pieces of sequences, and rows of logits. max_blocks: entries of
+    all block tables of a kind together."""
+
+    max_rows: int
+    max_chunks: int
+    max_blocks: int
+
+
 def make_step_rows(
     zeros: Callable[[int], Array],
     kinds: Sequence[CacheKind],
     block_size: int,
-    max_rows: int,
-    max_chunks: int,
-    max_blocks: int,
+    sizes: StepSizes,
     features: Array = None,
 ) -> StepRows:
-    """Return the arrays for `max_rows` rows of `max_chunks` chunks, whose tables in each block kind of `kinds` have
-    `max_blocks` entries together. `zeros(n)` allocates n int32."""
+    """Return the arrays of a call for the kinds of cache `kinds`. `zeros(n)` allocates n int32."""
+    max_rows, max_chunks, max_blocks = sizes
     has_states = any(kind.is_state for kind in kinds)
     return StepRows(
         token_ids=zeros(max_rows),

@@ -43,6 +43,6 @@ class GGUFOrigin:
             return float_rows(raw, kind)
         if kind in self._backend.block_tables and not self._exact:
             return blocks_of(raw, kind, K_TYPES[kind].size)
-        from headrace.checkpoint.gguf_source import GGUFWeights
+        from headrace.checkpoint.gguf_source import GGUFFormat
 
-        return GGUFWeights(self._file, self._reading, self._backend, exact=self._exact).floats(name, shape)
+        return GGUFFormat(self._file, self._reading, self._backend, self._exact).floats(name, shape)

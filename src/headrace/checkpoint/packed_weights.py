@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ from numpy.typing import NDArray
 from headrace.checkpoint.mapped import stacked_name, verify_shape
 from headrace.checkpoint.packed import TABLE, PackedFile
 from headrace.checkpoint.packing import Origin, PackedBackend
-from headrace.checkpoint.reader import Progress, Reader
-from headrace.models.weights import ByHead, Cut
+from headrace.checkpoint.reader import Parts, Progress, Reader
+from headrace.models.weights import ByHead, Linear
 from headrace.protocol.errors import CheckpointError
 
 
@@ -30,7 +29,7 @@ class PackedWeights(Reader):
         backend: PackedBackend,
         on_tensor: Progress | None = None,
     ) -> None:
-        super().__init__(checkpoint.names, on_tensor, parts=[*packed.matrices, *packed.tensors])
+        super().__init__(frozenset(checkpoint.names), Parts([*packed.matrices, *packed.tensors], on_tensor))
         self._packed = packed
         self._checkpoint = checkpoint
         self._backend = backend
@@ -49,7 +48,7 @@ class PackedWeights(Reader):
         if values is None:
             raise CheckpointError(f"{self._packed.path} lacks {name}")
         verify_shape(name, values.shape, shape)
-        self._take(name)
+        self._parts.take(name)
         return values
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
@@ -60,19 +59,8 @@ class PackedWeights(Reader):
         verify_shape(name, values.shape, shape)
         return self._backend.table(values)
 
-    def linear(
-        self,
-        names: Sequence[str],
-        num_in: int,
-        num_outs: Sequence[int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        plain: bool = False,
-        orders: Sequence[NDArray[np.int64] | None] = (),
-        cut: Cut = None,
-    ) -> Any:
-        matrices, begin = [], 0
+    def matrix(self, linear: Linear) -> Any:
+        names, matrices, begin = linear.names, [], 0
         while begin < len(names):  # one matrix, or several of different schemes
             ends = range(len(names), begin, -1)
             end = next((end for end in ends if stacked_name(names[begin:end]) in self._packed.matrices), None)
@@ -80,29 +68,25 @@ class PackedWeights(Reader):
                 raise CheckpointError(f"{self._packed.path} lacks {stacked_name(names[begin:])}")
             name = stacked_name(names[begin:end])
             matrix = self._packed.matrices[name]
-            verify_shape(name, (matrix.num_out, matrix.num_in), (sum(num_outs[begin:end]), num_in))
-            if bias != (matrix.bias is not None) or (plain and matrix.scheme.kind != "f"):
+            verify_shape(name, (matrix.num_out, matrix.num_in), (sum(linear.num_outs[begin:end]), linear.num_in))
+            if linear.bias != (matrix.bias is not None) or (linear.plain and matrix.scheme.kind != "f"):
                 raise CheckpointError(f"{self._packed.path} has another {name} than the model asks for")
-            self._take(name)
+            self._parts.take(name)
             matrices.append(self._backend.ops.packed(matrix))
             begin = end
         return matrices[0] if len(matrices) == 1 else self._backend.ops.stacked(stacked_name(names), matrices)
 
     def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        names = [ByHead.names(name, head) for head in range(num_heads)]
-        return ByHead(
-            [self.linear([first], turned, [num_in]) for first, _ in names],
-            [self.linear([second], num_in, [straight]) for _, second in names],
-        )
+        return ByHead.apart(self, name, num_in, num_heads, turned, straight)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Any, Any]:
         first, last = f"{embedding}.weight", f"{head}.weight"
         # The head was packed as a matrix whether it is tied or not.
         table = self.table(last if tied and not self.has(first) else first, shape)
-        return table, self.linear([head], shape[1], [shape[0]])
+        return table, self.matrix(Linear([head], shape[1], [shape[0]]))
 
     def finish(self) -> None:
         """Raise `CheckpointError` if the model did not take everything that was packed."""
-        names = self._not_taken()
+        names = self._parts.not_taken()
         if names:
             raise CheckpointError(f"{self._packed.path} has {names[0]}, which the model did not ask for")

@@ -1,4 +1,4 @@
-"""What all readers of weights share: the names of the parts, which of them the model has taken, and progress.
+"""What all readers of weights share: `Parts`, which of them the model has taken, and progress.
 
 Also `ResidentBytes`, which keeps a mapped file from staying in memory as a whole. Knows no file formats and imports no
 torch. Called by the readers: safetensors, packed and GGUF files.
@@ -18,22 +18,35 @@ RELEASE_BYTES = 32 * 2**20
 """Bytes of a file that may stay in memory beside the rows that are being read."""
 
 
-class Reader(Weights):
-    """`Weights` out of some file. Taking a part costs the same however many there are.
+class Parts:
+    """The parts of a checkpoint that a model has to take. Taking one costs the same however many there are."""
 
-    Args:
-        names: of the checkpoint's tensors.
-        on_tensor: reports progress.
-        parts: names of what the model has to take, where that is not the tensors themselves.
-    """
-
-    def __init__(
-        self, names: Iterable[str], on_tensor: Progress | None = None, parts: Iterable[str] | None = None
-    ) -> None:
-        self._names = frozenset(names)
-        self._parts = self._names if parts is None else frozenset(parts)
+    def __init__(self, names: Iterable[str], on_tensor: Progress | None = None) -> None:
+        self.names = frozenset(names)
         self._used: set[str] = set()
         self._on_tensor = on_tensor
+
+    def take(self, name: str) -> bool:
+        """Count a part as taken and report progress; return whether it is taken for the first time."""
+        is_new = name not in self._used
+        self._used.add(name)
+        if self._on_tensor is not None:
+            self._on_tensor(len(self._used), len(self.names))
+        return is_new
+
+    def leave(self, is_left: Callable[[str], bool]) -> None:
+        """Count the parts for which `is_left` is true as taken."""
+        self._used |= set(filter(is_left, self.names))
+
+    def not_taken(self) -> list[str]:
+        return sorted(self.names - self._used)
+
+
+class Reader(Weights):
+    """`Weights` out of some file. `names`: of the checkpoint's tensors. `parts`: what the model has to take of it."""
+
+    def __init__(self, names: frozenset[str], parts: Parts) -> None:
+        self._names, self._parts = names, parts
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -43,23 +56,12 @@ class Reader(Weights):
 
     def leave(self, is_left: Callable[[str], bool]) -> None:
         """Count the parts for which `is_left` is true as taken, unread: another process takes them."""
-        self._used |= set(filter(is_left, self._parts))
+        self._parts.leave(is_left)
 
     @abstractmethod
     def finish(self) -> None:
         """Release memory and log what was loaded. Raises `CheckpointError` if the model did not take every part."""
         ...
-
-    def _take(self, part: str) -> bool:
-        """Count one of the parts as taken and report progress; return whether it is taken for the first time."""
-        is_new = part not in self._used
-        self._used.add(part)
-        if self._on_tensor is not None:
-            self._on_tensor(len(self._used), len(self._parts))
-        return is_new
-
-    def _not_taken(self) -> list[str]:
-        return sorted(self._parts - self._used)
 
 
 class ResidentBytes:

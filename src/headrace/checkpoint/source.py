@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from headrace.backends.base import Backend
 from headrace.checkpoint.packed import Form, PackedWriter, find, measured_path
@@ -26,52 +26,56 @@ MAX_PREDICTION_LAYERS = 64
 T = TypeVar("T")
 
 
-def with_weights(
-    build: Callable[[Reader], T],
-    read: Callable[[PackedWriter | None], Reader],
-    checkpoint: Origin,
-    backend: Backend,
-    quantization: str | None,
-    save_packed: bool,
-    on_tensor: Progress,
-    max_model_len: int,
-    in_parts: bool = False,
-) -> T:
-    """Return what `build` makes of the weights of `checkpoint`; it has to take all of them.
+class Packing(NamedTuple):
+    """What is loaded, and what of it may be kept in a packed file.
 
-    The weights come from a packed file beside the model if one fits, else from what `read` opens. With `save_packed` a
-    packed file is written if none fits. `in_parts`: the backend takes parts of the matrices, so a packed file is not
-    read as a whole. max_model_len: of the model that `build` makes. Raises `CheckpointError`.
+    quantization: the name of what is asked for. save_packed: a packed file is written if none fits. max_model_len: of
+    the model that is built. in_parts: the backend takes parts of the matrices, so a packed file is not read as a whole.
     """
+
+    checkpoint: Origin
+    backend: Backend
+    quantization: str | None
+    on_tensor: Progress
+    max_model_len: int
+    save_packed: bool = False
+    in_parts: bool = False
+
+
+def with_weights(build: Callable[[Reader], T], read: Callable[[PackedWriter | None], Reader], packing: Packing) -> T:
+    """Return what `build` makes of the weights of a checkpoint; it has to take all of them.
+
+    The weights come from a packed file beside the model if one fits, else from what `read` opens. Raises
+    `CheckpointError`.
+    """
+    checkpoint, backend, save_packed = packing.checkpoint, packing.backend, packing.save_packed
     layouts = backend.layouts()
-    form = Form(quantization or "", backend.dtype, layouts)
+    form = Form(packing.quantization or "", backend.dtype, layouts)
     if has_layouts(backend):
         packed = find(checkpoint, form, backend)
         if packed is not None:
             try:
-                if not in_parts:
+                if not packing.in_parts:
                     packed.read(backend.allocate)
-                weights = PackedWeights(packed, checkpoint, backend, on_tensor)
+                weights = PackedWeights(packed, checkpoint, backend, packing.on_tensor)
                 model = build(weights)
                 weights.finish()
-                backend.keep_measured(measured_path(packed.path), max_model_len, save_packed)
+                backend.keep_measured(measured_path(packed.path), packing.max_model_len, save_packed)
                 return model
             except CheckpointError as error:
                 logger.warning("%s is not used, the weights are read from the checkpoint: %s", packed.path, error)
     with PackedWriter(checkpoint, form) if save_packed and layouts else nullcontext() as writer:
-        reader = read(writer)
-        model = build(reader)
-        reader.finish()
+        model = unpacked_weights(build, read, writer)
     if writer is not None and writer.path is not None and has_layouts(backend):
-        backend.keep_measured(measured_path(writer.path), max_model_len, may_write=True)
+        backend.keep_measured(measured_path(writer.path), packing.max_model_len, may_write=True)
     return model
 
 
 def unpacked_weights(
-    build: Callable[[Reader], T], read: Callable[[PackedWriter | None], Reader], *_: Any, **__: Any
+    build: Callable[[Reader], T], read: Callable[[PackedWriter | None], Reader], writer: PackedWriter | None = None
 ) -> T:
-    """Return what `build` makes of the weights that `read` opens. For the arguments see `with_weights`."""
-    reader = read(None)
+    """Return what `build` makes of the weights that `read` opens, whatever packed files there are."""
+    reader = read(writer)
     model = build(reader)
     reader.finish()
     return model

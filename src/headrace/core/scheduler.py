@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import count
 from operator import le
+from typing import NamedTuple
 
 from headrace.core import invariants
 from headrace.core.batches import make_batch
@@ -34,64 +35,66 @@ from headrace.protocol.step import BeamResult, Finish, Request, ScheduledBatch, 
 MAX_PREEMPTIONS = 2
 
 
-class Scheduler:
-    """Continuous batching over a pool of `num_blocks` blocks of `block_size` slots; the pools of further kinds of cache
-    have `more_blocks`.
+class SchedulerOptions(NamedTuple):
+    """What a scheduler schedules over, and by which rules.
 
-    A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
-    `long_prefill_token_threshold` of one (0: no limit). Not more sequences run than a step has tokens. `max_model_len`
-    is lowered to what the pools can hold. With `enable_chunked_prefill` off, a sequence starts only if its whole gap
-    fits the step. `policy` orders by arrival ("fcfs"), by priority, or by tenants' shares ("fair"), then arrival; a
-    sequence that was overtaken `max_overtaking` times goes before all others. `speculates`: the executor returns draft
-    tokens. `runs_ahead` returns whether the executor can go on after a token that it draws with these parameters before
-    that is known here; None: never. Raises `ValueError` for a number out of its range.
+    The cache has `num_blocks` blocks of `block_size` slots; the pools of further kinds of cache have `more_blocks`. A
+    step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
+    `long_prefill_token_threshold` of one (0: no limit). `max_model_len` is lowered to what the pools can hold. With
+    `enable_chunked_prefill` off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival
+    ("fcfs"), by priority, or by tenants' shares ("fair"), then arrival; a sequence that was overtaken `max_overtaking`
+    times goes before all others. `speculates`: the executor returns draft tokens. `runs_ahead` returns whether the
+    executor can go on after a token that it draws with these parameters before that is known here; None: never.
     """
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        kinds: tuple[CacheKind, ...] = (CacheKind(),),
-        more_blocks: tuple[int, ...] = (),
-        eos_token_ids: Iterable[int] = (),
-        policy: str = "fcfs",
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        long_prefill_token_threshold: int = 0,
-        max_overtaking: int = 32,
-        cache_key: bytes = b"",
-        cache_fingerprint: bytes = b"",
-        speculates: bool = False,
-        runs_ahead: Callable[[SamplingParams], bool] | None = None,
-    ) -> None:
-        parts = make_kinds(kinds, (num_blocks, *more_blocks), block_size)
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    kinds: tuple[CacheKind, ...] = (CacheKind(),)
+    more_blocks: tuple[int, ...] = ()
+    eos_token_ids: Iterable[int] = ()
+    policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_overtaking: int = 32
+    cache_key: bytes = b""
+    cache_fingerprint: bytes = b""
+    speculates: bool = False
+    runs_ahead: Callable[[SamplingParams], bool] | None = None
+
+
+class Scheduler:
+    """Continuous batching over pools of blocks. Not more sequences run than a step has tokens. Raises `ValueError` for
+    a number out of its range."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        parts = make_kinds(options.kinds, (options.num_blocks, *options.more_blocks), options.block_size)
         self.pool = parts[0].pool
-        self.cache = PrefixCache(self.pool, cache_key, cache_fingerprint, parts)
-        longest, max_chunk = fit_windows(parts, max_num_batched_tokens if enable_chunked_prefill else NEVER)
+        self.cache = PrefixCache(self.pool, options.cache_key, options.cache_fingerprint, parts)
+        self.max_num_batched_tokens = most = options.max_num_batched_tokens
+        self.enable_chunked_prefill = chunks = options.enable_chunked_prefill
+        longest, max_chunk = fit_windows(parts, most if chunks else NEVER)
         # The last token of a sequence is never computed, so it needs no slot.
-        self.max_model_len = min(max_model_len, longest + 1)
-        chunk = long_prefill_token_threshold
-        verify_numbers(max_num_seqs, max_num_batched_tokens, self.max_model_len, chunk, enable_chunked_prefill)
-        self.block_size = block_size
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.ranks = Ranks(policy)
-        self.enable_chunked_prefill = enable_chunked_prefill
+        self.max_model_len = min(options.max_model_len, longest + 1)
+        chunk = options.long_prefill_token_threshold
+        verify_numbers(options.max_num_seqs, most, self.max_model_len, chunk, chunks)
+        self.block_size = options.block_size
+        self.max_num_seqs = min(options.max_num_seqs, most)
+        self.eos_token_ids = frozenset(options.eos_token_ids)
+        self.ranks = Ranks(options.policy)
         self.chunk_limit = chunk or NEVER
 
         self.sequences: dict[str, Sequence] = {}
-        self.waiting: WaitingQueue[Sequence] = WaitingQueue(max_overtaking)
+        self.waiting: WaitingQueue[Sequence] = WaitingQueue(options.max_overtaking)
         self.running: list[Sequence] = []
-        self.tables = BlockTables(parts, self.cache, enable_prefix_caching, max_chunk)
+        self.tables = BlockTables(parts, self.cache, options.enable_prefix_caching, max_chunk)
         self._next_id = count(1).__next__
         self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
         self.steps = Flight([kind.pool for kind in parts])
-        self._runs_ahead = runs_ahead
+        self._runs_ahead = options.runs_ahead
         # Whether a sequence lacked blocks beside a step in flight, under which none is preempted.
         self._is_short = False
         self._num_older_pins: list[int] = []
@@ -104,8 +107,8 @@ class Scheduler:
         self.num_stalled = 0
 
         self.num_added = self.num_finished = 0
-        self.counters = Stats(num_blocks=num_blocks)
-        self.drafts = Drafts(self.tables, self.counters, speculates)
+        self.counters = Stats(num_blocks=options.num_blocks)
+        self.drafts = Drafts(self.tables, self.counters, options.speculates)
 
     # -- requests in and out -------------------------------------------------------------------------------------
 

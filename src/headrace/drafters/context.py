@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Backend, Chunks
+from headrace.backends.base import Backend, Chunks, SetUp
 from headrace.core.blocks import BlockPool
 from headrace.drafters.base import F32, Target
 from headrace.models import Model
@@ -114,17 +114,16 @@ class PrivateContext:
         room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
         needed = target.max_num_seqs * per_line + 2 * most_lines
         num_blocks = max(min(needed, room), per_line + 2)
-        self.program = backend.program(
-            model,
-            pool_sizes=[num_blocks for _ in kinds],
+        set_up = SetUp(
+            pool_sizes=(num_blocks,) * len(kinds),
             block_size=size,
             kv_dtype=kv_dtype,
             max_num_seqs=min(most_lines, MAX_LINES),
             max_num_batched_tokens=MAX_ROWS,
             max_blocks_per_seq=per_line,
             num_threads=target.num_threads,
-            feature_layers=feature_layers,
         )
+        self.program = backend.program(model, set_up, feature_layers)
         self._most_lines = min(most_lines, MAX_LINES)
         self.pool = BlockPool(num_blocks, size)
         self.lines: OrderedDict[int, Line] = OrderedDict()

@@ -23,8 +23,9 @@ from headrace.drafters.files import directory_of, integers, load, verify_token_i
 from headrace.hub import read_json
 from headrace.models import Model, llama
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder, GatedMLP, RMSNorm
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP, RMSNorm
 from headrace.models.unread import Unread, Values, log_unread
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 
@@ -63,7 +64,7 @@ class Frame(Decoder):
         self.head = target.model.head
         self.vocab_size = head_size
         if weights.has("lm_head.weight"):
-            self.head = weights.linear(["lm_head"], self.hidden_size, [head_size])
+            self.head = weights.matrix(Linear(["lm_head"], self.hidden_size, [head_size]))
         elif (head_size, self.hidden_size) != (target.vocab_size, target.hidden_size):
             raise CheckpointError("lm_head.weight is missing from the checkpoint, and the model's head does not fit")
 
@@ -76,8 +77,8 @@ class Eagle1(Frame):
         size = self.hidden_size
         # A matrix over two vectors side by side is two matrices, whose results are added.
         biased = weights.has("fc.bias")
-        self.of_embedding = weights.columns(["fc"], size, [size], first=0, width=2 * size, bias=biased)
-        self.of_feature = weights.columns(["fc"], size, [size], first=size, width=2 * size)
+        self.of_embedding = weights.columns(Linear(["fc"], size, [size], biased), 0, 2 * size)
+        self.of_feature = weights.columns(Linear(["fc"], size, [size]), size, 2 * size)
         self.layers = [llama.Layer(self, f"layers.{i}", i) for i in range(self.num_layers)]
 
     def make_norm(self, name: str) -> Callable[[Array], Array]:
@@ -99,11 +100,12 @@ class WideAttention(Attention):
 
     def __init__(self, frame: Frame, weights: SplitWeights, name: str, bias: bool) -> None:
         self.split = weights
-        super().__init__(frame, name, 0, qkv_bias=bias, out_bias=bias)
+        super().__init__(frame, name, 0, AttentionOptions(bias, bias))
 
-    def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
-        self.of_embedding = self.split.columns(names, num_in, outs, first=0, width=2 * num_in, bias=bias)
-        return self.split.columns(names, num_in, outs, first=num_in, width=2 * num_in)
+    def make_qkv(self, weights: Weights, linear: Linear) -> Matrix:
+        width = 2 * linear.num_in
+        self.of_embedding = self.split.columns(linear, 0, width)
+        return self.split.columns(linear._replace(bias=False), linear.num_in, width)
 
     def of_both(self, embedding: Array, feature: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         qkv = self.ops.linear(embedding, self.of_embedding) + self.ops.linear(feature, self.qkv)
@@ -241,8 +243,9 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
 
     def build(weights: SplitWeights) -> tuple[Eagle3, Fusing]:
         model, width = Eagle3(form.values, weights, target, window + spec.num_drafts, size), target.hidden_size
-        matrix = weights.linear(["fc"], len(form.layers) * width, [model.hidden_size], bias=weights.has("fc.bias"))
-        return model, Fusing(target.backend, matrix, model.fusing_norm(weights, len(form.layers), width))
+        fusing = Linear(["fc"], len(form.layers) * width, [model.hidden_size], bias=weights.has("fc.bias"))
+        norm = model.fusing_norm(weights, len(form.layers), width)
+        return model, Fusing(target.backend, weights.matrix(fusing), norm)
 
     third, fusing = load(directory, spec, target, form.values, build, spare="d2t|t2d")
     log_unread(form.values, third.unread)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Array, Backend, Cache, Chunks, Rows
+from headrace.backends.base import Array, Backend, Cache, Chunks, Rows, SetUp
 from headrace.drafters.base import F32, Context, Target
 from headrace.drafters.context import MAX_LINES, MAX_ROWS, LineRows
 from headrace.drafters.grow import ModelDrafter
@@ -49,17 +49,10 @@ class RowProgram:
     """The program of a `RowsOnly` model. `feature_layers` as in `Backend.program`."""
 
     def __init__(self, model: Model, backend: Backend, num_threads: int, feature_layers: Sequence[int] = ()) -> None:
-        self._program = backend.program(
-            model,
-            pool_sizes=(1,),
-            block_size=MAX_ROWS,
-            kv_dtype=backend.dtype,
-            max_num_seqs=MAX_LINES,
-            max_num_batched_tokens=MAX_ROWS,
-            max_blocks_per_seq=1,
-            num_threads=num_threads,
-            feature_layers=feature_layers,
+        set_up = SetUp(
+            (1,), MAX_ROWS, backend.dtype, MAX_LINES, MAX_ROWS, max_blocks_per_seq=1, num_threads=num_threads
         )
+        self._program = backend.program(model, set_up, feature_layers)
 
     def features(self, features: F32) -> F32:
         """Return what the program keeps [N, G] of `features` [N, F]."""

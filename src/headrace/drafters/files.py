@@ -56,18 +56,16 @@ def load(
     """Return what `build` makes of the weights of a checkpoint with the config `values`, in the form of the target's
     backend. It has to take all but those whose names match `spare`. Raises `CheckpointError`, or `RequestError` for an
     unknown quantization."""
-    from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
+    from headrace.checkpoint.loader import SafetensorsWeights
+    from headrace.checkpoint.quantising import Loading
+    from headrace.checkpoint.tensors import Checkpoint
 
     quantization = spec.quantization or target.quantization
     quantization_config = values.get("quantization_config")
     is_plain = quantization in (None, "none") or quantization_config is not None
-    weights = SafetensorsWeights(
-        Checkpoint(directory),
-        target.backend,
-        quantization_config,
-        quantization=None if quantization is None or is_plain else parse(quantization),
-        spare=None if spare is None else re.compile(spare),
-    )
+    loading = Loading(quantization=None if quantization is None or is_plain else parse(quantization))
+    pattern = None if spare is None else re.compile(spare)
+    weights = SafetensorsWeights(Checkpoint(directory), target.backend, quantization_config, loading, pattern)
     result = build(weights)
     weights.finish()
     return result

@@ -27,6 +27,7 @@ from headrace.drafters.grow import best_first
 from headrace.hub import read_json
 from headrace.models.config import ModelConfig
 from headrace.models.unread import log_unread
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
@@ -193,10 +194,10 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
             blocks = []
             for j in range(num_blocks):
                 name = names.block.format(k=k, j=j)
-                blocks.append(weights.linear([name], size, [size], bias=weights.has(f"{name}.bias")))
+                blocks.append(weights.matrix(Linear([name], size, [size], bias=weights.has(f"{name}.bias"))))
             name = names.head.format(k=k)
             if weights.has(f"{name}.weight"):
-                head = weights.linear([name], size, [width])
+                head = weights.matrix(Linear([name], size, [width]))
             elif heads and config.flag("original_lm_head", False):
                 head = heads[0].head
             elif width == target.vocab_size:

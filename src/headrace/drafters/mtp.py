@@ -21,6 +21,7 @@ from headrace.drafters.files import directory_of, load
 from headrace.hub import read_json
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.speculation import SpeculativeConfig
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 class Layout(NamedTuple):
     """Names of the parts, behind `root`. `state_first`: the matrix has the state's columns first. `feeds_normed`: the
-    next guess goes on from the state after the last norm."""
+    next guess goes on from the state after the last norm. `is_numbered`: the layer has the number after the target's
+    last one, which decides whether it is a mixture."""
 
     root: str
     embedding_norm: str
@@ -41,11 +43,12 @@ class Layout(NamedTuple):
     block: str = ""
     state_first: bool = False
     feeds_normed: bool = False
+    is_numbered: bool = False
 
 
 LAYOUTS = (
     # DeepSeek-V3 and GLM-4; {n} is the number of the target's layers.
-    Layout("model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    Layout("model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm", is_numbered=True),
     # MiMo
     Layout(
         "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
@@ -66,14 +69,14 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             self, values: dict[str, Any], weights: SplitWeights, target: Target, layout: Layout, most: int
         ) -> None:
             self.measure(ModelConfig(values), weights, target.backend.ops, most)
-            size, root = self.hidden_size, layout.root
+            size, root, self.is_numbered = self.hidden_size, layout.root, layout.is_numbered
             self.feature_size = size
             self.embedding_norm = self.make_norm(root + layout.embedding_norm)
             self.state_norm = self.make_norm(root + layout.state_norm)
             # A matrix over two vectors side by side is two matrices, whose results are added.
             places = (size, 0) if layout.state_first else (0, size)
             self.of_embedding, self.of_state = (
-                weights.columns([root + layout.matrix], size, [size], first=first, width=2 * size) for first in places
+                weights.columns(Linear([root + layout.matrix], size, [size]), first, 2 * size) for first in places
             )
             self.layers = [self.Layer(self, (root + layout.block).removesuffix("."), 0)]
             self.norm = self.make_norm(root + layout.last_norm)
@@ -82,10 +85,13 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             self.embedding = weights.table(table, shape) if weights.has(table) else target.model.embedding
             self.head = target.model.head
             if weights.has(head + ".weight"):
-                self.head = weights.linear([head], size, [target.vocab_size])
+                self.head = weights.matrix(Linear([head], size, [target.vocab_size]))
 
         def layer_type(self, layer_id: int) -> str:
             return "full_attention"
+
+        def place(self, layer_id: int) -> int:
+            return self.num_layers if self.is_numbered else layer_id
 
         def enter(self, rows: Rows) -> Array:
             x = self.ops.linear(self.embedding_norm(self.embed(rows.token_ids)), self.of_embedding)

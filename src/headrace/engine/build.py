@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace import env, hub
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.engine.core import EngineCore
 from headrace.engine.fingerprint import fingerprint_of
 from headrace.protocol.config import EngineConfig
@@ -60,26 +60,28 @@ def make_scheduler(
 ) -> Scheduler:
     """Return the scheduler of an engine with these numbers. For the last two arguments see `Scheduler`."""
     return Scheduler(
-        num_blocks=info.num_blocks,
-        kinds=info.kinds,
-        more_blocks=info.more_blocks,
-        block_size=info.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        policy=config.scheduling_policy,
-        eos_token_ids=info.eos_token_ids,
-        speculates=speculates,
-        runs_ahead=runs_ahead,
-        # A key of this process alone, so that the keys of its cache can not be computed outside (S-23). A fleet
-        # sets one that its engines share.
-        cache_key=os.urandom(32),
-        cache_fingerprint="/".join(
-            (info.model, str(config.revision), info.dtype, info.quantization, info.kv_cache_dtype, info.backend)
-        ).encode(),
+        SchedulerOptions(
+            num_blocks=info.num_blocks,
+            kinds=info.kinds,
+            more_blocks=info.more_blocks,
+            block_size=info.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
+            eos_token_ids=info.eos_token_ids,
+            speculates=speculates,
+            runs_ahead=runs_ahead,
+            # A key of this process alone, so that the keys of its cache can not be computed outside (S-23). A fleet
+            # sets one that its engines share.
+            cache_key=os.urandom(32),
+            cache_fingerprint="/".join(
+                (info.model, str(config.revision), info.dtype, info.quantization, info.kv_cache_dtype, info.backend)
+            ).encode(),
+        )
     )
 
 

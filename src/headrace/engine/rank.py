@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.backends.base import SetUp
 from headrace.backends.native import require_native
 from headrace.backends.shares import DeviceSeat, Seat
 from headrace.engine.child import set_up_process
 from headrace.engine.library.load import choose_activations, load_model
-from headrace.engine.ranks import Go, SetUp, Start, gathers_at, seat_of
+from headrace.engine.ranks import Go, Start, gathers_at, seat_of
 from headrace.parallel.group import SLOT_BYTES, Apart, Loaded, Ready, framed
 from headrace.parallel.pipeline import RankNeighbours, follow_stage, in_turn
 from headrace.parallel.program import (
@@ -145,8 +146,8 @@ def serve(sock: socket.socket) -> None:
     if go.host:
         native.connect(go.host, go.port)
     choose_activations(config, backend, model, model_config)
-    arguments = msgspec.structs.asdict(inbox.expect(SetUp)) | {"num_threads": config.num_threads}
-    program: Any = backend.program(model, **arguments)
+    set_up = msgspec.structs.replace(inbox.expect(SetUp), num_threads=config.num_threads)
+    program: Any = backend.program(model, set_up)
     if fault := native.fault():
         raise RankLostError(f"the ranks are apart: {fault}")
     send(Ready())

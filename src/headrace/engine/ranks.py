@@ -55,18 +55,6 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
     port: int = 0
 
 
-class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
-    """To a rank: make the program, with these arguments of `Backend.program`."""
-
-    pool_sizes: tuple[int, ...]
-    block_size: int
-    kv_dtype: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_blocks_per_seq: int
-    num_threads: int
-
-
 def refuse(config: EngineConfig) -> None:
     """Raise `RequestError` for what ranks can not do together."""
     field, world = config.ranks

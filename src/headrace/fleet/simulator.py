@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.core.reports import KeyReports
 from headrace.core.requests import verify_fit
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.fleet.dispatch import Dispatcher, has_room
 from headrace.fleet.index import prefix_keys, root_key
 from headrace.fleet.router import Route, Router
@@ -89,14 +89,16 @@ class Run(msgspec.Struct):
 class _Replica:
     def __init__(self, sizes: Sizes) -> None:
         self.scheduler = Scheduler(
-            num_blocks=sizes.num_blocks,
-            block_size=sizes.block_size,
-            max_num_seqs=sizes.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_model_len=sizes.max_model_len,
-            enable_prefix_caching=sizes.enable_prefix_caching,
-            kinds=sizes.kinds,
-            more_blocks=sizes.more_blocks,
+            SchedulerOptions(
+                num_blocks=sizes.num_blocks,
+                block_size=sizes.block_size,
+                max_num_seqs=sizes.max_num_seqs,
+                max_num_batched_tokens=sizes.max_num_batched_tokens,
+                max_model_len=sizes.max_model_len,
+                enable_prefix_caching=sizes.enable_prefix_caching,
+                kinds=sizes.kinds,
+                more_blocks=sizes.more_blocks,
+            )
         )
         self.reports = KeyReports(self.scheduler.cache, SECRET, 1)
         self.batch: ScheduledBatch | None = None

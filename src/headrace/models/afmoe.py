@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from headrace.backends.base import Array, Cache, Routing, Rows
 from headrace.models import gemma2
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, GatedMLP, SharedExperts
+from headrace.models.decoder import MAX_EXPERTS, Attention, AttentionOptions, Decoder, Experts, GatedMLP, SharedExperts
+from headrace.models.weights import Linear
 
 if TYPE_CHECKING:
     from headrace.backends.base import Ops
@@ -37,26 +38,12 @@ TINY = {
 
 
 class GatedAttention(Attention):
-    """Attention whose heads are multiplied by sigmoids of the layer's input. `rotates`: None for those with windows."""
+    """Attention whose heads are multiplied by sigmoids of the layer's input."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        name: str,
-        layer_id: int,
-        *,
-        rotates: bool | None = None,
-        qk_norm_offset: float | None = 0.0,
-        scale: float | None = None,
-    ) -> None:
-        bias, window = decoder.config.flag("attention_bias", False), decoder.window(layer_id)
-        super().__init__(
-            decoder, name, layer_id,
-            qkv_bias=bias, out_bias=bias, qk_norm_offset=qk_norm_offset, window=window, scale=scale,
-            rotates=window is not None if rotates is None else rotates,
-        )  # fmt: skip
+    def __init__(self, decoder: Decoder, name: str, layer_id: int, options: AttentionOptions) -> None:
+        super().__init__(decoder, name, layer_id, options)
         width = decoder.num_heads * decoder.head_dim
-        self.gate = decoder.weights.linear([f"{name}.gate_proj"], decoder.hidden_size, [width])
+        self.gate = decoder.weights.matrix(Linear([f"{name}.gate_proj"], decoder.hidden_size, [width]))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops = self.ops
@@ -68,7 +55,10 @@ class Layer(gemma2.Layer):
     norms = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
-        return GatedAttention(decoder, name, layer_id)
+        bias, window = decoder.config.flag("attention_bias", False), decoder.window(layer_id)
+        # Layers without a window have no positions.
+        options = AttentionOptions(bias, bias, qk_norm_offset=0.0, window=window, rotates=window is not None)
+        return GatedAttention(decoder, name, layer_id, options)
 
     def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
         """Scores are sigmoids, to which a bias is added for the choice."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headrace.backends.base import Activation, Array, Cache, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import MLP, Attention, Decoder
+from headrace.models.decoder import MLP, Attention, AttentionOptions, Decoder
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -32,9 +32,8 @@ BENT: dict[str, Activation] = {"xielu": "identity"}
 class BentMLP(MLP):
     """down(xielu(up(x))). The two bends are the softplus of learned numbers, the one of negatives and beta added."""
 
-    def __init__(self, decoder: Decoder, name: str) -> None:
+    def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
         super().__init__(decoder, name)
-        layer_id = int(name.split(".")[-2])
         self.beta, alpha_p, alpha_n = (
             number_of(decoder, f"{name}.act_fn", layer_id, part) for part in ("beta", "alpha_p", "alpha_n")
         )
@@ -67,11 +66,10 @@ class Layer:
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
         bias = decoder.config.flag("attention_bias", False)
         self.attention_norm = decoder.make_norm(f"{name}.attention_layernorm")
-        self.attention = Attention(
-            decoder, f"{name}.self_attn", layer_id, qkv_bias=bias, out_bias=bias, qk_norm_offset=0.0
-        )  # fmt: skip
+        options = AttentionOptions(bias, bias, qk_norm_offset=0.0)
+        self.attention = Attention(decoder, f"{name}.self_attn", layer_id, options)
         self.mlp_norm = decoder.make_norm(f"{name}.feedforward_layernorm")
-        self.mlp = BentMLP(decoder, f"{name}.mlp")
+        self.mlp = BentMLP(decoder, f"{name}.mlp", layer_id)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         x = x + self.attention(self.attention_norm(x), rows, kv)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder, GatedMLP, LayerNorm
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP, LayerNorm
 
 if TYPE_CHECKING:
     from headrace.backends.base import Ops
@@ -37,10 +37,8 @@ class Layer:
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
         bias, window = decoder.config.flag("attention_bias", False), decoder.window(layer_id)
         self.norm = decoder.make_norm(f"{name}.input_layernorm")
-        self.attention = Attention(
-            decoder, f"{name}.self_attn", layer_id,
-            qkv_bias=bias, out_bias=bias, window=window, rotates=window is not None, paired=True,
-        )  # fmt: skip
+        options = AttentionOptions(bias, bias, window=window, rotates=window is not None, paired=True)
+        self.attention = Attention(decoder, f"{name}.self_attn", layer_id, options)
         self.mlp = GatedMLP(decoder, f"{name}.mlp")
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
@@ -59,7 +57,7 @@ class Model(Decoder):
 
     def make_norm(self, name: str) -> LayerNorm:
         eps = self.config.number("layer_norm_eps", 1e-5)
-        return LayerNorm(self.weights, self.ops, name, self.hidden_size, eps, bias=False)
+        return LayerNorm(self, name, eps, bias=False)
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         super().measure(config, weights, ops, max_model_len)

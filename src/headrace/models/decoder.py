@@ -7,20 +7,32 @@ and `Weights` only. Called by the model files.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, RopeTable, Routing, Rows
+from headrace.backends.base import (
+    Array,
+    Cache,
+    ExpertLayer,
+    HeadForm,
+    HeadNorm,
+    Heads,
+    LayerShape,
+    RopeTable,
+    Routing,
+    Rows,
+    Scoring,
+)
 from headrace.models import Model
 from headrace.models.config import MAX_SIZE, ModelConfig
 from headrace.models.rope import make_rope_table, pair_order
 from headrace.models.unread import verify
-from headrace.models.weights import Expert
+from headrace.models.weights import Expert, Linear
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
 
 if TYPE_CHECKING:
     from headrace.backends.base import Activation, Matrix, Ops
-    from headrace.models.weights import Cut, Weights
+    from headrace.models.weights import Weights
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -40,25 +52,21 @@ MAX_EXPERTS = 4096
 """Experts of a layer."""
 
 
-def stacked(
-    weights: Weights, names: list[str], fused: str, num_in: int, outs: list[int], bias: bool = False, cut: Cut = None
-) -> Matrix:
-    """The layers `names` as one matrix. A checkpoint may have them as one already, whose last name is `fused`."""
-    whole = f"{names[0].rpartition('.')[0]}.{fused}"
+def stacked(weights: Weights, linear: Linear, fused: str) -> Matrix:
+    """The layers as one matrix. A checkpoint may have them as one already, whose last name is `fused`."""
+    whole, outs = f"{linear.names[0].rpartition('.')[0]}.{fused}", linear.num_outs
     if weights.has(f"{whole}.weight"):
-        return weights.linear([whole], num_in, [sum(outs)], bias=bias, cut=cut or outs)
-    return weights.linear(names, num_in, outs, bias=bias, cut=cut)
+        linear = linear._replace(names=[whole], num_outs=[sum(outs)], cut=linear.cut or outs)
+    return weights.matrix(linear)
 
 
 class LayerNorm:
-    """(x - mean) / deviation * (offset + weight) + bias."""
+    """(x - mean) / deviation * (offset + weight) + bias, over the model's rows."""
 
-    def __init__(
-        self, weights: Weights, ops: Ops, name: str, size: int, eps: float, *, bias: bool = True, offset: float = 0.0
-    ) -> None:
-        self.weight = weights.tensor(f"{name}.weight", (size,))
-        self.bias = weights.tensor(f"{name}.bias", (size,)) if bias else None
-        self.ops, self.eps, self.offset = ops, eps, offset
+    def __init__(self, decoder: Decoder, name: str, eps: float, *, bias: bool = True, offset: float = 0.0) -> None:
+        self.weight = decoder.weights.tensor(f"{name}.weight", (decoder.hidden_size,))
+        self.bias = decoder.weights.tensor(f"{name}.bias", (decoder.hidden_size,)) if bias else None
+        self.ops, self.eps, self.offset = decoder.ops, eps, offset
 
     def __call__(self, x: Array) -> Array:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps, self.offset)
@@ -79,60 +87,64 @@ class RMSNorm:
         return HeadNorm(self.weight, self.eps, self.offset)
 
 
-class Attention:
-    """Grouped-query attention (Ainslie et al. 2023) with rotary positions, over layer `layer_id` of the cache.
+class AttentionOptions(NamedTuple):
+    """What differs between models' attention.
 
-    `window` counts visible positions (None: all); `chunked`: they are those of the row's chunk of that many. `softcap`
-    bounds the scores (0: not at all), `scale` multiplies them. `rotates`: False for no positions at all (NoPE).
-    `paired`: numbers 2i and 2i + 1 of a head turn together in the checkpoint. `sinks`: each head has a learned score of
-    no key. `query_scale`: a table of factors by position.
+    qk_norm_offset: of norms of q and k by head; None for no norms. window, chunked, softcap, scale: as `Scoring` has
+    them; scale None: 1 / sqrt(head size). rope_table: where it is not the model's. rotates: False for no positions at
+    all (NoPE). paired: numbers 2i and 2i + 1 of a head turn together in the checkpoint. sinks: each head has a learned
+    score of no key. query_scale: a table of factors by position. out: the last name of the layer behind attention.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        name: str,
-        layer_id: int,
-        *,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        qk_norm_offset: float | None = None,
-        window: int | None = None,
-        chunked: bool = False,
-        softcap: float = 0.0,
-        scale: float | None = None,
-        rope_table: RopeTable | None = None,
-        rotates: bool = True,
-        paired: bool = False,
-        sinks: bool = False,
-        query_scale: Array | None = None,
-        out: str = "o_proj",
-    ) -> None:
-        weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
-        self.ops, self.layer_id, self.softcap = ops, layer_id, softcap
-        self.window, self.chunked = window, chunked
-        self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
-        self.scale = size**-0.5 if scale is None else scale
-        decoder.keep(layer_id, LayerShape(decoder.num_kv_heads, size), window)
-        self.rope_table = (rope_table or decoder.rope_table) if rotates else None
-        # Where nothing turns too, so that each layer has one order whatever its rope.
-        self.turned = 2 * (rope_table or decoder.rope_table).cos.shape[1] if paired else 0
-        self.query_scale = query_scale
-        self.sinks = weights.tensor(f"{name}.sinks", (decoder.num_heads,)) if sinks else None
-        outs = [decoder.num_heads * size, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
-        names = [f"{name}.{part}_proj" for part in "qkv"]
-        self.qkv = self.make_qkv(weights, names, decoder.hidden_size, outs, qkv_bias)
-        self.out = weights.linear([f"{name}.{out}"], decoder.num_heads * size, [decoder.hidden_size], bias=out_bias)
-        self.q_norm = self.k_norm = None
-        if qk_norm_offset is not None:
-            self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, decoder.eps, qk_norm_offset).of_head
-            self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, decoder.eps, qk_norm_offset).of_head
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm_offset: float | None = None
+    window: int | None = None
+    chunked: bool = False
+    softcap: float = 0.0
+    scale: float | None = None
+    rope_table: RopeTable | None = None
+    rotates: bool = True
+    paired: bool = False
+    sinks: bool = False
+    query_scale: Array | None = None
+    out: str = "o_proj"
 
-    def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
+
+class Attention:
+    """Grouped-query attention (Ainslie et al. 2023) with rotary positions, over layer `layer_id` of the cache."""
+
+    def __init__(
+        self, decoder: Decoder, name: str, layer_id: int, options: AttentionOptions = AttentionOptions()
+    ) -> None:
+        weights, ops, size, window = decoder.weights, decoder.ops, decoder.head_dim, options.window
+        self.ops, self.layer_id, self.query_scale = ops, layer_id, options.query_scale
+        self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
+        decoder.keep(layer_id, LayerShape(decoder.num_kv_heads, size), window)
+        rope_table = options.rope_table or decoder.rope_table
+        # Where nothing turns too, so that each layer has one order whatever its rope.
+        self.turned = 2 * rope_table.cos.shape[1] if options.paired else 0
+        scale = size**-0.5 if options.scale is None else options.scale
+        sinks = weights.tensor(f"{name}.sinks", (decoder.num_heads,)) if options.sinks else None
+        self.scoring = Scoring(scale, window, options.chunked, options.softcap, sinks)
+        width, hidden = decoder.num_heads * size, decoder.hidden_size
+        outs = [width, decoder.num_kv_heads * size, decoder.num_kv_heads * size]
+        names = [f"{name}.{part}_proj" for part in "qkv"]
+        self.qkv = self.make_qkv(weights, Linear(names, hidden, outs, options.qkv_bias, cut=self.heads))
+        self.out = weights.matrix(Linear([f"{name}.{options.out}"], width, [hidden], bias=options.out_bias))
+        self.form = HeadForm(rope_table if options.rotates else None)
+        if options.qk_norm_offset is not None:
+            q_norm, k_norm = (
+                RMSNorm(weights, ops, f"{name}.{part}_norm", size, decoder.eps, options.qk_norm_offset).of_head
+                for part in "qk"
+            )
+            self.form = self.form._replace(q_norm=q_norm, k_norm=k_norm)
+
+    def make_qkv(self, weights: Weights, linear: Linear) -> Matrix:
         if not self.turned:
-            return stacked(weights, names, "qkv_proj", num_in, outs, bias, self.heads)
-        q_order, k_order = (pair_order(num_rows, self.heads.head_dim, self.turned) for num_rows in outs[:2])
-        return weights.linear(names, num_in, outs, bias=bias, orders=[q_order, k_order, None], cut=self.heads)
+            return stacked(weights, linear, "qkv_proj")
+        q_order, k_order = (pair_order(num_rows, self.heads.head_dim, self.turned) for num_rows in linear.num_outs[:2])
+        return weights.matrix(linear._replace(orders=[q_order, k_order, None]))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         return self.mix(self.ops.linear(x, self.qkv), rows, kv)
@@ -143,12 +155,10 @@ class Attention:
     def attend(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         """qkv [R, heads] -> the mixed values [R, num_heads * D]."""
         ops, cache = self.ops, kv[self.layer_id]
-        query = ops.rope_store(qkv, self.heads, rows, cache, self.rope_table, self.q_norm, self.k_norm)
+        query = ops.rope_store(qkv, self.heads, rows, cache, self.form)
         if self.query_scale is not None:
             query = ops.multiply(query, ops.embedding(rows.positions, self.query_scale), "identity")
-        return ops.attention(
-            query, self.heads, rows, cache, self.scale, self.window, self.softcap, self.sinks, self.chunked
-        )
+        return ops.attention(query, self.heads, rows, cache, self.scoring)
 
 
 class DecoderLayer(Protocol):
@@ -172,8 +182,8 @@ class GatedMLP:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
         self.ops, self.kind = decoder.ops, decoder.activation
         names = [f"{name}.{parts[0]}", f"{name}.{parts[1]}"]
-        self.gate_up = stacked(weights, names, "gate_up_proj", hidden, [inner, inner], bias)
-        self.down = weights.linear([f"{name}.{parts[2]}"], inner, [hidden], bias=bias)
+        self.gate_up = stacked(weights, Linear(names, hidden, [inner, inner], bias), "gate_up_proj")
+        self.down = weights.matrix(Linear([f"{name}.{parts[2]}"], inner, [hidden], bias=bias))
 
     def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
@@ -191,8 +201,8 @@ class MLP:
         inner: int = 0,
     ) -> None:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, inner or decoder.intermediate_size
-        self.up = weights.linear([f"{name}.{parts[0]}"], hidden, [inner], bias=bias)
-        self.down = weights.linear([f"{name}.{parts[1]}"], inner, [hidden], bias=bias)
+        self.up = weights.matrix(Linear([f"{name}.{parts[0]}"], hidden, [inner], bias=bias))
+        self.down = weights.matrix(Linear([f"{name}.{parts[1]}"], inner, [hidden], bias=bias))
         self.ops, self.kind = decoder.ops, decoder.activation
 
     def __call__(self, x: Array) -> Array:
@@ -220,23 +230,23 @@ class Experts:
         outer: int = 0,
     ) -> None:
         weights, outer = decoder.weights, outer or decoder.hidden_size
-        self.ops, self.kind, self.routing = decoder.ops, decoder.activation, routing
+        self.ops = decoder.ops
         if routing.top_k > num:
             raise CheckpointError(f"config.json: num_experts_per_tok is {routing.top_k}, expected at most {num}")
-        self.router = weights.linear([f"{name}.{router}"], decoder.hidden_size, [num], plain=True)
+        chooser = weights.matrix(Linear([f"{name}.{router}"], decoder.hidden_size, [num], plain=True))
         *first, down = parts
         names, outs = [f"{name}.experts.{e}" for e in range(num)], [inner] * len(first)
-        self.gate_up = [
-            stacked(weights, [f"{n}.{part}" for part in first], "gate_up_proj", outer, outs, cut=Expert(e, num, outs))
+        gates = [
+            Linear([f"{n}.{part}" for part in first], outer, outs, cut=Expert(e, num, outs))
             for e, n in enumerate(names)
         ]
-        self.down = [
-            weights.linear([f"{n}.{down}"], inner, [outer], cut=Expert(e, num, [outer])) for e, n in enumerate(names)
-        ]
+        downs = [Linear([f"{n}.{down}"], inner, [outer], cut=Expert(e, num, [outer])) for e, n in enumerate(names)]
+        gate_up = [stacked(weights, linear, "gate_up_proj") for linear in gates]
+        self.layer = ExpertLayer(chooser, routing, gate_up, [weights.matrix(d) for d in downs], decoder.activation)
 
     def __call__(self, x: Array, seen: Array | None = None) -> Array:
         """`seen`: what the router sees, where that is not x."""
-        return self.ops.experts(x, self.router, self.routing, self.gate_up, self.down, self.kind, seen)
+        return self.ops.experts(x, self.layer, seen)
 
 
 class SharedExperts:
@@ -283,7 +293,7 @@ class Decoder(Model):
             tied=config.flag("tie_word_embeddings", self.default_tied),
         )  # fmt: skip
         self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
-        self.norm = self.make_norm(f"{root}{self.final_norm}")
+        self.norm = self.make_final_norm(f"{root}{self.final_norm}")
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         """Set sizes and angles, which the parts read in their constructors."""
@@ -331,6 +341,10 @@ class Decoder(Model):
         rope_table = make_rope_table(rope, self.head_dim, longest, self.max_model_len, self.default_theta)
         return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
 
+    def place(self, layer_id: int) -> int:
+        """The number of a layer among the checkpoint's, by which configs list kinds of MLPs."""
+        return layer_id
+
     def layer_type(self, layer_id: int) -> str:
         """One of the class's `layer_types`: what config.json's layer_types says, or the model's default."""
         kinds = self.config.words("layer_types", self.num_layers)
@@ -357,6 +371,13 @@ class Decoder(Model):
     def make_norm(self, name: str) -> Callable[[Array], Array]:
         return RMSNorm(self.weights, self.ops, name, self.hidden_size, self.eps, self.norm_offset)
 
+    def make_post_norm(self, name: str) -> Callable[[Array], Array]:
+        """The norm of what is added to the rows."""
+        return self.make_norm(name)
+
+    def make_final_norm(self, name: str) -> Callable[[Array], Array]:
+        return self.make_norm(name)
+
     def embed(self, token_ids: Array) -> Array:
         return self.ops.embedding(token_ids, self.embedding)
 
@@ -374,12 +395,12 @@ class PreNormLayer:
         self.attention_norm = decoder.make_norm(f"{name}.input_layernorm")
         self.attention = self.make_attention(decoder, f"{name}.self_attn", layer_id)
         self.mlp_norm = decoder.make_norm(f"{name}.post_attention_layernorm")
-        self.mlp = self.make_mlp(decoder, name)
+        self.mlp = self.make_mlp(decoder, name, decoder.place(layer_id))
 
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> DecoderLayer:
         return Attention(decoder, name, layer_id)
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
         return GatedMLP(decoder, f"{name}.mlp")
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:

@@ -28,9 +28,9 @@ TINY = {
 
 
 class Layer(ernie4_5.Layer):
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
         """Weights are the softmax over all experts, divided by their sum over the chosen."""
-        config, layer_id, name = decoder.config, int(name.rpartition(".")[2]), f"{name}.mlp"
+        config, name = decoder.config, f"{name}.mlp"
         end = config.integer("moe_layer_end_index", -1, low=-1)
         within = (
             config.integer("moe_layer_start_index", 1, low=0) <= layer_id <= (decoder.num_layers if end < 0 else end)

@@ -4,7 +4,7 @@ the others have no positions."""
 from __future__ import annotations
 
 from headrace.models import olmo2
-from headrace.models.decoder import Attention, Decoder
+from headrace.models.decoder import Attention, AttentionOptions, Decoder
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -26,7 +26,7 @@ class Layer(olmo2.PostNormLayer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         window = decoder.window(layer_id)
         rotates = window is not None or not has_windows(decoder)
-        return Attention(decoder, name, layer_id, qk_norm_offset=0.0, window=window, rotates=rotates)
+        return Attention(decoder, name, layer_id, AttentionOptions(qk_norm_offset=0.0, window=window, rotates=rotates))
 
 
 def has_windows(decoder: Decoder) -> bool:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder
-from headrace.models.mamba import Mamba2, heads_of, step_limits
+from headrace.models.decoder import Attention, AttentionOptions, Decoder
+from headrace.models.mamba import Mamba2, MambaForm, heads_of, step_limits
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ class MLP:
         weights, hidden, inner = decoder.weights, decoder.hidden_size, decoder.intermediate_size
         bias = decoder.config.flag("mlp_bias", False)
         self.ops, self.kind = decoder.ops, decoder.activation
-        self.gate = weights.linear([f"{name}.gate_proj"], hidden, [inner], bias=bias)
-        self.up = weights.linear([f"{name}.up_proj"], hidden, [inner], bias=bias)
-        self.down = weights.linear([f"{name}.down_proj"], inner, [hidden], bias=bias)
+        self.gate = weights.matrix(Linear([f"{name}.gate_proj"], hidden, [inner], bias=bias))
+        self.up = weights.matrix(Linear([f"{name}.up_proj"], hidden, [inner], bias=bias))
+        self.down = weights.matrix(Linear([f"{name}.down_proj"], inner, [hidden], bias=bias))
         self.gate_factor, self.factor = factors_of(decoder.config, "mlp_multipliers", 2)
 
     def __call__(self, x: Array) -> Array:
@@ -76,20 +77,21 @@ class Layer:
         bias = config.flag("attention_bias", False)
         # A factor of the keys is one of the scores.
         scale = decoder.head_dim**-0.5 * config.number("key_multiplier", 1.0)
-        self.attention = Attention(decoder, f"{name}.self_attn", layer_id, qkv_bias=bias, out_bias=bias, scale=scale)
+        options = AttentionOptions(bias, bias, scale=scale)
+        self.attention = Attention(decoder, f"{name}.self_attn", layer_id, options)
         names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head")
         inner = config.integer("mamba_d_ssm", config.integer("mamba_expand", 2) * decoder.hidden_size)
         out_bias = config.flag("projectors_bias", False)
         bias = config.flag("mamba_proj_bias", False)
         if bias != out_bias:
             raise CheckpointError(f"config.json: projectors_bias is {out_bias}, expected mamba_proj_bias, {bias}")
-        self.mamba = Mamba2(
-            decoder, f"{name}.mamba", decoder.num_layers + layer_id, heads_of(config, names, inner),
-            config.integer("mamba_d_conv", 4, low=2, high=64), bias=bias,
+        form = MambaForm(
+            heads_of(config, names, inner), config.integer("mamba_d_conv", 4, low=2, high=64), bias=bias,
             conv_bias=config.flag("mamba_conv_bias", True), limits=step_limits(config),
             has_norm=config.flag("mamba_rms_norm", False), norm_first=config.flag("mamba_norm_before_gate", True),
             factors=factors_of(config, "ssm_multipliers", 5), activation=decoder.activation,
         )  # fmt: skip
+        self.mamba = Mamba2(decoder, f"{name}.mamba", decoder.num_layers + layer_id, form)
         self.factors = [
             config.number(f"{part}_multiplier", 1.0) for part in ("attention_in", "attention_out", "ssm_in", "ssm_out")
         ]

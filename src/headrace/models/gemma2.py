@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.backends.base import Array, Cache, RopeTable, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder, GatedMLP
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP
 from headrace.models.unread import CAUSAL, Rules
 
 if TYPE_CHECKING:
@@ -41,18 +41,16 @@ def make_attention(
     """Return the attention of a layer. Gemma 3 sets the last two arguments."""
     config = decoder.config
     bias = config.flag("attention_bias", False)
-    return Attention(
-        decoder,
-        name,
-        layer_id,
-        qkv_bias=bias,
-        out_bias=bias,
-        qk_norm_offset=qk_norm_offset,
+    options = AttentionOptions(
+        bias,
+        bias,
+        qk_norm_offset,
         window=decoder.window(layer_id),
         softcap=config.number("attn_logit_softcapping", 0.0),
         scale=config.number("query_pre_attn_scalar", 256, low=1) ** -0.5,
         rope_table=rope_table,
     )
+    return Attention(decoder, name, layer_id, options)
 
 
 class Layer:
@@ -64,8 +62,9 @@ class Layer:
     )  # fmt: skip
 
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
-        norms = [decoder.make_norm(f"{name}.{norm}") for norm in self.norms]
-        self.attention_norm, self.after_attention_norm, self.mlp_norm, self.after_mlp_norm = norms
+        before, after, before_mlp, after_mlp = (f"{name}.{norm}" for norm in self.norms)
+        self.attention_norm, self.after_attention_norm = decoder.make_norm(before), decoder.make_post_norm(after)
+        self.mlp_norm, self.after_mlp_norm = decoder.make_norm(before_mlp), decoder.make_post_norm(after_mlp)
         self.attention = self.make_attention(decoder, f"{name}.self_attn", layer_id)
         self.mlp = self.make_mlp(decoder, f"{name}.mlp", layer_id)
 

@@ -7,12 +7,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, Ops, RopeTable, Routing, Rows
+from headrace.backends.base import (
+    Array,
+    Cache,
+    HeadForm,
+    HeadNorm,
+    Heads,
+    LayerShape,
+    Ops,
+    RopeTable,
+    Routing,
+    Rows,
+    Scoring,
+)
 from headrace.models import gemma2
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Experts, GatedMLP, RMSNorm
 from headrace.models.rope import make_rope_table
-from headrace.models.weights import Weights
+from headrace.models.weights import Linear, Weights
 from headrace.protocol.errors import CheckpointError
 
 
@@ -32,7 +44,9 @@ class Frame(gemma2.Model):
         if width:
             vocab = config.integer("vocab_size_per_layer_input", self.vocab_size)
             self.extra = weights.table(f"{root}embed_tokens_per_layer.weight", (vocab, num * width))
-            self.to_extra = weights.linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
+            self.to_extra = weights.matrix(
+                Linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
+            )
             self.extra_norm = RMSNorm(weights, ops, f"{root}per_layer_projection_norm", width, self.eps).of_head
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
@@ -71,32 +85,33 @@ class Attention:
 
     def __init__(self, model: Frame, name: str, layer_id: int) -> None:
         weights, ops, hidden, heads = model.weights, model.ops, model.hidden_size, model.num_heads
-        self.ops, self.layer_id, self.window = ops, layer_id, model.window(layer_id)
-        is_full, self.source = self.window is None, model.source(layer_id)
+        self.ops, self.layer_id, window = ops, layer_id, model.window(layer_id)
+        is_full, self.source, self.scoring = window is None, model.source(layer_id), Scoring(1.0, window)
         size, kv_heads = model.sizes(layer_id, is_full)
-        self.rope_table = model.full_rope_table if is_full else model.rope_table
+        rope_table = model.full_rope_table if is_full else model.rope_table
         self.heads = Heads(heads, kv_heads, size)
-        model.keep(layer_id, LayerShape(kv_heads, size, source=self.source), self.window)
+        model.keep(layer_id, LayerShape(kv_heads, size, source=self.source), window)
         bias = model.config.flag("attention_bias", False)
-        names, outs = ["q"], [heads * size]
+        names, outs, k_norm = ["q"], [heads * size], None
         if self.source is None:
             values = "k" if is_full and model.config.flag("attention_k_eq_v", False) else "v"
             names, outs = ["q", "k", values], [heads * size, kv_heads * size, kv_heads * size]
-            self.k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, model.eps).of_head
+            k_norm = RMSNorm(weights, ops, f"{name}.k_norm", size, model.eps).of_head
             self.v_norm = HeadNorm(weights.constant(np.ones(size, np.float32)), model.eps, 0.0)
-        self.qkv = weights.linear([f"{name}.{part}_proj" for part in names], hidden, outs, bias=bias)
+        self.qkv = weights.matrix(Linear([f"{name}.{part}_proj" for part in names], hidden, outs, bias=bias))
         self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, model.eps).of_head
-        self.out = weights.linear([f"{name}.o_proj"], heads * size, [hidden], bias=bias)
+        self.rope_table, self.form = rope_table, HeadForm(rope_table, self.q_norm, k_norm)
+        self.out = weights.matrix(Linear([f"{name}.o_proj"], heads * size, [hidden], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache, (num, kv_heads, size, _) = self.ops, kv[self.layer_id], self.heads
         query = ops.linear(x, self.qkv)
         if self.source is None:
             qkv = ops.norm_columns(query, (num + kv_heads) * size, kv_heads, self.v_norm)
-            query = ops.rope_store(qkv, self.heads, rows, cache, self.rope_table, self.q_norm, self.k_norm)
+            query = ops.rope_store(qkv, self.heads, rows, cache, self.form)
         else:
             query = ops.rope(ops.norm_columns(query, 0, num, self.q_norm), num, size, rows, self.rope_table)
-        return ops.linear(ops.attention(query, self.heads, rows, cache, 1.0, self.window), self.out)
+        return ops.linear(ops.attention(query, self.heads, rows, cache, self.scoring), self.out)
 
 
 class Mixture:
@@ -133,8 +148,8 @@ class Layer:
         self.norms = [norm(f"{name}.{part}_layernorm") for part in ("input", "post_attention", "pre_feedforward")]
         self.last_norm = norm(f"{name}.post_feedforward_layernorm")
         if width:
-            self.gate = weights.linear([f"{name}.per_layer_input_gate"], hidden, [width])
-            self.project = weights.linear([f"{name}.per_layer_projection"], width, [hidden])
+            self.gate = weights.matrix(Linear([f"{name}.per_layer_input_gate"], hidden, [width]))
+            self.project = weights.matrix(Linear([f"{name}.per_layer_projection"], width, [hidden]))
             self.extra_norm = norm(f"{name}.post_per_layer_input_norm")
         self.scalar = float(weights.numbers(f"{name}.layer_scalar", (1,)).item())
 

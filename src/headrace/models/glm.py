@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.models.decoder import Attention, Decoder, PreNormLayer
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, PreNormLayer
 
 TINY = {
     "model_type": "glm",
@@ -20,7 +20,8 @@ TINY = {
 
 
 def make_attention(decoder: Decoder, name: str, layer_id: int) -> Attention:
-    return Attention(decoder, name, layer_id, qkv_bias=decoder.config.flag("attention_bias", True), paired=True)
+    options = AttentionOptions(qkv_bias=decoder.config.flag("attention_bias", True), paired=True)
+    return Attention(decoder, name, layer_id, options)
 
 
 class Layer(PreNormLayer):

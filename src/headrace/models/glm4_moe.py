@@ -8,6 +8,7 @@ from headrace.backends.base import Array, Routing
 from headrace.models.decoder import (
     MAX_EXPERTS,
     Attention,
+    AttentionOptions,
     Decoder,
     Experts,
     GatedMLP,
@@ -62,11 +63,14 @@ class Layer(PreNormLayer):
         config = decoder.config
         norm = 0.0 if config.flag("use_qk_norm", False) else None
         return Attention(
-            decoder, name, layer_id, qkv_bias=config.flag("attention_bias", False), qk_norm_offset=norm
-        )  # fmt: skip
+            decoder,
+            name,
+            layer_id,
+            AttentionOptions(qkv_bias=config.flag("attention_bias", False), qk_norm_offset=norm),
+        )
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        config, layer_id, name = decoder.config, int(name.rpartition(".")[2]), f"{name}.mlp"
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        config, name = decoder.config, f"{name}.mlp"
         if layer_id < config.integer("first_k_dense_replace", 1, low=0):
             return GatedMLP(decoder, name)
         num, inner = config.integer("n_routed_experts", 128, high=MAX_EXPERTS), config.integer("moe_intermediate_size")

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace import models
-from headrace.backends.base import Array, Cache, Heads, LayerShape, Rows
+from headrace.backends.base import Array, Cache, Heads, LayerShape, Rows, Scoring
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
 from headrace.models.unread import Alias, Unread, verify
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Layer:
         hidden, inner, linear = model.hidden_size, model.intermediate_size, model.linear
         self.ops, self.layer_id, self.kind = model.ops, layer_id, model.activation
         self.heads = Heads(model.num_heads, model.num_heads, model.hidden_size // model.num_heads)
-        self.scale = model.scale / (layer_id + 1 if model.scale_by_layer else 1)
+        self.scoring = Scoring(model.scale / (layer_id + 1 if model.scale_by_layer else 1))
         self.attention_norm = LayerNorm(model, f"{name}.ln_1")
         self.qkv = linear(f"{name}.attn.c_attn", hidden, 3 * hidden)
         self.out = linear(f"{name}.attn.c_proj", hidden, hidden)
@@ -57,7 +58,7 @@ class Layer:
     def attention(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
         query = ops.rope_store(ops.linear(x, self.qkv), self.heads, rows, cache)
-        return ops.linear(ops.attention(query, self.heads, rows, cache, self.scale), self.out)
+        return ops.linear(ops.attention(query, self.heads, rows, cache, self.scoring), self.out)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops = self.ops
@@ -99,7 +100,7 @@ class Model(models.Model):
         self.norm = LayerNorm(self, f"{root}ln_f")
 
     def linear(self, name: str, num_in: int, num_out: int) -> Matrix:
-        return self.weights.linear([name], num_in, [num_out], bias=True, transposed=True)
+        return self.weights.matrix(Linear([name], num_in, [num_out], bias=True, transposed=True))
 
     def enter(self, rows: Rows) -> Array:
         embedding = self.ops.embedding

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.backends.base import Array, Routing
-from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, PreNormLayer
+from headrace.backends.base import Array, ExpertLayer, Routing
+from headrace.models.decoder import MAX_EXPERTS, Attention, AttentionOptions, Decoder, PreNormLayer
 from headrace.models.unread import Alias
-from headrace.models.weights import Expert
+from headrace.models.weights import Expert, Linear
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -41,41 +41,45 @@ class Experts:
         weights, config = decoder.weights, decoder.config
         hidden, inner = decoder.hidden_size, decoder.intermediate_size
         num = config.integer("num_local_experts", 128, high=MAX_EXPERTS)
-        self.ops, self.routing = decoder.ops, Routing(config.integer("num_experts_per_tok", 4, high=num))
-        self.router = weights.linear([f"{name}.router"], hidden, [num], bias=True, plain=True)
+        self.ops, routing = decoder.ops, Routing(config.integer("num_experts_per_tok", 4, high=num))
+        router = weights.matrix(Linear([f"{name}.router"], hidden, [num], bias=True, plain=True))
         outs = [inner, inner]
         order = np.arange(2 * inner).reshape(inner, 2).T.ravel()
         names = [f"{name}.experts.{e}" for e in range(num)]
         if weights.has(f"{names[0]}.gate_proj.weight"):  # as GGUF files have them
-            self.gate_up = [
-                weights.linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, bias=True, cut=Expert(e, num, outs))
+            gate_up = [
+                weights.matrix(
+                    Linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, bias=True, cut=Expert(e, num, outs))
+                )
                 for e, n in enumerate(names)
             ]
         else:
-            self.gate_up = [
-                weights.linear(
+            gate_up = [
+                weights.matrix(Linear(
                     [f"{n}.gate_up_proj"], hidden, [2 * inner], bias=True, transposed=True, orders=[order],
                     cut=Expert(e, num, outs),
-                )
+                ))
                 for e, n in enumerate(names)
             ]  # fmt: skip
-        self.down = [
-            weights.linear(
-                [f"{n}.down_proj"], inner, [hidden], bias=True, transposed=True, cut=Expert(e, num, [hidden])
+        down = [
+            weights.matrix(
+                Linear([f"{n}.down_proj"], inner, [hidden], bias=True, transposed=True, cut=Expert(e, num, [hidden]))
             )
             for e, n in enumerate(names)
         ]
 
+        self.layer = ExpertLayer(router, routing, gate_up, down, "clamped_swiglu")
+
     def __call__(self, x: Array) -> Array:
-        return self.ops.experts(x, self.router, self.routing, self.gate_up, self.down, "clamped_swiglu")
+        return self.ops.experts(x, self.layer)
 
 
 class Layer(PreNormLayer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias, window = decoder.config.flag("attention_bias", True), decoder.window(layer_id)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, out_bias=bias, window=window, sinks=True)
+        return Attention(decoder, name, layer_id, AttentionOptions(bias, bias, window=window, sinks=True))
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Experts:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Experts:
         for key, expected in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
             if decoder.config.number(key, expected) != expected:
                 raise CheckpointError(f"config.json: {key} is {decoder.config.values[key]!r:.80}, expected {expected}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models import llama
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder
+from headrace.models.decoder import Attention, AttentionOptions, Decoder
 
 if TYPE_CHECKING:
     from headrace.backends.base import Ops
@@ -39,7 +39,7 @@ class Layer(llama.Layer):
 
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias, scale = decoder.config.flag("attention_bias", False), decoder.config.number("attention_multiplier", 1.0)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, out_bias=bias, scale=scale)
+        return Attention(decoder, name, layer_id, AttentionOptions(bias, bias, scale=scale))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         x = x + self.ops.scale(self.attention(self.attention_norm(x), rows, kv), self.factor)

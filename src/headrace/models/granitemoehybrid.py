@@ -8,9 +8,10 @@ from typing import Any
 
 from headrace.backends.base import Array, Cache, Matrix, Routing, Rows
 from headrace.models import granite
-from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, SharedExperts, stacked
-from headrace.models.mamba import Mamba2, heads_of, step_limits
+from headrace.models.decoder import MAX_EXPERTS, Attention, AttentionOptions, Decoder, Experts, SharedExperts, stacked
+from headrace.models.mamba import Mamba2, MambaForm, heads_of, step_limits
 from headrace.models.unread import Alias
+from headrace.models.weights import Linear
 
 TINY = {
     "model_type": "granitemoehybrid",
@@ -46,8 +47,8 @@ class SharedMLP:
         inner, hidden = decoder.config.integer("shared_intermediate_size", 1024), decoder.hidden_size
         self.ops, self.kind = decoder.ops, decoder.activation
         names = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up: Matrix = stacked(decoder.weights, names, "input_linear", hidden, [inner, inner])
-        self.down: Matrix = decoder.weights.linear([f"{name}.output_linear"], inner, [hidden])
+        self.gate_up: Matrix = stacked(decoder.weights, Linear(names, hidden, [inner, inner]), "input_linear")
+        self.down: Matrix = decoder.weights.matrix(Linear([f"{name}.output_linear"], inner, [hidden]))
 
     def __call__(self, x: Array) -> Array:
         return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
@@ -73,17 +74,19 @@ class Layer:
         if decoder.layer_type(layer_id) == "linear_attention":
             inner = config.integer("mamba_expand", 2) * decoder.hidden_size
             names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head")
-            return Mamba2(
-                decoder, f"{name}.mamba", layer_id, heads_of(config, names, inner),
-                config.integer("mamba_d_conv", 4, low=2, high=64), bias=config.flag("mamba_proj_bias", False),
-                conv_bias=config.flag("mamba_conv_bias", True), limits=step_limits(config),
+            form = MambaForm(
+                heads_of(config, names, inner),
+                config.integer("mamba_d_conv", 4, low=2, high=64),
+                bias=config.flag("mamba_proj_bias", False),
+                conv_bias=config.flag("mamba_conv_bias", True),
+                limits=step_limits(config),
                 activation=decoder.activation,
-            )  # fmt: skip
+            )
+            return Mamba2(decoder, f"{name}.mamba", layer_id, form)
         bias, scale = config.flag("attention_bias", False), config.number("attention_multiplier", 1.0)
         rotates = config.values.get("position_embedding_type") == "rope"
-        return Attention(
-            decoder, f"{name}.self_attn", layer_id, qkv_bias=bias, out_bias=bias, scale=scale, rotates=rotates
-        )
+        options = AttentionOptions(bias, bias, scale=scale, rotates=rotates)
+        return Attention(decoder, f"{name}.self_attn", layer_id, options)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         x = x + self.ops.scale(self.mixer(self.first_norm(x), rows, kv), self.factor)

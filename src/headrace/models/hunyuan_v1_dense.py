@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.backends.base import Array, Cache, Rows
-from headrace.models.decoder import Attention, Decoder, PreNormLayer, RMSNorm
+from headrace.backends.base import Array, Cache, HeadForm, Rows
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, PreNormLayer, RMSNorm
 
 TINY = {
     "model_type": "hunyuan_v1_dense",
@@ -25,12 +25,12 @@ class LateNormAttention(Attention):
     """Attention that norms q and k where others have stored k already."""
 
     def __init__(self, decoder: Decoder, name: str, layer_id: int, bias: bool) -> None:
-        super().__init__(decoder, name, layer_id, qkv_bias=bias, out_bias=bias)
-        self.angles, self.rope_table = decoder.rope_table, None
+        super().__init__(decoder, name, layer_id, AttentionOptions(bias, bias))
+        self.angles = decoder.rope_table
         parts = [(f"{name}.{part}_layernorm", self.heads.head_dim) for part in ("query", "key")]
         norms = [RMSNorm(decoder.weights, decoder.ops, *part, decoder.eps).of_head for part in parts]
         # Turned already, they have no angles left: the store norms them alone.
-        self.q_norm, self.k_norm = norms
+        self.form = HeadForm(None, *norms)
 
     def attend(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         num = self.heads.num_heads + self.heads.num_kv_heads

@@ -35,9 +35,9 @@ def of_layer(config: ModelConfig, name: str, layer_id: int, num_layers: int, hig
 
 
 class Layer(hunyuan_v1_dense.Layer):
-    def make_mlp(self, decoder: Decoder, name: str) -> SharedExperts:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> SharedExperts:
         """Weights are the softmax over the chosen experts."""
-        config, layer_id, name = decoder.config, int(name.rpartition(".")[2]), f"{name}.mlp"
+        config, name = decoder.config, f"{name}.mlp"
         num = of_layer(config, "num_experts", layer_id, decoder.num_layers, MAX_EXPERTS)
         routing = Routing(of_layer(config, "moe_topk", layer_id, decoder.num_layers, num))
         experts = Experts(decoder, name, num, decoder.intermediate_size, routing, router="gate.wg")

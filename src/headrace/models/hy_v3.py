@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from headrace.backends.base import Array, Routing
 from headrace.models import llama
-from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, Experts, GatedMLP, SharedExperts
+from headrace.models.decoder import MAX_EXPERTS, Attention, AttentionOptions, Decoder, Experts, GatedMLP, SharedExperts
 from headrace.models.unread import Alias, Unread
 from headrace.protocol.errors import CheckpointError
 
@@ -32,11 +32,11 @@ TINY = {
 class Layer(llama.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias = decoder.config.flag("attention_bias", False)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, out_bias=bias, qk_norm_offset=0.0)
+        return Attention(decoder, name, layer_id, AttentionOptions(bias, bias, qk_norm_offset=0.0))
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
         """Scores are sigmoids, to which a bias is added for the choice."""
-        config, layer_id, name = decoder.config, int(name.rpartition(".")[2]), f"{name}.mlp"
+        config, name = decoder.config, f"{name}.mlp"
         kinds = config.words("mlp_layer_types", decoder.num_layers) or ["dense"] + ["sparse"] * decoder.num_layers
         if kinds[layer_id] == "dense":
             return GatedMLP(decoder, name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headrace.backends.base import Array, Cache, Rows
-from headrace.models.decoder import Attention, Decoder, GatedMLP, RMSNorm
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP, RMSNorm
 from headrace.models.recurrent import conv_weight
+from headrace.models.weights import Linear
 
 TINY = {
     "model_type": "lfm2",
@@ -32,10 +33,10 @@ class ShortConv:
         size = decoder.config.integer("conv_L_cache", 3, low=2, high=64)
         bias = decoder.config.flag("conv_bias", False)
         decoder.keep_states(layer_id, (size - 1, width))
-        self.into = weights.linear([f"{name}.in_proj"], width, [3 * width], bias=bias)
+        self.into = weights.matrix(Linear([f"{name}.in_proj"], width, [3 * width], bias=bias))
         self.weight = conv_weight(weights, f"{name}.conv", width, size)
         self.bias = weights.constant(weights.numbers(f"{name}.conv.bias", (width,))) if bias else None
-        self.out = weights.linear([f"{name}.out_proj"], width, [width], bias=bias)
+        self.out = weights.matrix(Linear([f"{name}.out_proj"], width, [width], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, width = self.ops, self.width
@@ -70,10 +71,11 @@ class Layer:
 
 class Lfm2Attention(Attention):
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
-        super().__init__(decoder, name, layer_id, out="out_proj")
+        super().__init__(decoder, name, layer_id, AttentionOptions(out="out_proj"))
         weights, ops, size = decoder.weights, decoder.ops, decoder.head_dim
-        self.q_norm = RMSNorm(weights, ops, f"{name}.q_layernorm", size, decoder.eps).of_head
-        self.k_norm = RMSNorm(weights, ops, f"{name}.k_layernorm", size, decoder.eps).of_head
+        q_norm = RMSNorm(weights, ops, f"{name}.q_layernorm", size, decoder.eps).of_head
+        k_norm = RMSNorm(weights, ops, f"{name}.k_layernorm", size, decoder.eps).of_head
+        self.form = self.form._replace(q_norm=q_norm, k_norm=k_norm)
 
 
 def inner_size(decoder: Decoder) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.backends.base import Array
-from headrace.models.decoder import Attention, Decoder, GatedMLP, PreNormLayer
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP, PreNormLayer
 
 TINY = {
     "model_type": "llama",
@@ -23,9 +23,9 @@ TINY = {
 class Layer(PreNormLayer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias = decoder.config.flag("attention_bias", False)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, out_bias=bias)
+        return Attention(decoder, name, layer_id, AttentionOptions(bias, bias))
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
         return GatedMLP(decoder, f"{name}.mlp", bias=decoder.config.flag("mlp_bias", False))
 
 

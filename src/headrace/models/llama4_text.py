@@ -7,12 +7,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.backends.base import Array, HeadNorm, RopeTable, Routing
+from headrace.backends.base import Array, ExpertLayer, HeadNorm, RopeTable, Routing
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import MAX_EXPERTS, Attention, Decoder, GatedMLP, PreNormLayer, SharedExperts
+from headrace.models.decoder import (
+    MAX_EXPERTS,
+    Attention,
+    AttentionOptions,
+    Decoder,
+    GatedMLP,
+    PreNormLayer,
+    SharedExperts,
+)
 from headrace.models.ministral3 import query_scale
 from headrace.models.smollm3 import has_rope
-from headrace.models.weights import Expert
+from headrace.models.weights import Expert, Linear
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -45,27 +53,31 @@ class Experts:
         hidden, inner = decoder.hidden_size, decoder.intermediate_size
         num = config.integer("num_local_experts", 16, high=MAX_EXPERTS)
         top_k = config.integer("num_experts_per_tok", 1, high=num)
-        self.ops, self.kind = decoder.ops, decoder.activation
-        self.routing = Routing(top_k, "sigmoid", renormalise=False, scale_input=True)
-        self.router = weights.linear([f"{name}.router"], hidden, [num], plain=True)
+        self.ops = decoder.ops
+        routing = Routing(top_k, "sigmoid", renormalise=False, scale_input=True)
+        router = weights.matrix(Linear([f"{name}.router"], hidden, [num], plain=True))
         names, outs = [f"{name}.experts.{e}" for e in range(num)], [inner, inner]
         if weights.has(f"{names[0]}.gate_proj.weight"):  # as GGUF files have them
-            self.gate_up = [
-                weights.linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, cut=Expert(e, num, outs))
+            gate_up = [
+                weights.matrix(Linear([f"{n}.gate_proj", f"{n}.up_proj"], hidden, outs, cut=Expert(e, num, outs)))
                 for e, n in enumerate(names)
             ]
         else:
-            self.gate_up = [
-                weights.linear([f"{n}.gate_up_proj"], hidden, [2 * inner], transposed=True, cut=Expert(e, num, outs))
+            gate_up = [
+                weights.matrix(
+                    Linear([f"{n}.gate_up_proj"], hidden, [2 * inner], transposed=True, cut=Expert(e, num, outs))
+                )
                 for e, n in enumerate(names)
             ]
-        self.down = [
-            weights.linear([f"{n}.down_proj"], inner, [hidden], transposed=True, cut=Expert(e, num, [hidden]))
+        down = [
+            weights.matrix(Linear([f"{n}.down_proj"], inner, [hidden], transposed=True, cut=Expert(e, num, [hidden])))
             for e, n in enumerate(names)
         ]
 
+        self.layer = ExpertLayer(router, routing, gate_up, down, decoder.activation)
+
     def __call__(self, x: Array) -> Array:
-        return self.ops.experts(x, self.router, self.routing, self.gate_up, self.down, self.kind)
+        return self.ops.experts(x, self.layer)
 
 
 class Layer(PreNormLayer):
@@ -77,17 +89,22 @@ class Layer(PreNormLayer):
             times = (np.arange(decoder.max_model_len) + 1) // config.integer("floor_scale", 8192)
             scale = query_scale(decoder, 1 + config.number("attn_scale", 0.1) * np.log1p(times))
         attention = Attention(
-            decoder, name, layer_id, qkv_bias=bias, out_bias=bias,
-            window=window, chunked=window is not None, rotates=rotates, paired=True, query_scale=scale,
-        )  # fmt: skip
+            decoder,
+            name,
+            layer_id,
+            AttentionOptions(
+                bias, bias, window=window, chunked=window is not None, rotates=rotates, paired=True, query_scale=scale
+            ),
+        )
         if rotates and config.flag("use_qk_norm", True):
             # The model norms after the rope, which changes no length.
             ones = decoder.weights.constant(np.ones(decoder.head_dim, np.float32))
-            attention.q_norm = attention.k_norm = HeadNorm(ones, decoder.eps, 0.0)
+            norm = HeadNorm(ones, decoder.eps, 0.0)
+            attention.form = attention.form._replace(q_norm=norm, k_norm=norm)
         return attention
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        layer_id, name = int(name.rpartition(".")[2]), f"{name}.feed_forward"
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        name = f"{name}.feed_forward"
         if not has_experts(decoder, layer_id):
             return GatedMLP(decoder, name, inner=decoder.config.integer("intermediate_size_mlp", 16384))
         return SharedExperts(Experts(decoder, name), GatedMLP(decoder, f"{name}.shared_expert"))

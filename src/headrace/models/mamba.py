@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace.backends.base import Activation, Array, Cache, Rows
-from headrace.backends.states import StateHeads
+from headrace.backends.states import ScanInputs, StateHeads
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
 from headrace.models.recurrent import MAX_HEAD_DIM, conv_weight
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 
@@ -47,37 +48,36 @@ def step_limits(config: ModelConfig) -> tuple[float, float]:
     return low, high
 
 
-class Mamba2:
-    """Gate, convolved inputs and steps come out of one projection; the scan's result is gated, then normed by groups.
+class MambaForm(NamedTuple):
+    """What differs between models' Mamba2 layers.
 
-    `limits` hold the steps. `norm_first`: norm before gate; `has_norm`: False where there is only the gate. `factors`:
-    what the five parts of the projection are multiplied with (gate, x, B, C, step). `activation`: of the
-    convolution.
+    limits: of the steps. norm_first: norm before gate; has_norm: False where there is only the gate. factors: of the
+    five parts of the projection (gate, x, B, C, step). activation: of the convolution.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        name: str,
-        layer_id: int,
-        heads: StateHeads,
-        conv_size: int,
-        *,
-        bias: bool,
-        conv_bias: bool,
-        limits: tuple[float, float],
-        has_norm: bool = True,
-        norm_first: bool = False,
-        factors: Sequence[float] = (1.0,) * 5,
-        activation: Activation = "silu",
-    ) -> None:
+    heads: StateHeads
+    conv_size: int
+    bias: bool
+    conv_bias: bool
+    limits: tuple[float, float]
+    has_norm: bool = True
+    norm_first: bool = False
+    factors: Sequence[float] = (1.0,) * 5
+    activation: Activation = "silu"
+
+
+class Mamba2:
+    """Gate, convolved inputs and steps are one projection's; the scan's result is gated, then normed by groups."""
+
+    def __init__(self, decoder: Decoder, name: str, layer_id: int, form: MambaForm) -> None:
+        heads, conv_size, bias, conv_bias, limits, has_norm, norm_first, factors, activation = form
         weights, self.ops, self.layer_id, self.heads = decoder.weights, decoder.ops, layer_id, heads
         self.inner, self.keys = heads.num_heads * heads.value_dim, heads.num_key_heads * heads.key_dim
         self.width = self.inner + 2 * self.keys
         self.eps, self.limits, self.norm_first, self.kind = decoder.eps, limits, norm_first, activation
         decoder.keep_states(layer_id, (conv_size - 1, self.width), (heads.num_heads, heads.key_dim, heads.value_dim))
         total = self.inner + self.width + heads.num_heads
-        self.into = weights.linear([f"{name}.in_proj"], decoder.hidden_size, [total], bias=bias)
+        self.into = weights.matrix(Linear([f"{name}.in_proj"], decoder.hidden_size, [total], bias=bias))
         # Factors of what is convolved are those of its weights.
         self.gate_factor, self.step_factor = factors[0], factors[4]
         by_column = np.repeat(np.array(factors[1:4], np.float32), [self.inner, self.keys, self.keys])
@@ -91,7 +91,7 @@ class Mamba2:
         self.rates = weights.constant(rates)
         self.skip = weights.constant(weights.numbers(f"{name}.D", (heads.num_heads,)))
         self.norm = weights.tensor(f"{name}.norm.weight", (self.inner,)) if has_norm else None
-        self.out = weights.linear([f"{name}.out_proj"], self.inner, [decoder.hidden_size], bias=bias)
+        self.out = weights.matrix(Linear([f"{name}.out_proj"], self.inner, [decoder.hidden_size], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, heads, inner, keys = self.ops, self.heads, self.inner, self.keys
@@ -101,7 +101,8 @@ class Mamba2:
         dt = self.scaled(ops.columns(parts, inner + self.width, heads.num_heads), self.step_factor)
         dt = ops.softplus(dt, self.steps, None, *self.limits)
         b, c = ops.columns(mixed, inner, keys), ops.columns(mixed, inner + keys, keys)
-        y = ops.scan(ops.columns(mixed, 0, inner), b, c, dt, self.rates, self.skip, heads, rows, memory)
+        inputs = ScanInputs(ops.columns(mixed, 0, inner), b, c, dt, self.rates, self.skip)
+        y = ops.scan(inputs, heads, rows, memory)
         gate = self.scaled(ops.columns(parts, 0, inner), self.gate_factor)
         if self.norm_first:
             y = self.normed(y)

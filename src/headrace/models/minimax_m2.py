@@ -28,7 +28,7 @@ class Layer(PreNormLayer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> WideNormAttention:
         return WideNormAttention(decoder, name, layer_id)
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Experts:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Experts:
         """Scores are sigmoids, to which a bias is added for the choice."""
         config, name = decoder.config, f"{name}.block_sparse_moe"
         num = config.integer("num_local_experts", 256, high=MAX_EXPERTS)

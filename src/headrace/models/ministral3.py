@@ -7,7 +7,7 @@ import numpy as np
 
 from headrace.backends.base import Array
 from headrace.models import mistral
-from headrace.models.decoder import Attention, Decoder
+from headrace.models.decoder import Attention, AttentionOptions, Decoder
 
 TINY = {
     "model_type": "ministral3",
@@ -42,7 +42,7 @@ def position_scale(decoder: Decoder) -> Array:
 class Layer(mistral.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         window = decoder.window(layer_id)
-        return Attention(decoder, name, layer_id, window=window, query_scale=position_scale(decoder))
+        return Attention(decoder, name, layer_id, AttentionOptions(window=window, query_scale=position_scale(decoder)))
 
 
 class Model(mistral.Model):

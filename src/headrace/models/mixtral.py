@@ -22,7 +22,7 @@ TINY = {
 
 
 class Layer(mistral.Layer):
-    def make_mlp(self, decoder: Decoder, name: str) -> Experts:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Experts:
         """Weights are the softmax over the chosen experts."""
         num = decoder.config.integer("num_local_experts", 8, high=MAX_EXPERTS)
         routing = Routing(decoder.config.integer("num_experts_per_tok", 2))

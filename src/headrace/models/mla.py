@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headrace.backends.base import Array, Cache, Heads, LayerShape, RopeTable, Routing, Rows
+from headrace.backends.base import Array, Cache, HeadForm, Heads, LayerShape, RopeTable, Routing, Rows, Scoring
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Decoder, Experts, GatedMLP, PreNormLayer, RMSNorm, SharedExperts
 from headrace.models.rope import make_rope_table, mscale, pair_order
+from headrace.models.weights import Linear
 
 EPS = 1e-6
 """Of the norms of latents, whatever that of the others is."""
@@ -38,36 +39,36 @@ class LatentAttention:
         self.ops, self.layer_id, self.turned, self.query_scale = ops, layer_id, turned, query_scale
         self.heads = Heads(num, 1, latent + turned, latent)
         self.rope_table = decoder.rope_table
-        self.scale = (straight + turned) ** -0.5 * magnitude(decoder.global_rope(config)) ** 2
+        self.scoring = Scoring((straight + turned) ** -0.5 * magnitude(decoder.global_rope(config)) ** 2)
         decoder.keep(layer_id, LayerShape(1, latent + turned, latent, shares_key=True), None)
         size, hidden, bias = num * (straight + turned), decoder.hidden_size, config.flag("attention_bias", False)
         q_order = pair_order(size, straight + turned, turned, straight) if paired else None
         kv_order = pair_order(latent + turned, latent + turned, turned, latent) if paired else None
         self.q_a = self.q_norm = None
         if config.values.get("q_lora_rank") is None:
-            self.q = weights.linear([f"{name}.q_proj"], hidden, [size], orders=[q_order])
+            self.q = weights.matrix(Linear([f"{name}.q_proj"], hidden, [size], orders=[q_order]))
         else:
             rank = config.integer("q_lora_rank")
-            self.q_a = weights.linear([f"{name}.q_a_proj"], hidden, [rank], bias=bias)
+            self.q_a = weights.matrix(Linear([f"{name}.q_a_proj"], hidden, [rank], bias=bias))
             self.q_norm = RMSNorm(weights, ops, f"{name}.q_a_layernorm", rank, EPS)
-            self.q = weights.linear([f"{name}.q_b_proj"], rank, [size], orders=[q_order])
+            self.q = weights.matrix(Linear([f"{name}.q_b_proj"], rank, [size], orders=[q_order]))
         kv_a = f"{name}.kv_a_proj_with_mqa"
-        self.kv_a = weights.linear([kv_a], hidden, [latent + turned], bias=bias, orders=[kv_order])
+        self.kv_a = weights.matrix(Linear([kv_a], hidden, [latent + turned], bias=bias, orders=[kv_order]))
         self.kv_norm = RMSNorm(weights, ops, f"{name}.kv_a_layernorm", latent, EPS).of_head
         self.keys, self.values = weights.by_head(f"{name}.kv_b_proj", latent, num, straight, value)
-        self.out = weights.linear([f"{name}.o_proj"], num * value, [hidden], bias=bias)
+        self.out = weights.matrix(Linear([f"{name}.o_proj"], num * value, [hidden], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
         key = ops.norm_columns(ops.linear(x, self.kv_a), 0, 1, self.kv_norm)
-        ops.rope_store(key, self.heads._replace(num_heads=0), rows, cache, self.rope_table)
+        ops.rope_store(key, self.heads._replace(num_heads=0), rows, cache, HeadForm(self.rope_table))
         if self.q_a is not None and self.q_norm is not None:
             x = self.q_norm(ops.linear(x, self.q_a))
         query = ops.by_head(ops.linear(x, self.q), self.keys, self.turned)
         query = ops.rope(query, self.heads.num_heads, self.heads.head_dim, rows, self.rope_table)
         if self.query_scale is not None:
             query = ops.multiply(query, ops.embedding(rows.positions, self.query_scale), "identity")
-        mixed = ops.attention(query, self.heads, rows, cache, self.scale)
+        mixed = ops.attention(query, self.heads, rows, cache, self.scoring)
         return ops.linear(ops.by_head(mixed, self.values), self.out)
 
 
@@ -84,8 +85,8 @@ class LatentLayer(PreNormLayer):
     def is_dense(self, config: ModelConfig, layer_id: int) -> bool:
         return layer_id < config.integer("first_k_dense_replace", self.num_dense, low=0)
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        config, layer_id, name = decoder.config, int(name.rpartition(".")[2]), f"{name}.mlp"
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        config, name = decoder.config, f"{name}.mlp"
         if self.is_dense(config, layer_id):
             return GatedMLP(decoder, name)
         num = config.integer("n_routed_experts", self.num_experts, high=MAX_EXPERTS)

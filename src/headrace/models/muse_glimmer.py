@@ -10,7 +10,7 @@ import numpy as np
 from headrace.backends.base import Array, HeadNorm
 from headrace.models import afmoe, gemma2
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder, RMSNorm
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, RMSNorm
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -43,16 +43,6 @@ TINY = {
 }  # fmt: skip
 
 
-class GatedAttention(afmoe.GatedAttention):
-    def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
-        size = decoder.head_dim
-        scale = decoder.config.number("qk_scale_factor", 3.87) * size**-0.5
-        rotates = bases(decoder)[layer_id] != 0
-        super().__init__(decoder, name, layer_id, rotates=rotates, qk_norm_offset=None, scale=scale)
-        ones = decoder.weights.constant(np.ones(size, np.float32))
-        self.q_norm = self.k_norm = HeadNorm(ones, decoder.eps, 0.0)
-
-
 def bases(decoder: Decoder) -> list[Any]:
     """The base of each layer's rope, 0 where nothing turns; which else it is the global one says."""
     num, listed = decoder.num_layers, decoder.config.values.get("layer_rope_theta")
@@ -65,7 +55,14 @@ def bases(decoder: Decoder) -> list[Any]:
 
 class Layer(gemma2.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
-        return GatedAttention(decoder, name, layer_id)
+        config, window, size = decoder.config, decoder.window(layer_id), decoder.head_dim
+        bias, scale = config.flag("attention_bias", False), config.number("qk_scale_factor", 3.87) * size**-0.5
+        rotates = bases(decoder)[layer_id] != 0
+        options = AttentionOptions(bias, bias, window=window, scale=scale, rotates=rotates)
+        attention = afmoe.GatedAttention(decoder, name, layer_id, options)
+        norm = HeadNorm(decoder.weights.constant(np.ones(size, np.float32)), decoder.eps, 0.0)
+        attention.form = attention.form._replace(q_norm=norm, k_norm=norm)
+        return attention
 
 
 class Model(gemma2.Model):
@@ -79,10 +76,12 @@ class Model(gemma2.Model):
     def default_layer_type(self, layer_id: int) -> str:
         return "sliding_attention" if (self.num_layers - 1 - layer_id) % 4 else "full_attention"
 
-    def make_norm(self, name: str) -> RMSNorm:
-        eps = self.config.number("post_norm_eps", 1e-8) if ".post_" in name else self.eps
-        offset = 0.0 if name.endswith(f".{self.final_norm}") else self.norm_offset
-        return RMSNorm(self.weights, self.ops, name, self.hidden_size, eps, offset)
+    def make_post_norm(self, name: str) -> RMSNorm:
+        eps = self.config.number("post_norm_eps", 1e-8)
+        return RMSNorm(self.weights, self.ops, name, self.hidden_size, eps, self.norm_offset)
+
+    def make_final_norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self.weights, self.ops, name, self.hidden_size, self.eps)
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         super().measure(config, weights, ops, max_model_len)

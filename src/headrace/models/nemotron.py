@@ -20,7 +20,7 @@ TINY = {
 
 
 class Layer(llama.Layer):
-    def make_mlp(self, decoder: Decoder, name: str) -> MLP:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> MLP:
         return MLP(decoder, f"{name}.mlp", decoder.config.flag("mlp_bias", False))
 
 
@@ -31,4 +31,4 @@ class Model(llama.Model):
 
     def make_norm(self, name: str) -> LayerNorm:
         eps = self.config.number("norm_eps", 1e-5)
-        return LayerNorm(self.weights, self.ops, name, self.hidden_size, eps, offset=1.0)
+        return LayerNorm(self, name, eps, offset=1.0)

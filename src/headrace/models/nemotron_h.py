@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import ACTIVATIONS, MAX_EXPERTS, MLP, Attention, Decoder, Experts
+from headrace.models.decoder import ACTIVATIONS, MAX_EXPERTS, MLP, Attention, AttentionOptions, Decoder, Experts
 from headrace.models.glm4_moe import sigmoid_routing
-from headrace.models.mamba import Mamba2, heads_of
+from headrace.models.mamba import Mamba2, MambaForm, heads_of
 from headrace.models.unread import Alias, Unread
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class Mixture:
         narrow = 0 if config.values.get("moe_latent_size") is None else config.integer("moe_latent_size")
         self.into = self.out = None
         if narrow:
-            self.into = decoder.weights.linear([f"{name}.fc1_latent_proj"], hidden, [narrow], bias=bias)
-            self.out = decoder.weights.linear([f"{name}.fc2_latent_proj"], narrow, [hidden], bias=bias)
+            self.into = decoder.weights.matrix(Linear([f"{name}.fc1_latent_proj"], hidden, [narrow], bias=bias))
+            self.out = decoder.weights.matrix(Linear([f"{name}.fc2_latent_proj"], narrow, [hidden], bias=bias))
         inner, routing = config.integer("moe_intermediate_size", 7688), sigmoid_routing(decoder, name, num, top_k=2)
         self.experts = Experts(decoder, name, num, inner, routing, parts=("up_proj", "down_proj"), outer=narrow)
         inner = config.integer("moe_shared_expert_intermediate_size", 7688)
@@ -82,14 +83,15 @@ class Layer:
         cache_id = sum(decoder.layer_type(i) in KEEPING for i in range(layer_id))
         if kind == "linear_attention":
             heads = heads_of(config, ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim"))
-            self.mixer = Mamba2(
-                decoder, name, cache_id, heads, config.integer("conv_kernel", 4, low=2, high=64),
+            form = MambaForm(
+                heads, config.integer("conv_kernel", 4, low=2, high=64),
                 bias=config.flag("use_bias", False), conv_bias=config.flag("use_conv_bias", True),
                 limits=(config.number("time_step_min", 0.001), math.inf),
                 activation=config.choice("mamba_hidden_act", ACTIVATIONS, "silu"),
             )  # fmt: skip
+            self.mixer = Mamba2(decoder, name, cache_id, form)
         elif kind == "full_attention":
-            self.mixer = Attention(decoder, name, cache_id, rotates=False)
+            self.mixer = Attention(decoder, name, cache_id, AttentionOptions(rotates=False))
         else:
             is_mixture = kind == "moe"
             mlp = Mixture(decoder, name) if is_mixture else MLP(decoder, name, config.flag("mlp_bias", False))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.backends.base import Array, Cache, RopeTable, Rows
-from headrace.models.decoder import Attention, Decoder, GatedMLP, RMSNorm
+from headrace.backends.base import Array, Cache, Rows
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP, RMSNorm
 
 TINY = {
     "model_type": "olmo2",
@@ -24,18 +24,9 @@ class WideNormAttention(Attention):
     """Attention whose q and k are normed over all heads at once, before they turn."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        name: str,
-        layer_id: int,
-        *,
-        bias: bool = False,
-        window: int | None = None,
-        rope_table: RopeTable | None = None,
+        self, decoder: Decoder, name: str, layer_id: int, options: AttentionOptions = AttentionOptions()
     ) -> None:
-        super().__init__(
-            decoder, name, layer_id, qkv_bias=bias, out_bias=bias, window=window, rope_table=rope_table
-        )  # fmt: skip
+        super().__init__(decoder, name, layer_id, options)
         self.q_width, self.k_width = (num * self.heads.head_dim for num in self.heads[:2])
         make = decoder.weights, decoder.ops
         self.wide_q_norm = RMSNorm(*make, f"{name}.q_norm", self.q_width, decoder.eps).of_head
@@ -56,7 +47,8 @@ class PostNormLayer:
         self.mlp_norm = decoder.make_norm(f"{name}.post_feedforward_layernorm")
 
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
-        return WideNormAttention(decoder, name, layer_id, bias=decoder.config.flag("attention_bias", False))
+        bias = decoder.config.flag("attention_bias", False)
+        return WideNormAttention(decoder, name, layer_id, AttentionOptions(bias, bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         x = x + self.attention_norm(self.attention(x, rows, kv))

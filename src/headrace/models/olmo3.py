@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.models import olmo2
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Attention, Decoder
+from headrace.models.decoder import Attention, AttentionOptions, Decoder
 
 TINY = {
     "model_type": "olmo3",
@@ -30,7 +30,8 @@ class Layer(olmo2.PostNormLayer):
         window = decoder.window(layer_id)
         rope_table = decoder.local_rope_table if window and isinstance(decoder, Model) else None
         bias = decoder.config.flag("attention_bias", False)
-        return olmo2.WideNormAttention(decoder, name, layer_id, bias=bias, window=window, rope_table=rope_table)
+        options = AttentionOptions(bias, bias, window=window, rope_table=rope_table)
+        return olmo2.WideNormAttention(decoder, name, layer_id, options)
 
 
 class Model(olmo2.Model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.models.decoder import Attention, Decoder, PreNormLayer
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, PreNormLayer
 
 TINY = {
     "model_type": "qwen2",
@@ -22,7 +22,7 @@ TINY = {
 
 class Layer(PreNormLayer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
-        return Attention(decoder, name, layer_id, qkv_bias=True, window=decoder.window(layer_id))
+        return Attention(decoder, name, layer_id, AttentionOptions(qkv_bias=True, window=decoder.window(layer_id)))
 
 
 class Model(Decoder):

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from headrace.backends.base import Array
 from headrace.models import qwen2
-from headrace.models.decoder import Attention, Decoder, GatedMLP
+from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP
 from headrace.models.qwen3_moe import has_experts, make_experts
+from headrace.models.weights import Linear
 
 TINY = {
     "model_type": "qwen2_moe",
@@ -40,7 +41,7 @@ class SharedExperts:
         self.experts = make_experts(decoder, name, renormalise)
         inner = decoder.config.integer("shared_expert_intermediate_size")
         self.shared = GatedMLP(decoder, f"{name}.shared_expert", inner=inner)
-        self.gate = decoder.weights.linear([f"{name}.shared_expert_gate"], decoder.hidden_size, [1], plain=True)
+        self.gate = decoder.weights.matrix(Linear([f"{name}.shared_expert_gate"], decoder.hidden_size, [1], plain=True))
 
     def __call__(self, x: Array) -> Array:
         shared = self.ops.multiply(self.shared(x), self.ops.linear(x, self.gate), "sigmoid")
@@ -50,10 +51,10 @@ class SharedExperts:
 class Layer(qwen2.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias = decoder.config.flag("qkv_bias", True)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, window=decoder.window(layer_id))
+        return Attention(decoder, name, layer_id, AttentionOptions(qkv_bias=bias, window=decoder.window(layer_id)))
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        if not has_experts(decoder.config, int(name.rpartition(".")[2])):
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        if not has_experts(decoder.config, layer_id):
             return GatedMLP(decoder, f"{name}.mlp")
         return SharedExperts(decoder, f"{name}.mlp")
 

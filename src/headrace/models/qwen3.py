@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.models import qwen2
-from headrace.models.decoder import Attention, Decoder
+from headrace.models.decoder import Attention, AttentionOptions, Decoder
 
 TINY = {
     "model_type": "qwen3",
@@ -23,7 +23,7 @@ class Layer(qwen2.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias = decoder.config.flag("attention_bias", False)
         window = decoder.window(layer_id)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, out_bias=bias, qk_norm_offset=0.0, window=window)
+        return Attention(decoder, name, layer_id, AttentionOptions(bias, bias, qk_norm_offset=0.0, window=window))
 
 
 class Model(qwen2.Model):

@@ -19,7 +19,7 @@ TINY = {name: value for name, value in qwen3_5_text.TINY.items() if name != "int
 
 
 class Layer(qwen3_5_text.Layer):
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
         return SharedExperts(decoder, f"{name}.mlp", renormalise=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.decoder import Decoder, GatedMLP
+from headrace.models.decoder import AttentionOptions, Decoder, GatedMLP
 from headrace.models.recurrent import GatedAttention, GatedDelta
 
 TINY = {
@@ -39,17 +39,16 @@ class Layer:
         self.first_norm = decoder.make_norm(f"{name}.input_layernorm")
         self.mixer = self.make_mixer(decoder, name, layer_id)
         self.second_norm = decoder.make_norm(f"{name}.post_attention_layernorm")
-        self.mlp = self.make_mlp(decoder, name)
+        self.mlp = self.make_mlp(decoder, name, layer_id)
 
     def make_mixer(self, decoder: Decoder, name: str, layer_id: int) -> GatedAttention | GatedDelta:
         if decoder.layer_type(layer_id) == "linear_attention":
             return self.Delta(decoder, f"{name}.linear_attn", layer_id)
         bias = decoder.config.flag("attention_bias", False)
-        return GatedAttention(
-            decoder, f"{name}.self_attn", layer_id, qkv_bias=bias, out_bias=bias, qk_norm_offset=decoder.norm_offset
-        )
+        options = AttentionOptions(bias, bias, qk_norm_offset=decoder.norm_offset)
+        return GatedAttention(decoder, f"{name}.self_attn", layer_id, options)
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
         return GatedMLP(decoder, f"{name}.mlp")
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:

@@ -52,8 +52,8 @@ def has_experts(config: ModelConfig, layer_id: int) -> bool:
 
 
 class Layer(qwen3.Layer):
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        if not has_experts(decoder.config, int(name.rpartition(".")[2])):
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        if not has_experts(decoder.config, layer_id):
             return GatedMLP(decoder, f"{name}.mlp")
         return make_experts(decoder, f"{name}.mlp")
 

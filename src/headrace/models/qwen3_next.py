@@ -13,7 +13,7 @@ from headrace.models.decoder import Decoder, GatedMLP
 from headrace.models.qwen2_moe import SharedExperts
 from headrace.models.qwen3_moe import has_experts
 from headrace.models.recurrent import GatedDelta
-from headrace.models.weights import Weights
+from headrace.models.weights import Linear, Weights
 
 TINY = qwen3_5_text.TINY | {
     "model_type": "qwen3_next",
@@ -35,12 +35,12 @@ class Delta(GatedDelta):
             return super().make_qkvz(weights, name, hidden)
         values = self.values // self.heads.num_key_heads
         order = self.parts_of_heads([self.heads.key_dim, self.heads.key_dim, values, values])
-        return weights.linear([f"{name}.in_proj_qkvz"], hidden, [len(order)], orders=[order])
+        return weights.matrix(Linear([f"{name}.in_proj_qkvz"], hidden, [len(order)], orders=[order]))
 
     def make_ba(self, weights: Weights, name: str, hidden: int) -> Matrix:
         each = self.heads.num_heads // self.heads.num_key_heads
         order = self.parts_of_heads([each, each])
-        return weights.linear([f"{name}.in_proj_ba"], hidden, [len(order)], plain=True, orders=[order])
+        return weights.matrix(Linear([f"{name}.in_proj_ba"], hidden, [len(order)], plain=True, orders=[order]))
 
     def parts_of_heads(self, sizes: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """For rows that lie head by head, each with parts of `sizes`: their order part by part."""
@@ -51,8 +51,8 @@ class Delta(GatedDelta):
 class Layer(qwen3_5_text.Layer):
     Delta = Delta
 
-    def make_mlp(self, decoder: Decoder, name: str) -> Callable[[Array], Array]:
-        if not has_experts(decoder.config, int(name.rpartition(".")[2])):
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
+        if not has_experts(decoder.config, layer_id):
             return GatedMLP(decoder, f"{name}.mlp")
         return SharedExperts(decoder, f"{name}.mlp", renormalise=decoder.config.flag("norm_topk_prob", True))
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Array, Cache, Matrix, Rows
-from headrace.backends.states import StateHeads
+from headrace.backends.states import DeltaInputs, StateHeads
 from headrace.models.decoder import Attention, Decoder
-from headrace.models.weights import Weights
+from headrace.models.weights import Linear, Weights
 from headrace.protocol.errors import CheckpointError
 
 MAX_HEAD_DIM = 4096
@@ -30,12 +30,13 @@ def conv_weight(
 class GatedAttention(Attention):
     """Attention whose result is multiplied by the sigmoid of a gate. Each head's gate lies behind its query."""
 
-    def make_qkv(self, weights: Weights, names: list[str], num_in: int, outs: list[int], bias: bool) -> Matrix:
-        queries, size = outs[0], self.heads.head_dim
+    def make_qkv(self, weights: Weights, linear: Linear) -> Matrix:
+        (queries, *others), size = linear.num_outs, self.heads.head_dim
         pairs = np.arange(2 * queries).reshape(-1, 2, size)
         # The gate goes first, so that query, key and value are neighbours.
         order = np.concatenate([pairs[:, 1].ravel(), pairs[:, 0].ravel()])
-        return weights.linear(names, num_in, [2 * queries, *outs[1:]], bias=bias, orders=[order, None, None])
+        outs = [2 * queries, *others]
+        return weights.matrix(linear._replace(num_outs=outs, orders=[order, None, None], cut=None))
 
     def mix(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, width = self.ops, self.heads.num_heads * self.heads.head_dim
@@ -78,15 +79,15 @@ class GatedDelta:
         # q / sqrt(sum of squares + 1e-6) is a norm by the mean, times 1 / sqrt(key_dim).
         self.unit = weights.constant(np.full(key_dim, key_dim**-0.5, np.float32))
         self.norm = weights.tensor(f"{name}.norm.weight", (value_dim,))
-        self.out = weights.linear([f"{name}.out_proj"], self.values, [decoder.hidden_size])
+        self.out = weights.matrix(Linear([f"{name}.out_proj"], self.values, [decoder.hidden_size]))
 
     def make_qkvz(self, weights: Weights, name: str, hidden: int) -> Matrix:
         names = [f"{name}.in_proj_qkv", f"{name}.in_proj_z"]
-        return weights.linear(names, hidden, [2 * self.keys + self.values, self.values])
+        return weights.matrix(Linear(names, hidden, [2 * self.keys + self.values, self.values]))
 
     def make_ba(self, weights: Weights, name: str, hidden: int) -> Matrix:
         num = self.heads.num_heads
-        return weights.linear([f"{name}.in_proj_b", f"{name}.in_proj_a"], hidden, [num, num], plain=True)
+        return weights.matrix(Linear([f"{name}.in_proj_b", f"{name}.in_proj_a"], hidden, [num, num], plain=True))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, heads, keys, num = self.ops, self.heads, self.keys, self.heads.num_heads
@@ -104,6 +105,7 @@ class GatedDelta:
             ops.columns(qk, keys, keys),
             ops.columns(mixed, 2 * keys, self.values),
         )
-        y = ops.delta(query, key, value, decay, beta, heads, rows, memory, heads.key_dim**-0.5)
+        inputs = DeltaInputs(query, key, value, decay, beta)
+        y = ops.delta(inputs, heads, rows, memory, heads.key_dim**-0.5)
         y = ops.rms_norm(y, self.norm, self.eps, heads=num)
         return ops.linear(ops.multiply(y, ops.columns(qkvz, width, self.values), "silu"), self.out)

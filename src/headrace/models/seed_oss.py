@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.models import llama
-from headrace.models.decoder import Attention, Decoder
+from headrace.models.decoder import Attention, AttentionOptions, Decoder
 
 TINY = {
     "model_type": "seed_oss",
@@ -22,7 +22,7 @@ class Layer(llama.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         config = decoder.config
         inner, out = config.flag("attention_bias", True), config.flag("attention_out_bias", False)
-        return Attention(decoder, name, layer_id, qkv_bias=inner, out_bias=out)
+        return Attention(decoder, name, layer_id, AttentionOptions(qkv_bias=inner, out_bias=out))
 
 
 class Model(llama.Model):

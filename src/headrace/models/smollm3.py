@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.models import llama
-from headrace.models.decoder import Attention, Decoder
+from headrace.models.decoder import Attention, AttentionOptions, Decoder
 from headrace.protocol.errors import CheckpointError
 
 TINY = {
@@ -29,7 +29,7 @@ class Layer(llama.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias = decoder.config.flag("attention_bias", False)
         window, rotates = decoder.window(layer_id), has_rope(decoder, layer_id)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, out_bias=bias, window=window, rotates=rotates)
+        return Attention(decoder, name, layer_id, AttentionOptions(bias, bias, window=window, rotates=rotates))
 
 
 def has_rope(decoder: Decoder, layer_id: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.models import mistral
-from headrace.models.decoder import MLP, Attention, Decoder, LayerNorm
+from headrace.models.decoder import MLP, Attention, AttentionOptions, Decoder, LayerNorm
 
 TINY = {
     "model_type": "starcoder2",
@@ -21,9 +21,9 @@ TINY = {
 class Layer(mistral.Layer):
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> Attention:
         bias, window = decoder.config.flag("use_bias", True), decoder.window(layer_id)
-        return Attention(decoder, name, layer_id, qkv_bias=bias, out_bias=bias, window=window)
+        return Attention(decoder, name, layer_id, AttentionOptions(bias, bias, window=window))
 
-    def make_mlp(self, decoder: Decoder, name: str) -> MLP:
+    def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> MLP:
         return MLP(decoder, f"{name}.mlp", decoder.config.flag("use_bias", True), ("c_fc", "c_proj"))
 
 
@@ -35,4 +35,4 @@ class Model(mistral.Model):
 
     def make_norm(self, name: str) -> LayerNorm:
         eps = self.config.number("norm_epsilon", 1e-5)
-        return LayerNorm(self.weights, self.ops, name, self.hidden_size, eps)
+        return LayerNorm(self, name, eps)

@@ -7,7 +7,7 @@ formats. Called by the model files and by `drafters`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from headrace.backends.base import Heads
@@ -33,6 +33,28 @@ outputs that are shared out each by itself; those of an expert may be one rank's
 is such a part."""
 
 
+class Linear(NamedTuple):
+    """Linear layers `names` [num_out, num_in] that a model takes as one matrix, stacked along their outputs.
+
+    transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
+    orders: for each layer None, or if it is stored in another order: for each output its place in the checkpoint.
+    cut: how ranks share the outputs out (`parallel.sharding`); one process has all of them.
+    """
+
+    names: Sequence[str]
+    num_in: int
+    num_outs: Sequence[int]
+    bias: bool = False
+    transposed: bool = False
+    plain: bool = False
+    orders: Sequence[NDArray[np.int64] | None] = ()
+    cut: Cut = None
+
+    def layers(self) -> Iterator[tuple[str, int, NDArray[np.int64] | None]]:
+        """Yield the name of each layer, its number of outputs, and its order."""
+        return zip(self.names, self.num_outs, self.orders or [None] * len(self.names), strict=True)
+
+
 class ByHead(NamedTuple):
     """Two matrices for each head, as `Weights.by_head` gives them."""
 
@@ -43,6 +65,15 @@ class ByHead(NamedTuple):
     def names(name: str, head: int) -> tuple[str, str]:
         """What the matrices of a head are called."""
         return f"{name}.k.{head}", f"{name}.v.{head}"
+
+    @classmethod
+    def apart(cls, weights: Weights, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+        """The matrices out of `weights` that have each by itself, the first ones transposed."""
+        names = [cls.names(name, head) for head in range(num_heads)]
+        return cls(
+            [weights.matrix(Linear([first], turned, [num_in])) for first, _ in names],
+            [weights.matrix(Linear([second], num_in, [straight])) for _, second in names],
+        )
 
 
 class Weights(Protocol):
@@ -87,24 +118,8 @@ class Weights(Protocol):
         ...
 
     @abstractmethod
-    def linear(
-        self,
-        names: Sequence[str],
-        num_in: int,
-        num_outs: Sequence[int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        plain: bool = False,
-        orders: Sequence[NDArray[np.int64] | None] = (),
-        cut: Cut = None,
-    ) -> Matrix:
-        """One matrix [sum(num_outs), num_in] out of the linear layers `names`, stacked along their outputs.
-
-        transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
-        orders: for each layer None, or if it is stored in another order: for each output its place in the checkpoint.
-        cut: how ranks share the outputs out (`parallel.sharding`); one process has all of them.
-        """
+    def matrix(self, linear: Linear) -> Matrix:
+        """The linear layers of `linear` as one matrix [sum(num_outs), num_in]."""
         ...
 
     @abstractmethod
@@ -123,8 +138,6 @@ class SplitWeights(Weights, Protocol):
     """`Weights` that can also give a part of a layer's inputs, which drafters need."""
 
     @abstractmethod
-    def columns(
-        self, names: Sequence[str], num_in: int, num_outs: Sequence[int], *, first: int, width: int, bias: bool = False
-    ) -> Matrix:
-        """As `linear`, for layers [num_out, width] of which the matrix has the inputs first ... first + num_in - 1."""
+    def columns(self, linear: Linear, first: int, width: int) -> Matrix:
+        """As `matrix`, for layers [num_out, width] of which the matrix has the inputs first ... first + num_in - 1."""
         ...

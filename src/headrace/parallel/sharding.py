@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Array, Heads, Matrix, Ops
 from headrace.backends.shares import Layout, Plan
-from headrace.models.weights import ByHead, Expert, Weights
+from headrace.models.weights import ByHead, Expert, Linear, Weights
 
 if TYPE_CHECKING:
     from headrace.models.weights import Cut
@@ -35,7 +35,7 @@ class Sharing(Ops, Protocol):
 
 
 class PartialWeights(Weights):
-    """`weights`, of which a subclass says what this rank reads of each layer (`linear`, `ends`)."""
+    """`weights`, of which a subclass says what this rank reads of each layer (`matrix`, `ends`)."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -73,29 +73,17 @@ class RankWeights(PartialWeights):
         self._ops = ops
         self.has_experts = False
 
-    def linear(
-        self,
-        names: Sequence[str],
-        num_in: int,
-        num_outs: Sequence[int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        plain: bool = False,
-        orders: Sequence[NDArray[np.int64] | None] = (),
-        cut: Cut = None,
-    ) -> Matrix:
-        flags: dict[str, Any] = {"bias": bias, "transposed": transposed, "plain": plain, "orders": orders}
+    def matrix(self, linear: Linear) -> Matrix:
+        cut = linear.cut
         if isinstance(cut, Expert):
             self.has_experts = True
             if self._ops.plan.whole_experts:
                 with self._ops.of_expert(cut.expert_id, cut.num):
-                    return self._weights.linear(names, num_in, num_outs, **flags)
+                    return self._weights.matrix(linear)
         # A router's few outputs are needed whole at once.
-        is_whole = plain or (isinstance(cut, Expert) and not self._ops.splits_experts)
-        layout = None if is_whole else self._layout(num_outs, cut)
-        with self._ops.sharing(layout):
-            return self._weights.linear(names, num_in, num_outs, **flags)
+        is_whole = linear.plain or (isinstance(cut, Expert) and not self._ops.splits_experts)
+        with self._ops.sharing(None if is_whole else self._layout(linear.num_outs, cut)):
+            return self._weights.matrix(linear)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
         with self._ops.sharing(self._layout(shape[:1], None)):

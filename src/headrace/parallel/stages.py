@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,9 @@ from numpy.typing import NDArray
 from headrace.backends.base import Array, Cache, LayerShape, Matrix, Rows
 from headrace.backends.neighbours import Neighbours
 from headrace.models import Model
-from headrace.models.weights import ByHead, Weights
+from headrace.models.weights import ByHead, Linear, Weights
 from headrace.parallel.sharding import PartialWeights
 from headrace.protocol.errors import RequestError
-
-if TYPE_CHECKING:
-    from headrace.models.weights import Cut
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 """Where the name of a tensor has the number of its layer: what model files and checkpoints agree on."""
@@ -133,22 +130,10 @@ class StageWeights(PartialWeights):
     def table(self, name: str, shape: tuple[int, int]) -> Array:
         return None if self._is_absent(name) else super().table(name, shape)
 
-    def linear(
-        self,
-        names: Sequence[str],
-        num_in: int,
-        num_outs: Sequence[int],
-        *,
-        bias: bool = False,
-        transposed: bool = False,
-        plain: bool = False,
-        orders: Sequence[NDArray[np.int64] | None] = (),
-        cut: Cut = None,
-    ) -> Matrix:
-        if self._is_absent(names[0]):
-            return AbsentMatrix(num_in, sum(num_outs))
-        flags: dict[str, Any] = {"bias": bias, "transposed": transposed, "plain": plain, "orders": orders, "cut": cut}
-        return self._weights.linear(names, num_in, num_outs, **flags)
+    def matrix(self, linear: Linear) -> Matrix:
+        if self._is_absent(linear.names[0]):
+            return AbsentMatrix(linear.num_in, sum(linear.num_outs))
+        return self._weights.matrix(linear)
 
     def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
         if not self._is_absent(name):

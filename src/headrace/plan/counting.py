@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace import models
 from headrace.models.config import ModelConfig
-from headrace.models.weights import ByHead
+from headrace.models.weights import ByHead, Linear
 from headrace.plan.forms import FLOAT_BITS, Forms, kv_bytes
 from headrace.protocol.errors import CheckpointError
 
@@ -195,44 +195,36 @@ class CountingOps:
         self.macs += state.size + x.width
         return _Value(x.width)
 
-    def delta(
-        self, query: Any, key: Any, value: _Value, decay: Any, beta: Any, heads: Any, rows: Any, state: _State,
-        *_: Any, **__: Any,
-    ) -> _Value:  # fmt: skip
+    def delta(self, inputs: Any, heads: Any, rows: Any, state: _State, scale: float) -> _Value:
         """The state is looked up by the key, changed, and looked up by the query."""
         self.macs += 3 * state.size
-        return _Value(value.width)
+        return _Value(inputs.value.width)
 
-    def scan(self, x: _Value, b: Any, c: Any, dt: Any, a: Any, d: Any, heads: Any, rows: Any, state: _State) -> _Value:
+    def scan(self, inputs: Any, heads: Any, rows: Any, state: _State) -> _Value:
         """The state is changed, and read."""
         self.macs += 2 * state.size
-        return _Value(x.width)
+        return _Value(inputs.x.width)
 
     def rope_store(self, qkv: _Value, heads: Any, rows: Any, cache: _Cache, *_: Any, **__: Any) -> _Value:
         return self._new(heads.num_heads * heads.head_dim)
 
-    def attention(
-        self, query: _Value, heads: Any, rows: Any, cache: _Cache, scale: float, window: int | None = None,
-        *_: Any, **__: Any,
-    ) -> _Value:  # fmt: skip
-        cache.windows.append(window)
+    def attention(self, query: _Value, heads: Any, rows: Any, cache: _Cache, scoring: Any) -> _Value:
+        cache.windows.append(scoring.window)
         cache.macs += heads.num_heads * (heads.head_dim + heads.value_size)
         return self._new(heads.num_heads * heads.value_size)
 
     def gated(self, x: _Value, kind: str) -> _Value:
         return _Value(x.width // 2)
 
-    def experts(
-        self, x: _Value, router: _Matrix, routing: Any, gate_up: Sequence[_Matrix], down: Sequence[_Matrix], kind: str,
-        seen: _Value | None = None,
-    ) -> _Value:  # fmt: skip
-        self.linear(x if seen is None else seen, router)
+    def experts(self, x: _Value, layer: Any, seen: _Value | None = None) -> _Value:
+        gate_up, down, top_k = layer.gate_up, layer.down, layer.routing.top_k
+        self.linear(x if seen is None else seen, layer.router)
         one = gate_up[0].num_in * gate_up[0].num_out + down[0].num_in * down[0].num_out
-        self.macs += routing.top_k * one
+        self.macs += top_k * one
         matrices = [*gate_up, *down]
         parameters, num_bytes = sum(m.parameters for m in matrices), sum(m.num_bytes for m in matrices)
-        self.mixtures[Mixture(len(gate_up), routing.top_k, parameters, num_bytes, one)] += 1
-        self.widest = max(self.widest, routing.top_k * gate_up[0].num_out)
+        self.mixtures[Mixture(len(gate_up), top_k, parameters, num_bytes, one)] += 1
+        self.widest = max(self.widest, top_k * gate_up[0].num_out)
         return _Value(x.width)
 
 
@@ -274,20 +266,13 @@ class CountingWeights:
         self.tables += self._plain(math.prod(shape))
         return _Table(shape[1])
 
-    def linear(
-        self, names: Sequence[str], num_in: int, num_outs: Sequence[int], *, bias: bool = False, plain: bool = False,
-        **_: Any,
-    ) -> _Matrix:  # fmt: skip
-        num_out = sum(num_outs)
-        form, bits = self._forms.bits(names[0], num_in, plain)
-        return self._matrix(names[0], num_in, num_out, form, bits, bias)
+    def matrix(self, linear: Linear) -> _Matrix:
+        name = linear.names[0]
+        form, bits = self._forms.bits(name, linear.num_in, linear.plain)
+        return self._matrix(name, linear.num_in, sum(linear.num_outs), form, bits, linear.bias)
 
     def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        names = [ByHead.names(name, head) for head in range(num_heads)]
-        return ByHead(
-            [self.linear([first], turned, [num_in]) for first, _ in names],
-            [self.linear([second], num_in, [straight]) for _, second in names],
-        )
+        return ByHead.apart(self, name, num_in, num_heads, turned, straight)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[_Table, _Matrix]:
         form, bits = self._forms.head_bits(shape[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.models.config import ModelConfig
+from headrace.models.weights import Linear
 from headrace.plan.counting import CountingWeights, Counts, LayerKV
 from headrace.plan.forms import Forms
 
@@ -22,7 +23,7 @@ class _Sizes:
 
     def linear(self, name: str, num_in: int, num_out: int, *, times: int = 1, bias: bool = False) -> None:
         for _ in range(times):
-            matrix = self.weights.linear([name], num_in, [num_out], bias=bias)
+            matrix = self.weights.matrix(Linear([name], num_in, [num_out], bias))
             self.dense += matrix.num_bytes
             self.macs += num_in * num_out
             self.widest = max(self.widest, num_out)

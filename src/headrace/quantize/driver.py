@@ -32,8 +32,8 @@ from headrace.backends.base import Chunks
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache, make_caches
 from headrace.backends.torch_ref.tensors import DTYPES, tensor
-from headrace.checkpoint.loader import Checkpoint
 from headrace.checkpoint.mapped import MappedFile, choose_dtype, read_config
+from headrace.checkpoint.tensors import Checkpoint
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.arrays import PLAIN, type_name

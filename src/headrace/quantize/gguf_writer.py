@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import models
-from headrace.checkpoint.loader import Checkpoint
 from headrace.checkpoint.mapped import read_config
+from headrace.checkpoint.tensors import Checkpoint
 from headrace.models.config import ModelConfig
 from headrace.models.rope import pair_order
 from headrace.protocol.errors import CheckpointError, RequestError

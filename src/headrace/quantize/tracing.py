@@ -7,7 +7,6 @@ scales can be folded. Float32 throughout. Knows no methods. Called by `quantize.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -19,7 +18,9 @@ from headrace.backends.base import Activation, Array, Backend, Heads, Matrix
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.tensors import tensor
-from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
+from headrace.checkpoint.loader import SafetensorsWeights
+from headrace.checkpoint.tensors import Checkpoint
+from headrace.models.weights import Linear
 from headrace.quant.base import MatrixSource
 from headrace.quantize.base import Fold, Statistics
 
@@ -175,12 +176,11 @@ class LazyWeights(SafetensorsWeights):
         self._ops.norm_names[id(norm)] = name.removesuffix(".weight")
         return norm
 
-    def linear(self, names: Sequence[str], num_in: int, num_outs: Sequence[int], **flags: Any) -> Matrix:
-        matrix = super().linear(names, num_in, num_outs, **flags)
+    def matrix(self, linear: Linear) -> Matrix:
+        matrix = super().matrix(linear)
         if not isinstance(matrix, LazyMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
-        matrix.names, matrix.num_outs = tuple(names), tuple(num_outs)
-        matrix.plain, matrix.transposed = flags.get("plain", False), flags.get("transposed", False)
-        matrix.orders = tuple(flags.get("orders", ()))
+        matrix.names, matrix.num_outs = tuple(linear.names), tuple(linear.num_outs)
+        matrix.plain, matrix.transposed, matrix.orders = linear.plain, linear.transposed, tuple(linear.orders)
         self.matrices.append(matrix)
         return matrix

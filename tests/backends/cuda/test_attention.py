@@ -18,7 +18,7 @@ from tests.support.cubin import CAPABILITIES, compiled, faults
 from tests.support.kernels import DTYPES, TOLERANCES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
-from headrace.backends.base import Chunks
+from headrace.backends.base import Chunks, Scoring
 from headrace.backends.cuda.cache import STORED, LayerCache
 from headrace.backends.cuda.kernels import attention as kernel
 from headrace.backends.cuda.kernels import spans
@@ -171,7 +171,8 @@ def test_the_twin_is_near_the_reference(dtype: torch.dtype) -> None:
     padded[:, :600] = cache
     rows = make_forward_batch(Chunks([500], [list(range(100))], [list(range(blocks))]), BLOCK, torch.device("cpu"))
     query = problem.query[0][500:].view(100, 4, 16)
-    expected = reference(query, TorchCache(*padded.view(2, blocks, BLOCK, 2, 16)), rows, SCALE, 300, 2.0)
+    scoring = Scoring(SCALE, 300, softcap=2.0)
+    expected = reference(query, TorchCache(*padded.view(2, blocks, BLOCK, 2, 16)), rows, scoring)
     assert_close(problem.run("twin", [(0, 500, 600)])[0], expected.flatten(1))
 
 

@@ -14,7 +14,7 @@ from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
-from headrace.backends.base import Routing
+from headrace.backends.base import ExpertLayer, Routing
 from headrace.backends.cuda.kernels import experts as module
 from headrace.backends.cuda.kernels.experts import GROUPED, Scratch, experts, make_scratch, stacked
 from headrace.backends.cuda.launch import Config, Kernel, Launch
@@ -112,7 +112,7 @@ class Problem:
         weights, ids = ops.route(self.logits, Routing(TOP_K))
         ops.route = lambda *_: (weights, ids)  # type: ignore[method-assign]
         gate_up, down = ([matrix(w) for w in stack] for stack in (self.gate_up, self.down))
-        return ops.experts(self.x.float(), matrix(self.gate_up[0]), Routing(TOP_K), gate_up, down, "silu")
+        return ops.experts(self.x.float(), ExpertLayer(matrix(self.gate_up[0]), Routing(TOP_K), gate_up, down, "silu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, TOLERANCES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
-from headrace.backends.base import Chunks, HeadNorm, Heads, LayerShape, RopeTable
+from headrace.backends.base import Chunks, HeadForm, HeadNorm, Heads, LayerShape, RopeTable
 from headrace.backends.cuda.cache import STORED, KVCache, LayerCache
 from headrace.backends.cuda.kernels.rope_store import coded, rope_store
 from headrace.backends.cuda.launch import Launch
@@ -130,7 +130,9 @@ def test_queries_keys_and_values_are_those_of_the_reference(dtype: torch.dtype, 
     batch = make_forward_batch(chunks, BLOCK_SIZE, CPU)
     assert batch.slot_mapping[0].tolist() == problem.slots[:5].tolist()
     cache = torch.full((2, NUM_BLOCKS, BLOCK_SIZE, 2, 24), torch.nan)
-    query = ops.rope_store(problem.qkv[:5].clone(), SMALL, batch, TorchCache(*cache), problem.table, *problem.norms)
+    query = ops.rope_store(
+        problem.qkv[:5].clone(), SMALL, batch, TorchCache(*cache), HeadForm(problem.table, *problem.norms)
+    )
     out = written(problem.make, problem.outputs(), mode)
     # The reference rounds to the dtype between norm, rotation and store.
     assert_close(out["qkv"][:5, : query.shape[1]], query, 2 * TOLERANCES[dtype])

@@ -34,11 +34,11 @@ def test_a_mutation_can_be_made_again() -> None:
 
 
 def test_control_a_shape_that_nobody_checks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trusting(self: gguf_source.GGUFWeights, name: str, shape: tuple[int, ...]) -> Part:
-        self._used.add(name)
+    def trusting(self: gguf_source.GGUFFormat, name: str, shape: tuple[int, ...]) -> Part:
+        self.parts.take(name)
         return self._reading.parts[name]
 
-    monkeypatch.setattr(gguf_source.GGUFWeights, "_part", trusting)
+    monkeypatch.setattr(gguf_source.GGUFFormat, "_part", trusting)
     monkeypatch.setattr(fuzz_gguf, "EVERY_MODEL", 1)
     assert campaign(400, seed=27, first=0, keep=None).keys() - {"read", "refused"}
 

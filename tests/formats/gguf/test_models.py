@@ -274,9 +274,9 @@ def test_a_table_that_is_converted_is_packed_too(tmp_path: Path, monkeypatch: py
 
     expected = logits(save_packed=True)
     converted: list[str] = []
-    floats = gguf_source.GGUFWeights.floats
+    floats = gguf_source.GGUFFormat.floats
     monkeypatch.setattr(
-        gguf_source.GGUFWeights, "floats", lambda self, name, shape: converted.append(name) or floats(self, name, shape)
+        gguf_source.GGUFFormat, "floats", lambda self, name, shape: converted.append(name) or floats(self, name, shape)
     )
     assert torch.equal(logits(), expected)
     assert converted == []
@@ -292,7 +292,7 @@ def test_control_rows_left_in_pairs_are_noticed(tmp_path: Path, monkeypatch: pyt
     path = convert(tmp_path, tmp_path / "model.gguf")
     token_ids = random_ids(20, config["vocab_size"], 1)
     right = follow(load(path, dtype="float32"), token_ids, [20])
-    monkeypatch.setattr(gguf_source.GGUFWeights, "_order", lambda self, name, num_rows: None)
+    monkeypatch.setattr(gguf_source.GGUFFormat, "_order", lambda self, name, num_rows: None)
     assert not torch.allclose(follow(load(path, dtype="float32"), token_ids, [20]), right, atol=1e-2)
 
 

@@ -21,10 +21,13 @@ from tests.support.checkpoints import CONFIG, llama_tensors, write_llama
 from tests.support.packing import ToyBackend, form_of, found, leaves, load, mapped, packed_bytes, save, tiny
 
 from headrace.checkpoint import packed
-from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
+from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint, MappedFile
 from headrace.checkpoint.packed import PackedFile
 from headrace.checkpoint.packed_weights import PackedWeights
+from headrace.checkpoint.quantising import Loading
+from headrace.checkpoint.tensors import Checkpoint
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import NAMES, Scheme, parse
 
@@ -63,7 +66,7 @@ def test_two_quantizations_give_two_models_and_two_files(tmp_path: Path) -> None
 
 def test_what_is_quantised_and_what_is_not(tmp_path: Path) -> None:
     model = load(tiny(tmp_path, "mixtral"), "int4")
-    experts = model.layers[0].mlp
+    experts = model.layers[0].mlp.layer
     assert experts.router.scheme.kind == "f"
     assert {m.scheme.kind for m in (*experts.gate_up, *experts.down, model.layers[0].attention.qkv)} == {"i4"}
     assert (model.head.scheme, experts.down[0].scheme) == (Scheme("i4", 32), Scheme("i4", 64))
@@ -76,7 +79,7 @@ def test_what_is_quantised_and_what_is_not(tmp_path: Path) -> None:
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
     checkpoint, config = Checkpoint(write_llama(tmp_path)), {"quant_method": "none"}
     with pytest.raises(CheckpointError, match="quantised already"):
-        SafetensorsWeights(checkpoint, ToyBackend(), config, None, parse("int4"))  # type: ignore[arg-type]
+        SafetensorsWeights(checkpoint, ToyBackend(), config, Loading(quantization=parse("int4")))  # type: ignore[arg-type]
 
 
 def test_others_do_not_take_it_for_a_part_of_the_checkpoint(tmp_path: Path) -> None:
@@ -308,10 +311,10 @@ def test_a_model_that_asks_for_something_else_is_told(tmp_path: Path) -> None:
     weights = PackedWeights(file, MappedCheckpoint(directory), ToyBackend())
     q, k = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
     for asked in (
-        lambda: weights.linear([q], 32, [32]),
-        lambda: weights.linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 17]),
-        lambda: weights.linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16], bias=True),
-        lambda: weights.linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16], plain=True),
+        lambda: weights.matrix(Linear([q], 32, [32])),
+        lambda: weights.matrix(Linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 17])),
+        lambda: weights.matrix(Linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16], bias=True)),
+        lambda: weights.matrix(Linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16], plain=True)),
         lambda: weights.tensor("model.norm.weight", (33,)),
         lambda: weights.tensor("model.nothing.weight", (32,)),
         lambda: weights.table("model.embed_tokens.weight", (51, 32)),
@@ -320,7 +323,7 @@ def test_a_model_that_asks_for_something_else_is_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError):
             asked()
-    assert weights.linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16]).num_out == 64
+    assert weights.matrix(Linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16])).num_out == 64
 
 
 # ---------------------------------------------------------------------------------------- with the native kernels

@@ -22,7 +22,10 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.tensors import tensor, weight_of
 from headrace.checkpoint import loader
+from headrace.checkpoint.quantising import Loading
+from headrace.checkpoint.tensors import Checkpoint
 from headrace.engine.library.load import build_runner
+from headrace.models.weights import Linear
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.base import QWeight
@@ -214,7 +217,7 @@ def test_the_packed_form_gives_the_same_bits(case: str, tmp_path: Path, monkeypa
     def refuse(*_: Any) -> None:
         raise AssertionError("the checkpoint's codes are read again")
 
-    monkeypatch.setattr(loader.SafetensorsWeights, "linear", refuse)
+    monkeypatch.setattr(loader.SafetensorsWeights, "matrix", refuse)
     again = load(written.directory, backend="cpu", dtype="float32")
     assert torch.equal(follow(again, TOKEN_IDS, [len(TOKEN_IDS)]), expected)
 
@@ -253,13 +256,13 @@ def int8_layer(directory: Path, **options: Any) -> tuple[QWeight, loader.Safeten
     save_file({"gate.weight": weight.codes, "gate.SCB": torch.full((8,), 1.27)}, directory / "model.safetensors")
     backend = options.pop("backend", None) or TorchRef("cpu", "bfloat16")
     config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    return weight, loader.SafetensorsWeights(loader.Checkpoint(directory), backend, config, **options)
+    return weight, loader.SafetensorsWeights(Checkpoint(directory), backend, config, **options)
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_router_is_kept_plain(plain: bool, tmp_path: Path) -> None:
     weight, weights = int8_layer(tmp_path)
-    matrix: Any = weights.linear(["gate"], 64, [8], plain=plain)
+    matrix: Any = weights.matrix(Linear(["gate"], 64, [8], plain=plain))
     assert matrix.scheme == (Scheme("f", dtype="bfloat16") if plain else Scheme("i8"))
     assert torch.equal(matrix.dense(), weight.dequantize().bfloat16().float())
 
@@ -269,7 +272,7 @@ def test_codes_reach_a_backend_without_a_kernel_for_them_as_floats(
 ) -> None:
     caplog.set_level(logging.INFO)
     weight, weights = int8_layer(tmp_path, backend=NoKernels("cpu", "bfloat16"))
-    matrix: Any = weights.linear(["gate"], 64, [8])
+    matrix: Any = weights.matrix(Linear(["gate"], 64, [8]))
     weights.finish()
     assert matrix.scheme == Scheme("f", dtype="bfloat16")
     assert torch.equal(matrix.dense(), weight.dequantize().bfloat16().float())
@@ -291,8 +294,8 @@ def test_8_bit_floats_reach_a_backend_that_declares_them_with_their_scales(decla
 
     backend.ops.matrix = matrix  # type: ignore[method-assign]
     config = {"quant_method": "fp8", "weight_block_size": [32, 128]}
-    weights = loader.SafetensorsWeights(loader.Checkpoint(tmp_path), backend, config)
-    made: Any = weights.linear(["gate"], 256, [64])
+    weights = loader.SafetensorsWeights(Checkpoint(tmp_path), backend, config)
+    made: Any = weights.matrix(Linear(["gate"], 256, [64]))
     weights.finish()
     wide = codes.float() * scales.repeat_interleave(32, 0).repeat_interleave(128, 1)
     assert torch.equal(made.dense(), wide if declares else wide.bfloat16().float())
@@ -306,8 +309,8 @@ def test_8_bit_floats_reach_a_backend_that_declares_them_with_their_scales(decla
 
 def test_a_quantization_without_a_kernel_is_refused(tmp_path: Path) -> None:
     save_file({"gate.weight": torch.ones(8, 64)}, tmp_path / "model.safetensors")
-    backend, checkpoint = NoKernels("cpu", "float32"), loader.Checkpoint(tmp_path)
+    backend, checkpoint = NoKernels("cpu", "float32"), Checkpoint(tmp_path)
     backend.schemes = frozenset({Scheme("i8")})  # type: ignore[assignment]
     with pytest.raises(RequestError, match="quantization: 'nf4'.*one of int8, int8-channel on backend torch_ref"):
-        loader.SafetensorsWeights(checkpoint, backend, quantization=parse("nf4"))
-    loader.SafetensorsWeights(checkpoint, backend, quantization=parse("int8"))
+        loader.SafetensorsWeights(checkpoint, backend, loading=Loading(quantization=parse("nf4")))
+    loader.SafetensorsWeights(checkpoint, backend, loading=Loading(quantization=parse("int8")))

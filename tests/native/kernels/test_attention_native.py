@@ -12,6 +12,7 @@ import torch
 from tests.native.kernels.cache import KINDS, SCALED, Cache
 from tests.native.kernels.calls import FAST, ISAS, Array, Floats, call, fma, lanes_sum, normals, padded, same, tree
 
+from headrace.backends.base import Scoring
 from headrace.backends.torch_ref import attention as reference
 from headrace.backends.torch_ref.cache import LayerCache
 
@@ -261,7 +262,9 @@ def test_against_torch_ref(isa: str, window: int, softcap: float) -> None:
     cache = LayerCache(*(torch.from_numpy(x).view(-1, 16, *x.shape[1:]) for x in (keys, values)))
     rows: Any = Rows([0, 0], list(problem.lengths), [tables])
     query = torch.from_numpy(np.concatenate(problem.queries))
-    expected = reference.attention(query, cache, rows, problem.scale, window or None, softcap).flatten(1).numpy()
+    # A window below 0 is of chunks.
+    scoring = Scoring(problem.scale, abs(window) or None, window < 0, softcap)
+    expected = reference.attention(query, cache, rows, scoring).flatten(1).numpy()
     np.testing.assert_allclose(np.concatenate(problem.whole(isa)), expected, atol=3e-6)
 
 

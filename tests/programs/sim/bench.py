@@ -1,6 +1,6 @@
 """`Bench`: a scheduler over the oracle runner, driven step by step by tests that can be followed by hand."""
 
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
@@ -21,7 +21,7 @@ class Bench:
             "max_model_len": 128,
             "eos_token_ids": [EOS],
         }
-        self.scheduler = Scheduler(**{**defaults, **numbers})
+        self.scheduler = Scheduler(SchedulerOptions(**{**defaults, **numbers}))
         pool = self.scheduler.pool
         kinds = {name: numbers[name] for name in ("kinds", "more_blocks") if name in numbers}
         self.oracle = Oracle(1000, [EOS], kinds=kinds.get("kinds", (CacheKind(),)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from tests.programs.sim.simulation import Simulation, Violation
 
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.protocol.errors import InvariantError
 
 NUM_SEEDS, NUM_STEPS = 120, 200
@@ -45,8 +45,8 @@ def register(
 def expect_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run seeds until the bug is caught. Fails if it is not, or by an invariant that it should not break."""
 
-    def make_scheduler(**numbers: Any) -> Scheduler:
-        scheduler = Scheduler(**numbers)
+    def make_scheduler(options: SchedulerOptions) -> Scheduler:
+        scheduler = Scheduler(options)
         bug.plant(scheduler, monkeypatch)
         return scheduler
 

@@ -19,7 +19,7 @@ from tests.programs.sim.plain_beams import plain_beams
 from tests.programs.sim.world import World, draw_draft, draw_params, draw_request, draw_search, draw_world
 
 from headrace.core.invariants import used_by
-from headrace.core.scheduler import Scheduler
+from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.core.sequence import Status
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.errors import ContextLengthError, RequestError
@@ -71,7 +71,7 @@ class Simulation:
         seed: int,
         *,
         world: World | None = None,
-        make_scheduler: Callable[..., Scheduler] = Scheduler,
+        make_scheduler: Callable[[SchedulerOptions], Scheduler] = Scheduler,
         checking: bool = True,
         keep_log: bool = False,
         overlapping: bool = False,
@@ -85,7 +85,7 @@ class Simulation:
             # Neither forced tokens nor guesses run ahead.
             self.world = replace(self.world, forced_share=0.0, guess_share=0.0)
             numbers |= {"speculates": False, "runs_ahead": lambda params: params.logprobs is None}
-        self.scheduler = make_scheduler(**numbers)
+        self.scheduler = make_scheduler(SchedulerOptions(**numbers))
         self.oracle = Oracle(
             self.world.vocab_size, [0], self.world.eos_probability, self.world.forced_share, self.world.kinds
         )

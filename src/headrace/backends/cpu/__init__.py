@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace import env
-from headrace.backends.base import Chunks, LayerShape, part_of_memory
+from headrace.backends.base import Chunks, LayerShape, SetUp, part_of_memory
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.activations import choose_activations
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
@@ -24,12 +24,13 @@ from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
 from headrace.backends.cpu.measured import Measured
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
-from headrace.backends.cpu.program import MAX_ROWS, TapedProgram
+from headrace.backends.cpu.program import MAX_ROWS, TapedProgram, TapeOptions
 from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
 from headrace.backends.neighbours import neighbours_of
 from headrace.backends.shares import Seat
+from headrace.backends.step import StepSizes
 from headrace.protocol.errors import RequestError
 from headrace.quant.arrays import floats, type_name
 from headrace.quant.schemes import F8_SCHEMES, K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag
@@ -111,36 +112,25 @@ class Cpu:
             return max(map(num_bytes, by_host))
         return sum(map(num_bytes, self.ops.every_cache(model)))
 
-    def program(
-        self,
-        model: Any,
-        pool_sizes: Sequence[int],
-        block_size: int,
-        kv_dtype: str,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_blocks_per_seq: int,
-        num_threads: int,
-        feature_layers: Sequence[int] = (),
-    ) -> TapedProgram:
-        kv = cache.KVCache(self.ops.cache_shapes(model), pool_sizes, block_size, kv_dtype)
-        if kv_dtype == "int4":
-            self._measure_keys(model, kv, (max_blocks_per_seq - 1) * block_size + 1, num_threads)
-        max_rows = min(MAX_ROWS, max_num_batched_tokens)
-        max_chunks = min(max_num_seqs, max_rows)
-        max_blocks = max_chunks * max_blocks_per_seq
+    def program(self, model: Any, set_up: SetUp, feature_layers: Sequence[int] = ()) -> TapedProgram:
+        block_size, num_threads = set_up.block_size, set_up.num_threads
+        kv = cache.KVCache(self.ops.cache_shapes(model), set_up.pool_sizes, block_size, set_up.kv_dtype)
+        if set_up.kv_dtype == "int4":
+            self._measure_keys(model, kv, (set_up.max_blocks_per_seq - 1) * block_size + 1, num_threads)
+        max_rows = min(MAX_ROWS, set_up.max_num_batched_tokens)
+        max_chunks = min(set_up.max_num_seqs, max_rows)
+        sizes = StepSizes(max_rows, max_chunks, max_chunks * set_up.max_blocks_per_seq)
         check = env.debug_level() >= 3
         if check and importlib.util.find_spec("torch") is None:
             raise RequestError("HEADRACE_DEBUG", 3, "less, or install torch: pip install 'headrace[torch]'")
-        return TapedProgram(
-            model, self.ops, kv, max_rows, max_chunks, max_blocks, num_threads, check=check, layers=feature_layers
-        )
+        return TapedProgram(model, self.ops, kv, sizes, TapeOptions(num_threads, check=check), feature_layers)
 
     def _measure_keys(self, model: Any, kv: cache.KVCache, max_len: int, num_threads: int) -> None:
         """Run the probe over a float32 cache, and set the mean key of each layer of `kv`."""
         length = min(LENGTH, max_len)
         probe_kv = cache.KVCache(self.ops.cache_shapes(model), [NUM_SEQS] * len(model.kinds), length, "float32")
-        probe = TapedProgram(model, self.ops, probe_kv, NUM_SEQS * length, NUM_SEQS, NUM_SEQS, num_threads)
+        sizes = StepSizes(NUM_SEQS * length, NUM_SEQS, NUM_SEQS)
+        probe = TapedProgram(model, self.ops, probe_kv, sizes, TapeOptions(num_threads))
         tables = [[i] for i in range(NUM_SEQS)]
         neighbours = neighbours_of(model)
         features = None if neighbours is None else neighbours.take(NUM_SEQS * length, model.feature_size)

@@ -22,10 +22,11 @@ from headrace.backends.cpu.matrix import CpuMatrix, parts_of
 from headrace.backends.cpu.measured import Measured
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.products import FLOAT_KINDS
-from headrace.backends.cpu.program import TapedProgram
+from headrace.backends.cpu.program import TapedProgram, TapeOptions
 from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.backends.neighbours import Neighbours, neighbours_of
+from headrace.backends.step import StepSizes
 from headrace.protocol.errors import RequestError
 from headrace.quant.schemes import ROUNDED_BOOKS
 
@@ -125,10 +126,9 @@ def measure(ops: CpuOps | RankOps, model: Any, num_threads: int) -> dict[CpuMatr
     root of the mean square over the rows of the text. Of an expert that no row reaches it is the worst of all."""
     ops.pairs = []
     try:
-        program = TapedProgram(
-            model, ops, KVCache(ops.cache_shapes(model), [NUM_SEQS] * len(model.kinds), LENGTH, "float32"),
-            NUM_SEQS * LENGTH, NUM_SEQS, NUM_SEQS, num_threads,
-        )  # fmt: skip
+        cache = KVCache(ops.cache_shapes(model), [NUM_SEQS] * len(model.kinds), LENGTH, "float32")
+        sizes = StepSizes(NUM_SEQS * LENGTH, NUM_SEQS, NUM_SEQS)
+        program = TapedProgram(model, ops, cache, sizes, TapeOptions(num_threads))
         pairs = ops.pairs
     finally:
         ops.pairs = None

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Activation, HeadNorm, Heads, LayerShape, Matrix, RopeTable, Routing
+from headrace.backends.base import (
+    Activation,
+    ExpertLayer,
+    HeadForm,
+    HeadNorm,
+    Heads,
+    LayerShape,
+    Matrix,
+    RopeTable,
+    Scoring,
+)
 from headrace.backends.cpu.codes import Quantised, quantised
 from headrace.backends.cpu.experts import Experts
 from headrace.backends.cpu.heads import by_head
@@ -22,7 +32,7 @@ from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, make_matrix, parts
 from headrace.backends.cpu.memory import Pool
 from headrace.backends.cpu.products import FLOAT_KINDS, KINDS, NO_Q, NO_RESIDUAL, Pair, product
 from headrace.backends.graph import LOGITS, Graph, Value
-from headrace.backends.states import StateHeads
+from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 from headrace.backends.step import StepRows
 
 if TYPE_CHECKING:
@@ -237,15 +247,9 @@ class CpuOps:
         return Value(self.graph, x.buffer, x.width, x.item_bytes, column=x.column)
 
     def rope_store(
-        self,
-        qkv: Value,
-        heads: Heads,
-        rows: StepRows,
-        cache: LayerCache,
-        rope_table: RopeTable | None = None,
-        q_norm: HeadNorm | None = None,
-        k_norm: HeadNorm | None = None,
+        self, qkv: Value, heads: Heads, rows: StepRows, cache: LayerCache, form: HeadForm = HeadForm()
     ) -> Value:
+        rope_table, q_norm, k_norm = form
         norm = q_norm or k_norm
         fields: dict[str, Any] = {
             "x": self.graph.read(qkv),
@@ -272,28 +276,17 @@ class CpuOps:
         width = heads.num_heads * heads.head_dim
         return Value(self.graph, qkv.buffer, width, qkv.item_bytes, node, column=qkv.column)
 
-    def attention(
-        self,
-        query: Value,
-        heads: Heads,
-        rows: StepRows,
-        cache: LayerCache,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: F32 | None = None,
-        chunked: bool = False,
-    ) -> Value:
+    def attention(self, query: Value, heads: Heads, rows: StepRows, cache: LayerCache, scoring: Scoring) -> Value:
         out = self.graph.value(heads.num_heads * heads.value_size, query.dim)
         fields = self._in_out(query, out) | {
             "heads": heads.num_heads,
             "kv_heads": heads.num_kv_heads,
             "head_dim": heads.head_dim,
             "value_dim": heads.value_size,
-            "scale": scale,
-            "window": -(window or 0) if chunked else window or 0,
-            "softcap": softcap,
-            "sinks": sinks,
+            "scale": scoring.scale,
+            "window": scoring.reach,
+            "softcap": scoring.softcap,
+            "sinks": scoring.sinks,
             "block_size": rows.block_size,
             "row_begin": rows.row_begin,
             "start": rows.start,
@@ -310,35 +303,14 @@ class CpuOps:
         self.graph.put("conv", x.dim, out, self._in_out(x, out) | fields | state_fields(rows, state))
         return out
 
-    def delta(
-        self,
-        query: Value,
-        key: Value,
-        value: Value,
-        decay: Value,
-        beta: Value,
-        heads: StateHeads,
-        rows: StepRows,
-        state: F32,
-        scale: float,
-    ) -> Value:
-        parts = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
-        fields = {"scale": scale, "decay_width": decay.width // heads.num_heads}
-        return self._recurrent("delta", parts, heads, rows, state, fields)
+    def delta(self, inputs: DeltaInputs, heads: StateHeads, rows: StepRows, state: F32, scale: float) -> Value:
+        fields = {"scale": scale, "decay_width": inputs.decay.width // heads.num_heads}
+        return self._recurrent("delta", inputs._asdict(), heads, rows, state, fields)
 
-    def scan(
-        self,
-        x: Value,
-        b: Value,
-        c: Value,
-        dt: Value,
-        a: F32,
-        d: F32 | None,
-        heads: StateHeads,
-        rows: StepRows,
-        state: F32,
-    ) -> Value:
-        return self._recurrent("scan", {"x": x, "b": b, "c": c, "dt": dt}, heads, rows, state, {"a": a, "d": d})
+    def scan(self, inputs: ScanInputs, heads: StateHeads, rows: StepRows, state: F32) -> Value:
+        parts = inputs._asdict()
+        fields = {name: parts.pop(name) for name in ("a", "d")}
+        return self._recurrent("scan", parts, heads, rows, state, fields)
 
     def _recurrent(
         self, op: str, parts: dict[str, Value], heads: StateHeads, rows: StepRows, state: F32, fields: dict[str, Any]
@@ -361,20 +333,11 @@ class CpuOps:
         self.graph.put("softplus", x.dim, out, self._in_out(x, out) | fields)
         return out
 
-    def experts(
-        self,
-        x: Value,
-        router: Matrix,
-        routing: Routing,
-        gate_up: Sequence[Matrix],
-        down: Sequence[Matrix],
-        kind: Activation,
-        seen: Value | None = None,
-    ) -> Value:
-        first, second = [cpu_matrix(matrix) for matrix in gate_up], [cpu_matrix(matrix) for matrix in down]
-        act = self.activation if first[0].num_out == second[0].num_in else self.gated
-        logits = self.linear(seen or x, router)
-        return Experts(self, routing, router.num_out).mix(x, logits, first, second, lambda y: act(y, kind))
+    def experts(self, x: Value, layer: ExpertLayer, seen: Value | None = None) -> Value:
+        first, second = ([cpu_matrix(matrix) for matrix in part] for part in (layer.gate_up, layer.down))
+        act = self.gated if layer.has_gate else self.activation
+        logits, mixture = self.linear(seen or x, layer.router), Experts(self, layer.routing, layer.router.num_out)
+        return mixture.mix(x, logits, first, second, lambda y: act(y, layer.kind))
 
     def _product(
         self,

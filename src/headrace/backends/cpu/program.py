@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Value
 from headrace.backends.logits import HostLogits
-from headrace.backends.step import make_step_rows
+from headrace.backends.step import StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 logger = logging.getLogger(__name__)
@@ -34,37 +34,35 @@ for more rows, and what one operator passes to the next stays in the CPU's cache
 F32 = NDArray[np.float32]
 
 
-class TapedProgram:
-    """`Program` of the cpu backend.
+class TapeOptions(NamedTuple):
+    """How a tape runs: on `num_threads` (0: the number that suits the model), by the kernels of `isa` ("": the best).
+    check: compute every step a second time beside torch_ref, and log what differs."""
 
-    Args:
-        max_chunks: pieces of sequences in one call, and rows of logits.
-        max_blocks: entries of all block tables of a kind in one call together.
-        check: compute every step a second time beside torch_ref, and log what differs.
-        layers: those whose residual streams `features` gives.
-    """
+    num_threads: int
+    isa: str = ""
+    check: bool = False
+
+
+class TapedProgram:
+    """`Program` of the cpu backend. layers: those whose residual streams `features` gives."""
 
     def __init__(
         self,
         model: Any,
         ops: CpuOps | RankOps,
         cache: KVCache,
-        max_rows: int,
-        max_chunks: int,
-        max_blocks: int,
-        num_threads: int,
-        isa: str = "",
-        check: bool = False,
+        sizes: StepSizes,
+        options: TapeOptions,
         layers: Sequence[int] = (),
     ) -> None:
         self.model = model  # it keeps the embedding table alive, whose address is on the tape
-        self.cache, self.num_threads = cache, num_threads
+        self.cache, self.num_threads = cache, options.num_threads
         self.vocab_size: int = model.vocab_size
         self.kinds: tuple[CacheKind, ...] = model.kinds
         self.block_size, self.pool_sizes = cache.block_size, cache.pool_sizes
         self.num_blocks = self.pool_sizes[0]
-        self._check = check
-        self.max_rows, self.max_logits = max_rows, max_chunks
+        self._check, isa = options.check, options.isa
+        self.max_rows, self.max_logits = max_rows, max_chunks = sizes[:2]
         ops.begin()
         graph = ops.graph
         size = model.feature_size
@@ -73,8 +71,7 @@ class TapedProgram:
         ld = features.ld if features else 0
         self._features = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = make_step_rows(
-            lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, max_rows, max_chunks,
-            max_blocks, features,
+            lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, sizes, features
         )  # fmt: skip
         self.logit_rows = np.zeros(max_chunks, np.int32)
         self._finite_rows = np.zeros(max_rows, np.int32)

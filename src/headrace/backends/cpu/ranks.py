@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headrace.backends.base import Activation, Matrix, Routing
+from headrace.backends.base import ExpertLayer, Matrix
 from headrace.backends.cpu.experts import Experts, Share
 from headrace.backends.cpu.gathers import Gathers
 from headrace.backends.cpu.matrix import CpuMatrix, CpuStack, parts_of
@@ -150,31 +150,22 @@ class RankOps(SplitOps):
         self._gather_pairs(num_pairs)
         return self._as(out, ranked.layout)
 
-    def experts(
-        self,
-        x: Any,
-        router: Matrix,
-        routing: Routing,
-        gate_up: Sequence[Matrix],
-        down: Sequence[Matrix],
-        kind: Activation,
-        seen: Any = None,
-    ) -> RankValue:
-        first, second = ([rank_matrix(matrix) for matrix in part] for part in (gate_up, down))
+    def experts(self, x: Any, layer: ExpertLayer, seen: Any = None) -> RankValue:
+        first, second = ([rank_matrix(matrix) for matrix in part] for part in (layer.gate_up, layer.down))
         takes = [part for matrix in second for part in parts_of(matrix.local)]
-        act = self.activation if first[0].num_out == second[0].num_in else self.gated
+        act = self.gated if layer.has_gate else self.activation
 
         def bend(y: Value) -> Value:
-            return self.operand(act(self._as(y, first[0].layout), kind), takes)
+            return self.operand(act(self._as(y, first[0].layout), layer.kind), takes)
 
-        logits = self.whole(self.linear(x if seen is None else seen, router))
+        logits = self.whole(self.linear(x if seen is None else seen, layer.router))
         num_pairs = len(self.pairs or ())
         share = None
         if self.plan.whole_experts:
-            share = Share(self.plan.experts(router.num_out), self._gathers.rows)
+            share = Share(self.plan.experts(layer.router.num_out), self._gathers.rows)
             if any(matrix.layout is not None for matrix in (*first, *second)):
                 raise ValueError(f"{first[0].local.name}: the model file does not say which expert has it (`cut`)")
-        mixture = Experts(self.inner, routing, router.num_out, share)
+        mixture = Experts(self.inner, layer.routing, layer.router.num_out, share)
         out = mixture.mix(self.whole(x), logits, [m.local for m in first], [m.local for m in second], bend)
         self._gather_pairs(num_pairs)
         return self._as(out, second[0].layout)

@@ -19,14 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, HeadNorm, Heads, LayerShape, RopeTable, Routing
+from headrace.backends.base import Chunks, HeadForm, HeadNorm, Heads, LayerShape, RopeTable, Routing, Scoring
 from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
 from headrace.backends.cpu.experts import SCORES
 from headrace.backends.cpu.matrix import unpacked
 from headrace.backends.cpu.products import KIND_CODES, KINDS
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import Node
-from headrace.backends.states import StateHeads
+from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 from headrace.backends.torch_ref.attention import first_seen
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache, make_caches
@@ -223,7 +223,7 @@ def _rope_store(view: View) -> Expected:
     if view["k"] is None and rope_table is not None:
         return {"x": view.ops.rope(qkv, heads.num_heads, heads.head_dim, rows, rope_table)}
     cache = _reference_cache(view, heads, view.num_rows, 1)
-    query = view.ops.rope_store(qkv, heads, rows, cache, rope_table, q_norm, k_norm)
+    query = view.ops.rope_store(qkv, heads, rows, cache, HeadForm(rope_table, q_norm, k_norm))
     key, value, mean = cache.keys[:, 0], cache.values[:, 0], view.constant("k_mean")
     return {"x": query, "k": (key if mean is None else key - mean).flatten(1), "v": value.flatten(1)}
 
@@ -259,9 +259,8 @@ def _attention(view: View) -> Expected:
     rows = make_forward_batch(chunks, block_size, torch.device("cpu"))
     query = view.rows(heads.num_heads * heads.head_dim)
     window, chunked = abs(view["window"]) or None, view["window"] < 0
-    sinks = view.constant("sinks")
-    mixed = view.ops.attention(query, heads, rows, cache, view["scale"], window, view["softcap"], sinks, chunked)
-    return {"out": mixed}
+    scoring = Scoring(view["scale"], window, chunked, view["softcap"], view.constant("sinks"))
+    return {"out": view.ops.attention(query, heads, rows, cache, scoring)}
 
 
 def _linear(view: View) -> Expected:
@@ -436,7 +435,7 @@ def _delta(view: View) -> Expected:
     heads, parts = _state_parts(view, widths)
     rows, state = _state(view)
     query, key, value, decay, beta = parts
-    y = view.ops.delta(query, key, value, decay, beta, heads, rows, state, view["scale"])
+    y = view.ops.delta(DeltaInputs(query, key, value, decay, beta), heads, rows, state, view["scale"])
     return _with_state(y, state)
 
 
@@ -445,7 +444,7 @@ def _scan(view: View) -> Expected:
     heads, parts = _state_parts(view, {"x": num_heads * view["value_dim"], "b": keys, "c": keys, "dt": num_heads})
     rows, state = _state(view)
     x, b, c, dt = parts
-    y = view.ops.scan(x, b, c, dt, torch.from_numpy(view["a"]), view.constant("d"), heads, rows, state)
+    y = view.ops.scan(ScanInputs(x, b, c, dt, torch.from_numpy(view["a"]), view.constant("d")), heads, rows, state)
     return _with_state(y, state)
 
 

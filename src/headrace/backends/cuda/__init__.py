@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headrace.backends.base import part_of_memory
+from headrace.backends.base import SetUp, part_of_memory
 from headrace.backends.cuda import cache
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.matrix import schemes
@@ -22,6 +22,7 @@ from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.program import MAX_ROWS, CudaProgram, capability, planned_bytes
 from headrace.backends.cuda.ranks import CudaRankOps
 from headrace.backends.shares import DeviceSeat
+from headrace.backends.step import StepSizes
 from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.tensors import DTYPES, tensor
 from headrace.protocol.errors import RequestError
@@ -81,33 +82,17 @@ class Cuda:
         # Each rank has a device of its own: the fullest of them counts.
         return max(cache.block_bytes(shapes, kind, block_size, kv_dtype) for shapes in self.ops.every_cache(model))
 
-    def program(
-        self,
-        model: Any,
-        pool_sizes: Sequence[int],
-        block_size: int,
-        kv_dtype: str,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_blocks_per_seq: int,
-        num_threads: int,
-        feature_layers: Sequence[int] = (),
-    ) -> CudaProgram:
+    def program(self, model: Any, set_up: SetUp, feature_layers: Sequence[int] = ()) -> CudaProgram:
         """Raises `RequestError` for blocks of a size that the kernels do not have."""
+        block_size, per_seq = set_up.block_size, set_up.max_blocks_per_seq
         if block_size & (block_size - 1):
             raise RequestError("block_size", block_size, "a power of two for backend cuda")
-        max_rows = min(MAX_ROWS, max_num_batched_tokens)
-        max_chunks = min(max_num_seqs, max_rows)
-        return CudaProgram(
-            model,
-            self.ops,
-            KVCache(self.ops.cache_shapes(model), pool_sizes, block_size, kv_dtype, self.ops.device),
-            max_rows=max_rows,
-            max_chunks=max_chunks,
-            max_blocks=max_chunks * max_blocks_per_seq,
-            max_len=max_blocks_per_seq * block_size,
-            layers=feature_layers,
-        )
+        max_rows = min(MAX_ROWS, set_up.max_num_batched_tokens)
+        max_chunks = min(set_up.max_num_seqs, max_rows)
+        shapes = self.ops.cache_shapes(model)
+        kv = KVCache(shapes, set_up.pool_sizes, block_size, set_up.kv_dtype, self.ops.device)
+        sizes = StepSizes(max_rows, max_chunks, max_chunks * per_seq)
+        return CudaProgram(model, self.ops, kv, sizes, per_seq * block_size, feature_layers)
 
     def available_memory(self) -> int:
         if self.ops.device.type == "cuda":

@@ -60,7 +60,7 @@ class KVCache:
         dtype: str,
         device: torch.device,
     ) -> None:
-        self.pool_sizes, self.block_size = tuple(pool_sizes), block_size
+        self.pool_sizes, self.block_size, self.device = tuple(pool_sizes), block_size, device
         self.layers: list[LayerCache] = []
         for shape in shapes:
             if shape.source is not None:

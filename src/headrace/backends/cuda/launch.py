@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ class Config:
         return not self.capabilities or LIKE.get(capability, 120) in self.capabilities
 
 
+class Arguments(SimpleNamespace):
+    """A kernel's arguments by name, as its twin takes them."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
     """A Triton kernel with its twin.
@@ -57,7 +62,7 @@ class Kernel:
     """
 
     jit: Any
-    twin: Callable[..., None]
+    twin: Callable[[Arguments], None]
     configs: tuple[Config, ...] = (Config(),)
     fuse: bool = True
 
@@ -84,7 +89,7 @@ class Launch:
     config: Config
 
     def run_twin(self) -> None:
-        self.kernel.twin(**self.arguments)
+        self.kernel.twin(Arguments(**self.arguments))
 
     def run_gpu(self) -> None:
         self.kernel.jit[self.grid](

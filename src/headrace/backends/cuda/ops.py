@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Activation, HeadNorm, Heads, LayerShape, Matrix, RopeTable, Routing
+from headrace.backends.base import (
+    Activation,
+    ExpertLayer,
+    HeadForm,
+    HeadNorm,
+    Heads,
+    LayerShape,
+    Matrix,
+    RopeTable,
+    Routing,
+    Scoring,
+)
 from headrace.backends.cuda.gathers import Exchange
 from headrace.backends.cuda.kernels.experts import stacked
 from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
@@ -129,59 +140,32 @@ class CudaOps:
         raise CheckpointError("backend cuda has no kernels for rope beside the cache; use cpu or torch_ref")
 
     def rope_store(
-        self,
-        qkv: Value,
-        heads: Heads,
-        rows: StepRows,
-        cache: LayerCache,
-        rope_table: RopeTable | None = None,
-        q_norm: HeadNorm | None = None,
-        k_norm: HeadNorm | None = None,
+        self, qkv: Value, heads: Heads, rows: StepRows, cache: LayerCache, form: HeadForm = HeadForm()
     ) -> Value:
-        fields = {"x": self._read(qkv), "heads": heads, "rows": rows, "cache": cache, "rope_table": rope_table}
-        node = self.graph.put("rope_store", qkv.dim, None, fields | {"q_norm": q_norm, "k_norm": k_norm})
+        fields = {"x": self._read(qkv), "heads": heads, "rows": rows, "cache": cache, "form": form}
+        node = self.graph.put("rope_store", qkv.dim, None, fields)
         return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node, column=qkv.column)
 
-    def attention(
-        self,
-        query: Value,
-        heads: Heads,
-        rows: StepRows,
-        cache: LayerCache,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunked: bool = False,
-    ) -> Value:
-        if sinks is not None or chunked:
+    def attention(self, query: Value, heads: Heads, rows: StepRows, cache: LayerCache, scoring: Scoring) -> Value:
+        if scoring.sinks is not None or scoring.chunked:
             raise CheckpointError(
                 "backend cuda has no kernels for attention with sinks or chunks; use cpu or torch_ref"
             )
         width = heads.num_heads * heads.head_dim
         return self._put(
-            "attention", width, query.dim, x=query, heads=heads, rows=rows, cache=cache, scale=scale,
-            window=window or 0, softcap=softcap,
+            "attention", width, query.dim, x=query, heads=heads, rows=rows, cache=cache, scoring=scoring
         )  # fmt: skip
 
-    def experts(
-        self,
-        x: Value,
-        router: Matrix,
-        routing: Routing,
-        gate_up: Sequence[Matrix],
-        down: Sequence[Matrix],
-        kind: Activation,
-        seen: Value | None = None,
-    ) -> Value:
-        if gate_up[0].num_out == down[0].num_in:
+    def experts(self, x: Value, layer: ExpertLayer, seen: Value | None = None) -> Value:
+        routing = layer.routing
+        if not layer.has_gate:
             raise CheckpointError("backend cuda has no kernels for experts without a gate; use cpu or torch_ref")
         if routing != Routing(routing.top_k, renormalise=routing.renormalise):
             raise CheckpointError(f"backend cuda has no kernels for experts chosen by {routing}; use cpu or torch_ref")
-        logits = self.linear(seen or x, router)
+        logits = self.linear(seen or x, layer.router)
         return self._put(
             "experts", x.width, x.dim, x=x, logits=logits, top_k=routing.top_k, renormalise=routing.renormalise,
-            kind=kind, gate_up=self._stacked(gate_up), down=self._stacked(down),
+            kind=layer.kind, gate_up=self._stacked(layer.gate_up), down=self._stacked(layer.down),
         )  # fmt: skip
 
     def multiply(self, x: Value, gate: Value, kind: Activation) -> Value:

@@ -30,7 +30,7 @@ from headrace.backends.cuda.staging import Mark, Staging, to_host
 from headrace.backends.cuda.tape import StepTensors, Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Value
 from headrace.backends.logits import Draw
-from headrace.backends.step import StepRows, make_step_rows
+from headrace.backends.step import StepRows, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 MAX_ROWS = 8192
@@ -83,14 +83,11 @@ class StartedCall:
 
 
 class CudaProgram:
-    """`DrawingProgram` of the cuda backend.
+    """`DrawingProgram` of the cuda backend. All but the weights is on the cache's device: "meta" to plan memory.
 
     Args:
-        max_chunks: pieces of sequences in one call, and rows of logits.
-        max_blocks: entries of all block tables of a kind in one call together.
         max_len: positions of a sequence at most.
         layers: those whose residual streams `features` gives.
-        device: of everything but the weights; "meta" to plan memory (default: that of the weights).
     """
 
     def __init__(
@@ -98,25 +95,22 @@ class CudaProgram:
         model: Any,
         ops: CudaOps | CudaRankOps,
         cache: KVCache,
-        max_rows: int,
-        max_chunks: int,
-        max_blocks: int,
+        sizes: StepSizes,
         max_len: int,
         layers: Sequence[int] = (),
-        device: torch.device | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.vocab_size: int = model.vocab_size
         self.kinds: tuple[CacheKind, ...] = model.kinds
         self.block_size, self.pool_sizes = cache.block_size, cache.pool_sizes
         self.num_blocks = self.pool_sizes[0]
-        self.max_rows, self.max_logits = max_rows, max_chunks
-        self._device = device = device or ops.device
+        self.max_rows, self.max_logits = max_rows, max_chunks = sizes[:2]
+        self._device = device = cache.device
         self._partials = spans.num_partials(max_rows, max_len)
         ops.begin()
         graph = ops.graph
         features = graph.outside(model.feature_size, ROWS) if model.feature_size else None
-        image = self._stage(max_blocks, max_len, features)
+        image = self._stage(sizes, max_len, features)
         self._features = torch.zeros(max_rows, features.ld if features else 0, dtype=ops.dtype, device=device)
         self._finite_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # Ids and flags lie together: one copy brings them to the host.
@@ -145,19 +139,19 @@ class CudaProgram:
         ops.begin()
         self._whole.prepare()
 
-    def _stage(self, max_blocks: int, max_len: int, features: Value | None) -> StepRows:
+    def _stage(self, most: StepSizes, max_len: int, features: Value | None) -> StepRows:
         """Make the step's inputs; return their images on the device."""
         lengths: list[int] = []
-        most = (self.kinds, self.block_size, self.max_rows, self.max_logits, max_blocks)
-        make_step_rows(lengths.append, *most)
+        given = self.kinds, self.block_size, most
+        make_step_rows(lengths.append, *given)
         num_items = spans.ITEM * spans.max_items(self.max_rows, max_len)
         self._staging = Staging([3, self.max_logits, num_items, self.max_rows, *lengths], self._device)
         host, device = iter(self._staging.host), iter(self._staging.device)
         self._sizes, self._logit_rows, self._items, self._carry = (next(host) for _ in range(4))
         sizes, self._logit_rows_image, items, self._carry_image = (next(device) for _ in range(4))
         self._step = StepTensors(sizes, items.view(-1, spans.ITEM))
-        self.inputs = make_step_rows(lambda _: next(host), *most)
-        image = make_step_rows(lambda _: next(device), *most, features)
+        self.inputs = make_step_rows(lambda _: next(host), *given)
+        image = make_step_rows(lambda _: next(device), *given, features)
         self._token_ids: Tensor = image.token_ids
         self._arrival = Mark(self._device)
         # The tokens that `start` drew last.
@@ -354,8 +348,8 @@ def planned_bytes(model: Any, ops: CudaOps | CudaRankOps, max_rows: int, max_chu
     """Return the bytes that a program takes beside weights and cache, without allocating them."""
     block, meta = 16, torch.device("meta")
     cache = KVCache(ops.cache_shapes(model), [1] * len(model.kinds), block, "bfloat16", meta)
-    max_blocks = max_chunks * -(-max_len // block)
-    return CudaProgram(model, ops, cache, max_rows, max_chunks, max_blocks, max_len, device=meta).num_bytes
+    sizes = StepSizes(max_rows, max_chunks, max_chunks * -(-max_len // block))
+    return CudaProgram(model, ops, cache, sizes, max_len).num_bytes
 
 
 def capability(device: torch.device) -> int:

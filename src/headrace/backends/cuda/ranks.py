@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Activation, Matrix, Routing
+from headrace.backends.base import ExpertLayer, Matrix
 from headrace.backends.cuda.matrix import CudaMatrix
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.graph import Value
@@ -65,20 +65,10 @@ class CudaRankOps(SplitOps):
         ranked = rank_matrix(matrix)
         return self._as(self.inner.linear(self.whole(x), ranked.local), ranked.layout)
 
-    def experts(
-        self,
-        x: Any,
-        router: Matrix,
-        routing: Routing,
-        gate_up: Sequence[Matrix],
-        down: Sequence[Matrix],
-        kind: Activation,
-        seen: Any = None,
-    ) -> RankValue:
-        first, second = ([rank_matrix(matrix).local for matrix in part] for part in (gate_up, down))
-        chosen_by = None if seen is None else self.whole(seen)
-        chooser = rank_matrix(router).local
-        return self._full(self.inner.experts(self.whole(x), chooser, routing, first, second, kind, chosen_by))
+    def experts(self, x: Any, layer: ExpertLayer, seen: Any = None) -> RankValue:
+        first, second = ([rank_matrix(matrix).local for matrix in part] for part in (layer.gate_up, layer.down))
+        local = layer._replace(router=rank_matrix(layer.router).local, gate_up=first, down=second)
+        return self._full(self.inner.experts(self.whole(x), local, None if seen is None else self.whole(seen)))
 
     def finite(self, x: Value, flags: Tensor) -> None:
         self.inner.finite(x, flags)

@@ -301,7 +301,6 @@ def _linear_config(frame: Frame, node: Node) -> tuple[Config, tuple[int, int]]:
 def _rope_store(frame: Frame, node: Node) -> list[Launch]:
     f, x = node.fields, frame.rows(node.fields["x"])
     step = f["rows"]
-    options = {name: f[name] for name in ("rope_table", "q_norm", "k_norm")}
     copies = (step.copy_begin, step.copy_slots)
     return [
         rope_store.rope_store(
@@ -313,7 +312,7 @@ def _rope_store(frame: Frame, node: Node) -> list[Launch]:
             frame.sizes,
             len(x),
             copies=copies,
-            **options,
+            **f["form"]._asdict(),
         )
     ]
 
@@ -330,9 +329,9 @@ def _attention(frame: Frame, node: Node) -> list[Launch]:
         tape.spans(heads),
         heads=heads.num_heads,
         kv_heads=heads.num_kv_heads,
-        scale=f["scale"],
-        window=f["window"],
-        softcap=f["softcap"],
+        scale=f["scoring"].scale,
+        window=f["scoring"].window or 0,
+        softcap=f["scoring"].softcap,
         programs=2 * tape.num_programs,
         chosen=f["chosen"],
     )

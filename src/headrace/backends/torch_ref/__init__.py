@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 from torch import Tensor
 
-from headrace.backends.base import part_of_memory
+from headrace.backends.base import SetUp, part_of_memory
 from headrace.backends.torch_ref import cache, rounded
 from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.ops import RefOps
@@ -58,22 +59,13 @@ class TorchRef:
     def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
         return cache.block_bytes(model.cache_shapes, kind, block_size, kv_dtype)
 
-    def program(
-        self,
-        model: Any,
-        pool_sizes: Sequence[int],
-        block_size: int,
-        kv_dtype: str,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_blocks_per_seq: int,
-        num_threads: int,
-        feature_layers: Sequence[int] = (),
-    ) -> EagerProgram:
-        num_threads = num_threads or self.num_threads(self.ops.weight_bytes)
-        program = EagerProgram(model, self.ops, pool_sizes, block_size, num_threads, feature_layers, kv_dtype)
-        if kv_dtype == "int4":
-            program.measure_keys((max_blocks_per_seq - 1) * block_size + 1)
+    def program(self, model: Any, set_up: SetUp, feature_layers: Sequence[int] = ()) -> EagerProgram:
+        num_threads = set_up.num_threads or self.num_threads(self.ops.weight_bytes)
+        program = EagerProgram(
+            model, self.ops, msgspec.structs.replace(set_up, num_threads=num_threads), feature_layers
+        )
+        if set_up.kv_dtype == "int4":
+            program.measure_keys((set_up.max_blocks_per_seq - 1) * set_up.block_size + 1)
         return program
 
     def available_memory(self) -> int:

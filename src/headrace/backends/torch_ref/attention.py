@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.backends.base import Scoring
 from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.cache import LayerCache
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
@@ -112,17 +113,10 @@ def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window:
     return Group(index, slots, hidden, num_spans, shared=len(pieces) == 1 and len(positions) > 1)
 
 
-def attention(
-    query: Tensor,
-    cache: LayerCache,
-    rows: ForwardBatch,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attention(query: Tensor, cache: LayerCache, rows: ForwardBatch, scoring: Scoring) -> Tensor:
     """query [R, heads, D] over a cache of values of V numbers -> [R, heads, V] float32."""
     _, block_size, num_kv_heads, head_dim = cache.keys.shape
+    window = scoring.reach or None
     key = ("plan", cache.kind, window, block_size, num_kv_heads * head_dim)
     groups = rows.notes.get(key)
     if groups is None:
@@ -130,18 +124,11 @@ def attention(
     out = torch.empty(*query.shape[:2], cache.values.shape[3], dtype=torch.float32, device=query.device)
     for group in groups:
         queries = query.index_select(0, group.rows).float()
-        out[group.rows] = _attend(queries, cache, group, scale, softcap, sinks)
+        out[group.rows] = _attend(queries, cache, group, scoring)
     return out
 
 
-def _attend(
-    query: Tensor,
-    cache: LayerCache,
-    group: Group,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(query: Tensor, cache: LayerCache, group: Group, scoring: Scoring) -> Tensor:
     """One group: query [R, heads, D] -> [R, heads, V]."""
     (num_rows, heads, _), (_, _, num_kv_heads, head_dim) = query.shape, cache.keys.shape
     value_dim = cache.values.shape[3]
@@ -151,11 +138,12 @@ def _attend(
     q = query.view(num_rows, num_kv_heads, queries, head_dim).transpose(0, 1)
     q = F.pad(q, (0, extra)) if extra else q
     keys, values = _gather(cache.keys, group), _gather(cache.values, group)
-    scores = _by_span(q.expand(group.num_spans, *q.shape), keys.transpose(-1, -2), group.shared) * scale
-    if softcap:
-        scores = elementwise(torch.tanh, scores / softcap) * softcap
+    scores = _by_span(q.expand(group.num_spans, *q.shape), keys.transpose(-1, -2), group.shared) * scoring.scale
+    if scoring.softcap:
+        scores = elementwise(torch.tanh, scores / scoring.softcap) * scoring.softcap
     scores = scores.masked_fill(group.hidden, float("-inf"))
     top = scores.amax(dim=(0, -1), keepdim=True)
+    sinks = scoring.sinks
     if sinks is not None:
         sinks = sinks.float().view(1, num_kv_heads, 1, queries, 1)
         top = torch.maximum(top, sinks)

@@ -15,8 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.base import Activation, HeadNorm, Heads, Matrix, RopeTable, Routing
-from headrace.backends.states import StateHeads
+from headrace.backends.base import (
+    Activation,
+    ExpertLayer,
+    HeadForm,
+    HeadNorm,
+    Heads,
+    Matrix,
+    RopeTable,
+    Routing,
+    Scoring,
+)
+from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref import recurrent
 from headrace.backends.torch_ref.batch import ForwardBatch
@@ -215,49 +225,30 @@ class RefOps:
         return angles
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        heads: Heads,
-        rows: ForwardBatch,
-        cache: LayerCache,
-        rope_table: RopeTable | None = None,
-        q_norm: HeadNorm | None = None,
-        k_norm: HeadNorm | None = None,
+        self, qkv: Tensor, heads: Heads, rows: ForwardBatch, cache: LayerCache, form: HeadForm = HeadForm()
     ) -> Tensor:
         by_kind = [heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim]
         query, key, rest = torch.split(qkv, [*by_kind, qkv.shape[1] - sum(by_kind)], dim=1)
         query = query.reshape(len(qkv), heads.num_heads, heads.head_dim)
         key = key.reshape(len(qkv), heads.num_kv_heads, heads.head_dim)
         value = rest.reshape(len(qkv), -1, heads.value_size) if rest.shape[1] else None
-        if q_norm is not None:
-            query = self.rms_norm(query, *q_norm)
-        if k_norm is not None:
-            key = self.rms_norm(key, *k_norm)
-        if rope_table is not None:
-            query, key = self.turned(query, rows, rope_table), self.turned(key, rows, rope_table)
-        cache.rope_table = rope_table
+        if form.q_norm is not None:
+            query = self.rms_norm(query, *form.q_norm)
+        if form.k_norm is not None:
+            key = self.rms_norm(key, *form.k_norm)
+        if form.rope_table is not None:
+            query, key = self.turned(query, rows, form.rope_table), self.turned(key, rows, form.rope_table)
+        cache.rope_table = form.rope_table
         cache.store(key, value, rows.slot_mapping[cache.kind])
         if rows.copies is not None:
             row_ids, slots = rows.copies
             cache.store(key[row_ids], None if value is None else value[row_ids], slots)
         return query.flatten(1)
 
-    def attention(
-        self,
-        query: Tensor,
-        heads: Heads,
-        rows: ForwardBatch,
-        cache: LayerCache,
-        scale: float,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        chunked: bool = False,
-    ) -> Tensor:
-        window = -window if chunked and window else window
-        cache.needs_scores = cache.needs_scores or softcap > 0 or sinks is not None
+    def attention(self, query: Tensor, heads: Heads, rows: ForwardBatch, cache: LayerCache, scoring: Scoring) -> Tensor:
+        cache.needs_scores = cache.needs_scores or scoring.softcap > 0 or scoring.sinks is not None
         by_head = query.view(query.shape[0], heads.num_heads, heads.head_dim)
-        return paged.attention(by_head, cache, rows, scale, window, softcap, sinks).to(self.dtype).flatten(1)
+        return paged.attention(by_head, cache, rows, scoring).to(self.dtype).flatten(1)
 
     def activation(self, x: Tensor, kind: Activation) -> Tensor:
         return elementwise(ACTIVATIONS[kind], x.float()).to(self.dtype)
@@ -296,36 +287,15 @@ class RefOps:
         y = recurrent.conv(x.float(), weight.float(), None if bias is None else bias.float(), rows, state)
         return elementwise(ACTIVATIONS[kind], y).to(self.dtype)
 
-    def delta(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        heads: StateHeads,
-        rows: ForwardBatch,
-        state: Tensor,
-        scale: float,
-    ) -> Tensor:
-        q, k, v, beta = query.float(), key.float(), value.float(), beta.float()
-        return (recurrent.delta(q, k, v, decay.float(), beta, heads, rows, state) * scale).to(self.dtype)
+    def delta(self, inputs: DeltaInputs, heads: StateHeads, rows: ForwardBatch, state: Tensor, scale: float) -> Tensor:
+        wide = DeltaInputs(*(part.float() for part in inputs))
+        return (recurrent.delta(wide, heads, rows, state) * scale).to(self.dtype)
 
-    def scan(
-        self,
-        x: Tensor,
-        b: Tensor,
-        c: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        d: Tensor | None,
-        heads: StateHeads,
-        rows: ForwardBatch,
-        state: Tensor,
-    ) -> Tensor:
-        y = recurrent.scan(x.float(), b.float(), c.float(), dt.float(), a.float(), heads, rows, state)
-        if d is not None:
-            y = y + d.float().repeat_interleave(heads.value_dim) * x.float()
+    def scan(self, inputs: ScanInputs, heads: StateHeads, rows: ForwardBatch, state: Tensor) -> Tensor:
+        wide = ScanInputs(*(None if part is None else part.float() for part in inputs))
+        y = recurrent.scan(wide, heads, rows, state)
+        if wide.d is not None:
+            y = y + wide.d.repeat_interleave(heads.value_dim) * wide.x
         return y.to(self.dtype)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
@@ -360,23 +330,15 @@ class RefOps:
         stays = torch.zeros_like(best, dtype=torch.bool).scatter_(1, ids, True)
         return torch.where(stays[:, :, None], grouped, -torch.inf).view(choice.shape)
 
-    def experts(
-        self,
-        x: Tensor,
-        router: Matrix,
-        routing: Routing,
-        gate_up: Sequence[Matrix],
-        down: Sequence[Matrix],
-        kind: Activation,
-        seen: Tensor | None = None,
-    ) -> Tensor:
-        weights, ids = self.route(self.linear(x if seen is None else seen, router), routing)
+    def experts(self, x: Tensor, layer: ExpertLayer, seen: Tensor | None = None) -> Tensor:
+        routing, kind = layer.routing, layer.kind
+        weights, ids = self.route(self.linear(x if seen is None else seen, layer.router), routing)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        bend = self.activation if gate_up[0].num_out == down[0].num_in else self.gated
+        bend = self.gated if layer.has_gate else self.activation
         for expert_id in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert_id).nonzero(as_tuple=True)
             weight = weights[row, place].unsqueeze(1)
             rows = (x[row].float() * weight).to(self.dtype) if routing.scale_input else x[row]
-            y = self.linear(bend(self.linear(rows, gate_up[expert_id]), kind), down[expert_id])
+            y = self.linear(bend(self.linear(rows, layer.gate_up[expert_id]), kind), layer.down[expert_id])
             out[row] += y.float() if routing.scale_input else y.float() * weight
         return out.to(self.dtype)

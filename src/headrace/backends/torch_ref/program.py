@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks
+from headrace.backends.base import Chunks, SetUp
 from headrace.backends.key_means import LENGTH, NUM_SEQS, probe_tokens
 from headrace.backends.logits import HostLogits
 from headrace.backends.states import StateCache
@@ -33,30 +34,24 @@ class EagerProgram:
     max_rows = UNBOUNDED
     max_logits = UNBOUNDED
 
-    def __init__(
-        self,
-        model: Any,
-        ops: RefOps,
-        pool_sizes: Sequence[int],
-        block_size: int,
-        num_threads: int,
-        layers: Sequence[int] = (),
-        kv_dtype: str = "float32",
-    ) -> None:
-        self.model, self.ops = model, ops
+    def __init__(self, model: Any, ops: RefOps, set_up: SetUp, layers: Sequence[int] = ()) -> None:
+        self.model, self.ops, self._set_up = model, ops, set_up
         self.kinds: tuple[CacheKind, ...] = model.kinds
-        self.pool_sizes, self.block_size = tuple(pool_sizes), block_size
+        self.pool_sizes, self.block_size = set_up.pool_sizes, set_up.block_size
         self.num_blocks = self.pool_sizes[0]
-        self.caches = make_caches(model.cache_shapes, self.pool_sizes, block_size, kv_dtype, ops.device)
-        self.num_threads = num_threads
+        self.caches = make_caches(model.cache_shapes, self.pool_sizes, self.block_size, set_up.kv_dtype, ops.device)
+        self.num_threads = set_up.num_threads
         self.vocab_size: int = model.vocab_size
         self._hidden: Tensor | None = None
         self._layers, self._streams = layers, [torch.empty(0)] * len(layers)
 
     def measure_keys(self, max_len: int) -> None:
         """Run the probe over a float32 cache, and set each layer's mean key."""
-        length = min(LENGTH, max_len)
-        probe = EagerProgram(self.model, self.ops, [NUM_SEQS] * len(self.kinds), length, self.num_threads)
+        length, pool_sizes = min(LENGTH, max_len), (NUM_SEQS,) * len(self.kinds)
+        probe_set_up = msgspec.structs.replace(
+            self._set_up, pool_sizes=pool_sizes, block_size=length, kv_dtype="float32"
+        )
+        probe = EagerProgram(self.model, self.ops, probe_set_up)
         tokens = probe_tokens(self.vocab_size, length)
         # A drafter sees zeros beside its tokens, as on the native backend.
         features = np.zeros((NUM_SEQS * length, self.model.feature_size), np.float32)

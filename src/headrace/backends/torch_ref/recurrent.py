@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from headrace.backends.states import StateHeads
+from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.rowwise import elementwise, row_sums
 
@@ -40,40 +40,31 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None, rows: ForwardBatch, sta
     return out
 
 
-def delta(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    heads: StateHeads,
-    rows: ForwardBatch,
-    state: Tensor,
-) -> Tensor:
+def delta(inputs: DeltaInputs, heads: StateHeads, rows: ForwardBatch, state: Tensor) -> Tensor:
     """As `Ops.delta`, float32 and without the scale."""
-    num_rows = len(value)
-    factors = elementwise(torch.exp, decay).view(num_rows, heads.num_heads, 1, -1)
-    values, betas = value.view(num_rows, heads.num_heads, heads.value_dim), beta.unsqueeze(2)
+    num_rows = len(inputs.value)
+    factors: Tensor = elementwise(torch.exp, inputs.decay).view(num_rows, heads.num_heads, 1, -1)
+    values: Tensor = inputs.value.view(num_rows, heads.num_heads, heads.value_dim)
+    betas: Tensor = inputs.beta.unsqueeze(2)
 
     def step(row: int, memory: Tensor, k: Tensor) -> Tensor:
         memory = memory * factors[row]
         u = (values[row] - row_sums(memory * k).squeeze(2)) * betas[row]
         return memory + u.unsqueeze(2) * k
 
-    return _recur(step, key, query, heads, rows, state)
+    return _recur(step, inputs.key, inputs.query, heads, rows, state)
 
 
-def scan(
-    x: Tensor, b: Tensor, c: Tensor, dt: Tensor, a: Tensor, heads: StateHeads, rows: ForwardBatch, state: Tensor
-) -> Tensor:
+def scan(inputs: ScanInputs, heads: StateHeads, rows: ForwardBatch, state: Tensor) -> Tensor:
     """As `Ops.scan`, float32 and without d."""
-    factors = elementwise(torch.exp, dt * a).view(len(x), heads.num_heads, 1, 1)
-    inputs = x.view(len(x), heads.num_heads, heads.value_dim, 1) * dt.view(len(x), -1, 1, 1)
+    x, dt = inputs.x, inputs.dt
+    factors: Tensor = elementwise(torch.exp, dt * inputs.a).view(len(x), heads.num_heads, 1, 1)
+    steps: Tensor = x.view(len(x), heads.num_heads, heads.value_dim, 1) * dt.view(len(x), -1, 1, 1)
 
     def step(row: int, memory: Tensor, k: Tensor) -> Tensor:
-        return memory * factors[row] + inputs[row] * k
+        return memory * factors[row] + steps[row] * k
 
-    return _recur(step, b, c, heads, rows, state)
+    return _recur(step, inputs.b, inputs.c, heads, rows, state)
 
 
 def _recur(

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
-from headrace.backends.base import Backend, Program
+from headrace.backends.base import Backend, Program, SetUp
 from headrace.backends.shares import DeviceSeat, Seat
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_origin import GGUFOrigin
@@ -22,14 +22,14 @@ from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_conf
 from headrace.checkpoint.overrides import overridden
 from headrace.checkpoint.packed import PackedWriter
 from headrace.checkpoint.reader import Progress, Reader
-from headrace.checkpoint.source import prediction_layers, unpacked_weights, with_weights
+from headrace.checkpoint.source import Packing, prediction_layers, unpacked_weights, with_weights
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.library.stages import stage_maker
 from headrace.engine.progress import progress_bar
-from headrace.engine.ranks import SetUp, first_seat, go, open_group, program_of, take_seat
+from headrace.engine.ranks import first_seat, go, open_group, program_of, take_seat
 from headrace.grammar.matchers import Load, Matchers
 from headrace.models.config import ModelConfig
 from headrace.models.unread import log_unread
@@ -129,8 +129,8 @@ def _build_runner(
         drafter = make_drafter(spec, target)
     max_pieces = config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes)
     pool_sizes = choose_pool_sizes(config, model, max_model_len, backend, kv_dtype, max_pieces)
-    setting = SetUp(
-        pool_sizes=pool_sizes,
+    set_up = SetUp(
+        pool_sizes=tuple(pool_sizes),
         block_size=config.block_size,
         kv_dtype=kv_dtype,
         max_num_seqs=max_pieces,
@@ -139,9 +139,9 @@ def _build_runner(
         num_threads=config.num_threads,
     )
     if group is not None:
-        group.send(setting)
+        group.send(set_up)
     feature_layers = (drafter.feature_layers or ()) if drafter is not None else ()
-    program: Program = backend.program(model, **msgspec.structs.asdict(setting), feature_layers=feature_layers)
+    program: Program = backend.program(model, set_up, feature_layers)
     if group is not None:
         group.check()
         group.expect(Ready)
@@ -258,29 +258,35 @@ def _load_safetensors(
     schemes = None if quantization is None else parse(quantization)
 
     def read(writer: PackedWriter | None) -> Reader:
-        from headrace.checkpoint.loader import Checkpoint, SafetensorsWeights
+        from headrace.checkpoint.loader import SafetensorsWeights
+        from headrace.checkpoint.quantising import Loading
+        from headrace.checkpoint.tensors import Checkpoint
 
-        stored, spare = values.get("quantization_config"), prediction_layers(values)
-        return SafetensorsWeights(Checkpoint(directory), backend, stored, progress, schemes, writer, spare)
+        stored, loading = values.get("quantization_config"), Loading(progress, schemes, writer)
+        return SafetensorsWeights(Checkpoint(directory), backend, stored, loading, prediction_layers(values))
 
-    model: models.Model = _weighted(config)(
-        maker(config, module, model_config, backend, max_model_len, seat),
-        read, checkpoint, backend, quantization, config.save_packed, progress, max_model_len,
-        in_parts=seat is not None,
-    )  # fmt: skip
+    build = maker(config, module, model_config, backend, max_model_len, seat)
+    in_parts = seat is not None
+    packing = Packing(checkpoint, backend, quantization, progress, max_model_len, config.save_packed, in_parts)
+    model = _weighted(config, build, read, packing)
     if seat is None:  # a rank may have layers that do not read all
         log_unread(model_config.values, model.unread)
     return backend, model, model_config
 
 
-def _weighted(config: EngineConfig) -> Callable[..., Any]:
-    """Return what gives a model its weights. With values in place of config.json's, packed files are left alone: what
-    they hold and what was measured beside them is of the model as it stands."""
+def _weighted(
+    config: EngineConfig,
+    build: Callable[[Reader], models.Model],
+    read: Callable[[PackedWriter | None], Reader],
+    packing: Packing,
+) -> models.Model:
+    """Return the model with its weights. With values in place of config.json's, packed files are left alone: what they
+    hold and what was measured beside them is of the model as it stands."""
     if config.hf_overrides is None:
-        return with_weights
+        return with_weights(build, read, packing)
     if config.save_packed:
         logger.warning("save_packed has no effect with hf_overrides: a packed file is of the model as it stands")
-    return unpacked_weights
+    return unpacked_weights(build, read)
 
 
 def _as_stored(config: EngineConfig, method: str) -> EngineConfig:
@@ -328,15 +334,14 @@ def _load_gguf(
 
     def read(writer: PackedWriter | None) -> Reader:
         from headrace.checkpoint.gguf_source import GGUFWeights
+        from headrace.checkpoint.quantising import Loading
 
-        return GGUFWeights(file, reading, backend, progress, schemes, exact, writer)
+        return GGUFWeights(file, reading, backend, Loading(progress, schemes, writer), exact)
 
-    model: models.Model = _weighted(config)(
-        maker(config, module, model_config, backend, max_model_len, seat),
-        read, GGUFOrigin(path, file, reading, backend, exact), backend, config.quantization, config.save_packed,
-        progress, max_model_len, in_parts=seat is not None,
-    )  # fmt: skip
-    return backend, model, model_config
+    build, in_parts = maker(config, module, model_config, backend, max_model_len, seat), seat is not None
+    origin = GGUFOrigin(path, file, reading, backend, exact)
+    packing = Packing(origin, backend, config.quantization, progress, max_model_len, config.save_packed, in_parts)
+    return backend, _weighted(config, build, read, packing), model_config
 
 
 def maker(

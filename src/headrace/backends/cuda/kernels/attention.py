@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels.spans import ITEM, SPAN, TILE, Scratch, group_rows
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 
 LOG2_E = math.log2(math.e)
@@ -195,52 +196,46 @@ def _attention(
         tl.store(to, o.to(out.dtype.element_ty), mask=full & last)
 
 
-def _twin(
-    query: Tensor, ld_query: int, out: Tensor, ld_out: int, keys: Tensor, values: Tensor, key_scales: Tensor | None,
-    value_scales: Tensor | None, blocks: Tensor, items: Tensor, sums: Tensor, totals: Tensor, arrived: Tensor,
-    inner: float, outer: float, KIND: int, KV_HEADS: int, GROUP: int, GROUP_ROWS: int, DIM: int, WIDTH: int, BLOCK: int,
-    WINDOW: int, SOFTCAP: bool, WIDE: bool,
-) -> None:  # fmt: skip
-    few, many = items[0, :2].tolist()
-    chosen = items[1 + few : 1 + few + many] if KIND else items[1 : 1 + few]
-    width = KV_HEADS * GROUP * DIM
+def _twin(a: Arguments) -> None:
+    few, many = a.items[0, :2].tolist()
+    chosen = a.items[1 + few : 1 + few + many] if a.KIND else a.items[1 : 1 + few]
+    width = a.KV_HEADS * a.GROUP * a.DIM
     for row, num_rows, start, table, first, end_span, slot, _ in chosen.tolist():
         rows, end = slice(row, row + num_rows), start + num_rows
-        low = max(start - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
-        q = query[rows, :width].view(num_rows, KV_HEADS, GROUP, DIM).transpose(0, 1).float()
+        low = max(start - a.WINDOW + 1, 0) // TILE * TILE if a.WINDOW else 0
+        q = a.query[rows, :width].view(num_rows, a.KV_HEADS, a.GROUP, a.DIM).transpose(0, 1).float()
         parts = []
         for span in range(max(first, low // SPAN), end_span):
             at = torch.arange(max(span * SPAN, low), min(span * SPAN + SPAN, end), device=q.device)
-            block = blocks[table + at // BLOCK]
-            k, v = (_tiles(x, block, at % BLOCK) for x in (keys, values))
+            block = a.blocks[table + at // a.BLOCK]
+            k, v = (_tiles(x, block, at % a.BLOCK) for x in (a.keys, a.values))
             k_scales, v_scales = (
-                None if x is None else _tiles(x, block, at % BLOCK) for x in (key_scales, value_scales)
+                None if x is None else _tiles(x, block, at % a.BLOCK) for x in (a.key_scales, a.value_scales)
             )
             at = at[0] + torch.arange(-(-len(at) // TILE) * TILE, device=q.device)
             position = torch.arange(start, end, device=q.device)[:, None]
             seen = at <= position
-            if WINDOW:
-                seen &= at > position - WINDOW
+            if a.WINDOW:
+                seen &= at > position - a.WINDOW
             seen = seen.view(num_rows, -1, TILE).transpose(0, 1)[:, None, :, None]
-            dtype = torch.float32 if WIDE else query.dtype
-            parts.append(_span(q, k, v, k_scales, v_scales, seen, inner, outer, SOFTCAP, dtype))
+            parts.append(_span(q, _Tiles(k, v, k_scales, v_scales), seen, a))
         if slot >= 0 and parts:
             count = (end - 1) // SPAN + 1 - low // SPAN
             places = [slice(slot + i * num_rows, slot + (i + 1) * num_rows) for i in range(count)]
             mine = places[first - low // SPAN]
             top, total, o = (x.transpose(0, 1).flatten(1, 2) for x in parts[0])
-            sums[mine], totals[mine] = o, torch.cat([top, total], -1)
-            arrived[slot] += 1
-            if arrived[slot, 0] < count:
+            a.sums[mine], a.totals[mine] = o, torch.cat([top, total], -1)
+            a.arrived[slot] += 1
+            if a.arrived[slot, 0] < count:
                 continue
-            arrived[slot] = 0
+            a.arrived[slot] = 0
             parts = []
             for place in places:
-                stored = (totals[place][..., :1], totals[place][..., 1:], sums[place])
-                top, total, o = (x.view(num_rows, KV_HEADS, GROUP, -1).transpose(0, 1) for x in stored)
+                stored = (a.totals[place][..., :1], a.totals[place][..., 1:], a.sums[place])
+                top, total, o = (x.view(num_rows, a.KV_HEADS, a.GROUP, -1).transpose(0, 1) for x in stored)
                 parts.append((top, total, o))
         if parts:
-            out[rows, :width] = _quotient(parts).transpose(0, 1).reshape(num_rows, width)
+            a.out[rows, :width] = _quotient(parts).transpose(0, 1).reshape(num_rows, width)
 
 
 def _quotient(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
@@ -258,25 +253,25 @@ def _quotient(parts: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     return o / total + 0.0
 
 
-def _span(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    seen: Tensor,
-    inner: float,
-    outer: float,
-    softcap: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+class _Tiles(NamedTuple):
+    """A span of the cache."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+
+
+def _span(q: Tensor, tiles: _Tiles, seen: Tensor, a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Sum one span for q [kv_heads, R, GROUP, D]; return the largest scores and the sums of weights, of that shape but
-    for D = 1, and the weighted values. `dtype`: of products."""
+    for D = 1, and the weighted values."""
+    keys, values, key_scales, value_scales = tiles
+    inner, outer, dtype = a.inner, a.outer, torch.float32 if a.WIDE else a.query.dtype
     head_dim = q.shape[-1]
     s = _products(F.pad(q, (0, keys.shape[-1] - head_dim)).expand(len(keys), *q.shape[:-1], -1), keys.mT)
     if key_scales is not None:
         s = s * key_scales.mT[:, :, None]
-    if softcap:
+    if a.SOFTCAP:
         s = 1.0 - 2.0 / (elementwise(torch.exp2, s * inner) + 1.0)
     s = s.masked_fill(~seen, -torch.inf)
     most = (s.amax(-1, keepdim=True) * outer).cummax(0)[0]

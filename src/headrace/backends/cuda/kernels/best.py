@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 
 
 @triton.jit
@@ -37,17 +37,15 @@ def _best(logits, ld, ids, values, finite, sizes, width, DIM: tl.constexpr, BLOC
     tl.store(finite + row, 1 - tl.max(faults, 0))
 
 
-def _twin(
-    logits: Tensor, ld: int, ids: Tensor, values: Tensor, finite: Tensor, sizes: Tensor, width: int, DIM: int
-) -> None:
-    rows = int(sizes[DIM])
-    x = logits[:rows, :width]
-    finite[:rows] = ~(x.isnan() | (x == torch.inf)).any(-1)
+def _twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    x = a.logits[:rows, : a.width]
+    a.finite[:rows] = ~(x.isnan() | (x == torch.inf)).any(-1)
     # torch returns any of equal places: the first is the least column that holds the greatest.
     numbers = torch.where(x.isnan(), -torch.inf, x)
-    values[:rows] = numbers.amax(-1)
-    columns = torch.arange(width, device=x.device)
-    ids[:rows] = torch.where(numbers == values[:rows, None], columns, width).amin(-1)
+    a.values[:rows] = numbers.amax(-1)
+    columns = torch.arange(a.width, device=x.device)
+    a.ids[:rows] = torch.where(numbers == a.values[:rows, None], columns, a.width).amin(-1)
 
 
 KERNEL = Kernel(_best, _twin, (Config({"BLOCK": 4096}, 8), Config({"BLOCK": 1024}, 4)))

@@ -16,7 +16,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.logits import Draw
 from headrace.sampling import filters, noise
 
@@ -231,31 +231,28 @@ def _choose(
     tl.store(margins + row, best - tl.maximum(tl.max(rest, 0), -1e300))
 
 
-def _twin(
-    logits: Tensor, ld: int, masks: Tensor, ld_masks: int, reals: Tensor, wholes: Tensor, scratch: Tensor, ids: Tensor,
-    margins: Tensor, sizes: Tensor, width: int, DIM: int,
-) -> None:  # fmt: skip
+def _twin(a: Arguments) -> None:
     """The sampler's own functions, row by row."""
-    for row in range(int(sizes[DIM])):
-        x = logits[row, :width].numpy().copy()
-        (temperature, floor, top_p), (top_k, seed, position, flags) = reals[row].tolist(), wholes[row].tolist()
+    for row in range(int(a.sizes[a.DIM])):
+        x = a.logits[row, : a.width].numpy().copy()
+        (temperature, floor, top_p), (top_k, seed, position, flags) = a.reals[row].tolist(), a.wholes[row].tolist()
         if flags & MASKED:
-            allowed = np.unpackbits(masks[row].numpy().view(np.uint8), bitorder="little")[:width]
+            allowed = np.unpackbits(a.masks[row].numpy().view(np.uint8), bitorder="little")[: a.width]
             x[allowed == 0] = -np.inf
         if flags < 0:
             continue
         best = int(np.argmax(x))
-        margins[row] = torch.inf
+        a.margins[row] = torch.inf
         if x[best] == -np.inf:
-            ids[row] = -1
+            a.ids[row] = -1
         elif not flags & DRAWS:
-            ids[row] = best
+            a.ids[row] = best
         else:
             pool = filters.select(x, float(x[best]), filters.Cut(temperature, floor, top_k, top_p))
             sums = pool.scaled + noise.gumbel(noise.bits(seed % 2**64, position, pool.token_ids))
             order = filters.largest(sums, 2)
-            ids[row] = int(pool.token_ids[order[0]])
-            margins[row] = float(sums[order[0]] - sums[order[-1]]) if len(order) > 1 else torch.inf
+            a.ids[row] = int(pool.token_ids[order[0]])
+            a.margins[row] = float(sums[order[0]] - sums[order[-1]]) if len(order) > 1 else torch.inf
 
 
 KERNEL = Kernel(_choose, _twin, (Config({"BLOCK": 2048}, 8),), fuse=False)

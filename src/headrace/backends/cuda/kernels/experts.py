@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.backends.base import Activation
 from headrace.backends.cuda.kernels.linear import _sum, sum_of_spans
 from headrace.backends.cuda.kernels.rows import activated
-from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
 from headrace.backends.torch_ref.rowwise import elementwise, row_sums
 
@@ -53,17 +53,14 @@ def _route(
     tl.store(weights + place, e / tl.sum(e, 0), mask=chosen)
 
 
-def _route_twin(
-    logits: Tensor, ld_logits: int, weights: Tensor, ids: Tensor, sizes: Tensor, EXPERTS: int, TOP_K: int, BLOCK: int,
-    RENORMALISE: bool, DIM: int,
-) -> None:  # fmt: skip
-    rows = int(sizes[DIM])
-    v = logits[:rows, :EXPERTS].float()
+def _route_twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    v = a.logits[:rows, : a.EXPERTS].float()
     best = torch.sort(v, dim=-1, descending=True, stable=True)
-    chosen = best.indices[:, :TOP_K].sort(-1).values
+    chosen = best.indices[:, : a.TOP_K].sort(-1).values
     e = elementwise(torch.exp, v - best.values[:, :1])
-    ids[:rows] = chosen.int()
-    weights[:rows] = e.gather(1, chosen) / row_sums(e.gather(1, chosen) if RENORMALISE else e)
+    a.ids[:rows] = chosen.int()
+    a.weights[:rows] = e.gather(1, chosen) / row_sums(e.gather(1, chosen) if a.RENORMALISE else e)
 
 
 @triton.jit
@@ -87,11 +84,11 @@ def _group(ids, order, offsets, sizes, TOP_K: tl.constexpr, DIM: tl.constexpr, P
     tl.store(offsets + expert + 1, at)
 
 
-def _group_twin(ids: Tensor, order: Tensor, offsets: Tensor, sizes: Tensor, TOP_K: int, DIM: int) -> None:
-    pairs = ids.view(-1)[: int(sizes[DIM]) * TOP_K]
-    order[: len(pairs)] = torch.sort(pairs, stable=True).indices.int()
-    counts = torch.bincount(pairs, minlength=len(offsets) - 1)
-    offsets.copy_(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+def _group_twin(a: Arguments) -> None:
+    pairs = a.ids.view(-1)[: int(a.sizes[a.DIM]) * a.TOP_K]
+    a.order[: len(pairs)] = torch.sort(pairs, stable=True).indices.int()
+    counts = torch.bincount(pairs, minlength=len(a.offsets) - 1)
+    a.offsets.copy_(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
 @triton.jit
@@ -142,18 +139,15 @@ def _grouped(
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=(row < last)[:, None] & (col < N)[None, :])
 
 
-def _grouped_twin(
-    x: Tensor, ld_x: int, weight: Tensor, out: Tensor, ld_out: int, order: Tensor, offsets: Tensor, K: int, N: int,
-    EXPERTS: int, BLOCK: int, TOP_K: int, ACT: str, GATED: bool, WHOLE: bool,
-) -> None:  # fmt: skip
-    for expert, (first, last) in enumerate(itertools.pairwise(offsets.tolist())):
+def _grouped_twin(a: Arguments) -> None:
+    for expert, (first, last) in enumerate(itertools.pairwise(a.offsets.tolist())):
         if first == last:
             continue
-        places, pairs = torch.arange(first, last, device=x.device), order[first:last].long()
-        v = sum_of_spans([(x[pairs // TOP_K if GATED else places, :K].float(), weight[expert].float())])
-        if GATED:
-            v = elementwise(ACTIVATIONS[ACT], v[:, :N]) * v[:, N:]
-        out[places if GATED else pairs, :N] = v.to(out.dtype)
+        places, pairs = torch.arange(first, last, device=a.x.device), a.order[first:last].long()
+        v = sum_of_spans([(a.x[pairs // a.TOP_K if a.GATED else places, : a.K].float(), a.weight[expert].float())])
+        if a.GATED:
+            v = elementwise(ACTIVATIONS[a.ACT], v[:, : a.N]) * v[:, a.N :]
+        a.out[places if a.GATED else pairs, : a.N] = v.to(a.out.dtype)
 
 
 @triton.jit
@@ -172,15 +166,13 @@ def _combine(
     tl.store(out + row * ld_out + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-def _combine_twin(
-    y: Tensor, ld_y: int, weights: Tensor, out: Tensor, ld_out: int, sizes: Tensor, width: int, TOP_K: int, DIM: int
-) -> None:
-    rows = int(sizes[DIM])
-    v = y[: rows * TOP_K, :width].float().view(rows, TOP_K, width) * weights[:rows, :, None]
+def _combine_twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    v = a.y[: rows * a.TOP_K, : a.width].float().view(rows, a.TOP_K, a.width) * a.weights[:rows, :, None]
     total = v[:, 0]
-    for i in range(1, TOP_K):
+    for i in range(1, a.TOP_K):
         total = total + v[:, i]
-    out[:rows, :width] = total
+    a.out[:rows, : a.width] = total
 
 
 def _tile(rows: int, columns: int, depth: int, swap: int, warps: int, stages: int, *capabilities: int) -> Config:

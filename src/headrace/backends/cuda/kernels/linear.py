@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.backends.base import Activation
 from headrace.backends.cuda.kernels.rows import activated
-from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products
 
@@ -153,15 +153,11 @@ def _linear(
         finish(acc, acc_up, row, col, inside, N, bias, residual, ld_residual, out, ld_out, ACT, GATED)
 
 
-def _twin(
-    x: Tensor, ld_x: int, weight: Tensor, ld_weight: int, bias: Tensor | None, residual: Tensor | None,
-    ld_residual: int, out: Tensor, ld_out: int, sizes: Tensor, partial: Tensor | None, arrived: Tensor | None, K: int,
-    N: int, SPAN: int, DIM: int, SPANS: int, ACT: str, GATED: bool, WHOLE: bool,
-) -> None:  # fmt: skip
-    rows = int(sizes[DIM])
-    spans = [(first, min(first + SPAN, K)) for first in range(0, K, SPAN)]
-    v = sum_of_spans([(x[:rows, first:last].float(), weight[:, first:last].float()) for first, last in spans])
-    out[:rows, :N] = finished(v, bias, residual, N, ACT, GATED)
+def _twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    spans = [(first, min(first + a.SPAN, a.K)) for first in range(0, a.K, a.SPAN)]
+    v = sum_of_spans([(a.x[:rows, first:last].float(), a.weight[:, first:last].float()) for first, last in spans])
+    a.out[:rows, : a.N] = finished(v, a.bias, a.residual, a.N, a.ACT, a.GATED)
 
 
 def sum_of_spans(spans: list[tuple[Tensor, Tensor]]) -> Tensor:

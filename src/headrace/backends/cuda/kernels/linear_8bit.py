@@ -29,7 +29,7 @@ from headrace.backends.cuda.kernels.linear import (
     span_of,
     sum_of_spans,
 )
-from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 
 PIECE = 128
 """Inputs that are summed in the tensor cores, and that share a scale where there are several."""
@@ -59,16 +59,14 @@ def _round(
     tl.store(scales + piece * ld_scales + row, scale, mask=(piece * PIECE < width) if GROUPED else piece == 0)
 
 
-def _round_twin(
-    x: Tensor, ld_x: int, out: Tensor, ld_out: int, scales: Tensor, ld_scales: int, sizes: Tensor, width: int,
-    most: float, DIM: int, GROUPED: bool, PIECES: int, PIECE: int,
-) -> None:  # fmt: skip
-    rows = int(sizes[DIM])
-    v = F.pad(x[:rows, :width].float(), (0, -width % PIECE)).unflatten(1, (-1, PIECE) if GROUPED else (1, -1))
-    scale = v.abs().amax(2).clamp(min=LEAST) / torch.tensor(most)
-    v = (v / scale[:, :, None]).flatten(1)[:, :width]
-    out[:rows, :width] = v.to(out.dtype)
-    scales[: scale.shape[1], :rows] = scale.t()
+def _round_twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    v = F.pad(a.x[:rows, : a.width].float(), (0, -a.width % a.PIECE))
+    v = v.unflatten(1, (-1, a.PIECE) if a.GROUPED else (1, -1))
+    scale = v.abs().amax(2).clamp(min=LEAST) / torch.tensor(a.most)
+    v = (v / scale[:, :, None]).flatten(1)[:, : a.width]
+    a.out[:rows, : a.width] = v.to(a.out.dtype)
+    a.scales[: scale.shape[1], :rows] = scale.t()
 
 
 ROUND_ROWS = Kernel(_round, _round_twin, tuple(Config({}, warps) for warps in (4, 8)))
@@ -182,28 +180,23 @@ def _linear_8bit(
         finish(total, total_up, row, col, inside, N, bias, residual, ld_residual, out, ld_out, ACT, GATED)
 
 
-def _twin(
-    x: Tensor, ld_x: int, x_scales: Tensor, ld_x_scales: int, weight: Tensor, ld_weight: int, w_scales: Tensor,
-    ld_w_scales: int, bias: Tensor | None, residual: Tensor | None, ld_residual: int, out: Tensor, ld_out: int,
-    sizes: Tensor, partial: Tensor | None, arrived: Tensor | None, K: int, N: int, SPAN: int, DIM: int, SPANS: int,
-    ACT: str, GATED: bool, GROUPED: bool, TALL: int, WHOLE: bool,
-) -> None:  # fmt: skip
-    rows = int(sizes[DIM])
-    a, b = x[:rows, :K].float(), weight.float()
-    pieces = [(slice(first, min(first + PIECE, K)), first // PIECE) for first in range(0, K, PIECE)]
-    total = torch.zeros((), device=x.device)
+def _twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    x, weight = a.x[:rows, : a.K].float(), a.weight.float()
+    pieces = [(slice(first, min(first + PIECE, a.K)), first // PIECE) for first in range(0, a.K, PIECE)]
+    total = torch.zeros((), device=a.x.device)
     span = total
     for columns, piece in pieces:
-        part = sum_of_spans([(a[:, columns], b[:, columns])])
-        if GROUPED:
-            by_output = w_scales[:, piece].repeat_interleave(TALL)[: weight.shape[0]]
-            part = part * by_output[None] * x_scales[piece, :rows, None]
+        part = sum_of_spans([(x[:, columns], weight[:, columns])])
+        if a.GROUPED:
+            by_output = a.w_scales[:, piece].repeat_interleave(a.TALL)[: a.weight.shape[0]]
+            part = part * by_output[None] * a.x_scales[piece, :rows, None]
         span = span + part
-        if (columns.start + PIECE) % SPAN == 0 or columns.stop == K:
-            total, span = total + span, torch.zeros((), device=x.device)
-    if not GROUPED:
-        total = total * w_scales.view(-1)[None] * x_scales[0, :rows, None]
-    out[:rows, :N] = finished(total, bias, residual, N, ACT, GATED)
+        if (columns.start + PIECE) % a.SPAN == 0 or columns.stop == a.K:
+            total, span = total + span, torch.zeros((), device=a.x.device)
+    if not a.GROUPED:
+        total = total * a.w_scales.view(-1)[None] * a.x_scales[0, :rows, None]
+    a.out[:rows, : a.N] = finished(total, a.bias, a.residual, a.N, a.ACT, a.GATED)
 
 
 def _config(rows: int, columns: int, swap: int, warps: int, stages: int, *capabilities: int) -> Config:

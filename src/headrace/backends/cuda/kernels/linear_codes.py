@@ -35,7 +35,7 @@ from headrace.backends.cuda.kernels.linear import (
     place,
     sum_of_spans,
 )
-from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import BOOKS, Scheme
 
@@ -378,33 +378,22 @@ def _words(numbers: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return wide.transpose(0, 1).contiguous().view(torch.int32).squeeze(2)
 
 
-def _twin(
-    x: Tensor, ld_x: int, codes: Tensor, ld_codes: int, scales: Tensor, mins: Tensor | None,
-    bias: Tensor | None, residual: Tensor | None, ld_residual: int, out: Tensor, ld_out: int, sizes: Tensor,
-    partial: Tensor | None, arrived: Tensor | None, K: int, N: int, ALL: int, SPAN: int, DIM: int, SPANS: int, ACT: str,
-    GATED: bool, H: int, EACH: int, GROUPS: bool, EIGHT: bool, LOW: int | None, HIGH: int | None, UNPACK: str,
-    WHOLE: bool,
-) -> None:  # fmt: skip
-    rows = int(sizes[DIM])
-    weight = _dense(codes, scales, mins, K, H, EACH, GROUPS, EIGHT, LOW, HIGH, x.dtype).float()
-    spans = [(first, min(first + SPAN, K)) for first in range(0, K, SPAN)]
-    v = sum_of_spans([(x[:rows, first:last].float(), weight[:, first:last]) for first, last in spans])
-    out[:rows, :N] = finished(v, bias, residual, N, ACT, GATED)
+def _twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    weight = _dense(a, a.x.dtype).float()
+    spans = [(first, min(first + a.SPAN, a.K)) for first in range(0, a.K, a.SPAN)]
+    v = sum_of_spans([(a.x[:rows, first:last].float(), weight[:, first:last]) for first, last in spans])
+    a.out[:rows, : a.N] = finished(v, a.bias, a.residual, a.N, a.ACT, a.GATED)
 
 
-def _widen_twin(
-    codes: Tensor, ld_codes: int, scales: Tensor, mins: Tensor | None, out: Tensor, ld_out: int, K: int, ALL: int,
-    H: int, EACH: int, GROUPS: bool, EIGHT: bool, LOW: int | None, HIGH: int | None, UNPACK: str,
-) -> None:  # fmt: skip
-    out[:ALL, :K] = _dense(codes, scales, mins, K, H, EACH, GROUPS, EIGHT, LOW, HIGH, out.dtype)
+def _widen_twin(a: Arguments) -> None:
+    a.out[: a.ALL, : a.K] = _dense(a, a.out.dtype)
 
 
-def _dense(
-    codes: Tensor, scales: Tensor, mins: Tensor | None, num_in: int, step: int, each: int, groups: bool, eight: bool,
-    low: int | None, high: int | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    book = next((name for name, book in BOOKS.items() if (_bytes(book[:8]), _bytes(book[8:])) == (low, high)), "")
-    return PackedCodes(codes, scales, mins, num_in, step * each if groups else 0, book, dtype).dense()
+def _dense(a: Arguments, dtype: torch.dtype) -> Tensor:
+    bounds = a.LOW, a.HIGH
+    book = next((name for name, book in BOOKS.items() if (_bytes(book[:8]), _bytes(book[8:])) == bounds), "")
+    return PackedCodes(a.codes, a.scales, a.mins, a.K, a.H * a.EACH if a.GROUPS else 0, book, dtype).dense()
 
 
 def _config(rows: int, columns: int, warps: int, stages: int, *capabilities: int) -> Config:

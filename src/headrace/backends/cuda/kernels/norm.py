@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.launch import Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.rowwise import row_sums
 
 
@@ -41,20 +41,16 @@ def _norm(
     tl.store(out + row * ld_out + column, v.to(out.dtype.element_ty), mask=inside)
 
 
-def _twin(
-    x: Tensor, ld_x: int, y: Tensor | None, ld_y: int, total: Tensor | None, ld_total: int,
-    weight: Tensor, bias: Tensor | None, out: Tensor, ld_out: int, sizes: Tensor, width: int, eps: float, offset: float,
-    DIM: int, CENTRED: bool, BLOCK: int,
-) -> None:  # fmt: skip
-    rows = int(sizes[DIM])
-    v = x[:rows, :width].float()
-    if y is not None and total is not None:
-        total[:rows, :width] = v + y[:rows, :width].float()
-        v = total[:rows, :width].float()
-    if CENTRED:
-        v = v - row_sums(v) / width
-    v = v * torch.rsqrt(row_sums(v * v) / width + eps) * (weight.float() + offset)
-    out[:rows, :width] = v if bias is None else v + bias.float()
+def _twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    v = a.x[:rows, : a.width].float()
+    if a.y is not None and a.total is not None:
+        a.total[:rows, : a.width] = v + a.y[:rows, : a.width].float()
+        v = a.total[:rows, : a.width].float()
+    if a.CENTRED:
+        v = v - row_sums(v) / a.width
+    v = v * torch.rsqrt(row_sums(v * v) / a.width + a.eps) * (a.weight.float() + a.offset)
+    a.out[:rows, : a.width] = v if a.bias is None else v + a.bias.float()
 
 
 KERNEL = Kernel(_norm, _twin)

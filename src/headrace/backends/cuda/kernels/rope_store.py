@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.backends.base import HeadNorm, Heads, RopeTable
 from headrace.backends.cuda.cache import LayerCache
-from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.rowwise import row_sums
 
 MOST = {"int8": 127.0, "fp8_e4m3": 448.0}
@@ -181,30 +181,28 @@ def _rope_store(
         )  # fmt: skip
 
 
-def _twin(
-    qkv: Tensor, ld: int, slots: Tensor, positions: Tensor, copy_begin: Tensor | None, copy_slots: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, q_weight: Tensor | None, q_eps: float, q_offset: float,
-    k_weight: Tensor | None, k_eps: float, k_offset: float, keys: Tensor, values: Tensor, key_scales: Tensor | None,
-    value_scales: Tensor | None, sizes: Tensor, NUM_HEADS: int, KV_HEADS: int, HEAD_DIM: int, PAIRS: int,
-    BLOCK_PAIRS: int, BLOCK_REST: int, BLOCK_SIZE: int, KIND: str, MOST: float | None,
-) -> None:  # fmt: skip
-    rows = int(sizes[0])
-    heads = qkv[:rows, : (NUM_HEADS + 2 * KV_HEADS) * HEAD_DIM].to(torch.float32, copy=True).view(rows, -1, HEAD_DIM)
-    query, key, value = torch.split(heads, [NUM_HEADS, KV_HEADS, KV_HEADS], 1)
-    query, key = _normed(query, q_weight, q_eps, q_offset), _normed(key, k_weight, k_eps, k_offset)
-    if cos is not None and sin is not None:
-        places = positions[:rows].long()
-        angles = cos[places].unsqueeze(1), sin[places].unsqueeze(1)
+def _twin(a: Arguments) -> None:
+    rows = int(a.sizes[0])
+    heads = (
+        a.qkv[:rows, : (a.NUM_HEADS + 2 * a.KV_HEADS) * a.HEAD_DIM]
+        .to(torch.float32, copy=True)
+        .view(rows, -1, a.HEAD_DIM)
+    )
+    query, key, value = torch.split(heads, [a.NUM_HEADS, a.KV_HEADS, a.KV_HEADS], 1)
+    query, key = _normed(query, a.q_weight, a.q_eps, a.q_offset), _normed(key, a.k_weight, a.k_eps, a.k_offset)
+    if a.cos is not None and a.sin is not None:
+        places = a.positions[:rows].long()
+        angles = a.cos[places].unsqueeze(1), a.sin[places].unsqueeze(1)
         query, key = _rotated(query, *angles), _rotated(key, *angles)
-    qkv[:rows, : NUM_HEADS * HEAD_DIM] = query.reshape(rows, -1)
-    row_ids, all_slots = torch.arange(rows, device=qkv.device), slots[:rows]
-    if copy_begin is not None and copy_slots is not None:
-        counts = copy_begin[1 : rows + 1] - copy_begin[:rows]
+    a.qkv[:rows, : a.NUM_HEADS * a.HEAD_DIM] = query.reshape(rows, -1)
+    row_ids, all_slots = torch.arange(rows, device=a.qkv.device), a.slots[:rows]
+    if a.copy_begin is not None and a.copy_slots is not None:
+        counts = a.copy_begin[1 : rows + 1] - a.copy_begin[:rows]
         row_ids = torch.cat([row_ids, torch.repeat_interleave(row_ids, counts)])
-        all_slots = torch.cat([all_slots, copy_slots[copy_begin[0] : copy_begin[rows]]])
-    blocks, offsets = (all_slots // BLOCK_SIZE).long(), (all_slots % BLOCK_SIZE).long()
-    for numbers, cache, scales in ((key, keys, key_scales), (value, values, value_scales)):
-        codes, scale = coded(numbers, KIND)
+        all_slots = torch.cat([all_slots, a.copy_slots[a.copy_begin[0] : a.copy_begin[rows]]])
+    blocks, offsets = (all_slots // a.BLOCK_SIZE).long(), (all_slots % a.BLOCK_SIZE).long()
+    for numbers, cache, scales in ((key, a.keys, a.key_scales), (value, a.values, a.value_scales)):
+        codes, scale = coded(numbers, a.KIND)
         cache[blocks, :, offsets] = codes[row_ids].view(cache.dtype) if cache.itemsize == 1 else codes[row_ids]
         if scales is not None and scale is not None:
             scales[blocks, :, offsets] = scale[row_ids]

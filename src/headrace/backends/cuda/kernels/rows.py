@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.backends.base import Activation
-from headrace.backends.cuda.launch import Argument, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
 from headrace.backends.torch_ref.rowwise import elementwise
 
@@ -89,11 +89,9 @@ def _gather(
     tl.store(out + row * ld_out + column, (v * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def _gather_twin(
-    x: Tensor, ld_x: int, ids: Tensor, out: Tensor, ld_out: int, sizes: Tensor, width: int, scale: float, DIM: int
-) -> None:
-    rows = int(sizes[DIM])
-    out[:rows, :width] = x[ids[:rows].long(), :width].float() * scale
+def _gather_twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    a.out[:rows, : a.width] = a.x[a.ids[:rows].long(), : a.width].float() * a.scale
 
 
 @triton.jit
@@ -120,22 +118,19 @@ def _map(
     tl.store(out + row * ld_out + column, v.to(out.dtype.element_ty), mask=inside)
 
 
-def _map_twin(
-    x: Tensor, ld_x: int, y: Tensor | None, ld_y: int, out: Tensor, ld_out: int, sizes: Tensor, width: int, cap: float,
-    KIND: str, PLUS: bool, ONE: bool, DIM: int,
-) -> None:  # fmt: skip
-    rows = int(sizes[DIM])
-    v = x[:rows, : 1 if ONE else width].float()
-    if KIND == "softcap":
-        v = elementwise(torch.tanh, v / cap) * cap
-    elif KIND == "scale":
-        v = cap * v
-    elif KIND in ACTIVATIONS:
-        v = elementwise(ACTIVATIONS[KIND], v)
-    if y is not None:
-        w = y[:rows, :width].float()
-        v = v + w if PLUS else v * w
-    out[:rows, :width] = v
+def _map_twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    v = a.x[:rows, : 1 if a.ONE else a.width].float()
+    if a.KIND == "softcap":
+        v = elementwise(torch.tanh, v / a.cap) * a.cap
+    elif a.KIND == "scale":
+        v = a.cap * v
+    elif a.KIND in ACTIVATIONS:
+        v = elementwise(ACTIVATIONS[a.KIND], v)
+    if a.y is not None:
+        w = a.y[:rows, : a.width].float()
+        v = v + w if a.PLUS else v * w
+    a.out[:rows, : a.width] = v
 
 
 @triton.jit
@@ -151,9 +146,9 @@ def _finite(x, ld_x, out, sizes, width, DIM: tl.constexpr, COLUMNS: tl.constexpr
     tl.store(out + row, tl.min(good, 0))
 
 
-def _finite_twin(x: Tensor, ld_x: int, out: Tensor, sizes: Tensor, width: int, DIM: int) -> None:
-    rows = int(sizes[DIM])
-    out[:rows] = x[:rows, :width].isfinite().all(-1).int()
+def _finite_twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    a.out[:rows] = a.x[:rows, : a.width].isfinite().all(-1).int()
 
 
 GATHER = Kernel(_gather, _gather_twin, CONFIGS)
