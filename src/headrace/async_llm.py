@@ -34,7 +34,7 @@ class AsyncLLM:
         in_process: a thread here (True), or a process of its own.
         client, tokenizer: ready-made parts, instead of those that `config` names.
 
-    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that can not be.
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that cannot be.
     """
 
     def __init__(

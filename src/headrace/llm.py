@@ -66,7 +66,7 @@ class LLM:
         model: "builtin", a directory, or a hub id; further keywords are the fields of `EngineConfig`, and
             override_generation_config: sampling defaults, which precede those of the model's generation_config.json.
 
-    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that can not be.
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that cannot be.
     """
 
     def __init__(self, model: str = "builtin", **fields: Any) -> None:
@@ -112,7 +112,7 @@ class LLM:
 
         One `SamplingParams` is for all, a list has one for each prompt, and None stands for
         `get_default_sampling_params`. Outputs come in the order of the prompts. `use_tqdm` shows a progress bar where
-        stderr is a terminal. Raises `RequestError` before any work is done if one of the prompts can not be served; a
+        stderr is a terminal. Raises `RequestError` before any work is done if one of the prompts cannot be served; a
         request that fails on its way ends with finish_reason "error".
         """
         _check_lora(lora_request)
@@ -143,7 +143,7 @@ class LLM:
         """Return the vector of each prompt: the hidden state of its last token after the final norm, or the "mean".
 
         float32 numbers, made one long unless `normalize` is false, and cut to `dimensions` before that. Raises
-        `RequestError` before any work is done if a prompt can not be served, `HeadraceError` if one fails on its way.
+        `RequestError` before any work is done if a prompt cannot be served, `HeadraceError` if one fails on its way.
         """
         info = self.core.info
         kind = check_form(pooling, dimensions, info.hidden_size)
@@ -248,7 +248,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest answers to each prompt; see `BeamSearchParams`. Outputs come in the prompts' order.
 
-        Raises `RequestError` before any work is done if one of the prompts can not be served: also where the beams
+        Raises `RequestError` before any work is done if one of the prompts cannot be served: also where the beams
         would not fit the step or the KV cache.
         """
         if not isinstance(params, BeamSearchParams):

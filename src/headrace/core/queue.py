@@ -21,7 +21,7 @@ ANSWER = 256
 
 
 class Waiter(Protocol):
-    """What the queue needs of a sequence, or of a request before it has a replica."""
+    """The attributes that the queue needs of a sequence, or of a request before it has a replica."""
 
     rank: float
     arrival: int

@@ -40,11 +40,11 @@ class Scheduler:
 
     A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
     `long_prefill_token_threshold` of one (0: no limit). Not more sequences run than a step has tokens. `max_model_len`
-    is lowered to what the pools can hold. With `enable_chunked_prefill` off, a sequence starts only if its whole gap
-    fits the step. `policy` orders by arrival ("fcfs"), by priority, or by tenants' shares ("fair"), then arrival; a
-    sequence that was overtaken `max_overtaking` times goes before all others. `speculates`: the executor returns draft
-    tokens. `runs_ahead` returns whether the executor can go on after a token that it draws with these parameters before
-    that is known here; None: never. Raises `ValueError` for a number out of its range.
+    is lowered to the tokens that the pools can hold. With `enable_chunked_prefill` off, a sequence starts only if its
+    whole gap fits the step. `policy` orders by arrival ("fcfs"), by priority, or by tenants' shares ("fair"), then
+    arrival; a sequence that was overtaken `max_overtaking` times goes before all others. `speculates`: the executor
+    returns draft tokens. `runs_ahead` returns whether the executor can go on after a token that it draws with these
+    parameters before that is known here; None: never. Raises `ValueError` for a number out of its range.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Scheduler:
         self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
         self.steps = Flight([kind.pool for kind in parts])
         self._runs_ahead = runs_ahead
-        # Whether a sequence lacked blocks beside a step in flight, under which none is preempted.
+        # Whether a sequence lacked blocks while a step was in flight, during which none is preempted.
         self._is_short = False
         self._num_older_pins: list[int] = []
         self._started: dict[str, int] = {}
@@ -112,7 +112,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. A later `commit` reports its end, even if its resumed tokens end it at once.
 
-        Raises `RequestError` for an id in use, and what `verify_fit` raises.
+        Raises `RequestError` for an id in use, and the errors of `verify_fit`.
         """
         if request.request_id in self.sequences:
             raise RequestError("request_id", request.request_id, "an id that is not in use")
@@ -246,7 +246,8 @@ class Scheduler:
         return batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
-        """Apply the result of the oldest step: append tokens, end sequences, publish blocks, release what it held.
+        """Apply the result of the oldest step: append tokens, end sequences, publish blocks, release the blocks that it
+        held.
 
         A chunk that failed ends its sequence, and nothing that it computed in the step is published.
         Raises `HeadraceError`, changing nothing, if `batch` is not the step in flight or `result` not its result.
@@ -328,8 +329,8 @@ class Scheduler:
     def _grow(self, seq: Sequence, length: int) -> bool:
         """Add blocks for `length` more tokens; preempts the last in the queue's order until there is room.
 
-        Protected sequences are never victims. False if `seq` itself was preempted, or if there is no victim: beside a
-        step in flight, or when an allocation was made to fail.
+        Protected sequences are never victims. False if `seq` itself was preempted, or if there is no victim: while a
+        step is in flight, or when an allocation was made to fail.
         """
         while not self.tables.grow(seq, length):
             self._is_short = bool(self.steps)
@@ -371,7 +372,7 @@ class Scheduler:
         """Start waiting sequences, strictly from the head of the queue: the first that does not fit holds up the rest.
 
         Only a sequence whose prompt a running sibling is computing is passed by. `promised` counts the blocks of each
-        kind that running sequences need for their known tokens: a new one must fit beside them.
+        kind that running sequences need for their known tokens: a new one must fit into the rest.
         """
         waiting = self.waiting
         index = 0
@@ -409,7 +410,7 @@ class Scheduler:
             # A lookup of a long prompt's prefix in every step that it waits would cost more than the step.
             return 0
         prefix = self.tables.find_shared(seq)
-        verdict = self.tables.verdict(seq, prefix.num)  # before it evicts what it did not find
+        verdict = self.tables.verdict(seq, prefix.num)  # before it evicts the blocks that it did not find
         length = self._start(seq, prefix, budget, promised)
         if not length and (part := prefix.num % self.block_size):
             # A copy of the half-matching block takes one block more than to compute it again; that may be missing.
@@ -439,7 +440,7 @@ class Scheduler:
     # -- parts of commit() ---------------------------------------------------------------------------------------
 
     def _retire(self) -> None:
-        """End the oldest step in flight and release what it alone held."""
+        """End the oldest step in flight and release the blocks that it alone held."""
         # Pins before any table: a pinned block must be released before its parent.
         for seq in self.steps.retire().zombies:
             self.tables.release(seq)

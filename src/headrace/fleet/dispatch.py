@@ -1,7 +1,7 @@
 """`Dispatcher`: the one queue of a fleet. A request leaves it when a replica has room for it.
 
-The order is that of the scheduler's queue, under the same policy: each caller in turn where it is fair, however many
-replicas there are. Pure: replicas are numbers. Called by `fleet.engines.client` and the simulator.
+Requests are in the order of the scheduler's queue, under the same policy: each caller in turn where it is fair, however
+many replicas there are. Pure: replicas are numbers. Called by `fleet.engines.client` and the simulator.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _IMPORT = re.compile(
 
 
 class GrammarError(Exception):
-    """A grammar that can not be written so; the text says where and why."""
+    """A grammar that cannot be written so; the text says where and why."""
 
 
 class Token(NamedTuple):

@@ -38,7 +38,7 @@ GRACE_S = 0.005
 
 
 class GrammarError(ValueError):
-    """A constraint that can not be followed any further: an error of one request."""
+    """A constraint that cannot be followed any further: an error of one request."""
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """`Explainer`: follows the engine of a server, and explains its requests to their callers. `Explainers` has those of
-all models, and what is left of them when a model is unloaded.
+all models, and keeps the ended calls of a model that is unloaded.
 
 An explainer stands before the other observers of `EngineClient` and `TextClient` and calls them. The holder of a key
-reads the ids and texts of its own requests, and of others "another request"; an administrator, and everybody where no
-keys are set, reads all. Made by `serve.loading`. Knows no HTTP.
+reads the ids and texts of its own requests, and sees other requests as "another request"; an administrator, and
+everybody where no keys are set, reads all. Made by `serve.loading`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OnProgress = Callable[[int, int, int, float], None]
 
 class Calls:
     """The ended requests of one model, explained. `text_of` decodes the token ids around a miss; None: no texts.
-    `machine` has what was measured of the machine."""
+    `machine` has the measured limits of the machine."""
 
     def __init__(self, lives: Lives, text_of: Text | None) -> None:
         self.lives = lives
@@ -50,7 +50,8 @@ class Calls:
         return [self._explain(life) for life in lives if life is not None]
 
     def of_call(self, name: str) -> list[Explanation]:
-        """Return those of a call that the caller may see, by the id of its reply, of the call, or of one request."""
+        """Return the explanations of a call that the caller may see. `name` is the id of its reply, of the call, or of
+        one request."""
         names = {name, name.partition("-")[2]}
         lives = [
             life for life in self.lives.ended.values() if life.request_id in names or (life.call_id or None) in names
@@ -95,7 +96,7 @@ class Explainers:
                 self._past.popleft()
 
     def of_call(self, name: str) -> list[Explanation]:
-        """Return those of a call that the caller may see, as `Calls.of_call`, of all models."""
+        """As `Calls.of_call`, over all models."""
         return [each for calls in (*self._loaded.values(), *self._past) for each in calls.of_call(name)]
 
 

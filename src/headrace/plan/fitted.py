@@ -33,13 +33,13 @@ class Sample(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, float, float]:
-        """Return what `StepModel.of` takes."""
+        """Return the arguments of `StepModel.of`."""
         return self.num_rows, self.num_logits, self.num_seen, self.num_alone
 
 
 def fit(samples: Sequence[Sample]) -> StepModel:
-    """Return the model with the least squares of relative errors. The errors are those of the odd steps after a fit of
-    the even ones; the model is fitted to all.
+    """Return the model with the least squares of relative errors. The errors are measured on the odd steps after a fit
+    of the even ones; the model is fitted to all.
 
     Raises `HeadraceError` for fewer than `MIN_SAMPLES` steps."""
     if len(samples) < MIN_SAMPLES:

@@ -171,7 +171,7 @@ class MatrixSource(Protocol):
         ...
 
     def slab(self, first: int, last: int) -> QWeight:
-        """Rows first ... last - 1. Raises `CheckpointError` for weights that `scheme` can not hold."""
+        """Rows first ... last - 1. Raises `CheckpointError` for weights that `scheme` cannot hold."""
         ...
 
 

@@ -5,7 +5,7 @@ int2 and int3 kernels compute (code - 2 or 4) * scale, or (code - zero) * scale 
 scale, or code * scale + minimum, with codes -128 ... 127. Scales are float16 for each group of inputs, or (int8 without
 minimums) one float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for backends that declare them.
 Codes of other lengths, other zero points and larger groups are converted to these forms where that loses nothing;
-scales, minimums and tables that the kernels can not hold are rounded, by `Fit.rounding` at most. All other weights have
+scales, minimums and tables that the kernels cannot hold are rounded, by `Fit.rounding` at most. All other weights have
 no kernel and are dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
 """
 

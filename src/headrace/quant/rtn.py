@@ -44,7 +44,7 @@ def quantise(weight: NDArray[Any], scheme: Scheme, name: str = "a weight") -> QW
     """Floats [out, in] as codes of `scheme` (any kind but f), on a thread for each core.
 
     int4, int6: |w - dequantised| <= |scale| / 2, but for weights beyond the outermost code. Raises `CheckpointError`
-    with `name` for weights that are not finite, or whose scale float16 can not hold.
+    with `name` for weights that are not finite, or whose scale float16 cannot hold.
     """
     num_out, num_in = weight.shape
     group = scheme.group or num_in

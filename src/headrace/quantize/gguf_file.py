@@ -100,7 +100,7 @@ def write(
 
 
 class Notes:
-    """The state that a run stores beside its file, so that it can be resumed: JSON, valid for one stamp."""
+    """The state that a run stores next to its file, so that it can be resumed: JSON, valid for one stamp."""
 
     def __init__(self, path: Path, stamp: str, ending: str = ".part.json") -> None:
         self._path, self._stamp = path.with_name(path.name + ending), stamp

@@ -290,7 +290,7 @@ def _linear_config(frame: Frame, node: Node) -> tuple[Config, tuple[int, int]]:
         return config, linear.scratch_numbers(weight.codes, num_rows, config, num_whole)
     if not isinstance(weight, Tensor) and num_rows <= linear_codes.MOST_ROWS:
         config = linear_codes.default(weight, num_rows, gated)
-        config = frame.config(linear_codes.KERNEL, matrix, tuned.form_of(matrix.scheme), gated, num_rows, config)
+        config = frame.config(linear_codes.KERNEL, matrix, tuned.scheme_key(matrix.scheme), gated, num_rows, config)
         return config, linear_codes.scratch_numbers(weight, num_rows, config, num_whole)
     plain = torch.empty(matrix.num_out, matrix.num_in, dtype=dtype, device="meta")
     config = linear.default(plain, num_rows, gated, num_whole)

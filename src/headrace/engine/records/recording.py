@@ -131,9 +131,9 @@ class Recorder:
         path: the file, readable by its owner alone. Earlier files are kept as path.1, path.2 ...
         max_bytes: bytes after which the recording ends.
         config: the engine's, as msgpack.
-        is_restart: requests wait for this engine, so it goes on even if the file can not be made.
+        is_restart: requests wait for this engine, so it goes on even if the file cannot be made.
 
-    Raises `OSError` if the file can not be made, except for a restart. If writing fails later, the recording ends and
+    Raises `OSError` if the file cannot be made, except for a restart. If writing fails later, the recording ends and
     the engine goes on.
     """
 

@@ -39,7 +39,8 @@ logger = logging.getLogger("headrace.engine")
 LEAVE_S = 0.02
 """Seconds between two looks at whether a replica that leaves has ended its requests."""
 FIRST_START_S = 360.0
-"""What the start of an engine is taken to last that is added: `START_PATIENCE` times that, it is given up."""
+"""The estimated seconds that the start of an added engine takes; after `START_PATIENCE` times as many it is given
+up."""
 BOUNDS = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_logprobs")
 """Numbers of an engine of which the least one holds for requests to a fleet."""
 
@@ -79,7 +80,7 @@ class Fleet(EngineClient):
         self._waiting: Dispatcher[OpenRequest] = Dispatcher(self.router, "fcfs")
         self._routes: dict[str, Route] = {}
         self._info: EngineInfo | None = None
-        # Whether the bounds of the replicas differ, so that one may serve what another can not.
+        # Whether the bounds of the replicas differ, so that one may serve what another cannot.
         self._is_mixed = False
         self._tasks: set[asyncio.Task[None]] = set()
         # Of the replicas that were added, by number.
@@ -109,7 +110,7 @@ class Fleet(EngineClient):
 
     @property
     def orders(self) -> Orders:
-        """Those of the first replica that runs."""
+        """The numbers of the first replica that runs."""
         for replica in (*(each for each in self.replicas if each.is_alive), *self.replicas):
             return replica.orders
         raise EngineDeadError("the fleet has no engine")
@@ -158,7 +159,7 @@ class Fleet(EngineClient):
         return replica
 
     async def started(self, replica: Replica) -> None:
-        """Wait until a replica that was just added gets requests. Raises what keeps it from that."""
+        """Wait until a replica that was just added gets requests. Raises the error that keeps it from that."""
         await asyncio.shield(self._starts[replica.index])
 
     async def _start(self, replica: Replica) -> None:
@@ -220,7 +221,7 @@ class Fleet(EngineClient):
         return any(each and each not in others and mine in ("", each) for each in bound)
 
     async def _drop(self, replica: Replica) -> None:
-        """End a replica and forget it, but for what it counted."""
+        """End a replica and forget it, except for its counters."""
         was_first = self.replicas[:1] == [replica]
         if (start := self._starts.pop(replica.index, None)) is not None:
             start.cancel()
@@ -261,7 +262,7 @@ class Fleet(EngineClient):
                 self._share_keys(replica)
 
     def _share_keys(self, replica: Replica) -> None:
-        """Let an engine report what its cache has, all of it first."""
+        """Let an engine report the keys of its cache, all of them first."""
         is_alike = replica.info is not None and replica.info.block_size == self.router.block_tokens
         if self.router.policy == "prefix" and is_alike:
             replica.link.post(frames.ShareKeys(self._secret))
@@ -272,7 +273,7 @@ class Fleet(EngineClient):
         task.add_done_callback(self._tasks.discard)
 
     async def _take_in(self, replica: Replica) -> None:
-        """Use an engine from now on, once it has said what it computes."""
+        """Use an engine from now on, once its fingerprint is known."""
         try:
             replica.fingerprint = await replica.orders.give(ReadFingerprint(), str)
         except EngineDeadError:
@@ -390,7 +391,7 @@ class Fleet(EngineClient):
 
     def _serves(self, replica: Replica, entry: OpenRequest) -> bool:
         """Whether a request is within the bounds of a replica, and gets as long an answer there as it does elsewhere.
-        It was within those of all replicas when it came, but that may be long ago."""
+        When it came it was within the bounds of all replicas, but they may have changed since."""
         if not self._is_mixed or replica.info is None:
             return True
         longest = max(each.info.max_model_len for each in self.replicas if each.info is not None)

@@ -15,7 +15,7 @@ import msgspec
 from headrace.protocol import frames
 from headrace.protocol.frames import TransportError
 from headrace.secure.channel import Channel
-from headrace.secure.handshake import Talk
+from headrace.secure.handshake import ProtocolVersion
 
 BEAT = frames.HEADER.pack(0)
 PROCESS = b"\x00"
@@ -59,9 +59,9 @@ _seated: msgspec.msgpack.Decoder[Seated] = msgspec.msgpack.Decoder(Seated)
 encode = _encoder.encode
 
 
-def talk(version: str) -> Talk:
+def protocol_version(version: str) -> ProtocolVersion:
     """Return what rank 0 and another rank prove to talk about. `version` is that of all that they have to do alike."""
-    return Talk("ranks", version)
+    return ProtocolVersion("ranks", version)
 
 
 def seat_of(data: bytes) -> Seat:

@@ -28,7 +28,7 @@ from headrace.protocol.watchdog import Watchdog, usage
 from headrace.secure.channel import Channel
 from headrace.secure.credentials import Credentials
 from headrace.secure.door import Server, connect
-from headrace.secure.handshake import HandshakeError, Times, is_final
+from headrace.secure.handshake import HandshakeError, Timeouts, is_final
 
 logger = logging.getLogger("headrace.engine")
 
@@ -58,11 +58,11 @@ class RankServer:
         version: str,
         weights: Callable[[], str],
         prepare: Callable[[bytes], bytes],
-        times: Times = Times(tls=3.0, proof=3.0),
+        timeouts: Timeouts = Timeouts(tls=3.0, proof=3.0),
         command: Sequence[str] | None = None,
     ) -> None:
         self._server, self._rank, self._world = server, rank, world
-        self._credentials, self._talk, self._times = credentials, seats.talk(version), times
+        self._credentials, self._protocol, self._timeouts = credentials, seats.protocol_version(version), timeouts
         self._digest, self._prepare, self._command = weights, prepare, command
         self._host_id = token_bytes(16)
         self.num_groups = 0
@@ -71,7 +71,7 @@ class RankServer:
     async def serve(self) -> None:
         """Serve until it is cancelled. Waits for a rank 0 that is not there.
 
-        Raises `HandshakeError` if rank 0 will not have this rank, and the error of a model that can not be loaded;
+        Raises `HandshakeError` if rank 0 will not have this rank, and the error of a model that cannot be loaded;
         neither once it has computed in a group.
         """
         name, reported = f"rank 0 at {self._server.host}:{self._server.port}", ""
@@ -79,7 +79,7 @@ class RankServer:
             try:
                 seat = Seat(self._host_id, self._rank, self._world, await asyncio.to_thread(self._digest))
                 reader, writer, terms = await connect(
-                    self._server, self._credentials, self._talk, self._times, seats.encode(seat)
+                    self._server, self._credentials, self._protocol, self._timeouts, seats.encode(seat)
                 )
                 reported = ""
                 logger.info("%s has taken rank %d", name, self._rank)

@@ -373,7 +373,7 @@ def keeps_codes(kind: str, scheme: Scheme) -> bool:
 def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
     """What `decode` returned, in the form `scheme`: the same codes where `keeps_codes`, else rounded to nearest anew.
 
-    Raises `CheckpointError` with `name` for a scale that float16 can not hold.
+    Raises `CheckpointError` with `name` for a scale that float16 cannot hold.
     """
     if weight.scales is None or not keeps_codes(kind, scheme):
         return rtn.quantise(weight.dequantize(), scheme, name)
