@@ -64,7 +64,8 @@ class LLM:
 
     Args:
         model: "builtin", a directory, or a hub id; further keywords are the fields of `EngineConfig`, and
-            override_generation_config: sampling defaults, which precede those of the model's generation_config.json.
+            override_generation_config: sampling defaults, which take precedence over the model's
+            generation_config.json.
 
     Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that cannot be.
     """
@@ -171,7 +172,7 @@ class LLM:
     def encode(
         self, prompts: Prompt | Sequence[Prompt], pooling_task: str = "embed", use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
-        """Return what `embed` returns, under vLLM's other name. `pooling_task` is "embed"."""
+        """The same as `embed`, under vLLM's other name. `pooling_task` is "embed"."""
         if pooling_task != "embed":
             raise UnsupportedError("pooling_task", pooling_task, "the models served here embed; set it to embed")
         return self.embed(prompts, use_tqdm)
@@ -212,8 +213,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several. Messages are OpenAI's: `{"role": ..., "content": ...}`.
 
-        A conversation without a system message begins with that of the model's `headrace.json`, if it has one. `tools`
-        are shown to the model by its template. The answer's text has the calls as the model writes them.
+        A conversation without a system message begins with the one in the model's `headrace.json`, if there is one.
+        `tools` are shown to the model by its template. The answer's text has the calls as the model writes them.
         """
         _check_lora(lora_request)
         several = bool(messages) and not isinstance(messages[0], dict)

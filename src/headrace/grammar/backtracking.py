@@ -50,7 +50,7 @@ def _ways(parsed: Any, length: int, most: int) -> int:
 
 
 def _repeated(low: int, high: int, ways: int, most: int) -> int:
-    """Return the ways of `low` to `high` repetitions of what has so many `ways`."""
+    """Return the ways of `low` to `high` repetitions of a part with so many `ways`."""
     num_counts = max(1, high - low + 1)
     if ways == 1:
         return num_counts
@@ -193,7 +193,7 @@ class _Search:
 
 
 def _flat(items: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of a sequence, with those of groups in place of the groups."""
+    """Yield the parts of a sequence, with the parts of groups in place of the groups."""
     for kind, value in items:
         if kind is _constants.SUBPATTERN and not value[1] & re.IGNORECASE:
             yield from _flat(value[3])

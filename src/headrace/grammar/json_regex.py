@@ -2,8 +2,8 @@
 
 There a quote, a backslash and the control characters are escapes of two or more letters. A lexeme ends where its next
 byte cannot go on, without turning back, so an expression that may match such a character becomes several lexemes: runs
-of plain characters, and escapes. One that may not stays one lexeme. Each character has one escape, that of RFC 8259,
-section 7, in its shortest form. Called by `json_text`.
+of plain characters, and escapes. One that may not stays one lexeme. Each character has one escape, the shortest of RFC
+8259, section 7. Called by `json_text`.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Rewriter:
         self._count(path)
         if not isinstance(schema, dict):
             return not schema
-        # Older drafts ignore keywords beside a reference, newer ones do not: to break the reference is right in both.
+        # Older drafts ignore keywords next to a reference, newer ones do not: to break the reference is right in both.
         keys = ["$ref"] if "$ref" in schema else [key for key in schema if key not in NOTES]
         return self._any_of((functools.partial(self._deny_keyword, key, schema, f"{path}/{key}") for key in keys), path)
 

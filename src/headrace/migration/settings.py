@@ -1,4 +1,4 @@
-"""`Setting`: a flag of another engine, and what becomes of it here.
+"""`Setting`: a flag of another engine, and its effect here.
 
 The tables of this folder are made of them. Knows no command line and no config; called by the tables and by
 `headrace.other_engines`.
@@ -24,7 +24,7 @@ class NoEffectError(Exception):
 
 
 class RefusedError(Exception):
-    """Raised by `Setting.convert` for a value that is not supported here, with what replaces it."""
+    """Raised by `Setting.convert` for a value that is not supported here, with its replacement."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     it raises ValueError for one that cannot be, `NoEffectError` or `RefusedError`. A flag without a value sets
     `fixed`. `also`: further fields with their values.
     neutral: the values with which it has no effect here; None: any value.
-    why: why it has no effect, or what to use in its place; of a flag that sets a field, what differs here.
+    why: why it has no effect, or the alternative; of a flag that sets a field, the difference here.
     takes_value: whether a value follows the flag. `may_follow`: the only words that are its value; it has none else.
     """
 

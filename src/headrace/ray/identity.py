@@ -53,7 +53,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def identity_of(folder: Path, role: str, is_sent: bool) -> Identity:
-    """Return the identity in a folder; `is_sent`: with their contents. Raises `RequestError`."""
+    """Return the identity in a folder; `is_sent`: with the contents of its files. Raises `RequestError`."""
     _read(folder, role)
     if not is_sent:
         return Identity(role, str(folder))

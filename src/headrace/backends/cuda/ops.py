@@ -43,12 +43,12 @@ class CudaOps:
         return x
 
     def cache_shapes(self, model: Any) -> Sequence[LayerShape]:
-        """Return what the cache holds of each layer."""
+        """Return the cached arrays of each layer."""
         shapes: Sequence[LayerShape] = model.cache_shapes
         return shapes
 
     def every_cache(self, model: Any) -> Sequence[Sequence[LayerShape]]:
-        """Return what the caches of all ranks hold, each on a device of its own."""
+        """Return the cached arrays of all ranks, each on its own device."""
         every: Sequence[Sequence[LayerShape]] | None = getattr(model, "shapes_by_host", None)
         return every or [self.cache_shapes(model)]
 

@@ -1,7 +1,7 @@
 """Configs that were measured to be the fastest, by GPU, kernel, shape and rows.
 
 `tuned/<gpu>.json` is written by `python -m bench.gpu tune`. All configs of a kernel give the same bits, so the choice
-may follow the rows of a bucket. What no file has gets the kernel's default. Called by `tape` and `program`.
+may follow the rows of a bucket. A shape that no file has gets the kernel's default. Called by `tape` and `program`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Rendezvous`: where rank 0 awaits the ranks of other hosts, and the connections to them.
 
 Each rank that has proven itself gets a local socket, by which `parallel.group.Group` sends and receives as it does with
-a child. What ends a connection closes that socket. The connections have a thread with a loop of its own, so that signs
-of life go out while rank 0 computes. Called by `engine.ranks`.
+a child. The end of a connection closes that socket. The connections have their own thread with an event loop, so that
+signs of life go out while rank 0 computes. Called by `engine.ranks`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class Rendezvous:
             return [self._places[rank].socket for rank in range(1, self._world)]
 
     def check_weights(self) -> None:
-        """Compare the weights of all ranks with those of rank 0. Refuses ranks with others, and raises
-        `CheckpointError`."""
+        """Compare the weights of all ranks with rank 0's. Refuses ranks with others, and raises `CheckpointError`."""
         digest, wrong = self._weights.result(), []
         for rank, place in sorted(self._places.items()):
             if place.seat.weights != digest:
@@ -111,12 +110,12 @@ class Rendezvous:
         return f"rank {rank}: {place.reason or place.channel.reason}"
 
     def hang_up(self) -> None:
-        """End all connections, after what was sent, without waiting."""
+        """End all connections, after the messages that were sent, without waiting."""
         with contextlib.suppress(RuntimeError):  # it has ended already
             self._loop.call_soon_threadsafe(self._stop.set)
 
     def close(self) -> None:
-        """End all connections, after what was sent. May be called twice."""
+        """End all connections, after the messages that were sent. May be called twice."""
         self.hang_up()
         self._thread.join(LAST_NOTES_S + 1.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -180,7 +179,7 @@ class Rendezvous:
             yield place, theirs
         finally:
             with self._changed:
-                # What the group waits for ends when its reason is known.
+                # The group's wait ends when the reason is known.
                 theirs.close()
                 if not self._is_complete:
                     del self._places[seat.rank]

@@ -1,8 +1,8 @@
-"""`RankServer`: a rank on a host of its own, for one group after the other.
+"""`RankServer`: a rank on its own host, for one group after the other.
 
 It connects to rank 0, and starts the rank's process when it is taken. When the connection or the process ends, the
 process is killed, and another one awaits the next group: so a rank that stands still is replaced, too. Knows frames,
-and neither the model nor what a call says. Called by `headrace rank`.
+and neither the model nor the contents of a call. Called by `headrace rank`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RankServer:
     Args:
         version: of all that ranks have to do alike.
         weights: returns the digest of the model's files (`hub.digest`); called on a worker thread before each group.
-        prepare: changes the first frame to the rank's process: what is loaded is this host's own matter.
+        prepare: changes the first frame to the rank's process: each host decides from which path its rank loads.
         command: the program of the rank; its last argument is the number of its socket.
     """
 
@@ -128,7 +128,7 @@ class RankServer:
 
 
 class _Member:
-    """What a rank's host knows of its process in one group."""
+    """The state of a rank's process in one group, kept by its host."""
 
     def __init__(self, pid: int, timeout: float, prepare: Callable[[bytes], bytes]) -> None:
         self._pid, self._prepare = pid, prepare
@@ -178,7 +178,7 @@ class _Member:
 
 
 def _kind_of(payload: bytes) -> str:
-    """Return the tag of a message. Raises `TransportError` for what is none."""
+    """Return the tag of a message. Raises `TransportError` for bytes that are none."""
     try:
         return msgspec.msgpack.decode(payload, type=_Tagged).type
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

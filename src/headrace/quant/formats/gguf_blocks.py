@@ -32,7 +32,7 @@ Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Of n blocks: codes [n, elements], scales [n, groups] and, or None, minima [n, groups]."""
 
 PIECE_WEIGHTS = 2**17
-"""Weights that are decoded at once, so that what lies between stays in the caches."""
+"""Weights that are decoded at once, so that intermediate results stay in the caches."""
 
 
 class BlockType(NamedTuple):
@@ -280,7 +280,7 @@ TYPES: dict[str, BlockType] = {
 def decode(kind: str, raw: U8) -> QWeight:
     """Rows of raw blocks, uint8 [rows, bytes of a row], as codes with exact float32 scales and minima.
 
-    Works on some blocks at a time, on a thread for each core. What overflows comes out as infinity.
+    Works on some blocks at a time, on a thread for each core. Numbers that overflow come out as infinity.
     """
     block = TYPES[kind]
     blocks = raw.reshape(-1, block.size)
@@ -371,7 +371,7 @@ def keeps_codes(kind: str, scheme: Scheme) -> bool:
 
 
 def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
-    """What `decode` returned, in the form `scheme`: the same codes where `keeps_codes`, else rounded to nearest anew.
+    """The result of `decode` in the form `scheme`: the same codes where `keeps_codes`, else rounded to nearest anew.
 
     Raises `CheckpointError` with `name` for a scale that float16 cannot hold.
     """

@@ -41,7 +41,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     settings = config
     if override is not None and override is not False:
         settings = overridden(config, override, "dynamic", "bits", "group_size")
-    # First, so that a config that makes no sense is refused beside plain weights, too.
+    # First, so that a config that makes no sense is refused even if all weights are plain.
     bits, group = whole(settings, "bits"), group_of(settings, "group_size")
     layout = config.get("checkpoint_format", config.get("format", "gptq"))
     if bits not in BITS:
