@@ -56,7 +56,7 @@ Section = dict[str, Any]
 
 
 def examine(model: str = "builtin", *, probe_bytes: int | None = None) -> dict[str, Section]:
-    """Return all that `headrace doctor` shows, as JSON-ready sections. Bytes are plain numbers, rates in GB/s (1e9).
+    """Return the report of `headrace doctor`, as JSON-ready sections. Bytes are plain numbers, rates in GB/s (1e9).
 
     Args:
         model: the one to look for; a hub id is looked up in the local cache only.

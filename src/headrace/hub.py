@@ -24,11 +24,11 @@ from headrace.protocol.errors import CheckpointError, ModelNotFoundError, Reques
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
-"""Of the GGUF files of one repository, that which is fetched if no tag chooses another."""
+"""The GGUF file of a repository that is fetched if no tag chooses another."""
 DIGESTED = ("config.json", "*.safetensors", "*.gguf", "*.u8")
-"""The files that decide what a model computes; *.u8 is the built-in one's."""
+"""The files that decide the results of a model; *.u8 is the built-in one's."""
 TEXT_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model")
-"""Those that decide how texts and tokens correspond; of a GGUF file, the file itself."""
+"""The files that decide how texts and tokens correspond; for a GGUF file, the file itself."""
 MAX_JSON_BYTES = 64 * 2**20
 _TURN_ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> <|end_of_text|>".split()

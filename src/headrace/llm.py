@@ -97,8 +97,8 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of calls without any: those that the model's generation_config.json advises, and
-        before them those that were set for it with Ollama's `create`."""
+        """Return the parameters of calls without any: the ones set for the model with Ollama's `create` take precedence
+        over the advice of its generation_config.json."""
         return self._defaults.clone()
 
     def generate(

@@ -154,7 +154,7 @@ def check(one: Planner, config: EngineConfig, seconds: float, show: Progress) ->
         deadline = time.monotonic() + seconds
         cases = [case for case in CASES if sum(case[1:]) <= core.info.max_model_len]
         for repeat in range(NUM_REPEATS):
-            # In turns, so that a machine that becomes slower does so for both.
+            # In turns, so that both are measured alike if the machine becomes slower.
             show(repeat, NUM_REPEATS, "times of steps")
             least = -(-fitted.MIN_SAMPLES // NUM_REPEATS)
             steps = measured_steps(core, seconds / 2 / NUM_REPEATS, least, seed=repeat)

@@ -85,8 +85,8 @@ def check_lists(
     searches: Searches,
     families: Mapping[bytes, Collection[Sequence]],
 ) -> None:
-    """I-10, I-18: every sequence is listed by its status, and the queue is sorted. Of a search all beams are listed as
-    running, and the first alone as waiting."""
+    """I-10, I-18: every sequence is listed by its status, and the queue is sorted. A search has all its beams among the
+    running sequences, and only its first among the waiting ones."""
     num_waiting = sum(seq.status is Status.WAITING for seq in sequences)
     num_running = sum(beam.status is Status.RUNNING for seq in sequences for beam in searches.members(seq))
     if (len(waiting), len(running)) != (num_waiting, num_running):

@@ -50,7 +50,8 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that began to run on `num_cached` tokens of the prefix cache, and why not more (`core.prefix.Miss`):
-    the token `at` which the lookup ended. An evicted block was so at `evicted_time` for the sequence `by`."""
+    the token `at` which the lookup ended. An evicted block was evicted at `evicted_time`, to make room for the sequence
+    `by`."""
 
     seq_id: int
     num_cached: int
@@ -99,7 +100,7 @@ decode_note = msgspec.msgpack.Decoder(Note).decode
 
 
 def arrival_times(times: Sequence[float], now: float) -> list[float]:
-    """Return the four times of an `Arrival` at an engine that reads it `now`; those that are missing are `now`, too."""
+    """Return the four times of an `Arrival` at an engine that reads it `now`; missing times are `now`, too."""
     return [*times, *[now] * (4 - len(times))]
 
 

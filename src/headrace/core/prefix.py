@@ -70,7 +70,7 @@ def digest(key: bytes, person: bytes, *parts: bytes) -> bytes:
 
 
 class PrefixCache:
-    """Cached blocks of one pool, and those of the other `kinds` (all of them; `pool` is the first's).
+    """Cached blocks of one pool, and of the pools of the other `kinds` (all of them; `pool` is the first's).
 
     `key` is secret to the process (at most 64 bytes); `fingerprint` names the model and the form of its cache, so that
     blocks of another never match. `evicted` has the keys that were evicted last, with `now`, a time that the caller
@@ -82,7 +82,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"", kinds: Sequence[Kind] = ()) -> None:
         self.pool = pool
         self.others = kinds[1:]
-        # Of kind 0, if it is a window: blocks are evicted before those that follow them.
+        # Kind 0, if it has a window: then a block is evicted before the blocks that follow it.
         self.window = kinds[0] if kinds and kinds[0].window else None
         self.blocks: dict[bytes, int] = kinds[0].known if kinds else {}
         self.entries: dict[int, CachedBlock] = {}

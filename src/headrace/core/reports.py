@@ -1,7 +1,7 @@
 """`KeyReports`: the keys of a replica's prefix cache, reported to a router in another process. Runs in the scheduler's
 process.
 
-A report has the keys that came and went since the one before, under an epoch and a number that grows by one. After a
+A report has the keys that came and went since the last report, under an epoch and a number that grows by one. After a
 reset of the cache, or when one is requested, a report has all keys, and after a reset the epoch is a new one. Pure; the
 engine's loop is the only caller, and sends the reports with its outputs.
 """

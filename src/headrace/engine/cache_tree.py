@@ -16,7 +16,7 @@ from headrace.core.prefix import PrefixCache
 from headrace.core.scheduler import Scheduler
 
 NUM_SHOWN = 24
-"""Token ids of a node that are sent: those that it begins with."""
+"""The first token ids of a node, which are sent."""
 
 
 class ReadCache(msgspec.Struct, frozen=True, tag="read_cache"):

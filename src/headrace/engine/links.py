@@ -50,8 +50,8 @@ OnLost = Callable[[str], None]
 
 
 def engine_level(server_level: str) -> str:
-    """Return the level of the engine's log, by that of the server's. It is never debug: that level shows messages of
-    errors, and the engine's may quote a request (S-22)."""
+    """Return the level of the engine's log, by the level of the server's. It is never debug: that level shows messages
+    of errors, and the engine's may quote a request (S-22)."""
     return "info" if server_level in ("debug", "trace") else server_level
 
 

@@ -132,8 +132,8 @@ class Resumption:
     def judge(self, entries: Iterable[OpenRequest], most: int, by_sigkill: bool, now: float) -> OpenRequest | None:
         """Note that the engine has died. Returns the request that must fail for it, if any.
 
-        `entries` are all open requests, in their order of arrival; a step holds at most `most` of them. Those in the
-        last step are among the ones that had started, and the first `most` of those that had not.
+        `entries` are all open requests, in their order of arrival; a step holds at most `most` of them. The requests in
+        the last step are among the started ones, and the first `most` of the others.
         """
         open_entries = [entry for entry in entries if entry.is_sent]
         sole = self._trial if self._trial is not None else open_entries[0] if len(open_entries) == 1 else None

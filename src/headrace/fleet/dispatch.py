@@ -78,8 +78,8 @@ class Dispatcher(Generic[Item]):
     def dispatch(
         self, is_free: Callable[[int], bool], replicas: Callable[[Item], Collection[int]]
     ) -> Iterator[tuple[Item, Route]]:
-        """Yield the requests that go to a replica now, one that `is_free`. `replicas` returns those that can serve an
-        item."""
+        """Yield the requests that go to a replica now; the replica `is_free`. `replicas` returns those that can serve
+        an item."""
         rooms = {index for index in range(len(self.router.loads)) if is_free(index)}
         awaited: list[Route] = []
         at = 0

@@ -182,7 +182,7 @@ class Simulation:
         return True
 
     def _dispatch(self, now: float) -> None:
-        """Send requests from the queue to replicas that have room, and let those that idle begin a step."""
+        """Send requests from the queue to replicas that have room, and let idle ones begin a step."""
         idle = dict[int, None]()
         for request_id, route in self._queue.dispatch(self._is_free, lambda item: self._all):
             replica = self.replicas[route.index]

@@ -149,7 +149,7 @@ def _least_squares(rows: list[list[float]]) -> list[float]:
         [sum(row[i] * row[j] for row in rows) for j in range(size)] + [sum(row[i] for row in rows)] for i in range(size)
     ]
     for i in range(size):
-        # Columns that are the same in all steps are kept apart by a small number.
+        # A small number on the diagonal keeps the matrix regular where two columns are the same in all steps.
         matrix[i][i] += 1e-9 * len(rows)
         pivot = matrix[i][i]
         matrix[i] = [value / pivot for value in matrix[i]]

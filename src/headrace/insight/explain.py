@@ -84,8 +84,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """`parts` sum to `latency`, in seconds; `split` is the measure by which steps of several requests are split:
     "fitted step times" where `headrace plan --check` has measured this model on this machine, and else "rows".
 
-    Accepted draft tokens and cached tokens are time saved, outside of the sum. `preemptions` counts those of the
-    request itself. `spans` are [name, begin, end] of its phases, one after the other, in seconds from its arrival.
+    Accepted draft tokens and cached tokens are time saved, outside of the sum. `preemptions` counts the preemptions of
+    this request alone. `spans` are [name, begin, end] of its phases, one after the other, in seconds from its arrival.
     `memory` compares the decoding steps between its first and its last token with the machine, None where that is
     unknown. `replica` computed the end of the answer."""
 

@@ -77,7 +77,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     `bytes_per_step` and `tokens_per_step` are means; without steps, the figures of one sequence without a context.
     `bandwidth` is bytes a second as in `Share.limit`, and `bandwidth_tokens_per_second` the rate that it allows at
-    these means. `peaks` are measured operations a second by kind, `peak_kind` the one that counts, and
+    these means. `peaks` are measured operations a second by kind, `peak_kind` the kind that the model uses, and
     `peak_tokens_per_second` the rate that it allows.
     """
 

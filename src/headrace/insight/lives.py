@@ -160,7 +160,7 @@ class Lives:
         return self.replicas[life.replica]
 
     def life_of(self, seq_id: int) -> Life | None:
-        """Return the life of a sequence, open or among those that ended last."""
+        """Return the life of a sequence that is open or ended lately."""
         return self._names.get(seq_id)
 
     def find(self, request_id: str) -> Life | None:

@@ -24,7 +24,7 @@ class Rounding(msgspec.Struct, frozen=True, kw_only=True):
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Group `group` of `num_groups` of a matrix: the weights from `column` on in a row, as float32. `stored` is the
-    form of the file. Where that `is_plain` not, the values are those of its codes."""
+    form of the file. Where that form `is_plain` not, the values come from its codes."""
 
     name: str
     group: int

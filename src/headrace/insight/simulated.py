@@ -304,7 +304,7 @@ class SimulatedExecutor:
         return [(t, [draft.token_ids[node] for node in path]) for t, path in zip(tables, draft.paths(), strict=True)]
 
     def _sample_all(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
-        """Sample the token after chunk `index`, and one more after each draft token that equals the one before."""
+        """Sample the token after chunk `index`, and one more after each draft token that equals the last sample."""
         params, num_prompt = batch.params[index], batch.num_prompts[index]
         num, state = batch.starts[index] + batch.lens[index], batch.states.get(index)
         paths = list(enumerate(self._paths(batch, index)))

@@ -46,7 +46,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
-    """The open requests and those that ended last, newest first, at most `MAX_REQUESTS`."""
+    """The open requests and the last ended ones, newest first, at most `MAX_REQUESTS`."""
 
     requests: list[Summary]
 
@@ -110,7 +110,7 @@ def summary_of(life: Life, lives: Lives, now: float, is_open: bool) -> Summary:
 
 
 def requests_of(lives: Lives, now: float) -> Requests:
-    """Return the requests that are open, and those that ended last."""
+    """Return the open requests, and the ones that ended last."""
     rows = [(life, True) for life in lives.open()]
     rows += [(life, False) for life in islice(reversed(lives.ended.values()), MAX_REQUESTS)]
     rows = [row for row in rows if not row[0].request_id.startswith(PROBE)]

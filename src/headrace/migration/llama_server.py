@@ -139,7 +139,7 @@ def _slower(text: str) -> float:
 
 
 def _only(text: str) -> str:
-    """Return nothing: the values with which YaRN is the one that is known are neutral."""
+    """Return nothing: these values are neutral where the known scaling is YaRN."""
     raise RefusedError(f"set attention_factor, beta_fast or beta_slow by --hf-overrides ({text} has no place there)")
 
 

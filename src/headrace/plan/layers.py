@@ -24,7 +24,7 @@ class LayerReads(NamedTuple):
 
 
 class _Watched(list[Any]):
-    """Caches of layers, and the places of those that were looked up."""
+    """Caches of layers, and the places that were looked up."""
 
     def __init__(self, caches: list[Any]) -> None:
         super().__init__(caches)

@@ -24,7 +24,7 @@ from headrace.protocol.errors import CheckpointError, RequestError
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
 StepTime = Callable[[Sequence[int], Sequence[int], int], float]
-"""Seconds of a step, of where its chunks start, how long they are, and its rows of logits."""
+"""A function that returns the seconds of a step, from the starts and lengths of its chunks and its rows of logits."""
 OTHERS = ("l4", "rtx4090", "a100", "h100", "h200")
 """Machines to look at when a model does not fit, the smallest first."""
 MAX_TOKENS, MAX_PRICE = 2**31, 1e9

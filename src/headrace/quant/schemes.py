@@ -71,7 +71,7 @@ K_TYPES = {
 }
 
 GROUPS = (128, 64, 32, 16, 8)
-"""Inputs that may share a scale. Powers of two, so that the smallest of some divides the others."""
+"""Inputs that may share a scale. Powers of two, so that the smallest of several divides the others."""
 
 HEAD_GROUP = 32
 """Group of the head under plain "int4": its errors go straight into the logits."""

@@ -90,8 +90,8 @@ def quantise_checkpoint(
 
 
 def verify_checkpoint(source: Path, options: Options, layout: str) -> int:
-    """Raise the errors of `quantise_checkpoint`, except those of the calibration text, before any work. Return the
-    bytes that it will write, scales and zero points left out."""
+    """Raise the errors of `quantise_checkpoint`, except for the calibration text, before any work. Return the bytes
+    that it will write, scales and zero points left out."""
     return QuantizeRun(source, Path(), options, layout, None, None).num_bytes()
 
 
@@ -198,7 +198,8 @@ class QuantizeRun:
         return report
 
     def _fingerprint(self, layout: str) -> str:
-        """Of all that the result depends on: the checkpoint's files, options, layout, and the calibration text."""
+        """Return a digest of the inputs of the result: the checkpoint's files, options, layout, and the calibration
+        text."""
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.files]
         values = [VERSION, files, self.values, layout, _as_json(self.options), self.calibration]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

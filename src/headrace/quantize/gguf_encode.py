@@ -28,7 +28,7 @@ I8 = NDArray[np.int8]
 F32 = NDArray[np.float32]
 
 SHARES = (0.8, 0.86, 0.91, 0.96, 1.0, 1.06, 1.14)
-"""Scales that are tried, as shares of the one that reaches the group's ends."""
+"""Scales that are tried, as shares of the scale that reaches the group's ends."""
 NEIGHBOURS = (0, -1, 1)
 MAX_F16 = 65504.0
 

@@ -45,7 +45,7 @@ LADDER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16")
 SHORT_LADDER = ("Q4_0", "Q5_0", "Q8_0", "BF16")
 """For rows of whole blocks of 32 only."""
 PROBE = "Q4_K"
-"""The type at which a group's loss is measured (or the one that fits its rows instead)."""
+"""The type at which a group's loss is measured (or another that fits its rows)."""
 MAX_TOKENS = 1024
 """Tokens of the calibration text that are used; the model runs over them once for each group."""
 SLAB_WEIGHTS = 2**22
@@ -92,8 +92,8 @@ def write(
 ) -> MixedFile:
     """Write the model in `directory` as the GGUF file `path`, of at most `bits` a weight, all tensors counted.
 
-    calibration: token ids of pieces of text. Raises `RequestError` without such, or for a budget that the smallest
-    types are beyond; `CheckpointError` as `gguf_writer.convert`.
+    calibration: token ids of pieces of text. Raises `RequestError` without such text, or for a budget below the bits of
+    the smallest types; `CheckpointError` as `gguf_writer.convert`.
     """
     source = Source(directory)
     with torch.inference_mode():
@@ -139,8 +139,8 @@ def least_bits(source: Source) -> float:
 
 
 def verify(source: Source, bits: float) -> None:
-    """Raise the errors of `write`, except those of the calibration text: `RequestError` for a budget below the bits of
-    the smallest types, and `CheckpointError` as `gguf_writer.convert`."""
+    """Raise the errors of `write`, except for the calibration text: `RequestError` for a budget below the bits of the
+    smallest types, and `CheckpointError` as `gguf_writer.convert`."""
     gguf_writer.verify(source)
     if bits < (least := least_bits(source)):
         raise RequestError("bits", bits, f"at least {least:.2f}, which the smallest types take for this model")

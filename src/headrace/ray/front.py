@@ -35,7 +35,7 @@ logger = logging.getLogger("headrace.server")
 MAX_RESTARTS = 2**31
 """Times that a connection may be lost: Ray Serve decides when an engine is given up."""
 PORT_S = 30.0
-"""Seconds that a front waits for its port, which the one before may still have."""
+"""Seconds that a front waits for its port, which the front before it may still hold."""
 
 
 class FrontActor:

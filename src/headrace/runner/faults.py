@@ -1,8 +1,8 @@
-"""Which request an exception in a step belongs to. A fault of one request ends that request, one of all ends the
-engine.
+"""Finds the request to which an exception in a step belongs. A fault of one request ends that request, a fault of all
+ends the engine.
 
-The runner computes the halves of a step that failed, down to single requests. The fault belongs to those that fail
-alone, unless every one does: then it is a fault of the device or the engine. Knows no tensors; called by the runner.
+The runner computes the halves of a step that failed, down to single requests. The fault belongs to the requests that
+fail alone, unless all do: then it is a fault of the device or the engine. Knows no tensors; called by the runner.
 """
 
 from __future__ import annotations

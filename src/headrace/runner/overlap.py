@@ -1,4 +1,4 @@
-"""`Overlap`: steps whose tokens the device draws, so that one can start before the tokens of the one before are known.
+"""`Overlap`: steps whose tokens the device draws, so that a step can start before the tokens of the last one are known.
 
 A chunk that follows an undrawn token gets it on the device, out of the last step's draws. Where the host draws another
 token after all, because the two best were too close for the device to tell, the chunk that followed is deferred. Rows

@@ -251,7 +251,7 @@ class Runner:
         )
         finite, logits = self.program.forward(chunks, logits_rows)
         for piece, sound in zip(pieces, finite, strict=True):
-            # Of a piece with a draft the logits decide: the row that is not finite may follow a rejected token.
+            # The logits decide for a piece with a draft: its row that is not finite may follow a rejected token.
             if not sound and not piece.nodes:
                 result.errors[piece.chunk_id] = NOT_FINITE
         if logits_rows:
@@ -364,7 +364,7 @@ class Runner:
         they are far larger than its text."""
         i = piece.chunk_id
         num_rows = max(0, min(len(piece.token_ids), batch.num_prompts[i] - 1 - piece.start))
-        # Of the row after each one: the piece's own tokens, then the token that comes after the piece.
+        # The token after each row: the piece's own tokens, then the token that comes after the piece.
         next_token_ids = piece.token_ids[1 : num_rows + 1]
         if len(next_token_ids) < num_rows:
             next_token_ids.append(self._token_after(batch, piece))

@@ -377,7 +377,7 @@ def _stages(params: SamplingParams, vocab_size: int) -> list[str]:
 
 
 def _leading_cut(params: SamplingParams, stages: list[str]) -> tuple[Cut, list[str]]:
-    """Split the stages into those that one `select` does alike, and the others.
+    """Split the stages into a part that one `select` does with the same result, and the rest.
 
     min_p and top_k both keep a head of the ranking, so their order does not matter, nor does temperature's to top_k.
     """

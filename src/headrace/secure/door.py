@@ -1,4 +1,4 @@
-"""`Door`: takes connections on a port, and serves those that have proven themselves; `connect` is the client's side.
+"""`Door`: takes connections on a port, and serves clients that have proven themselves; `connect` is the client's side.
 
 A faulty connection is one line of the log, and harms no other. Knows no messages but the handshake's. Called by
 `fleet.remote` and `parallel.hosts`.

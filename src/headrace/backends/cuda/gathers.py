@@ -27,7 +27,7 @@ class Exchange(Protocol):
 
 
 def most_columns(layout: Layout) -> int:
-    """Return the columns of the rank that has most: all send as many."""
+    """Return the largest number of columns of a rank: all ranks send as many."""
     return max(layout.num(rank) for rank in range(num_ranks(layout)))
 
 

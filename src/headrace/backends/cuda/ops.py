@@ -198,7 +198,7 @@ class CudaOps:
         return stack
 
     def gather(self, x: Value, layout: Layout, exchange: Exchange) -> Value:
-        """Return the whole rows of which each rank has the columns that `layout` gives it."""
+        """Return the whole rows; each rank has the columns that `layout` gives it."""
         return self._put("gather", layout.width, x.dim, x.item_bytes, x=x, layout=layout, exchange=exchange)
 
     def finite(self, x: Value, flags: Tensor) -> None:

@@ -63,7 +63,7 @@ def _lone_products(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute by one thread: more of them may split one product's sums, in as many parts as there are."""
+    """Let torch compute with one thread: with more, it may split the sums of one product into as many parts."""
     num_threads = torch.get_num_threads()
     if num_threads == 1:
         yield

@@ -52,7 +52,8 @@ def client_queueing(timelines: Sequence[Timeline]) -> str:
 
 
 def warm_cache(pairs: Sequence[tuple[Timeline, Sample]], template_tokens: int) -> str:
-    """Prompt tokens that came from the server's prefix cache, beyond what a prompt shares with the prompts before it.
+    """Prompt tokens that came from the server's prefix cache, beyond the prefixes that prompts share with earlier
+    prompts.
 
     In texts a token is one character at least."""
     excess = total = num = 0

@@ -131,7 +131,7 @@ def static_batches(core: EngineCore, samples: Sequence[Sample]) -> list[Timeline
     """Run as many requests together as the cache holds at the longest, prompts and answers padded to the longest of the
     batch, and the next when the last of them is done. Padded positions are computed, and not counted.
 
-    The engine has no mask for pads, so the answers differ from those of the requests alone."""
+    The engine has no mask for pads, so the answers differ from the answers to the requests alone."""
     blocks = core.scheduler.pool.blocks_for(
         max(s.num_prompt_tokens for s in samples) + max(s.output_len for s in samples)
     )

@@ -27,8 +27,8 @@ Row = tuple[Sequence, int, bool, int]
 
 class Search:
     """One search. `live` are its beams in `BeamSearch`'s order: the prompt alone until the first choice. `tops` holds
-    the candidates of those that have computed all their tokens, by sequence id. `pending` beams were preempted and hold
-    no blocks, until `live[0]` has computed the first `num_common` tokens that they share with it."""
+    the candidates of the beams that have computed all their tokens, by sequence id. `pending` beams were preempted and
+    hold no blocks, until `live[0]` has computed the first `num_common` tokens that they share with it."""
 
     def __init__(self, root: Sequence, params: BeamSearchParams) -> None:
         self.rules = BeamSearch(params, root.stop_ids, root.max_len - root.num_prompt)

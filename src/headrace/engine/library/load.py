@@ -235,8 +235,8 @@ def make_target(
 def load_model(
     config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None = None
 ) -> tuple[Backend, models.Model, ModelConfig]:
-    """The model of `directory` (or of a GGUF file) with its weights. `seat`: of one rank of several, which takes its
-    part of them. Raises `CheckpointError` or `RequestError`."""
+    """The model of `directory` (or of a GGUF file) with its weights. `seat`: of a rank, which takes its part of the
+    weights. Raises `CheckpointError` or `RequestError`."""
     load = _load_gguf if directory.is_file() else _load_safetensors
     return load(config, directory, progress, seat)
 
@@ -370,7 +370,7 @@ def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select
 
 def num_pieces(max_num_seqs: int, num_nodes: int) -> int:
     """Pieces of one forward pass, and rows of its logits, where each sequence may have `num_nodes` guesses: room for
-    the guesses of one sequence at least, and for those of all while that takes little memory."""
+    the guesses of one sequence at least, and for the guesses of all while that takes little memory."""
     return max(max_num_seqs, 1 + num_nodes, min(max_num_seqs * (1 + num_nodes), MANY_PIECES))
 
 
@@ -408,8 +408,8 @@ def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[s
 
 
 def choose_max_model_len(requested: int | None, model_config: ModelConfig, path: Path) -> int:
-    """`requested`, or all that the model has. Of a GGUF file it is at most that, as in llama-server; of a directory
-    more raises `RequestError`, as in vLLM."""
+    """`requested`, or all that the model has. A larger `requested` is lowered for a GGUF file, as in llama-server, and
+    raises `RequestError` for a directory, as in vLLM."""
     most = model_config.max_positions()
     if most < 2:
         raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")

@@ -3,7 +3,7 @@
 The log has the requests, when and before which step each came; the scheduler's decisions and the executor's results,
 and when; and the inputs of neither: readings of the clock that control speculation, and which masks of grammars were
 late. It holds the
-token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that the one that
+token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that a step that
 killed the engine is there too. `engine.build` makes a recorded engine; the core does not know of it.
 
 The file is `MAGIC`, then frames: a 4-byte little-endian length and that many bytes of msgpack: the structs below and

@@ -3,8 +3,8 @@
 A request waits in the queue until a replica has room for it, so that no caller's requests pile up before another's. The
 open requests of a replica that is lost or drained go to others of the same fingerprint, or wait for one; because output
 depends on the request alone, they go on with the same bits. A request that kills its engine is found as with one
-engine, wherever it did so. Replicas may be added and removed while requests run. Takes any `Link`; knows no processes
-and no HTTP. Made by `fleet.engines.local`.
+engine, whichever replica had it. Replicas may be added and removed while requests run. Takes any `Link`; knows no
+processes and no HTTP. Made by `fleet.engines.local`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIRST_START_S = 360.0
 """The estimated seconds that the start of an added engine takes; after `START_PATIENCE` times as many it is given
 up."""
 BOUNDS = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_logprobs")
-"""Numbers of an engine of which the least one holds for requests to a fleet."""
+"""Numbers of an engine. A request to a fleet is bound by the least of all replicas."""
 
 
 class Fleet(EngineClient):
@@ -54,8 +54,8 @@ class Fleet(EngineClient):
         router: a policy of `protocol.kinds.ROUTERS`.
         secret: the key of the deployment's prefix keys, at most 64 bytes; None: a new one.
         max_num_queued_reqs, max_num_queued_tokens: bounds on requests that no engine has started.
-        max_restarts, watchdog_timeout: of each replica; see `Replica`. Those that are given up leave their work to the
-            others; without any left, all ends with an `EngineDeadError`.
+        max_restarts, watchdog_timeout: of each replica; see `Replica`. A replica that is given up leaves its work to
+        the others; when none is left, all requests end with an `EngineDeadError`.
 
     Raises `ValueError` for an unknown policy.
     """
@@ -80,7 +80,7 @@ class Fleet(EngineClient):
         self._waiting: Dispatcher[OpenRequest] = Dispatcher(self.router, "fcfs")
         self._routes: dict[str, Route] = {}
         self._info: EngineInfo | None = None
-        # Whether the bounds of the replicas differ, so that one may serve what another cannot.
+        # Whether the bounds of the replicas differ, so that one may serve a request that another cannot.
         self._is_mixed = False
         self._tasks: set[asyncio.Task[None]] = set()
         # Of the replicas that were added, by number.
@@ -94,7 +94,7 @@ class Fleet(EngineClient):
 
     @property
     def info(self) -> EngineInfo:
-        """The numbers of which every replica that has started can serve a request."""
+        """The numbers within which every started replica can serve a request."""
         if self._info is None:
             raise EngineDeadError("the engine has not started")
         return self._info
@@ -182,8 +182,8 @@ class Fleet(EngineClient):
             replica.watching.watch(True)
 
     def drain(self, index: int) -> None:
-        """Send a replica no new requests. Those that it has go on in others of the same fingerprint, or, where there is
-        none, end where they are."""
+        """Send a replica no new requests. Its requests go on in another replica of the same fingerprint, or, without
+        one, end where they are."""
         replica = self.replica(index)
         replica.is_leaving = True
         others = [each for each in self.replicas if self._is_serving(each) and each.fingerprint == replica.fingerprint]
@@ -382,8 +382,8 @@ class Fleet(EngineClient):
         return info is not None and has_room(load, info.max_num_seqs, info.max_num_batched_tokens)
 
     def _candidates(self, entry: OpenRequest, usable: list[Replica]) -> Collection[int]:
-        """Return the replicas that give a request the same bits as those that have run it. Of those that leave, it may
-        be one only where no other is left."""
+        """Return the replicas that give a request the same bits as the replicas that ran it so far. A leaving replica
+        is among them only where no other is left."""
         bound = entry.stream.fingerprint
         able = [each for each in usable if bound in ("", each.fingerprint) and self._serves(each, entry)]
         serving = [each.index for each in able if not each.is_leaving]

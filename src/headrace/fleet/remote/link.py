@@ -69,7 +69,7 @@ class RemoteLink:
         self._digest = functools.cache(weights)
         self._timeouts = timeouts
         self._front_id = token_bytes(16)
-        # Of the engine that was connected first: the digest of its weights, and its `FORMATS`.
+        # The digest of the weights, and the `FORMATS`, of the engine that was connected first.
         self._identity: tuple[Any, ...] | None = None
         self._channel: Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []

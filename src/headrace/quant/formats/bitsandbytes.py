@@ -23,7 +23,7 @@ from headrace.quant.packing import checked, good_scales, left_alone, names_liste
 
 SPARE = re.compile(r"(?!)")
 THRESHOLD = 6.0
-"""Of the paper, section 3.2, and of configs that do not say it."""
+"""The value in the paper, section 3.2, and in configs without one."""
 TYPES = ("nf4", "fp4")
 MAX_STATE_BYTES = 10_000
 MAX_NUMBER = 1e30

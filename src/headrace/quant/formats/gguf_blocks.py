@@ -76,7 +76,7 @@ def _chunks(raw: U8, size: int) -> U8:
 
 
 def _planes(raw: U8, size: int, bits: int) -> U8:
-    """Of every `size` bytes first all lowest fields of `bits` bits, then all next ones, ..."""
+    """Every `size` bytes give first all lowest fields of `bits` bits, then all next ones, ..."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[None, None, :, None]
     fields = (raw.reshape(len(raw), -1, 1, size) >> shifts) & ((1 << bits) - 1)
     return fields.astype(np.uint8).reshape(len(raw), -1)

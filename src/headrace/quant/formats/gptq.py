@@ -3,8 +3,8 @@
 `qweight` int32 [in * bits / 32, out], codes packed along the inputs; `qzeros` int32 [groups, out * bits / 32], packed
 along the outputs; `scales` [groups, out]; `g_idx` int32 [in], the group of each input (act-order). The first version of
 the layout stores zero points less one, the second (checkpoint_format "gptq_v2") as they are. GPTQModel's `dynamic` has
-patterns of names, of which the first that matches decides: "-:" before it leaves the layer plain, else its settings
-precede the config's.
+patterns of names, and the first match decides: "-:" before it leaves the layer plain, else its settings take precedence
+over the config's.
 """
 
 from __future__ import annotations

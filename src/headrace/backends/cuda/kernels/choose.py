@@ -192,7 +192,7 @@ def _choose(
             digit, before = _digit(counts, before, target)
             cut_p |= digit.to(tl.uint32) << shift
             tl.debug_barrier()
-        # The cut's own tokens weigh the same: as many as reach the target.
+        # The cut's own tokens weigh the same: it takes as many as reach the target.
         bits = tl.where(cut_p >= 2147483648, cut_p ^ 2147483648, cut_p ^ 4294967295).to(tl.int32, bitcast=True)
         weight = _weights(_scaled(bits.to(tl.float32, bitcast=True), greatest, temperature))
         num = ((target - before.to(tl.float64)) / weight.to(tl.float64)).to(tl.int64) - 2
