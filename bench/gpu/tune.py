@@ -218,7 +218,7 @@ def codes(device: Device, layer: shapes.Layer, rows: int) -> Choice:
         for c in linear_codes.KERNEL.configs
         if fits(c, rows, device.capability) and linear_codes.suits(c, small, layer.gated)
     ]
-    shape = tuned.matrix_shape(layer.num_out, layer.num_in, tuned.form_of(scheme), layer.gated)
+    shape = tuned.matrix_shape(layer.num_out, layer.num_in, tuned.scheme_key(scheme), layer.gated)
     return Choice(linear_codes.KERNEL.name, shape, rows, suited, default, layer.num_out * layer.num_in // 2, make)
 
 

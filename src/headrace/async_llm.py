@@ -30,11 +30,11 @@ class AsyncLLM:
     """An engine for many concurrent callers on one event loop.
 
     Args:
-        config: what to load; or give the fields of `EngineConfig` as keywords.
-        in_process: a thread here (True), or a process of its own.
+        config: the model to load; or give the fields of `EngineConfig` as keywords.
+        in_process: a thread here (True), or its own process.
         client, tokenizer: ready-made parts, instead of those that `config` names.
 
-    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that can not be.
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that cannot be.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Complete a prompt: outputs as they grow, each the whole answer so far, the last with `finished`.
 
-        `request_id` only names the outputs and is what `abort` takes. Leaving the iteration early aborts the request.
-        Raises `RequestError`, `QueueFullError` or `EngineDeadError`.
+        `request_id` only names the outputs, and is the argument of `abort`. Leaving the iteration early aborts the
+        request. Raises `RequestError`, `QueueFullError` or `EngineDeadError`.
         """
         await self.start()
         name = request_id or new_request_id()
@@ -132,7 +132,7 @@ class AsyncLLM:
             return beam_output(generation.states, text, self._front.tokenizer)
 
     def abort(self, request_id: str) -> None:
-        """End the requests of this name; their iterations end with what has come. Unknown names are fine."""
+        """End the requests of this name; their iterations end with the tokens so far. Unknown names are fine."""
         for generation in self._streams.get(request_id, []):
             generation.close()
 

@@ -45,7 +45,7 @@ STATED_ACTIVATIONS = {
     "16bit": "16 bits (W8A16), as the checkpoint's method keeps outliers so; --activations int8 is faster",
     "fp8": "16 bits on the CPU; the checkpoint states fp8, which torch_ref computes with --activations fp8",
 }
-"""By what a checkpoint's method multiplies with (`quant.base.stated_activations`)."""
+"""By the activations with which a checkpoint's method multiplies (`quant.base.stated_activations`)."""
 NEEDS_TORCH = "only the reference backend, GPUs and headrace quantize need it"
 PROBE_BYTES = 2**30  # well above any last-level cache
 
@@ -56,10 +56,10 @@ Section = dict[str, Any]
 
 
 def examine(model: str = "builtin", *, probe_bytes: int | None = None) -> dict[str, Section]:
-    """Return all that `headrace doctor` shows, as JSON-ready sections. Bytes are plain numbers, rates in GB/s (1e9).
+    """Return the report of `headrace doctor`, as JSON-ready sections. Bytes are plain numbers, rates in GB/s (1e9).
 
     Args:
-        model: what to look for; a hub id is looked up in the local cache only.
+        model: the one to look for; a hub id is looked up in the local cache only.
         probe_bytes: size of the buffer whose read speed is measured, `PROBE_BYTES` for None; 0 leaves the measurement
             out.
     """
@@ -189,10 +189,10 @@ def triton_state() -> Section:
 
 
 def limits(seconds: float = 0.5, most_bytes: int = 2**31) -> list[Section]:
-    """Measure what the machine can do at most, to compare rates with: one entry for each quantity, on one thread and on
+    """Measure the machine's highest rates, to compare others with: one entry for each quantity, on one thread and on
     all of the team. `rate` is the median of nine pieces (`least` and `most` their range) in `unit`, 1e9 or 1e12 a
-    second; a multiply-add counts as two operations. Takes about `seconds` for each. What is read is a buffer of
-    `most_bytes`, or of a quarter of the free memory: well above any cache.
+    second; a multiply-add counts as two operations. Takes about `seconds` for each. The buffer that is read has
+    `most_bytes`, or a quarter of the free memory: well above any cache.
 
     Raises `NativeMissingError` where the native kernels are not there.
     """
@@ -335,7 +335,7 @@ def show(report: dict[str, Section]) -> None:
 
 
 def show_limits(rows: list[Section]) -> None:
-    """Print the limits as a table: what was measured, by which instructions, and the rates by number of threads."""
+    """Print the limits as a table: the quantity, its instructions, and the rates by number of threads."""
     threads = sorted({row["threads"] for row in rows})
     by_kind: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for row in rows:

@@ -10,7 +10,7 @@ import os
 
 def debug_level() -> int:
     """HEADRACE_DEBUG: 0 quiet (default), 1 prints each step, 2 also runs the scheduler's `check()` after each step, 3
-    also computes each step a second time beside torch_ref and names the operators that differ (very slow)."""
+    also computes each step a second time by torch_ref and names the operators that differ (very slow)."""
     text = os.environ.get("HEADRACE_DEBUG", "0")
     if text not in ("0", "1", "2", "3"):
         raise ValueError(f"HEADRACE_DEBUG: {text!r} is not allowed; it must be 0, 1, 2 or 3")

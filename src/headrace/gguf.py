@@ -332,7 +332,7 @@ def read(path: Path) -> GGUF:
     """Open the GGUF file at `path`, mapped and not read into memory. Raises `CheckpointError`."""
     try:
         with open(path, "rb") as file:
-            # An empty file can not be mapped.
+            # An empty file cannot be mapped.
             empty = not file.seek(0, 2)
             data: bytes | mmap.mmap = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:

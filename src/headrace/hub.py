@@ -4,7 +4,7 @@
 Nothing from the model directory is ever executed: only the file kinds in `PATTERNS` are fetched or looked at.
 
 `python -m headrace.hub NAME FOLDER` fetches a model into a folder, for the server, and prints its progress as lines of
-JSON. It is a program of its own: what the hub's client takes of memory and threads goes with it.
+JSON. It is a separate program: the memory and threads of the hub's client end with it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from headrace.protocol.errors import CheckpointError, ModelNotFoundError, Reques
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
-"""Of the GGUF files of one repository, that which is fetched if no tag chooses another."""
+"""The GGUF file of a repository that is fetched if no tag chooses another."""
 DIGESTED = ("config.json", "*.safetensors", "*.gguf", "*.u8")
-"""The files that decide what a model computes; *.u8 is the built-in one's."""
+"""The files that decide the results of a model; *.u8 is the built-in one's."""
 TEXT_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model")
-"""Those that decide how texts and tokens correspond; of a GGUF file, the file itself."""
+"""The files that decide how texts and tokens correspond; for a GGUF file, the file itself."""
 MAX_JSON_BYTES = 64 * 2**20
 _TURN_ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> <|end_of_text|>".split()
@@ -38,8 +38,8 @@ _TURN_ENDS = frozenset(
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """Return the directory of `model` ('builtin', a path, or a hub id, fetched by `huggingface_hub`), or its GGUF file.
 
-    A directory that holds one GGUF file and no config.json means that file. Raises `ModelNotFoundError` naming what
-    was tried.
+    A directory that holds one GGUF file and no config.json means that file. Raises `ModelNotFoundError` naming the
+    attempts.
     """
     if model == "builtin":
         return builtin.directory() if weights else builtin.PATH
@@ -69,7 +69,7 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = None) -> Path:
     """Return the directory or file of the tokenizer: `tokenizer` if it is given (a file is fine), else the model's.
 
-    The revision pins the model only; another repository has revisions of its own.
+    The revision pins the model only; another repository has other revisions.
     """
     if tokenizer is None:
         return resolve(model, revision, weights=False)
@@ -78,7 +78,7 @@ def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = 
 
 
 def digest(path: Path, names: Iterable[str] = DIGESTED) -> str:
-    """Return a digest of the files of these names in a directory, in hex: of a model's config and weights. Or that of a
+    """Return the digest, in hex, of the files of these names in a directory (a model's config and weights), or of one
     file. Reads all of them, a second for each gigabyte. Raises OSError."""
     files = [path] if path.is_file() else [each for name in names for each in sorted(path.glob(name))]
     hasher = hashlib.blake2b(digest_size=16)
@@ -122,7 +122,7 @@ def eos_token_ids(directory: Path) -> list[int]:
     """Return the ids that end a text, from generation_config.json and config.json (either may give one id or a list).
 
     Of a GGUF file: its end of text and of turn, and control tokens that are known to end a turn. Raises
-    `CheckpointError` for what is no token id, and for more ids than a request may give.
+    `CheckpointError` for a value that is no token id, and for more ids than a request may give.
     """
     if directory.is_file():
         return gguf_ends(gguf.read(directory))
@@ -157,7 +157,7 @@ def gguf_ends(file: gguf.GGUF) -> list[int]:
 
 def choose_files(names: list[str], tag: str) -> list[str]:
     """Return the files of a repository that make one model: a GGUF file if there are some, the one whose name has the
-    `tag` in it, and else those of a plain checkpoint. Raises `ModelNotFoundError`."""
+    `tag` in it, and else the files of a plain checkpoint. Raises `ModelNotFoundError`."""
     ggufs = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name and "-of-0" not in name)
     plain = [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, each) for each in PATTERNS)]
     if tag in ("", "latest") and "config.json" in plain and any(name.endswith(".safetensors") for name in plain):

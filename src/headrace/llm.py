@@ -64,9 +64,10 @@ class LLM:
 
     Args:
         model: "builtin", a directory, or a hub id; further keywords are the fields of `EngineConfig`, and
-            override_generation_config: sampling defaults, which precede those of the model's generation_config.json.
+            override_generation_config: sampling defaults, which take precedence over the model's
+            generation_config.json.
 
-    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that can not be.
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that cannot be.
     """
 
     def __init__(self, model: str = "builtin", **fields: Any) -> None:
@@ -96,8 +97,8 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of calls without any: those that the model's generation_config.json advises, and
-        before them those that were set for it with Ollama's `create`."""
+        """Return the parameters of calls without any: the ones set for the model with Ollama's `create` take precedence
+        over the advice of its generation_config.json."""
         return self._defaults.clone()
 
     def generate(
@@ -112,7 +113,7 @@ class LLM:
 
         One `SamplingParams` is for all, a list has one for each prompt, and None stands for
         `get_default_sampling_params`. Outputs come in the order of the prompts. `use_tqdm` shows a progress bar where
-        stderr is a terminal. Raises `RequestError` before any work is done if one of the prompts can not be served; a
+        stderr is a terminal. Raises `RequestError` before any work is done if one of the prompts cannot be served; a
         request that fails on its way ends with finish_reason "error".
         """
         _check_lora(lora_request)
@@ -143,7 +144,7 @@ class LLM:
         """Return the vector of each prompt: the hidden state of its last token after the final norm, or the "mean".
 
         float32 numbers, made one long unless `normalize` is false, and cut to `dimensions` before that. Raises
-        `RequestError` before any work is done if a prompt can not be served, `HeadraceError` if one fails on its way.
+        `RequestError` before any work is done if a prompt cannot be served, `HeadraceError` if one fails on its way.
         """
         info = self.core.info
         kind = check_form(pooling, dimensions, info.hidden_size)
@@ -171,7 +172,7 @@ class LLM:
     def encode(
         self, prompts: Prompt | Sequence[Prompt], pooling_task: str = "embed", use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
-        """Return what `embed` returns, under vLLM's other name. `pooling_task` is "embed"."""
+        """The same as `embed`, under vLLM's other name. `pooling_task` is "embed"."""
         if pooling_task != "embed":
             raise UnsupportedError("pooling_task", pooling_task, "the models served here embed; set it to embed")
         return self.embed(prompts, use_tqdm)
@@ -212,8 +213,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several. Messages are OpenAI's: `{"role": ..., "content": ...}`.
 
-        A conversation without a system message begins with that of the model's `headrace.json`, if it has one. `tools`
-        are shown to the model by its template. The answer's text has the calls as the model writes them.
+        A conversation without a system message begins with the one in the model's `headrace.json`, if there is one.
+        `tools` are shown to the model by its template. The answer's text has the calls as the model writes them.
         """
         _check_lora(lora_request)
         several = bool(messages) and not isinstance(messages[0], dict)
@@ -248,7 +249,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest answers to each prompt; see `BeamSearchParams`. Outputs come in the prompts' order.
 
-        Raises `RequestError` before any work is done if one of the prompts can not be served: also where the beams
+        Raises `RequestError` before any work is done if one of the prompts cannot be served: also where the beams
         would not fit the step or the KV cache.
         """
         if not isinstance(params, BeamSearchParams):

@@ -92,8 +92,8 @@ def test_a_small_cache_thrashes_and_another_one_is_another_prediction() -> None:
     calls = calls_of(60)
     large, small, crossed = case_of(1000, calls), case_of(130, calls), case_of(130, calls, simulated_blocks=1000)
     assert small.preemptions[0] > large.preemptions[0]
-    assert trace_check.thrashes([large, small])
-    assert not trace_check.thrashes([large, large])
+    assert trace_check.is_thrashing([large, small])
+    assert not trace_check.is_thrashing([large, large])
     cached = [case.rows[-1].measured for case in (large, small)]
     assert cached[0] > cached[1] + 5
     assert abs(crossed.rows[1].error) > 0.15
@@ -137,7 +137,7 @@ def test_the_command_compares_with_both_caches(
 
 
 def test_the_comparison_is_a_table() -> None:
-    text = trace_check.text_of(trace_check.TraceCheck(model=MODEL, duration=9.0, cases=[case_of(1000, calls_of(9))]))
+    text = trace_check.report_of(trace_check.TraceCheck(model=MODEL, duration=9.0, cases=[case_of(1000, calls_of(9))]))
     assert "cache         x: 1,000 blocks; 9 requests in 9 s, 0 refused" in text
     assert text.endswith("The small cache does not thrash: more requests at once would make it, by --speed-up.")
     [line] = [line for line in text.splitlines() if line.startswith("TTFT p50")]

@@ -15,7 +15,7 @@ from headrace.cli import verify
 from headrace.cli.bench import speculate
 from headrace.cli.bench.plans import SpeculatePlan
 from headrace.cli.bench.speculate import Synthetic, measure_speculation, print_speculation, read_prompts
-from headrace.cli.verify import Answer, VerifyPlan, chi_square, examine, num_different
+from headrace.cli.verify import ComparedOutput, VerifyPlan, chi_square, examine, num_different
 from headrace.drafters.base import Context
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
@@ -42,8 +42,8 @@ def test_exact_draws_pass_and_a_bias_of_two_percent_is_caught() -> None:
 
 
 def test_one_wrong_bit_is_a_difference() -> None:
-    a, b = Answer([1, 2], b"\x00\x01"), Answer([1, 2], b"\x00\x00")
-    assert num_different([a, a, a], [a, b, Answer([1, 3], b"\x00\x01")]) == 2
+    a, b = ComparedOutput([1, 2], b"\x00\x01"), ComparedOutput([1, 2], b"\x00\x00")
+    assert num_different([a, a, a], [a, b, ComparedOutput([1, 3], b"\x00\x01")]) == 2
 
 
 def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,7 @@ def test_an_exception_that_all_run_into_has_no_owner(directory: Path, monkeypatc
 def test_control_a_runner_that_blames_everybody_is_noticed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.runner import faults
 
-    monkeypatch.setattr(faults.Blame, "reason", lambda self, error, num_rows: "")
+    monkeypatch.setattr(faults.StepFaults, "reason", lambda self, error, num_rows: "")
     core = engine(directory)
     spoil(core, monkeypatch, {3}, IndexError())
     for seed in SEEDS:

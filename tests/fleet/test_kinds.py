@@ -19,7 +19,7 @@ from headrace.fleet.simulator import Simulation, Sizes
 from headrace.fleet.traces import Call
 from headrace.plan import hardware
 from headrace.plan.planner import Planner, Subject
-from headrace.plan.plans import Wish
+from headrace.plan.plans import Workload
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.kinds import CacheKind
 
@@ -36,7 +36,7 @@ HYBRID = {
 
 def planner(config: dict[str, Any], memory: float) -> Planner:
     machine = msgspec.structs.replace(hardware.TABLE["h100"], memory=memory)
-    return Planner(Subject("x", config), machine, Wish())
+    return Planner(Subject("x", config), machine, Workload())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from headrace.cli import simulate
 from headrace.cli.main import main
 from headrace.fleet import traces
 from headrace.fleet.figures import figures
-from headrace.fleet.simulator import Run, Simulation, Sizes, percentile, smallest_fleet
+from headrace.fleet.simulator import SimulatedRun, Simulation, Sizes, percentile, smallest_fleet
 from headrace.fleet.traces import Call
 from headrace.protocol.errors import RequestError
 
@@ -26,7 +26,9 @@ def second_a_row(starts: Sequence[int], lens: Sequence[int], num_logits: int) ->
     return float(sum(lens))
 
 
-def play(calls: Sequence[Call], num: int = 1, router: str = "round-robin", sizes: Sizes = SIZES, **limits: Any) -> Run:
+def play(
+    calls: Sequence[Call], num: int = 1, router: str = "round-robin", sizes: Sizes = SIZES, **limits: Any
+) -> SimulatedRun:
     return Simulation(num, router, sizes, second_a_row).run(calls, **limits)
 
 

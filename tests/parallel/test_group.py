@@ -20,7 +20,7 @@ from headrace.engine.core import EngineCore
 from headrace.parallel.program import RankLostError
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.runner.faults import Blame
+from headrace.runner.faults import StepFaults
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_an_engine_without_its_ranks_says_why_it_ends() -> None:
 
 
 def test_a_lost_rank_is_no_requests_fault() -> None:
-    assert Blame().reason(RankLostError("rank 1 ended"), 1) == ""
+    assert StepFaults().reason(RankLostError("rank 1 ended"), 1) == ""
 
 
 def test_a_model_that_can_not_be_loaded_is_an_error_of_its_own(tmp_path: Any) -> None:

@@ -35,7 +35,7 @@ from headrace.protocol.frames import TransportError
 from headrace.protocol.sources import digest_of_sources
 from headrace.secure.credentials import Credentials
 from headrace.secure.door import Server, connect
-from headrace.secure.handshake import HandshakeError, Talk, Times
+from headrace.secure.handshake import HandshakeError, ProtocolVersion, Timeouts
 
 SCRIPT = """
 import os, signal, socket, sys, time
@@ -65,7 +65,7 @@ def script(mode: str = "") -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def rendezvous(
-    world: int = 2, timeout: float = 5.0, weights: str = "w", speaks: str = "", times: Times = FAST
+    world: int = 2, timeout: float = 5.0, weights: str = "w", speaks: str = "", times: Timeouts = FAST
 ) -> Iterator[Rendezvous]:
     listener = socket.create_server(("127.0.0.1", 0))
     hosts = Rendezvous(
@@ -176,7 +176,9 @@ def test_S_44_a_proof_for_another_end_opens_nothing(name: str) -> None:
         seat = seats.encode(seats.Seat(b"host", 1, 2, "w"))
 
         async def work() -> bytes:
-            _, writer, terms = await connect(server, credentials("front"), Talk(name, digest_of_sources()), FAST, seat)
+            _, writer, terms = await connect(
+                server, credentials("front"), ProtocolVersion(name, digest_of_sources()), FAST, seat
+            )
             writer.close()
             await writer.wait_closed()
             return terms

@@ -10,17 +10,17 @@ from tests.plan import configs
 from headrace.plan import hardware, steps
 from headrace.plan.counting import Counts
 from headrace.plan.planner import Planner, Subject, counts_of
-from headrace.plan.plans import Wish
+from headrace.plan.plans import Workload
 
 GB = 1e9
 
 
 def counts(config: dict[str, Any], quantization: str | None = None) -> Counts:
-    return counts_of(Subject("x", config), Wish(quantization=quantization))[0]
+    return counts_of(Subject("x", config), Workload(quantization=quantization))[0]
 
 
-def planner(config: dict[str, Any], machine: str, **wish: Any) -> Planner:
-    return Planner(Subject("x", config), hardware.find(machine), Wish(**wish))
+def planner(config: dict[str, Any], machine: str, **fields: Any) -> Planner:
+    return Planner(Subject("x", config), hardware.find(machine), Workload(**fields))
 
 
 def test_kv_of_llama_2_7b_in_fp16_is_524288_bytes_a_token() -> None:

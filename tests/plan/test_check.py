@@ -17,7 +17,7 @@ from headrace.cli.main import main
 from headrace.plan import hardware
 from headrace.plan.fitted import Sample, fit
 from headrace.plan.planner import Planner, read
-from headrace.plan.plans import Wish
+from headrace.plan.plans import Workload
 from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError, HeadraceError
 from headrace.protocol.step_model import StepModel, num_alone, num_seen
@@ -76,7 +76,8 @@ from pathlib import Path
 
 from headrace.cli import checking, plan, planning
 from headrace.cli.main import main
-from headrace.plan import hardware, step_model
+from headrace.plan import hardware
+from headrace.protocol import step_model
 
 step_model.FOLDER = Path(sys.argv.pop())
 plan.CHECK_SECONDS = 0.0
@@ -119,13 +120,13 @@ def test_check_compares_and_the_plan_then_uses_it(tmp_path: Path, monkeypatch: p
         path = step_model.path_of_engine(llm.core.info)
     assert {*tmp_path.iterdir()} == {Path(result["path"]), path}
     assert step_model.load(path) == step_model.load(Path(result["path"]))
-    one = Planner(read("builtin"), hardware.TABLE["l4"], Wish())
+    one = Planner(read("builtin"), hardware.TABLE["l4"], Workload())
     before = one.speed(1).tpot
     one.use_measured_steps()
     assert isinstance(one.step, StepModel)
     assert one.speed(1).tpot != before
     assert one.plan().step_source == "by steps that --check measured here"
-    other = Planner(read("builtin"), hardware.TABLE["l4"], Wish(quantization="int4"))
+    other = Planner(read("builtin"), hardware.TABLE["l4"], Workload(quantization="int4"))
     other.use_measured_steps()
     assert not isinstance(other.step, StepModel)
 
@@ -144,7 +145,7 @@ def test_the_comparison_is_a_table() -> None:
         checking.Compared(what="TTFT", unit="ms", predicted=11.0, measured=10.0, least=9.0, most=12.0),
         checking.Compared(what="TPOT", unit="ms", predicted=20.0, measured=10.0, least=9.0, most=12.0),
     ]
-    text = checking.text_of(checking.Check(model=model, path="here", rows=rows))
+    text = checking.report_of(checking.Check(model=model, path="here", rows=rows))
     first, second = text.splitlines()[-2:]
     assert "+10.0%" in first
     assert first.endswith("9.00 to 12.00, predicted within")

@@ -16,12 +16,12 @@ from headrace.plan import hardware
 from headrace.plan.counting import count
 from headrace.plan.forms import Forms
 from headrace.plan.planner import Planner, Subject, read
-from headrace.plan.plans import Wish
+from headrace.plan.plans import Workload
 from headrace.plan.steps import Roofline
 
 
-def planner(config: dict[str, Any], machine: str = "h100", **wish: Any) -> Planner:
-    return Planner(Subject("x", config), hardware.find(machine), Wish(**wish))
+def planner(config: dict[str, Any], machine: str = "h100", **fields: Any) -> Planner:
+    return Planner(Subject("x", config), hardware.find(machine), Workload(**fields))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -112,7 +112,7 @@ def test_goodput_is_of_a_batch_that_keeps_the_goals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "machine", "wish", "flags"),
+    ("config", "machine", "fields", "flags"),
     [
         (configs.LLAMA_3_8B, "l4", {"context": 8192, "concurrency": 8},
          ["--concurrency 4", "--context", "--kv-cache-dtype int8", "--quantization int8", "--hardware a100"]),
@@ -120,13 +120,13 @@ def test_goodput_is_of_a_batch_that_keeps_the_goals() -> None:
         (configs.LLAMA_3_70B, "a100", {"concurrency": 1, "quantization": "int8"}, ["--hardware h200"]),
     ],
 )  # fmt: skip
-def test_changes_make_room(config: dict[str, Any], machine: str, wish: dict[str, Any], flags: list[str]) -> None:
-    plan = planner(config, machine, **wish).plan()
+def test_changes_make_room(config: dict[str, Any], machine: str, fields: dict[str, Any], flags: list[str]) -> None:
+    plan = planner(config, machine, **fields).plan()
     assert not plan.fits
     assert len(plan.changes) == len(flags)
     for change, beginning in zip(plan.changes, flags, strict=True):
         assert change.flags.startswith(beginning)
-        other, name = dict(wish), machine
+        other, name = dict(fields), machine
         for flag, value in zip(*[iter(change.flags.split())] * 2, strict=True):
             if flag == "--hardware":
                 name = value
@@ -137,7 +137,7 @@ def test_changes_make_room(config: dict[str, Any], machine: str, wish: dict[str,
 
 def test_a_gguf_file_has_the_bytes_of_its_tensors(shared_data: Path) -> None:
     path = shared_data / "models" / "derived" / "gguf" / "TinyStories-656K.Q5_0.gguf"
-    one = Planner(read(str(path)), hardware.find("l4"), Wish())
+    one = Planner(read(str(path)), hardware.find("l4"), Workload())
     from headrace import gguf
 
     assert one.counts.forms == {"gguf": sum(info.size for info in gguf.read(path).tensors.values())}

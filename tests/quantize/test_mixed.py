@@ -12,7 +12,7 @@ from tests.support.shallow import shallow
 
 from headrace.protocol.errors import RequestError
 from headrace.quantize import mixed
-from headrace.quantize.mixed import Step, choose, hull
+from headrace.quantize.mixed import Step, choose, lower_hull
 from headrace.text.tokenizer import Tokenizer
 
 PATH = Path(shallow())
@@ -31,7 +31,7 @@ def measured(groups: list[list[Step]], num_weights: int = 100, other_bits: float
 
 def test_hull_leaves_out_what_saves_little() -> None:
     steps = [Step("a", 1, 10), Step("b", 2, 9), Step("c", 3, 2), Step("d", 4, 3), Step("e", 8, 1)]
-    assert [step.kind for step in hull(steps)] == ["a", "c", "e"]
+    assert [step.kind for step in lower_hull(steps)] == ["a", "c", "e"]
 
 
 def test_bits_go_where_they_save_most() -> None:

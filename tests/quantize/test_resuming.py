@@ -12,7 +12,7 @@ from tests.support.shallow import shallow
 
 from headrace.quantize import gguf_file, gguf_writer, mixed
 from headrace.quantize.base import Options
-from headrace.quantize.driver import STATE, Run, quantise_checkpoint
+from headrace.quantize.driver import STATE, QuantizeRun, quantise_checkpoint
 from headrace.text.tokenizer import Tokenizer
 
 PATH = Path(shallow())
@@ -112,7 +112,7 @@ def test_a_method_s_codes_that_were_all_but_a_file(
     quantise_checkpoint(model, first, options, "gguf")
     broken_off(monkeypatch, lambda: quantise_checkpoint(model, second, options, "gguf"), 5)
     assert (second / STATE).is_file()
-    monkeypatch.setattr(Run, "_quantise", lambda *_: pytest.fail("a layer was made again"))
+    monkeypatch.setattr(QuantizeRun, "_quantise", lambda *_: pytest.fail("a layer was made again"))
     quantise_checkpoint(model, second, options, "gguf")
     assert (second / "made.gguf").read_bytes() == (first / "made.gguf").read_bytes()
     assert {path.name for path in second.iterdir()} == {path.name for path in first.iterdir()}

@@ -11,7 +11,7 @@ from tests.support.checkpoints import write_llama
 from tests.support.steps import IDS, A, B, batch_of, make_runner
 
 from headrace.runner import faults
-from headrace.runner.faults import INTERNAL, Blame, is_device_lost
+from headrace.runner.faults import INTERNAL, StepFaults, is_device_lost
 from headrace.runner.runner import Runner
 
 ILLEGAL = "an illegal memory access was encountered"
@@ -39,13 +39,13 @@ def name(error: BaseException) -> str:
 @pytest.mark.parametrize("error", LOST, ids=name)
 def test_an_error_that_stays_with_the_device_is_of_no_request(error: BaseException) -> None:
     assert is_device_lost(error)
-    assert Blame().reason(error) == Blame().reason(error, 1) == ""
+    assert StepFaults().reason(error) == StepFaults().reason(error, 1) == ""
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=name)
 def test_other_errors_are_of_the_request(error: BaseException) -> None:
     assert not is_device_lost(error)
-    assert Blame().reason(error) == f"{INTERNAL}{type(error).__name__}"
+    assert StepFaults().reason(error) == f"{INTERNAL}{type(error).__name__}"
 
 
 def test_a_gpu_without_memory_is_not_lost() -> None:

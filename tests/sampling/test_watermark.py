@@ -26,8 +26,8 @@ def is_green(mark: Watermark, previous: int, token_id: int) -> bool:
 def test_green_tokens_by_hand(mark: Watermark) -> None:
     for previous in (0, 7, 2**31 - 1):
         want = [is_green(mark, previous, token_id) for token_id in range(V)]
-        assert watermark.green(mark, previous, V).tolist() == want
-        assert watermark.green(mark, previous, V - 40).tolist() == want[:-40], "the width does not matter"
+        assert watermark.green_mask(mark, previous, V).tolist() == want
+        assert watermark.green_mask(mark, previous, V - 40).tolist() == want[:-40], "the width does not matter"
 
 
 def test_watermark() -> None:

@@ -20,7 +20,7 @@ MEASURED = {"perplexity": 7.5, "mean_kl": 0.01, "reference": "m bfloat16 cpu"}
 def test_models_show_what_was_measured(tokenizer: Tokenizer, fits: bool) -> None:
     client = inproc()
     with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as plain:
-        form = audit.form_of(client.info)
+        form = audit.precision_of(client.info)
         assert "quality" not in HTTP.get(plain.url + "/v1/models").json()["data"][0]
     audits: list[dict[str, Any]] = [{"form": form | {"quantization": "int8"}, "measured": {"perplexity": 1.0}}]
     if fits:

@@ -18,9 +18,9 @@ from headrace.parallel.hosts.server import RankServer
 from headrace.protocol.sources import digest_of_sources
 from headrace.secure.credentials import Credentials
 from headrace.secure.door import Server
-from headrace.secure.handshake import Times
+from headrace.secure.handshake import Timeouts
 
-FAST = Times(tls=10.0, proof=10.0)
+FAST = Timeouts(tls=10.0, proof=10.0)
 
 
 class RankHost:

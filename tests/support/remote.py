@@ -27,9 +27,9 @@ from headrace.fleet.remote.link import RemoteLink
 from headrace.fleet.remote.server import EngineLink, EngineServer
 from headrace.protocol.config import EngineConfig
 from headrace.secure.credentials import Credentials
-from headrace.secure.handshake import Times
+from headrace.secure.handshake import Timeouts
 
-FAST = Times(tls=10.0, proof=10.0, silence=5.0, beat=0.1)
+FAST = Timeouts(tls=10.0, proof=10.0, silence=5.0, beat=0.1)
 PAGE = "howto-scale.md"
 
 
@@ -62,7 +62,7 @@ def child(delay: float = 0.0, shift: float = 0.0, **config: Any) -> ProcessLink:
 
 @contextlib.asynccontextmanager
 async def listening(
-    link: EngineLink, times: Times = FAST, weights: str = "weights", port: int = 0
+    link: EngineLink, times: Timeouts = FAST, weights: str = "weights", port: int = 0
 ) -> AsyncIterator[tuple[int, EngineServer]]:
     """An engine server on a port of this machine."""
     with socket.create_server(("127.0.0.1", port)) as listener:
@@ -75,7 +75,7 @@ async def listening(
             await asyncio.gather(task, return_exceptions=True)
 
 
-def front(port: int, times: Times = FAST, weights: str = "", who: Credentials | None = None) -> RemoteLink:
+def front(port: int, times: Timeouts = FAST, weights: str = "", who: Credentials | None = None) -> RemoteLink:
     return RemoteLink("127.0.0.1", port, who or credentials("front"), lambda: weights, times)
 
 

@@ -1,5 +1,5 @@
-"""`headrace plan --check`: measures an engine on this machine, fits a model of its steps, and compares what the planner
-predicts with what is measured."""
+"""`headrace plan --check`: measures an engine on this machine, fits a model of its steps, and compares the planner's
+predictions with measurements."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Case = tuple[int, int, int]
 """A row of `CASES`."""
 
 
-class Times(NamedTuple):
+class CaseTimes(NamedTuple):
     """Medians of the sequences of a case, of each repeat, in seconds."""
 
     ttfts: list[float]
@@ -97,7 +97,7 @@ def measured_steps(
     most_seqs: int = 0,
 ) -> Steps:
     """Return the steps of bursts of random requests, for about `seconds`, but `least` at least. more_lengths: of
-    prompts, beside `LENGTHS`: a fit says little of longer ones. most_seqs: at once, `MOST_SEQS` by default."""
+    prompts, in addition to `LENGTHS`: a fit says little of longer ones. most_seqs: at once, `MOST_SEQS` by default."""
     num_blocks, lengths, most_seqs = 0, (*LENGTHS, *more_lengths), most_seqs or MOST_SEQS
     noise, samples = random.Random(seed), list[fitted.Sample]()
     batches = list[ScheduledBatch]()
@@ -136,7 +136,7 @@ def warm(samples: list[fitted.Sample]) -> list[fitted.Sample]:
 
 
 def check(one: Planner, config: EngineConfig, seconds: float, show: Progress) -> Check:
-    """Measure for about `seconds`, of which half are for the fit, and compare. Raises what the engine raises."""
+    """Measure for about `seconds`, of which half are for the fit, and compare. Raises the engine's errors."""
     import psutil
 
     process = psutil.Process()
@@ -149,12 +149,12 @@ def check(one: Planner, config: EngineConfig, seconds: float, show: Progress) ->
         async_scheduling=False,
     )
     before = process.memory_info().rss
-    samples, num_blocks, measured = list[fitted.Sample](), 0, dict[Case, Times]()
+    samples, num_blocks, measured = list[fitted.Sample](), 0, dict[Case, CaseTimes]()
     with closing(build_engine(config)) as core:
         deadline = time.monotonic() + seconds
         cases = [case for case in CASES if sum(case[1:]) <= core.info.max_model_len]
         for repeat in range(NUM_REPEATS):
-            # In turns, so that a machine that becomes slower does so for both.
+            # In turns, so that both are measured alike if the machine becomes slower.
             show(repeat, NUM_REPEATS, "times of steps")
             least = -(-fitted.MIN_SAMPLES // NUM_REPEATS)
             steps = measured_steps(core, seconds / 2 / NUM_REPEATS, least, seed=repeat)
@@ -163,15 +163,15 @@ def check(one: Planner, config: EngineConfig, seconds: float, show: Progress) ->
             for number, case in enumerate(cases):
                 if not repeat or time.monotonic() <= deadline:
                     show(repeat, NUM_REPEATS, "{} x {} + {} tokens".format(*case))
-                    measured.setdefault(case, Times([], [])).add(core, case, seed=1000 * number + repeat)
+                    measured.setdefault(case, CaseTimes([], [])).add(core, case, seed=1000 * number + repeat)
         model = fitted.fit(warm(samples))
         path = step_model.path_of(one.subject.name, one.form, one.kv_dtype)
         step_model.save(path, model)
-        # The explanations of an engine find it by what the engine says of itself.
+        # The explanations of an engine find it by the engine's `EngineInfo`.
         step_model.save(step_model.path_of_engine(core.info), model)
         rows = [row for case, times in measured.items() for row in _compared(core, config, model, case, times)]
         info, resident = core.info, process.memory_info().rss - before
-        # Of the cache, what was never held was never touched, and takes no memory yet.
+        # Blocks of the cache that were never held were never touched, and take no memory yet.
         touched = num_blocks * info.block_size * one.counts.kv_token_bytes(one.kv_dtype)
         predicted = one.counts.weight_bytes + touched + one.working
         rows.append(Compared(what="memory", unit="MB", predicted=predicted / 1e6, measured=resident / 1e6,
@@ -180,9 +180,9 @@ def check(one: Planner, config: EngineConfig, seconds: float, show: Progress) ->
 
 
 def _compared(
-    core: EngineCore, config: EngineConfig, model: step_model.StepModel, case: Case, times: Times
+    core: EngineCore, config: EngineConfig, model: step_model.StepModel, case: Case, times: CaseTimes
 ) -> list[Compared]:
-    """Compare a case with what the scheduler makes of it with the model's times."""
+    """Compare a case with its simulation by the scheduler and the model's times."""
     info, (batch, num_prompt, num_new) = core.info, case
     sizes = Sizes(
         num_blocks=info.num_blocks,
@@ -207,7 +207,7 @@ def _compared(
     ]
 
 
-def text_of(result: Check) -> str:
+def report_of(result: Check) -> str:
     """Return the comparison as lines of text."""
     model = result.model
     lines = [

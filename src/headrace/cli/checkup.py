@@ -1,6 +1,6 @@
 """The checks of `headrace doctor`: a verdict for each known cause of trouble, with its remedy.
 
-They use the report of `doctor.examine`, and examine what it leaves out: a port, limits of the process, quotas, earlier
+They use the report of `doctor.examine`, and examine further things: a port, limits of the process, quotas, earlier
 crashes. They change nothing. Called by `cli.doctor`.
 """
 
@@ -25,7 +25,7 @@ from headrace.serve.gates.connection import SPARE_FILES
 
 MIN_FILES = 256
 ENOUGH_FILES = 1088
-"""1024 connections and what else is open."""
+"""1024 connections and other open files."""
 LOW_MEMORY_BYTES = 2**30
 LOW_DISK_BYTES = 2**30
 RECENT_S = 86400.0
@@ -36,8 +36,8 @@ Report = dict[str, dict[str, Any]]
 
 
 class Check(msgspec.Struct, frozen=True):
-    """`verdict` is ok, warn (it works, but slowly or not for long) or bad (it does not work). `advice` says what to do,
-    unless it is ok."""
+    """`verdict` is ok, warn (it works, but slowly or not for long) or bad (it does not work). `advice` names the
+    remedy, unless it is ok."""
 
     name: str
     verdict: str

@@ -272,7 +272,8 @@ class _Page:
             self._live.console.print()
 
     def _drawn(self, block: str) -> Any:
-        """Return what is shown of an unfinished block: Markdown, or the last lines if it is longer than the screen."""
+        """Return the visible form of an unfinished block: Markdown, or the last lines if it is longer than the
+        screen."""
         from rich.markdown import Markdown
         from rich.text import Text
 

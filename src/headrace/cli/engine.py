@@ -1,6 +1,6 @@
 """`headrace engine`: an engine without HTTP, for a front on another host; and the flags of that front.
 
-A composition root of `fleet.remote`: reads the files that the flags name, and hands over what is in them.
+A composition root of `fleet.remote`: reads the files that the flags name, and hands over their contents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOT_REMOTE = ("models_dir", "slot_save_path")
 
 
 class FleetFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine and its front, or the hosts of ranks, prove to each other, as files."""
+    """The files by which an engine and its front, or the hosts of ranks, prove themselves to each other."""
 
     fleet_secret_file: Annotated[
         str | None,
@@ -128,7 +128,7 @@ def engine(
 def remote_client(
     engine: EngineConfig, server: ServerConfig, flags: FrontFlags
 ) -> Callable[[EngineConfig, ServerConfig], EngineClient] | None:
-    """Return what makes the client of the engine that the flags name; None if they name none.
+    """Return a function that makes the client of the engine that the flags name; None if they name none.
 
     Raises `RequestError` for a flag that would have no effect, or that is missing.
     """
@@ -204,7 +204,8 @@ def rendezvous_of(fields: dict[str, Any]) -> Rendezvous | None:
 
 
 def check_interface(name: str | None) -> None:
-    """Check the interface of the gathers, if there is one, and that there is what moves them. Raises `RequestError`."""
+    """Check the interface of the gathers, if there is one, and that a library to move them is installed. Raises
+    `RequestError`."""
     if name is None:
         return
     from headrace.parallel.gloo import address_of as address_of_interface

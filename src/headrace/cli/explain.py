@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 REPLY = re.compile("^(cmpl-|chatcmpl-|msg_|resp_)")
-"""What comes before the id of a call in the ids of replies."""
+"""The prefixes of a call's id in the ids of replies."""
 
 
 def explain(
@@ -36,9 +36,9 @@ def explain(
 
     from headrace.engine.records.blind import notes_of, open_recording
     from headrace.insight import explain as words
+    from headrace.insight.counterfactual import simulate
     from headrace.insight.lives import Life, Lives
     from headrace.insight.trace import trace_of
-    from headrace.insight.without import simulate
     from headrace.protocol import step_model
     from headrace.protocol.errors import RequestError
 

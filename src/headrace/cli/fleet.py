@@ -21,7 +21,8 @@ FIXED = (
     "model", "tokenizer", "revision", "device", "seed", "skip_tokenizer_init", "scheduling_policy", "record_schedule",
     "max_record_bytes",
 )  # fmt: skip
-"""Settings that an update leaves as they are: those of `fleet.engines.update`, whose import takes a second."""
+"""Settings that an update leaves as they are. A copy of the list in `fleet.engines.update`, whose import takes a
+second."""
 COLUMNS = ("REPLICA", "STATE", "AGE", "OPEN", "KV CACHE", "HIT RATE", "MOVED", "RESTARTS", "FINGERPRINT")
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)

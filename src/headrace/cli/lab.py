@@ -25,4 +25,4 @@ def lab(
     result = catalogue.run(name, model, small)
     if plot is not None:
         base.plot(result, plot)
-    print(msgspec.json.encode(result).decode() if as_json else base.text_of(result))
+    print(msgspec.json.encode(result).decode() if as_json else base.report_of(result))

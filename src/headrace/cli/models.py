@@ -1,7 +1,6 @@
 """`headrace list`, `ps`, `show`, `pull` and `rm`: the models of a running server, through its Ollama API.
 
-The server knows which folder it has and what is loaded, so each command talks to it. httpx is imported when a command
-runs.
+The server knows its folder and the loaded models, so each command talks to it. httpx is imported when a command runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes command-line options from the fields of the config structs, so that flags and fields can not drift apart.
+"""Makes command-line options from the fields of the config structs, so that flags and fields cannot drift apart.
 
 A command is written with `**fields` and decorated with `options(EngineConfig, ServerConfig)`: the decorator gives it
 one option per field, with the field's name, type and default, and the text in `HELP`. `build` makes the struct from
@@ -194,7 +194,7 @@ def json_object(name: str, text: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def help_of(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo) -> str:
-    """Return the text of a flag: the field's own, or that of `HELP`, or that of the tables of parameters and bounds.
+    """Return the text of a flag: the field's own, or from `HELP`, or from the tables of parameters and bounds.
 
     Empty if there is none: the flag works, and a test reports the missing text.
     """

@@ -1,4 +1,4 @@
-"""`headrace plan`: what a model needs, and whether a machine has it, from config.json alone."""
+"""`headrace plan`: the needs of a model, and whether a machine has it, from config.json alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.cli.planning import AsJson, CacheForm, Dtype, Goals, ModelFiles, P
 from headrace.protocol.errors import RequestError
 
 CHECK_SECONDS = 150.0
-"""Of `--check`, beside loading the model."""
+"""Of `--check`, in addition to loading the model."""
 
 
 def plan(
@@ -67,11 +67,11 @@ def plan(
         from headrace.protocol.config import EngineConfig
 
         config = EngineConfig(
-            model=model, dtype=dtype, quantization=quantization, kv_cache_dtype=one.wish.kv_cache_dtype
+            model=model, dtype=dtype, quantization=quantization, kv_cache_dtype=one.workload.kv_cache_dtype
         )
         with progress_bar("check", not as_json) as show:
             checked = checking.check(one, config, CHECK_SECONDS, show)
-        print(json.dumps(msgspec.to_builtins(checked)) if as_json else checking.text_of(checked))
+        print(json.dumps(msgspec.to_builtins(checked)) if as_json else checking.report_of(checked))
         return
     if hardware == "this":
         one.use_measured_steps()
@@ -79,6 +79,6 @@ def plan(
     if as_json:
         print(json.dumps(msgspec.to_builtins(result)))
     else:
-        print(words.text_of(result, one.wish.slo))
+        print(words.report_of(result, one.workload.slo))
     if not result.fits:
         raise typer.Exit(1)

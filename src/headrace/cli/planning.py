@@ -1,5 +1,5 @@
-"""What `headrace plan` and `headrace simulate` have in common: the flags that say which model is planned in which forms
-on which machine, and the planner that they make."""
+"""The common part of `headrace plan` and `headrace simulate`: the flags that name a model, its forms and a machine, and
+the planner made of them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def make_planner(
     quantization: str | None,
     kv_cache_dtype: str,
     slo: str | None = None,
-    **wish: Any,
+    **workload: Any,
 ) -> Planner:
-    """Return the planner of a model in these forms on a machine; `wish` are further fields of `Wish`.
+    """Return the planner of a model in these forms on a machine; `workload` are further fields of `Workload`.
 
-    Raises `RequestError`, which names the flag, and what reading the model raises."""
+    Raises `RequestError`, which names the flag, and the errors of reading the model."""
     from headrace.plan.planner import Planner, read
-    from headrace.plan.plans import Wish, parse_goals
+    from headrace.plan.plans import Workload, parse_goals
 
     goals = parse_goals(slo.split(",") if slo else [], "--slo")
     kv_cache_dtype = KV_ALIASES.get(kv_cache_dtype, kv_cache_dtype)
-    one = Wish(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, slo=goals, **wish)
+    one = Workload(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, slo=goals, **workload)
     subject, machine = read(model), machine_of(hardware)
     try:
         return Planner(subject, machine, one)

@@ -187,7 +187,7 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
     ends = hub.eos_token_ids(directory)
     first = values.get("bos_token_id")
     prompt = [first if type(first) is int and first >= 0 else ends[0] if ends else 0]
-    length = max(2, min(length, num_tokens))  # what is beyond num_tokens is cut off
+    length = max(2, min(length, num_tokens))  # the text beyond num_tokens is cut off
     with closing(LLM(str(directory), skip_tokenizer_init=True, max_model_len=length)) as llm:
 
         def answer(seeds: range) -> Sequence[Sequence[int]]:

@@ -1,6 +1,6 @@
-"""`headrace rank`: one rank of a model on a host of its own, for an engine whose rank 0 is on another.
+"""`headrace rank`: one rank of a model on its own host, for an engine whose rank 0 is on another.
 
-A composition root of `parallel.hosts`: reads the files that the flags name, and hands over what is in them.
+A composition root of `parallel.hosts`: reads the files that the flags name, and hands over their contents.
 """
 
 from __future__ import annotations

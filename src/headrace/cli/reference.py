@@ -1,7 +1,7 @@
 """Writes the pages of docs/ that come from code: `python -m headrace.cli.reference DIRECTORY`.
 
 flags.md comes from the command line itself, limits.md from the tables of parameters and of bounds, from-*.md from the
-table of other engines' settings. A test fails when a page is not what this writes."""
+table of other engines' settings. A test fails when a page differs from the written one."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from headrace.cli.planning import AsJson, CacheForm, Dtype, Goals, ModelFiles, P
 from headrace.protocol.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.fleet.simulator import Run
+    from headrace.fleet.simulator import SimulatedRun
     from headrace.plan.planner import Planner
     from headrace.protocol.kinds import CacheKind
 
@@ -72,7 +72,7 @@ def simulate(
     """
     from headrace.engine.progress import progress_bar
     from headrace.fleet import traces
-    from headrace.fleet.figures import figures, text_of
+    from headrace.fleet.figures import figures, report_of
     from headrace.fleet.simulator import Simulation, Sizes, smallest_fleet
     from headrace.plan.plans import parse_goals
     from headrace.protocol.kinds import ROUTERS
@@ -110,15 +110,15 @@ def simulate(
         from headrace.protocol.config import EngineConfig
 
         config = EngineConfig(
-            model=model, dtype=dtype, quantization=quantization, kv_cache_dtype=one.wish.kv_cache_dtype,
+            model=model, dtype=dtype, quantization=quantization, kv_cache_dtype=one.workload.kv_cache_dtype,
             block_size=block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=any(call.keys for call in calls),
         )  # fmt: skip
-        # No more than all sequences fill at their longest: what is allocated is touched.
+        # No more than all sequences fill at their longest: allocated memory is touched.
         most = max_num_seqs * -(-max(call.num_prompt + call.num_new for call in calls) // block_size)
         with progress_bar("check", not as_json) as show:
             checked = trace_check.check_trace(one, config, calls, min(num_blocks[0], most), check, show)
-        print(json.dumps(trace_check.json_of(checked)) if as_json else trace_check.text_of(checked))
+        print(json.dumps(trace_check.json_of(checked)) if as_json else trace_check.report_of(checked))
         return
     sizes = Sizes(
         num_blocks=num_blocks[0],
@@ -134,7 +134,7 @@ def simulate(
     most_failures = len(calls) * (1 - slo_share / 100)
     searches = bool(goals) and replicas is None
 
-    def played(num: int) -> Run:
+    def played(num: int) -> SimulatedRun:
         limit = most_failures if searches else float("inf")
         with progress_bar(f"{num:,} replicas", not as_json) as show:
             simulation = Simulation(num, router, sizes, one.step)
@@ -154,7 +154,7 @@ def simulate(
         "model": one.subject.name, "hardware": one.machine.name, "router": router, "trace": str(trace),
         "num_blocks": num_blocks[0], "more_blocks": num_blocks[1:], "prefixes": sizes.enable_prefix_caching,
     }  # fmt: skip
-    print(json.dumps(result) if as_json else text_of(result, goals))
+    print(json.dumps(result) if as_json else report_of(result, goals))
 
 
 def pools_of(

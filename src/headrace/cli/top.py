@@ -88,7 +88,8 @@ def reason(reply: Any) -> str:
 
 @contextmanager
 def keys() -> Iterator[Callable[[], bool]]:
-    """Read keys without echo. Yields what returns whether q was pressed. A terminal is as before at the end."""
+    """Read keys without echo. Yields a function that returns whether q was pressed. A terminal is as before at the
+    end."""
     if not sys.stdin.isatty():
         yield lambda: False
         return

@@ -21,7 +21,7 @@ from headrace.cli.checking import Compared, measured_steps, sample_of, warm
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.engine.progress import Progress
-from headrace.fleet.simulator import Run, Simulation, Sizes
+from headrace.fleet.simulator import SimulatedRun, Simulation, Sizes
 from headrace.fleet.traces import Call
 from headrace.plan import fitted
 from headrace.plan.planner import Planner
@@ -62,8 +62,8 @@ class TraceCheck(msgspec.Struct, frozen=True, kw_only=True):
     cases: list[Case]
 
 
-class Replay(msgspec.Struct, kw_only=True):
-    """What one replay on the engine gave."""
+class EngineRun(msgspec.Struct, kw_only=True):
+    """The figures of one replay on the engine."""
 
     timelines: list[Timeline]
     num_refused: int
@@ -87,9 +87,9 @@ def replay(
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
-) -> Replay:
+) -> EngineRun:
     """Play the calls on an idle engine, each at its time. Times are seconds after the first call was due; the time to
-    the first token counts from when a request was due, so a late step delays what it delays.
+    the first token counts from when a request was due, so the figures contain the delay by a late step.
 
     Raises `HeadraceError` if a request ends in an error."""
     core.reset_prefix_cache()
@@ -133,7 +133,7 @@ def replay(
     core.executor = executor.inner
     after = core.stats()
     num_prompt = sum(each.num_prompt_tokens for each in timelines.values())
-    return Replay(
+    return EngineRun(
         timelines=list(timelines.values()),
         num_refused=num_refused,
         num_preemptions=after.num_preemptions - before.num_preemptions,
@@ -160,8 +160,8 @@ def check_trace(
     )  # fmt: skip
     cases, total = list[Case](), 1 + 2 * num_replays
 
-    def replays_on(core: EngineCore, num_done: int) -> list[Replay]:
-        replays = list[Replay]()
+    def replays_on(core: EngineCore, num_done: int) -> list[EngineRun]:
+        replays = list[EngineRun]()
         for seed in range(num_replays):
             show(num_done + seed, total, f"replay of {calls[-1].time:.0f} s or more")
             replays.append(replay(core, calls, seed))
@@ -189,7 +189,12 @@ def check_trace(
 
 
 def _case(
-    cache: str, core: EngineCore, config: EngineConfig, calls: Sequence[Call], model: StepModel, replays: list[Replay]
+    cache: str,
+    core: EngineCore,
+    config: EngineConfig,
+    calls: Sequence[Call],
+    model: StepModel,
+    replays: list[EngineRun],
 ) -> Case:
     sizes = Sizes(
         num_blocks=core.info.num_blocks,
@@ -214,8 +219,8 @@ def _case(
     )
 
 
-def _compared(run: Run, replays: list[Replay]) -> list[Compared]:
-    """Return the figures of a simulation beside those of the replays."""
+def _compared(run: SimulatedRun, replays: list[EngineRun]) -> list[Compared]:
+    """Return the figures of a simulation next to the replays'."""
     lives = run.lives
     output_tokens = sum(life.num_new for life in lives)
     figures = [("throughput", "tok/s", output_tokens / (run.duration or 1.0), [each.throughput for each in replays])]
@@ -238,8 +243,8 @@ def times_of(timelines: Sequence[Timeline], name: str) -> list[float]:
 
 
 def json_of(result: TraceCheck) -> dict[str, Any]:
-    """Return the result as JSON has it, with the error of each row as a part of what was measured."""
-    data: dict[str, Any] = msgspec.to_builtins(result) | {"thrashes": thrashes(result.cases)}
+    """Return the result as JSON has it, with the error of each row as a part of the measured figure."""
+    data: dict[str, Any] = msgspec.to_builtins(result) | {"thrashes": is_thrashing(result.cases)}
     for case, plain in zip(result.cases, data["cases"], strict=True):
         pairs = [*zip(case.rows, plain["rows"], strict=True), *zip(case.afterwards, plain["afterwards"], strict=True)]
         for row, fields in pairs:
@@ -247,7 +252,7 @@ def json_of(result: TraceCheck) -> dict[str, Any]:
     return data
 
 
-def text_of(result: TraceCheck) -> str:
+def report_of(result: TraceCheck) -> str:
     """Return the comparison as lines of text."""
     model = result.model
     lines = [
@@ -268,7 +273,7 @@ def text_of(result: TraceCheck) -> str:
             cells = _cells(row) + _cells(after) + f"{f'{row.measured:,.1f} {row.unit}':>14}"
             lines.append(f"{row.what:<14}{cells}   {row.least:,.1f} to {row.most:,.1f}")
     lines += ["", "afterwards: with step times fitted to the steps of the replays themselves"]
-    if not thrashes(result.cases):
+    if not is_thrashing(result.cases):
         lines += ["", "The small cache does not thrash: more requests at once would make it, by --speed-up."]
     return "\n".join(lines)
 
@@ -278,7 +283,7 @@ def _cells(row: Compared) -> str:
     return f"{f'{row.predicted:,.1f} {row.unit}':>14}{error}"
 
 
-def thrashes(cases: Sequence[Case]) -> bool:
+def is_thrashing(cases: Sequence[Case]) -> bool:
     """Return whether the small cache threw out sequences, or prefixes that the large one kept."""
     large, small = cases[0], cases[-1]
     before, after = (case.rows[-1].measured for case in (large, small))

@@ -2,7 +2,7 @@
 
 Two tests. Bits: the same requests with and without speculation, alone and in a batch, at three temperatures; token ids
 and log-probabilities must be equal to the bit (under rejection sampling, which draws otherwise, at temperature 0).
-Distribution: many draws of three tokens from the few likeliest, beside their exact probabilities (chi-square).
+Distribution: many draws of three tokens from the few likeliest, against their exact probabilities (chi-square).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class VerifyPlan(msgspec.Struct, frozen=True, kw_only=True):
     json: Annotated[bool, Meta(description="Print one JSON object and nothing else.")] = False
 
 
-class Answer(NamedTuple):
-    """The output of a request; `bits` are those of its log-probabilities."""
+class ComparedOutput(NamedTuple):
+    """The output of a request; `bits`: of its log-probabilities."""
 
     token_ids: list[int]
     bits: bytes
@@ -120,7 +120,7 @@ def params_of(seed: int, temperature: float, max_tokens: int) -> SamplingParams:
     )  # fmt: skip
 
 
-def answers(llm: Any, requests: Sequence[tuple[str, SamplingParams]]) -> list[Answer]:
+def answers(llm: Any, requests: Sequence[tuple[str, SamplingParams]]) -> list[ComparedOutput]:
     outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests], use_tqdm=False)
     answers = []
     for output in outputs:
@@ -128,11 +128,11 @@ def answers(llm: Any, requests: Sequence[tuple[str, SamplingParams]]) -> list[An
         if answer.finish_reason == "error":
             raise HeadraceError(f"a request failed: {output.prompt!r}")
         numbers = [entry.logprob for place in answer.logprobs or [] for _, entry in sorted(place.items())]
-        answers.append(Answer(list(answer.token_ids), struct.pack(f"{len(numbers)}d", *numbers)))
+        answers.append(ComparedOutput(list(answer.token_ids), struct.pack(f"{len(numbers)}d", *numbers)))
     return answers
 
 
-def num_different(expected: Iterable[Answer], actual: Iterable[Answer]) -> int:
+def num_different(expected: Iterable[ComparedOutput], actual: Iterable[ComparedOutput]) -> int:
     return sum(a != b for a, b in zip(expected, actual, strict=True))
 
 

@@ -22,8 +22,8 @@ def make_batch(
 ) -> tuple[list[Sequence], ScheduledBatch]:
     """Return the sequences of a step, in its order, and its batch: one token of each of `ready`, then the `chunks`.
 
-    `copies` are those of each kind of blocks, `drafts` are by sequence id. With `asks` the batch has the tokens of
-    every sequence that may get draft tokens.
+    `copies` has a list for each kind of blocks; `drafts` is keyed by sequence id. With `asks` the batch has the tokens
+    of every sequence that may get draft tokens.
     """
     flight = ready
     starts = [s.num_computed + s.num_ahead for s in ready]

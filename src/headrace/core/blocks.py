@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from headrace.protocol.errors import InvariantError
 
 TAKEN, DROPPED, PINNED, CACHED, EVICTED, FORGOTTEN = range(6)
-"""What happens to blocks: a holder takes or drops a reference, or leaves its reference to the step in flight (holder
+"""The kinds of block events: a holder takes or drops a reference, or leaves its reference to the step in flight (holder
 0); a block is cached under a key, or evicted; all blocks are forgotten by the cache."""
 
 BlockEvent = tuple[int, Iterable[int], list[int]]

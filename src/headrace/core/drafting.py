@@ -57,7 +57,7 @@ class Drafts:
             # The last token of a sequence is never computed.
             draft = draft.cut(seq.max_len - 1 - len(seq.tokens), budget)
             if not self.tables.is_plain:
-                # A tree's paths would need states and windows of their own.
+                # A tree's paths would each need a state and windows.
                 draft = draft.subset(draft.paths()[0][: max(0, self.tables.max_chunk - length)])
             draft = self._with_blocks(seq, length, draft)
             if draft.token_ids:

@@ -1,8 +1,8 @@
 """`Flight`: the steps that are scheduled and not yet committed. One, or two while a device computes the first of them.
 
-What a step in flight may read or write stays held until it is retired (I-7): the blocks of sequences that end
-meanwhile, and blocks that a sequence gives up. Knows sequences and blocks; must not know how a step is chosen. Called
-by the scheduler alone.
+All blocks that a step in flight may read or write stay held until it is retired (I-7), also blocks of sequences that
+end meanwhile and blocks that a sequence gives up. Knows sequences and blocks; must not know how a step is chosen.
+Called by the scheduler alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Flight:
         return bool(self.steps)
 
     def has_room(self) -> bool:
-        """Whether a step may be scheduled beside the one in flight: if at least half of its sequences can go on, since
+        """Whether a step may be scheduled while one is in flight: if at least half of its sequences can go on, since
         the others then get a token in every second step."""
         if len(self.steps) != 1:
             return False

@@ -1,8 +1,8 @@
 """The invariants of the scheduler's accounting: each function checks the parts that it takes and changes nothing.
 
-The numbers are those of the list in docs/adr/0003-no-phases.md; every function raises `InvariantError` with the first
-one that is broken. Called by `Scheduler.check`: after every step in tests, at idle in production. The time is in
-proportion to all blocks and all tokens alive. Knows the parts, not the scheduler.
+docs/adr/0003-no-phases.md lists the invariants by number; every function raises `InvariantError` for the first one that
+is broken. Called by `Scheduler.check`: after every step in tests, at idle in production. The time is in proportion to
+all blocks and all tokens alive. Knows the parts, not the scheduler.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def check_cache(
 
 
 def check_ledger(sequences: Mapping[str, Sequence], finished: Mapping[str, Finish], num_open: int) -> None:
-    """I-9: `sequences` are the `num_open` requests added and not yet reported as ended, and `finished` those of them
-    that have ended."""
+    """I-9: `sequences` are the `num_open` requests added and not yet reported as ended, and `finished` are the ones
+    among them that have ended."""
     if len(sequences) != num_open:
         raise InvariantError("I-9", f"{len(sequences)} requests are in the system, {num_open} were added and not ended")
     ended = {request_id for request_id, seq in sequences.items() if seq.status is Status.FINISHED}
@@ -85,8 +85,8 @@ def check_lists(
     searches: Searches,
     families: Mapping[bytes, Collection[Sequence]],
 ) -> None:
-    """I-10, I-18: every sequence is listed by its status, and the queue is sorted. Of a search all beams are listed as
-    running, and the first alone as waiting."""
+    """I-10, I-18: every sequence is listed by its status, and the queue is sorted. A search has all its beams among the
+    running sequences, and only its first among the waiting ones."""
     num_waiting = sum(seq.status is Status.WAITING for seq in sequences)
     num_running = sum(beam.status is Status.RUNNING for seq in sequences for beam in searches.members(seq))
     if (len(waiting), len(running)) != (num_waiting, num_running):
@@ -105,7 +105,7 @@ def check_lists(
 
 
 def check_tables(tables: BlockTables, holders: Iterable[Sequence], steps: Flight) -> None:
-    """I-4, I-5, I-8, I-19, I-21, I-22: tables are as long as they must be, and what the steps in flight write is not
+    """I-4, I-5, I-8, I-19, I-21, I-22: tables are as long as they must be, and no block that a step in flight writes is
     shared."""
     stops = steps.stops()
     for seq in holders:
@@ -128,8 +128,8 @@ def _check_table(kind: Kind, seq: Sequence, num_slots: int, *, is_ahead: bool) -
         raise InvariantError("I-8", f"{seq.request_id} computes {seq.num_ahead} tokens, {num_scheduled} in flight")
     if len(table) != pool.blocks_for(num_slots) or len(set(table[num_holes:])) != len(table) - num_holes:
         raise InvariantError("I-8", f"{seq.request_id} has {num_slots} slots in blocks {table}")
-    # What lies behind a window is released when a step is committed: beside a second step there may be more, and a
-    # sequence that has ended keeps all.
+    # Blocks behind a window are released when a step is committed: with a second step in flight there may be more of
+    # them, and a sequence that has ended keeps all.
     is_bounded = not kind.window or (seq.status is Status.RUNNING and not is_ahead)
     if (len(table) - num_holes > most and is_bounded) or most > pool.num_blocks:
         raise InvariantError("I-19", f"{seq.request_id} holds {len(table) - num_holes} blocks of {most}")

@@ -1,10 +1,12 @@
-"""The journal of an engine: what each step did, and when. One stream for metrics of a request, recordings and viewers.
+"""The journal of an engine: the work of each step, and its times. One stream for metrics of a request, recordings and
+viewers.
 
 `Journal` reads the notes of the scheduler (ints) after each step and adds the times. A `Note` has no tokens and no
-text, but for the few token ids around a miss of the prefix cache, which travel beside the `Step`. The events of blocks
-are in it only while there is a viewer. It changes nothing: the schedule and the output are the same with and without.
+text, but for the few token ids around a miss of the prefix cache, which travel next to the `Step`. The events of blocks
+are in it only while there is a viewer. The journal changes nothing: schedule and output are the same with and without
+it.
 
-Must not know HTTP, nor what is made of the notes. Called by `engine.core`; `insight.lives` reads the notes.
+Must not know HTTP or the readers of the notes. Called by `engine.core`; `insight.lives` reads the notes.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from headrace.core.scheduler import MAX_PREEMPTIONS, Scheduler
 from headrace.protocol.step import Request, ScheduledBatch, StepOutput, StepResult
 
 RESET = 6
-"""An event of blocks after those of `core.blocks`: all blocks are free; those in use follow as if taken just now."""
+"""A further block event, numbered after those in `core.blocks`: all blocks are free; those in use follow as if taken
+just now."""
 
 BlockEvent = tuple[int, list[int], list[int]]
 
 
 class Wait(IntEnum):
-    """What the head of the queue lacked in a step: nothing (it is empty); tokens of the step's budget; a place among
-    the running; blocks; the room that protected sequences may claim; or it waits to share a sibling's prompt."""
+    """The resource that the head of the queue lacked in a step: nothing (it is empty); tokens of the step's budget; a
+    place among the running; blocks; the room that protected sequences may claim; or it waits to share a sibling's
+    prompt."""
 
     NONE, TOKENS, PLACES, BLOCKS, PROTECTION, SIBLING = range(6)
 
@@ -46,7 +50,8 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that began to run on `num_cached` tokens of the prefix cache, and why not more (`core.prefix.Miss`):
-    the token `at` which the lookup ended. An evicted block was so at `evicted_time` for the sequence `by`."""
+    the token `at` which the lookup ended. An evicted block was evicted at `evicted_time`, to make room for the sequence
+    `by`."""
 
     seq_id: int
     num_cached: int
@@ -62,8 +67,8 @@ class Step(msgspec.Struct, array_like=True, gc=False):
     `times`: begun, scheduled, computed and ended, in monotonic seconds. Column i computed `lens[i]` tokens of sequence
     `seq_ids[i]` from `starts[i]` on. `guesses` are (column, draft tokens, those kept); the masks of the columns in
     `late` were. `preemptions` are (sequence, for which other; 0: none), `ends` (sequence, reason). `head` is the first
-    sequence of the queue after the step was chosen, and what it lacked (`Wait`). `blocks` are events (`core.blocks`),
-    None without a viewer.
+    sequence of the queue after the step was chosen, and the resource that it lacked (`Wait`). `blocks` are events
+    (`core.blocks`), None without a viewer.
     """
 
     step_id: int
@@ -83,7 +88,7 @@ class Step(msgspec.Struct, array_like=True, gc=False):
 
 class Note(msgspec.Struct, array_like=True, gc=False):
     """A step, and apart from it the token ids around the misses of the prefix cache, by sequence: the request's, and
-    those of the newest cached block in that place."""
+    the ids of the newest cached block in that place."""
 
     step: Step
     token_ids: dict[int, tuple[list[int], list[int]]] = {}
@@ -95,7 +100,7 @@ decode_note = msgspec.msgpack.Decoder(Note).decode
 
 
 def arrival_times(times: Sequence[float], now: float) -> list[float]:
-    """Return the four times of an `Arrival` at an engine that reads it `now`; those that are missing are `now`, too."""
+    """Return the four times of an `Arrival` at an engine that reads it `now`; missing times are `now`, too."""
     return [*times, *[now] * (4 - len(times))]
 
 
@@ -179,7 +184,8 @@ class Journal:
 
 
 def head_of(scheduler: Scheduler, batch: ScheduledBatch) -> tuple[int, int]:
-    """Return the first sequence that waits after `batch` was chosen, and what it lacked; (0, 0) if none waits."""
+    """Return the first sequence that waits after `batch` was chosen, and the resource that it lacked; (0, 0) if none
+    waits."""
     if not len(scheduler.waiting):
         return 0, Wait.NONE
     seq = scheduler.waiting[0]
@@ -196,7 +202,7 @@ def _lack(scheduler: Scheduler, batch: ScheduledBatch) -> Wait:
         return Wait.PLACES
     num_drafted = sum(len(draft.token_ids) for draft in batch.drafts.values())
     budget = scheduler.max_num_batched_tokens - len(batch.token_ids) - num_drafted
-    # Without chunks the whole gap must fit the step, less what the prefix cache has; that is not looked up here.
+    # Without chunks the whole gap must fit the step, less the cached tokens, which are not looked up here.
     if budget <= 0 or (not scheduler.enable_chunked_prefill and len(seq.tokens) > budget):
         return Wait.TOKENS
     if seq.num_preemptions >= MAX_PREEMPTIONS:

@@ -25,7 +25,7 @@ class Kind:
         self.window = kind.window
         self.is_state = kind.is_state
         self.pool = pool
-        # While a step is computed, its sequences hold the state that it reads and the one that it writes.
+        # While a step is computed, its sequences hold two states, the one read and the one written.
         self.most = 2 if kind.is_state else NEVER
         self.known: dict[bytes, int] = {}
         self.names: dict[int, bytes] = {}

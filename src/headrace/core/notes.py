@@ -1,4 +1,4 @@
-"""`Notes`: what the scheduler decided since the last reading, as ints: for the journal, not for the schedule.
+"""`Notes`: the scheduler's decisions since the last reading, as ints. The journal reads them; the schedule does not.
 
 The scheduler writes, `core.journal` reads and empties; without a reader, the oldest notes are dropped. The events
 of blocks are the pool's (`BlockPool.log`).

@@ -15,8 +15,8 @@ from headrace.protocol.step import ScheduledBatch, Stats, StepOutput, StepResult
 
 
 def computed_rows(rows: Iterable[Row], deferred: set[int], has_state: bool) -> list[Row]:
-    """Return the rows of a step with what the chunks `deferred` have computed: all but the last token, and nothing
-    sampled. A state can not go back by one token, so that of a model with states nothing counts."""
+    """Return the rows of a step without the last token of each chunk in `deferred`, from which nothing is sampled. A
+    state cannot go back by one token, so in a model with states no token of such a chunk counts."""
     return [
         (seq, 0 if has_state else length - 1, False, token) if index in deferred else (seq, length, sampled, token)
         for index, (seq, length, sampled, token) in enumerate(rows)

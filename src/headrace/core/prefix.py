@@ -30,8 +30,8 @@ NUM_SHOWN = 8
 _ITEM = array("q").itemsize
 
 
-class Entry(NamedTuple):
-    """What a cached block holds: its key, its parent's key, and its token ids as native 64-bit integers."""
+class CachedBlock(NamedTuple):
+    """A cached block: its key, its parent's key, and its token ids as native 64-bit integers."""
 
     key: bytes
     parent: bytes
@@ -41,16 +41,16 @@ class Entry(NamedTuple):
 class Miss(IntEnum):
     """Why a lookup returned no more tokens: it lacks none; nothing follows the root; the cached tokens differ; the
     block was evicted; the tokens after the last whole block were not published; the request needs every row computed
-    (as for `prompt_logprobs`); caching is off; more tokens are cached, but not what another kind of layers needs there
-    (the blocks of a window, or a state)."""
+    (as for `prompt_logprobs`); caching is off; more tokens are cached, but another kind of layers lacks its blocks of a
+    window, or its state, there."""
 
     NONE, EMPTY, DIVERGED, EVICTED, PART_OF_A_BLOCK, EVERY_ROW, OFF, OTHER_KIND = range(8)
 
 
 class Verdict(NamedTuple):
-    """The result of one lookup: why it ended, and `at` which token. An evicted block was so at `time`, for the sequence
-    `by`. `ours` and `theirs` are the token ids around `at`: the request's, and those of the newest cached block
-    there."""
+    """The result of one lookup: why it ended, and `at` which token. An evicted block was evicted at `time`, to make
+    room for the sequence `by`. `ours` and `theirs` are the token ids around `at` in the request and in the newest
+    cached block there."""
 
     miss: Miss
     at: int
@@ -70,22 +70,22 @@ def digest(key: bytes, person: bytes, *parts: bytes) -> bytes:
 
 
 class PrefixCache:
-    """Cached blocks of one pool, and those of the other `kinds` (all of them; `pool` is the first's).
+    """Cached blocks of one pool, and of the pools of the other `kinds` (all of them; `pool` is the first's).
 
     `key` is secret to the process (at most 64 bytes); `fingerprint` names the model and the form of its cache, so that
     blocks of another never match. `evicted` has the keys that were evicted last, with `now`, a time that the caller
     sets, and the sequence that needed the room. `hits` has the blocks at which lookups of admitted sequences ended: how
-    many, and when the last one did. Those of an evicted block go to its parent. `on_change` is called with each key
+    many, and when the last one did. The hits of an evicted block go to its parent. `on_change` is called with each key
     that comes or goes, and whether it is cached now; not at a reset, of which there were `num_resets`.
     """
 
     def __init__(self, pool: BlockPool, key: bytes = b"", fingerprint: bytes = b"", kinds: Sequence[Kind] = ()) -> None:
         self.pool = pool
         self.others = kinds[1:]
-        # Of kind 0, if it is a window: blocks are evicted before those that follow them.
+        # Kind 0, if it has a window: then a block is evicted before the blocks that follow it.
         self.window = kinds[0] if kinds and kinds[0].window else None
         self.blocks: dict[bytes, int] = kinds[0].known if kinds else {}
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, CachedBlock] = {}
         # By parent and first token. The values are used as ordered sets: the newest child is last.
         self.children: dict[bytes, dict[int, dict[int, None]]] = {}
         self.evicted: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
@@ -124,7 +124,7 @@ class PrefixCache:
         If that is not a multiple of the block size, the last block agrees in part only: it may be read up to
         there, and must be copied before it is written. Extends `keys` (see `Sequence`) as far as it walks, and
         changes nothing else; the caller takes the blocks. With several kinds, the longest prefix after which every kind
-        has what it needs. A block that no later row sees may be missing, and is -1.
+        has its blocks or state. A block that no later row sees may be missing, and is -1.
         """
         size = self.pool.block_size
         blocks: list[int] = []
@@ -151,7 +151,7 @@ class PrefixCache:
         return self._fit(keys, blocks, num) if self.others or self.window else (blocks, num)
 
     def _fit(self, keys: list[bytes], blocks: list[int], num: int) -> tuple[list[int], int]:
-        """Shorten a prefix until every kind has what a row after it needs."""
+        """Shorten a prefix until every kind has the blocks or the state that a row after it needs."""
         size, path = self.pool.block_size, self._path(keys, blocks, num)
         kinds = self.others if self.window is None else (self.window, *self.others)
         while num:
@@ -168,8 +168,8 @@ class PrefixCache:
         return path if not num % self.pool.block_size else [*keys[1 : len(blocks)], self.entries[blocks[-1]].key]
 
     def in_other_kinds(self, keys: list[bytes], blocks: list[int], num: int) -> tuple[list[list[int]], int]:
-        """Return what the other kinds have of a prefix that `match` returned: a table of blocks each, and the slot of
-        the state after it (-1: none)."""
+        """Return, for a prefix that `match` returned, the table of blocks of each further kind, and the slot of the
+        state after it (-1: none)."""
         path, slot = self._path(keys, blocks, num), -1
         tables = []
         for kind in self.others:
@@ -246,7 +246,7 @@ class PrefixCache:
             if other is None:
                 self.blocks[key] = block
                 self.on_change(key, True)
-                self.entries[block] = Entry(key, parent, content)
+                self.entries[block] = CachedBlock(key, parent, content)
                 children = self.children.setdefault(parent, {})
                 siblings = children.pop(tokens[index * size], {})
                 siblings[block] = None

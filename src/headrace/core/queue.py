@@ -21,7 +21,7 @@ ANSWER = 256
 
 
 class Waiter(Protocol):
-    """What the queue needs of a sequence, or of a request before it has a replica."""
+    """The attributes that the queue needs of a sequence, or of a request before it has a replica."""
 
     rank: float
     arrival: int
@@ -65,7 +65,8 @@ class WaitingQueue(Generic[T]):
         del self._seqs[bisect_left(self._seqs, seq.order, key=ORDER)]
 
     def count_overtaking(self, by: T, passed_by: Callable[[T], bool]) -> bool:
-        """Count that `by` left the queue before those that arrived earlier. Returns whether the order has changed.
+        """Count for each sequence that arrived before `by` that `by` left the queue first. Returns whether the order
+        has changed.
 
         A sequence that waits for a sibling (`passed_by`) is not overtaken.
         """
@@ -103,7 +104,7 @@ class Ranks:
         if self.policy != "fair":
             return request.priority if self.policy == "priority" else 0
         if least_waiting == float("inf"):
-            # With an empty queue, tenants that were served have no disadvantage against those that were absent.
+            # With an empty queue, tenants that were served have no disadvantage against absent ones.
             self._now = max([self._now, *self._ends.values()])
             self._ends.clear()
         else:

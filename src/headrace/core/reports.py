@@ -1,6 +1,7 @@
-"""`KeyReports`: what a replica's prefix cache has, for a router in another process. Runs beside the scheduler.
+"""`KeyReports`: the keys of a replica's prefix cache, reported to a router in another process. Runs in the scheduler's
+process.
 
-A report has the keys that came and went since the one before, under an epoch and a number that grows by one. After a
+A report has the keys that came and went since the last report, under an epoch and a number that grows by one. After a
 reset of the cache, or when one is requested, a report has all keys, and after a reset the epoch is a new one. Pure; the
 engine's loop is the only caller, and sends the reports with its outputs.
 """
@@ -15,8 +16,8 @@ KEY_BYTES = 16
 
 
 class KeyReports:
-    """Reports of what `cache` has, which is empty and gets the key `secret`. `epoch` is a number that no other engine
-    has.
+    """Reports of the contents of `cache`, which is empty and gets the key `secret`. `epoch` is a number that no other
+    engine has.
 
     Raises `ValueError` if the cache has blocks: they are known by other keys.
     """
@@ -40,7 +41,7 @@ class KeyReports:
         self._is_full = True
 
     def take(self) -> CacheKeys | None:
-        """Return what changed since the last report, None for nothing."""
+        """Return the changes since the last report, None without any."""
         cache, changes = self._cache, self._changes
         if self._num_resets != cache.num_resets:
             self._num_resets, self._is_full = cache.num_resets, True

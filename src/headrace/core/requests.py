@@ -71,7 +71,8 @@ def verify_fit(
 
 def verify_model(request: Request, info: EngineInfo) -> None:
     """Check that the model can serve a request: its token ids, against the width of the logits and not of the
-    tokenizer, the counts of log-probabilities and candidates, and what a pooled request or a search may not have.
+    tokenizer, the counts of log-probabilities and candidates, and the fields that a pooled request or a search must not
+    set.
 
     The ranges of the parameters are checked when a `SamplingParams` is made. Raises `RequestError`.
     """

@@ -95,7 +95,7 @@ class Scheduler:
         self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
         self.steps = Flight([kind.pool for kind in parts])
         self._runs_ahead = options.runs_ahead
-        # Whether a sequence lacked blocks beside a step in flight, under which none is preempted.
+        # Whether a sequence lacked blocks while a step was in flight, during which none is preempted.
         self._is_short = False
         self._num_older_pins: list[int] = []
         self._started: dict[str, int] = {}
@@ -115,7 +115,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. A later `commit` reports its end, even if its resumed tokens end it at once.
 
-        Raises `RequestError` for an id in use, and what `verify_fit` raises.
+        Raises `RequestError` for an id in use, and the errors of `verify_fit`.
         """
         if request.request_id in self.sequences:
             raise RequestError("request_id", request.request_id, "an id that is not in use")
@@ -249,7 +249,8 @@ class Scheduler:
         return batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
-        """Apply the result of the oldest step: append tokens, end sequences, publish blocks, release what it held.
+        """Apply the result of the oldest step: append tokens, end sequences, publish blocks, release the blocks that it
+        held.
 
         A chunk that failed ends its sequence, and nothing that it computed in the step is published.
         Raises `HeadraceError`, changing nothing, if `batch` is not the step in flight or `result` not its result.
@@ -331,8 +332,8 @@ class Scheduler:
     def _grow(self, seq: Sequence, length: int) -> bool:
         """Add blocks for `length` more tokens; preempts the last in the queue's order until there is room.
 
-        Protected sequences are never victims. False if `seq` itself was preempted, or if there is no victim: beside a
-        step in flight, or when an allocation was made to fail.
+        Protected sequences are never victims. False if `seq` itself was preempted, or if there is no victim: while a
+        step is in flight, or when an allocation was made to fail.
         """
         while not self.tables.grow(seq, length):
             self._is_short = bool(self.steps)
@@ -374,7 +375,7 @@ class Scheduler:
         """Start waiting sequences, strictly from the head of the queue: the first that does not fit holds up the rest.
 
         Only a sequence whose prompt a running sibling is computing is passed by. `promised` counts the blocks of each
-        kind that running sequences need for their known tokens: a new one must fit beside them.
+        kind that running sequences need for their known tokens: a new one must fit into the rest.
         """
         waiting = self.waiting
         index = 0
@@ -412,7 +413,7 @@ class Scheduler:
             # A lookup of a long prompt's prefix in every step that it waits would cost more than the step.
             return 0
         prefix = self.tables.find_shared(seq)
-        verdict = self.tables.verdict(seq, prefix.num)  # before it evicts what it did not find
+        verdict = self.tables.verdict(seq, prefix.num)  # before it evicts the blocks that it did not find
         length = self._start(seq, prefix, budget, promised)
         if not length and (part := prefix.num % self.block_size):
             # A copy of the half-matching block takes one block more than to compute it again; that may be missing.
@@ -442,7 +443,7 @@ class Scheduler:
     # -- parts of commit() ---------------------------------------------------------------------------------------
 
     def _retire(self) -> None:
-        """End the oldest step in flight and release what it alone held."""
+        """End the oldest step in flight and release the blocks that it alone held."""
         # Pins before any table: a pinned block must be released before its parent.
         for seq in self.steps.retire().zombies:
             self.tables.release(seq)

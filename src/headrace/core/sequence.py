@@ -40,9 +40,9 @@ class Sequence:
     `seq_id` is fresh and grows with arrival. `tokens` are prompt + resumed + generated; `num_known` of them came
     with the request. `tables[k]` holds the blocks of kind k (`core.kinds`) for positions 0 ... num_computed - 1 (and
     those scheduled); -1 stands for a block behind the kind's window. `states` are slots of the state kind, by the
-    number of tokens that the state has seen: what the next step reads, and what steps in flight write. When the
-    sequence began to run, the whole blocks of its first `num_matched` tokens were cached. No chunk goes beyond
-    `stop_at`. `keys[i]` is the prefix cache's key of all tokens before block i, so `keys[0]` is the root; it is
+    number of tokens that the state has seen: the slot that the next step reads, and the slots that steps in flight
+    write. When the sequence began to run, the whole blocks of its first `num_matched` tokens were cached. No chunk goes
+    beyond `stop_at`. `keys[i]` is the prefix cache's key of all tokens before block i, so `keys[0]` is the root; it is
     extended when needed and never changes. Blocks are published when `num_computed` reaches `publish_at`. `high_water`
     is the largest `num_computed` that a preemption discarded, or that a state went back from. `rank` is the priority in
     use: smaller is sooner, and minus infinity once the sequence was overtaken too often. `needs_history`: the sampler
@@ -122,8 +122,8 @@ class Sequence:
 
     @property
     def gap(self) -> int:
-        """The tokens that the next step may compute. Beside a step in flight these are known ones that it leaves, or
-        the one that it draws, unless the sequence ends with that for its length."""
+        """The tokens that the next step may compute. While a step is in flight, these are the known tokens after it, or
+        the token that it draws, unless the sequence ends with that token for its length."""
         gap = len(self.tokens) - self.num_computed - self.num_ahead
         if not self.num_ahead:
             return gap
@@ -138,7 +138,7 @@ class Sequence:
         return self.params.prompt_logprobs is None or self.high_water >= self.num_prompt - 1
 
     def count(self, length: int, counters: Stats) -> None:
-        """Count those of the next `length` tokens that are of the prompt, and those computed before a preemption.
+        """Count, among the next `length` tokens, those in the prompt and those computed before a preemption.
 
         A prompt's last token counts with the one before it, since steps of one token are not counted here."""
         start = self.num_computed + self.num_ahead
@@ -150,7 +150,7 @@ class Sequence:
 
     def set_back(self, length: int) -> None:
         """Note that the last `length` computed tokens are computed again: the last was not sampled from, and a state
-        can not go back to the one before it."""
+        cannot go back to the one before it."""
         self.high_water = max(self.high_water, self.num_computed + length - 1)
         self.num_forced += 1
 

@@ -19,12 +19,13 @@ from headrace.core.prefix import Miss, PrefixCache, Verdict
 from headrace.core.sequence import NEVER, Sequence, Status
 
 SNAPSHOT_EVERY = 2048
-"""Tokens from one snapshot of a state to the next, beside those at the ends of prompts and of known prefixes."""
+"""Tokens from one snapshot of a state to the next. There are further snapshots at the ends of prompts and of known
+prefixes."""
 
 
 class Prefix(NamedTuple):
-    """What holds the first `num` tokens of a sequence: a table for each kind of blocks, and the slot of the state after
-    them (-1: there is none). `publish`: whether later blocks may be published."""
+    """The memory that holds the first `num` tokens of a sequence: a table for each kind of blocks, and the slot of the
+    state after them (-1: there is none). `publish`: whether later blocks may be published."""
 
     tables: list[list[int]]
     num: int
@@ -68,8 +69,8 @@ class BlockTables:
                 del self.families[seq.family]
 
     def source(self, seq: Sequence, num: int) -> Sequence | None:
-        """Return a running sibling that has computed the first `num` tokens and holds what a row after them sees, or
-        None. One that went on may have released blocks behind its window, and has another state by now."""
+        """Return a running sibling that has computed the first `num` tokens and holds all blocks that a row after them
+        sees, or None. A sibling that went on may have released blocks behind its window, and its state has changed."""
         for sibling in self.families.get(seq.family, ()):
             done = sibling.num_computed
             if (
@@ -90,11 +91,12 @@ class BlockTables:
     # -- how many blocks of each kind are left, and who still needs them ------------------------------------------
 
     def rooms(self, promised: list[int]) -> list[int]:
-        """Return what is available of each kind beside what is promised."""
+        """Return the number of blocks of each kind that are available and not promised."""
         return [kind.pool.num_available - num for kind, num in zip(self.all_kinds, promised, strict=True)]
 
     def promise(self, promised: list[int], seq: Sequence) -> None:
-        """Add to `promised` what `seq`, which runs, lacks of each kind to compute all its known tokens."""
+        """Add to `promised` the blocks of each kind that the running `seq` still needs to compute all its known
+        tokens."""
         for kind in self.all_kinds:
             promised[kind.index] += max(0, kind.peak(seq, seq.num_computed) - kind.num_held(seq))
 
@@ -120,8 +122,8 @@ class BlockTables:
     # -- where sequences begin ------------------------------------------------------------------------------------
 
     def find_shared(self, seq: Sequence, limit: int = NEVER) -> Prefix:
-        """Return what holds the beginning of `seq`, at most `limit` tokens: it is a sibling's, or cached. At least one
-        token remains to compute, for its logits."""
+        """Return the memory that holds the beginning of `seq`, at most `limit` tokens: a sibling's, or cached blocks.
+        At least one token remains to compute, for its logits."""
         caching = self.enable_prefix_caching
         nothing = Prefix([[] for _ in self.kinds], 0, caching)
         if not seq.may_share:
@@ -158,9 +160,9 @@ class BlockTables:
     def start(self, seq: Sequence, prefix: Prefix, length: int, promised: list[int]) -> bool:
         """Build the tables of a new `seq` on `prefix`, for `length` more tokens.
 
-        Returns False, with nothing changed, unless all known tokens fit beside the blocks that are promised to others.
-        A last block that is shared in part is copied before this step writes: the pair goes to `copies`, and the source
-        stays pinned until the step is retired.
+        Returns False, with nothing changed, unless all known tokens fit in addition to the blocks that are promised to
+        others. A last block that is shared in part is copied before this step writes: the pair goes to `copies`, and
+        the source stays pinned until the step is retired.
         """
         num, size = prefix.num, self.pool.block_size
         num_whole, copied = num // size, num % size > 0
@@ -244,7 +246,8 @@ class BlockTables:
         return True
 
     def grow_by_one(self, seqs: list[Sequence]) -> bool:
-        """Add what one more token needs to the tables of each. False, with nothing changed, if there is not enough."""
+        """Add the blocks that one more token needs to the table of each sequence. False, with nothing changed, if there
+        is not enough."""
         size = self.pool.block_size
         edge = seqs if self.state is None else [s for s in seqs if not (s.num_computed + s.num_ahead) % size]
         for kind in self.all_kinds:
@@ -271,9 +274,9 @@ class BlockTables:
             seq.tables[kind.index] = table[:num]
 
     def settle(self, seqs: list[Sequence], lens: list[int], deferred: set[int]) -> None:
-        """After a step of `lens` tokens of `seqs`, release what no later row reads: blocks behind a window, and states
-        of fewer tokens or of rejected ones. States that others may begin with are kept for them. The chunks `deferred`
-        are computed again."""
+        """After a step of `lens` tokens of `seqs`, release all that no later row reads: blocks behind a window, and
+        states after fewer tokens or after rejected ones. States that others may begin with are kept for them. The
+        chunks `deferred` are computed again."""
         if self.is_plain:
             return
         for seq in seqs:
@@ -309,7 +312,8 @@ class BlockTables:
         seq.states = {num: slot for num, slot in seq.states.items() if num in needed}
 
     def adopt(self, seq: Sequence, num_whole: int, path: int) -> None:
-        """Keep the blocks of one `path` of a draft tree, from block `num_whole` on, and release those of the others."""
+        """Keep the blocks of one `path` of a draft tree, from block `num_whole` on, and release the blocks of the other
+        paths."""
         tails, seq.tails = seq.tails, []
         self.pool.users = (seq.arrival,)
         if path:

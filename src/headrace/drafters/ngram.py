@@ -21,7 +21,7 @@ MAX_MATCH = 32
 """Tokens of a match that count for the length of the draft."""
 
 
-class Places:
+class NGramPlaces:
     """Where the runs of `size` tokens of a growing list ended: `before[end]` is the place before with the same run."""
 
     def __init__(self, size: int) -> None:
@@ -52,7 +52,7 @@ class NgramDrafter(Drafter):
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min = min_tokens
         self._max = max_tokens
-        self._places: OrderedDict[int, Places] = OrderedDict()
+        self._places: OrderedDict[int, NGramPlaces] = OrderedDict()
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         return [Draft(self._guess(context)) for context in contexts]
@@ -67,7 +67,7 @@ class NgramDrafter(Drafter):
         tokens = context.tokens
         places = self._places.get(context.seq_id)
         if places is None or len(places.before) > len(tokens):
-            places = self._places[context.seq_id] = Places(self._min)
+            places = self._places[context.seq_id] = NGramPlaces(self._min)
             if len(self._places) > MAX_SEQS:
                 self._places.popitem(last=False)
         self._places.move_to_end(context.seq_id)
@@ -82,7 +82,7 @@ class NgramDrafter(Drafter):
         period = len(tokens) - end
         return [tokens[end + i % period] for i in range(min(context.num_drafts, 2 * length))]
 
-    def _find(self, places: Places, tokens: list[int]) -> int:
+    def _find(self, places: NGramPlaces, tokens: list[int]) -> int:
         """Return where the best match ended; 0 if there is none."""
         size = len(tokens)
         if size <= self._min:

@@ -72,7 +72,7 @@ class Admission:
             )
 
     def check_room(self, num: int, name: str, now: float) -> None:
-        """Raise what `admit` would raise for so many requests, however little work each of them is."""
+        """Raise the errors of `admit` for so many requests, however little work each of them is."""
         self.admit([1] * num, name, now)
 
     def enter(self, work: int, name: str) -> None:

@@ -28,10 +28,10 @@ def build_engine(
     config: EngineConfig, is_restart: bool = False, on_lost: Callable[[str], None] | None = None
 ) -> EngineCore:
     """Load the model, allocate its KV cache, and return an engine around them. `is_restart`: the engine replaces one
-    that has died, and starts without a recording if that can not be written. `on_lost`: called with the reason, on
+    that has died, and starts without a recording if that cannot be written. `on_lost`: called with the reason, on
     another thread, when other processes that compute the model with this one are lost.
 
-    Raises `ModelNotFoundError`, `CheckpointError` or `RequestError` (a config value that the model can not meet).
+    Raises `ModelNotFoundError`, `CheckpointError` or `RequestError` (a config value that the model cannot meet).
     """
     from headrace.engine.library.load import build_runner
 
@@ -40,7 +40,7 @@ def build_engine(
         bound = f"at least max_model_len ({info.max_model_len}) while enable_chunked_prefill is off"
         raise RequestError("max_num_batched_tokens", config.max_num_batched_tokens, bound)
     scheduler = make_scheduler(config, info, runner.speculator is not None, choose_overlap(config, runner.runs_ahead))
-    # The scheduler lowers the context length to what the pool holds; everything else reads it from `info`.
+    # The scheduler lowers the context length to the tokens that the pool holds; everything else reads it from `info`.
     info = msgspec.structs.replace(info, max_model_len=scheduler.max_model_len)
     make_core: Callable[..., EngineCore] = EngineCore
     if config.record_schedule is not None:
@@ -75,7 +75,7 @@ def make_scheduler(
             eos_token_ids=info.eos_token_ids,
             speculates=speculates,
             runs_ahead=runs_ahead,
-            # A key of this process alone, so that the keys of its cache can not be computed outside (S-23). A fleet
+            # A key of this process alone, so that the keys of its cache cannot be computed outside (S-23). A fleet
             # sets one that its engines share.
             cache_key=os.urandom(32),
             cache_fingerprint="/".join(
@@ -88,8 +88,9 @@ def make_scheduler(
 def choose_overlap(
     config: EngineConfig, runs_ahead: Callable[[SamplingParams], bool] | None
 ) -> Callable[[SamplingParams], bool] | None:
-    """Return what the scheduler runs ahead by, None to compute one step after the other: where that is configured, and
-    while the schedule is recorded. Raises `RequestError` where it is configured and the executor cannot."""
+    """Return the look-ahead that lets the scheduler start a step before the last one is committed. None, to compute one
+    step after the other, where that is configured, and while the schedule is recorded. Raises `RequestError` where it
+    is configured and the executor cannot."""
     if config.async_scheduling and runs_ahead is None:
         bound = "left out: steps overlap on a GPU, without speculation"
         raise RequestError("async_scheduling", True, bound)
@@ -99,7 +100,7 @@ def choose_overlap(
 def recorded(
     config: EngineConfig, path: str, info: EngineInfo, speculator: Any, matchers: Any, is_restart: bool = False
 ) -> Callable[..., EngineCore]:
-    """Return the constructor of an engine whose schedule is recorded. Raises `RequestError` if the file can not be
+    """Return the constructor of an engine whose schedule is recorded. Raises `RequestError` if the file cannot be
     written, except at a restart."""
     from headrace.engine.records.recording import RecordedEngine, Recorder
 

@@ -1,7 +1,7 @@
 """The prefix cache as a tree, for people: which prefixes are cached, and how often requests began with them.
 
 `read` runs in the engine's process, between two steps, and visits a bounded number of blocks: those in use, then those
-used last. A block's parent is always among the blocks visited before it, so that what is left out are leaves. Runs of
+used last. A block's parent is always among the blocks visited before it, so that only leaves are left out. Runs of
 blocks with one child each are one node. Costs nothing while it is not called. Called by `engine.orders`.
 """
 
@@ -16,7 +16,7 @@ from headrace.core.prefix import PrefixCache
 from headrace.core.scheduler import Scheduler
 
 NUM_SHOWN = 24
-"""Token ids of a node that are sent: those that it begins with."""
+"""The first token ids of a node, which are sent."""
 
 
 class ReadCache(msgspec.Struct, frozen=True, tag="read_cache"):
@@ -89,7 +89,7 @@ def read(scheduler: Scheduler, order: ReadCache) -> CacheTree:
 
 
 def _sums(cache: PrefixCache, blocks: list[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the hits of each block with those of all after it, and the time of the last."""
+    """Return, for each block, the hits of it and all blocks after it, and the time of the last."""
     hits, last_use = dict.fromkeys(blocks, 0), dict.fromkeys(blocks, 0)
     for block in reversed(blocks):
         num, when = cache.hits.get(block, (0, 0))

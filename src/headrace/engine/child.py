@@ -100,7 +100,7 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
 
 
 def share_keys(core: EngineCore, secret: bytes, reports: KeyReports | None) -> KeyReports:
-    """Return the reports of what the prefix cache has, of which the next has all keys."""
+    """Return the reports of the prefix cache's keys; the next one has all keys."""
     if reports is not None and reports.secret == secret:
         reports.request_all()
         return reports

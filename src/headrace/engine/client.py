@@ -102,7 +102,7 @@ class EngineClient:
     async def start(self) -> None:
         """Start the engine, also one that was closed, and wait for one real token from it.
 
-        Raises what kept the engine from loading (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
+        Raises the error that kept the engine from loading (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
         """
         self._closing = False
         try:
@@ -159,7 +159,7 @@ class EngineClient:
 
     @property
     def pids(self) -> list[int]:
-        """The ids of the engine's processes that run, if it has any of its own."""
+        """The ids of the engine's running processes; empty if it runs in this one."""
         return [replica.link.pid for replica in self.replicas if replica.link.pid is not None]
 
     @property
@@ -206,7 +206,8 @@ class EngineClient:
     # -- requests
 
     def check_room(self, num: int) -> None:
-        """Raise what `submit` would raise now for `num` requests, however short, before they are tokenised."""
+        """Raise the errors that `submit` would raise now for `num` requests, however short, before they are
+        tokenised."""
         self._check_open()
         self.admission.check_room(num, tenants.current().name, time.monotonic())
 
@@ -228,10 +229,10 @@ class EngineClient:
         self, requests: Sequence[Request], arrival_time: float | None = None, deadline: float | None = None
     ) -> RequestStream:
         """Accept all of `requests`, which `verify` has passed, or none. `arrival_time` is when the call came in (None:
-        now); at `deadline` (both monotonic seconds) the stream ends with a `DeadlineError`, wherever its requests are
-        then.
+        now); at `deadline` (both monotonic seconds) the stream ends with a `DeadlineError`, whatever state its requests
+        are in.
 
-        Raises what `check_room` does, or `DeadlineError` (too late).
+        Raises the errors of `check_room`, or `DeadlineError` (too late).
         """
         self._check_open()
         now = time.monotonic()
@@ -286,7 +287,7 @@ class EngineClient:
                 self.replica(entry.replica).release(entry, is_aborted)
         return entry
 
-    # -- what comes back
+    # -- messages of the engine
 
     def on_message(self, replica: Replica, message: frames.FromEngine) -> None:
         """See `Holder`."""
@@ -354,7 +355,7 @@ class EngineClient:
             replica.resumption.add(entry)
 
     def _on_proven(self, replica: Replica) -> None:
-        """Send a new engine what waited for it."""
+        """Send a new engine the requests that waited for it."""
         entries = [entry for entry in replica.entries.values() if not entry.is_sent]
         replica.resumption.begin(entries, self.info.max_num_seqs)
 

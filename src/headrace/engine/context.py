@@ -95,7 +95,7 @@ def arrived(seconds: float) -> AbstractContextManager[None]:
 
 
 def within(seconds: float | None, arrival: float) -> AbstractContextManager[None]:
-    """Set the deadline of what is opened in the block to so many seconds after `arrival`, unless an earlier one holds
-    already. None sets no further deadline."""
+    """Set the deadline of all requests opened in the block to so many seconds after `arrival`, unless an earlier one
+    holds already. None sets no further deadline."""
     ends = [end for end in (_deadline.get(), None if seconds is None else arrival + seconds) if end is not None]
     return holding(_deadline, min(ends, default=None))

@@ -59,7 +59,8 @@ class EngineCore:
         check_every: run `Scheduler.check()` after each n-th step (0: only when idle).
         on_idle: called by the engine's process or thread when the work has run out.
 
-    `journal`, if set, notes each step; it changes none. `fingerprint` returns what decides the bits of its answers.
+    `journal`, if set, notes each step; it changes none. `fingerprint` returns a digest of all that decides the bits of
+    its answers.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class EngineCore:
         self._check_every = check_every
 
     def add(self, request: Request, times: Sequence[float] = ()) -> None:
-        """Accept a request; `times` are those of its `Add`. Raises `RequestError`, with nothing changed, if it can not
-        be served."""
+        """Accept a request; `times`: of its `Add`. Raises `RequestError`, with nothing changed, if it cannot be
+        served."""
         verify_model(request, self.info)
         self.scheduler.add(request)
         if self.journal is not None:
@@ -101,8 +102,8 @@ class EngineCore:
     def step(self) -> StepOutput:
         """Compute one step: some tokens for some requests. Cheap and empty without work.
 
-        Raises what the executor raises, an interrupt too. Then the step has not happened, nor one that was started
-        after it: their requests wait again, and can be aborted or tried once more.
+        Raises the executor's errors, and an interrupt. Then neither the step nor one that was started after it has
+        happened: their requests wait again, and can be aborted or tried once more.
         """
         start = self.clock()
         if not self._tickets:

@@ -46,8 +46,8 @@ class FairWorker:
         return "stalled" if self.process.watchdog.is_stalled else "ready"
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return `work()`, called on the thread when the caller's turn comes. Raises what it raises, and
-        `EngineDeadError` when the worker is closed."""
+        """Return `work()`, called on the thread when the caller's turn comes. Raises its errors, and `EngineDeadError`
+        when the worker is closed."""
         if self._is_closed:
             raise EngineDeadError("the server is shutting down")
         if self._watch is None:
@@ -60,7 +60,7 @@ class FairWorker:
         return await asyncio.shield(job)
 
     def close(self) -> None:
-        """End the work that runs and refuse what waits. An idle process stays until the program ends."""
+        """End the work that runs and refuse the work that waits. An idle process stays until the program ends."""
         self._is_closed = True
         for waiting in self._waiting.values():
             for turn in waiting:

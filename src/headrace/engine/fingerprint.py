@@ -1,4 +1,4 @@
-"""`fingerprint_of`: what decides the bits of an engine's answers, as one digest. Never a path or a name.
+"""`fingerprint_of`: one digest of all that decides the bits of an engine's answers. Never a path or a name.
 
 Two engines with the same fingerprint give the same request the same bits, so that one can go on where the other
 stopped. Called in the engine's process, by an order of a fleet.
@@ -40,7 +40,7 @@ def fingerprint_of(config: EngineConfig, info: EngineInfo) -> str:
 
 
 def _tokenizer_digest(config: EngineConfig, weights: Path) -> str:
-    """Return the digest of the tokenizer's files, "" where there are none beside the weights' own."""
+    """Return the digest of the tokenizer's files, "" where there are none apart from the weights' files."""
     if config.skip_tokenizer_init:
         return ""
     path = hub.resolve_tokenizer(config.model, config.tokenizer, config.revision)

@@ -69,7 +69,7 @@ class FinishObserver(Protocol):
 
 
 async def in_time(work: Awaitable[T], what: str) -> T:
-    """Await `work` until the deadline of the call that is being answered; `what` is done meanwhile, for the error.
+    """Await `work` until the deadline of the call that is being answered; `what` names the work, for the error.
 
     Raises `DeadlineError`."""
     end = deadline()
@@ -145,10 +145,10 @@ class TextClient:
         return self._grammars
 
     async def check(self, params: SamplingParams, cache_salt: str = "") -> list[str]:
-        """Check the constraint of `params` and return warnings of what it leaves open. Call this before `open`, with
-        the same salt.
+        """Check the constraint of `params` and return warnings about parts that are not enforced. Call this before
+        `open`, with the same salt.
 
-        Raises `RequestError` for a constraint that can not be honoured, `DeadlineError`, or `ChildFailedError`.
+        Raises `RequestError` for a constraint that cannot be honoured, `DeadlineError`, or `ChildFailedError`.
         """
         params = with_salt(params, cache_salt)
         grammars, worker = self.grammars, self.worker
@@ -162,8 +162,8 @@ class TextClient:
             self.worker.close()
 
     def check_room(self, num_prompts: int, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
-        """Raise what `open` would raise now for so many prompts, however short (`RequestError`, `QueueFullError`,
-        `EngineDeadError`). Call this once, before texts are rendered and tokenised."""
+        """Raise the errors that `open` would raise now for so many prompts, however short (`RequestError`,
+        `QueueFullError`, `EngineDeadError`). Call this once, before texts are rendered and tokenised."""
         if beam is None:
             self.client.check_room(num_prompts * (params.best_of or params.n))
             return
@@ -208,7 +208,7 @@ class TextClient:
     ) -> Generation:
         """Request `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` the result is
         each prompt's hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched. `rules`:
-        what the answers' reader does itself; where that is to find stop strings, it gets token by token.
+        the checks that the answers' reader makes itself; where it looks for stop strings, it gets one token at a time.
 
         Raises `RequestError`, `QueueFullError` (a `RateLimitError` too), `DeadlineError` or `EngineDeadError`. The
         caller must close the generation.
@@ -286,7 +286,7 @@ class Generation:
         self._stream = stream
         self._per_request = per_request
         self._observer = observer
-        # What came last, and the parts of it that were not read yet, in the order in which they are read.
+        # The last delta, and its parts that were not read yet, in the order in which they are read.
         self._deltas: list[tuple[int, Delta]] = []
         self._unread: Iterator[tuple[tuple[int, Delta] | None, ...]] = iter(())
         self._num_read = 0
@@ -323,7 +323,7 @@ class Generation:
         for place, delta in filter(None, pairs):
             self._num_read += len(delta.token_ids)
             if self._num_read >= PART_TOKENS:
-                # Reading what has come already does not let others run.
+                # Reading deltas that are here already does not yield to other tasks.
                 self._num_read = 0
                 await asyncio.sleep(0)
             if self.states[place].finish is not None:

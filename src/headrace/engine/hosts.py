@@ -1,7 +1,7 @@
 """Rank 0 and ranks of other hosts: `await_hosts` waits for them, `connect` connects their gathers.
 
-What a rank loads, and through which interface it gathers, is its own host's matter: `prepared` is applied there to what
-rank 0 says. Called by `load`, which imports it only where it is needed, and by `headrace rank`.
+Each host decides from which path its rank loads and through which interface it gathers: `prepared` applies that there
+to rank 0's `Start`. Called by `load`, which imports it only where it is needed, and by `headrace rank`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from headrace import hub
 from headrace.engine.ranks import Start, gathers_at, go, refuse
-from headrace.parallel.group import Apart, Gathers, Group
+from headrace.parallel.group import Gathers, Group, SeparateMemory
 from headrace.parallel.hosts.rendezvous import Rendezvous as Hosts
 from headrace.protocol.config import EngineConfig, Rendezvous
 from headrace.protocol.errors import RequestError
@@ -48,7 +48,7 @@ def await_hosts(
     try:
         # It imports torch, while the ranks come.
         name = place.distributed_interface
-        gathers: Gathers = Apart() if name is None else gathers_at(config, 0, name)
+        gathers: Gathers = SeparateMemory() if name is None else gathers_at(config, 0, name)
     except BaseException:
         hosts.close()
         raise
@@ -62,10 +62,10 @@ def await_hosts(
 
 
 def prepared(payload: bytes, rank: int, model: str, num_threads: int, interface: str | None) -> bytes:
-    """Return the `Start` of a rank on this host: what rank 0 says of the model's numbers, but no path of its.
+    """Return the `Start` of a rank on this host: rank 0's settings of the model's numbers, without its paths.
 
-    Raises `TransportError` for another message, or for that of another rank, and `HandshakeError` where gathers need
-    an interface."""
+    Raises `TransportError` for another message, or for one to another rank, and `HandshakeError` where gathers need an
+    interface."""
     try:
         start = msgspec.msgpack.decode(payload, type=Start)
     except (msgspec.DecodeError, RequestError, UnicodeDecodeError) as error:

@@ -38,8 +38,8 @@ STACKS_S = 0.5
 READ_BYTES = 16 << 10
 """Bytes that a transport takes at most for a read.
 
-asyncio takes 256 KiB and shrinks that to what came. The next read does not find such a gap again if something small was
-allocated meanwhile, and the heap grows: by 7 MiB an hour with 20 requests a second.
+asyncio allocates 256 KiB and shrinks them to the bytes that came. The next read does not find such a gap again if
+something small was allocated meanwhile, and the heap grows: by 7 MiB an hour with 20 requests a second.
 """
 POSTED_BYTES = 1 << 16
 """Bytes of messages after whose encoding the event loop runs others: a call may post a thousand long requests."""
@@ -50,8 +50,8 @@ OnLost = Callable[[str], None]
 
 
 def engine_level(server_level: str) -> str:
-    """Return the level of the engine's log, by that of the server's. It is never debug, at which messages of errors are
-    shown: the engine's may quote a request (S-22)."""
+    """Return the level of the engine's log, by the level of the server's. It is never debug: that level shows messages
+    of errors, and the engine's may quote a request (S-22)."""
     return "info" if server_level in ("debug", "trace") else server_level
 
 
@@ -145,7 +145,7 @@ class ProcessLink:
 
     @property
     def num_unsent_bytes(self) -> int:
-        """How much of what was posted the process has not read, but for what is not encoded yet."""
+        """The number of posted bytes that the process has not read; messages that are not encoded yet do not count."""
         return self._writer.transport.get_write_buffer_size() if self._writer else 0
 
     async def start(self, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
@@ -280,7 +280,7 @@ class ProcessLink:
         """End the child, by closing its socket and if need be by SIGKILL, and return how it ended."""
         process = self._process
         self._posted.clear()
-        # What is posted from now on is dropped.
+        # Messages that are posted from now on are dropped.
         writer, self._writer = self._writer, None
         if writer is not None:
             with contextlib.suppress(OSError):
@@ -336,7 +336,7 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromEn
                 if isinstance(message, frames.Output):
                     joiner.join(message.output)
                 yield message
-            # A read of what has come already does not let others run.
+            # A read of bytes that are here already does not yield to other tasks.
             await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""The log: what its lines may hold, and a handler that neither delays nor ends the process (S-22, R-28).
+"""The log: the contents of its lines, and a handler that neither delays nor ends the process (S-22, R-28).
 
 A line holds no control characters that a client sent, and no text of a request: the traceback of a fault shows lines
 of the server's code, and of the exception's message, which may quote a request, only the length, except at the levels
@@ -6,7 +6,7 @@ debug and trace. A line has the id of its call (`context`). A thread writes the 
 a broken pipe or a stopped reader keeps from being written are dropped and counted, and the next line that is written
 gives their number. Called by `serve.app` and `engine.child`.
 
-A message may have `extra={"fields": {...}}`, which JSON shows beside it, and `extra={"rows": {...}}`, which text shows
+A message may have `extra={"fields": {...}}`, which JSON shows next to it, and `extra={"rows": {...}}`, which text shows
 below it: as a table on a terminal, and elsewhere as one line for each row.
 """
 
@@ -133,7 +133,7 @@ def record_of(line: str) -> logging.LogRecord | None:
 
 
 class Sink(logging.Handler):
-    """A handler that writes lines to a file descriptor, on a thread of its own.
+    """A handler that writes lines to a file descriptor, on its own thread.
 
     Attributes:
         num_dropped: lines that were not written.
@@ -213,6 +213,6 @@ def set_up(level: str, form: str = "text") -> None:
         logger.setLevel(level.upper() if level != "trace" else "DEBUG")
         logger.propagate = False
     logging.captureWarnings(form == "json")
-    # asyncio's messages below this level are about its own connections; what uvicorn says, the server says itself.
+    # asyncio's messages below this level are about its own connections; and the server itself logs what uvicorn would.
     for name in ("asyncio",) if is_verbose else ("asyncio", "uvicorn"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger(name).level))

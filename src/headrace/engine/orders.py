@@ -1,4 +1,4 @@
-"""Orders: what an engine does between two steps, besides computing: session files, views of the
+"""Orders: the tasks of an engine between two steps: session files, views of the
 prefix cache, and the fingerprint.
 
 `carry_out` runs in the engine's process; `engine.order_calls` is the server's side. Called by `engine.child`.
@@ -16,7 +16,7 @@ from headrace.protocol import frames
 
 
 class ReadFingerprint(msgspec.Struct, frozen=True, tag="read_fingerprint"):
-    """Order: return what decides the bits of the engine's answers (`engine.fingerprint`)."""
+    """Order: return the digest of all that decides the bits of the engine's answers (`engine.fingerprint`)."""
 
 
 Body = MoveSession | ReadCache | ReadFingerprint

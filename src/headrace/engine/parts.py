@@ -87,7 +87,7 @@ class Joiner:
         self._rows: dict[str, dict[int, list[tuple[int, float]]]] = {}
 
     def join(self, output: StepOutput) -> None:
-        """Keep the alternatives in a part, and give its rows those that came before them."""
+        """Keep the alternatives in a part, and add to its rows the alternatives that came before."""
         for request_id, (row, more) in output.alternatives.items():
             self._rows.setdefault(request_id, {}).setdefault(row, []).extend(more)
         for request_id in [each for each in self._rows if each in output.prompt_logprobs or each in output.logprobs]:

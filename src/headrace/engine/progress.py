@@ -18,7 +18,7 @@ LOG_INTERVAL_S = 5.0
 
 
 class Progress(Protocol):
-    """A function that a long task calls with (steps done, steps in all, what comes next)."""
+    """A function that a long task calls with (steps done, steps in all, the name of the next)."""
 
     def __call__(self, num_done: int, total: int, label: str = "", /) -> None: ...
 

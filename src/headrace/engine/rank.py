@@ -1,5 +1,5 @@
-"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`, or on a host of its
-own by `parallel.hosts.server.RankServer`.
+"""The process of one rank: `python -m headrace.engine.rank FD`, started by `parallel.group.Group`, or on another host
+by `parallel.hosts.server.RankServer`.
 
 It loads its part of the model, makes the same program as rank 0, and then makes rank 0's calls. It schedules nothing,
 samples nothing and knows no requests. When rank 0 is gone the socket is at its end, and this process ends too.
@@ -29,7 +29,7 @@ from headrace.backends.shares import DeviceSeat, Seat
 from headrace.engine.child import set_up_process
 from headrace.engine.library.load import choose_activations, load_model
 from headrace.engine.ranks import Go, Start, gathers_at, seat_of
-from headrace.parallel.group import SLOT_BYTES, Apart, Loaded, Ready, framed
+from headrace.parallel.group import SLOT_BYTES, Loaded, Ready, SeparateMemory, framed
 from headrace.parallel.pipeline import RankNeighbours, follow_stage, in_turn
 from headrace.parallel.program import (
     Call,
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """What rank 0 sends, one message at a time. `receive` returns None at the end."""
+    """The messages of rank 0, one at a time. `receive` returns None at the end."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._buffer = sock, frames.FrameBuffer()
@@ -92,7 +92,7 @@ class Inbox:
 
 
 class Mail:
-    """What rank 0 sends to a stage, sorted: its calls, and what the stage before hands on.
+    """The messages of rank 0 to a stage, sorted: its calls, and the rows that the stage before hands on.
 
     It is read on a thread at all times, so that rank 0 never waits for a rank that computes.
     """
@@ -121,7 +121,7 @@ class Mail:
         return self._calls.get()
 
     def passed(self) -> Passed:
-        """Wait for what the stage before hands on. Raises EOFError at the end."""
+        """Wait for the rows that the stage before hands on. Raises EOFError at the end."""
         message: Passed | None = self._passed.get()
         if message is None:
             raise EOFError
@@ -165,9 +165,9 @@ def serve(sock: socket.socket) -> None:
 def place_of(
     start: Start, inbox: Inbox, send: Callable[[msgspec.Struct], None]
 ) -> tuple[Any, Seat | DeviceSeat | StageSeat]:
-    """Return where the calls of this rank meet those of the others, and its seat."""
+    """Return the gathers in which the calls of this rank meet the other ranks' calls, and its seat."""
     if start.config.pipeline_parallel_size > 1:
-        return Apart(), StageSeat(start.rank, start.world, RankNeighbours(start.rank, inbox.expect, send))
+        return SeparateMemory(), StageSeat(start.rank, start.world, RankNeighbours(start.rank, inbox.expect, send))
     native: Any
     if start.interface:
         native = gathers_at(start.config, start.rank, start.interface)

@@ -1,4 +1,4 @@
-"""Starts the ranks of an engine, and what rank 0 does beside them: `open_group`, and the messages of a start.
+"""Starts the ranks of an engine, and sets up rank 0's part: `open_group`, and the messages of a start.
 
 A rank is a process of `engine.rank`. All of them read the same checkpoint at the same time, each its own part; rank 0
 waits for the others, and then they go through the steps of `engine.library.load` together, which calls this module.
@@ -18,7 +18,7 @@ from headrace.backends.base import Backend, Program
 from headrace.backends.shares import MAX_RANKS, DeviceSeat, Plan, Seat
 from headrace.parallel.devices import DeviceRanks
 from headrace.parallel.gloo import GlooRanks
-from headrace.parallel.group import SLOT_BYTES, Apart, Group
+from headrace.parallel.group import SLOT_BYTES, Group, SeparateMemory
 from headrace.parallel.pipeline import Arrivals, FirstNeighbours, PipelinedProgram
 from headrace.parallel.program import RankedProgram, RankLostError
 from headrace.parallel.sharding import Sharing
@@ -33,9 +33,9 @@ LOOPBACK = "lo"
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """To a rank, first: what to load, its number among `world`, the file of the memory that they share (-1: none), how
-    long it waits for the others, whether it may spin while it does, and its processors (none: any). On a host of its
-    own it has an `interface` through which it gathers."""
+    """To a rank, first: the model to load, its number among `world`, the file of the memory that they share (-1: none),
+    how long it waits for the others, whether it may spin while it does, and its processors (none: any). On another host
+    it has an `interface` through which it gathers."""
 
     config: EngineConfig
     rank: int
@@ -56,7 +56,7 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
 
 
 def refuse(config: EngineConfig) -> None:
-    """Raise `RequestError` for what ranks can not do together."""
+    """Raise `RequestError` for settings that ranks do not support."""
     field, world = config.ranks
     beside = f"with {field} {world}"
     if config.tensor_parallel_size > 1 and config.pipeline_parallel_size > 1:
@@ -75,7 +75,7 @@ def refuse(config: EngineConfig) -> None:
 
 
 def on_devices(config: EngineConfig) -> bool:
-    """Return whether each rank has a device of its own, or what stands for one in tests."""
+    """Return whether each rank has its own device, or a stand-in for one in tests."""
     return choose_backend(config.backend, config.device)[0] == "cuda"
 
 
@@ -101,7 +101,7 @@ def open_devices(config: EngineConfig, on_lost: Callable[[str], None] | None) ->
         part = msgspec.structs.replace(config, device=devices[rank])
         return Start(part, rank, world, memory, timeout, False, [], interface)
 
-    timeout, gathers = config.distributed_timeout, gathers_at(config, 0, interface) if interface else Apart()
+    timeout, gathers = config.distributed_timeout, gathers_at(config, 0, interface) if interface else SeparateMemory()
     return Group(world, timeout, False, first, on_lost, gathers=gathers)
 
 
@@ -122,7 +122,7 @@ def open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], No
     def first(rank: int, memory: int) -> Start:
         return Start(config, rank, world, memory, config.distributed_timeout, spins, shares[rank])
 
-    apart = Apart() if config.pipeline_parallel_size > 1 else None
+    apart = SeparateMemory() if config.pipeline_parallel_size > 1 else None
     group = Group(world, config.distributed_timeout, spins, first, on_lost, gathers=apart)
     if shares[0]:
         before = processors()
@@ -165,7 +165,7 @@ def go(group: Group) -> None:
 
 
 def seat_of(native: Any, rank: int, world: int, whole_experts: bool) -> Seat | DeviceSeat:
-    """Return the seat of a rank whose gathers meet those of the others in `native`."""
+    """Return the seat of a rank whose gathers meet the other ranks' gathers in `native`."""
     plan = Plan(rank, world, whole_experts)
     return DeviceSeat(plan, native) if isinstance(native, DeviceRanks) else Seat(plan, native.address(), SLOT_BYTES)
 
@@ -173,7 +173,7 @@ def seat_of(native: Any, rank: int, world: int, whole_experts: bool) -> Seat | D
 def first_seat(config: EngineConfig, group: Group) -> Seat | DeviceSeat | StageSeat:
     """Return the seat of rank 0."""
     if config.pipeline_parallel_size > 1:
-        # On hosts or GPUs of their own, each has its memory for itself.
+        # On separate hosts or GPUs, no rank shares its memory.
         is_apart = group.hosts is not None or on_devices(config)
         hosts = tuple(range(group.world)) if is_apart else ()
         return StageSeat(0, group.world, FirstNeighbours(group), hosts)
@@ -192,7 +192,7 @@ def program_of(config: EngineConfig, program: Any, group: Group) -> Program:
 
 
 def take_seat(backend: Backend, seat: Seat | DeviceSeat) -> Sharing:
-    """Have `backend` record one rank's part. Raises `RequestError` for one that can not."""
+    """Have `backend` record one rank's part. Raises `RequestError` for one that cannot."""
     take = getattr(backend, "take_seat", None)
     if take is None:
         raise RequestError("tensor_parallel_size", seat.plan.world, f"1 on backend {backend.name}")

@@ -1,7 +1,7 @@
 """`Replica`: the life of one engine behind a `Link`: its start, watchdog, death and restart, and the requests it has.
 
-Passes what the engine sends to its `Holder`, which owns the open requests and decides where they go after a death.
-Knows ids of requests, not what they contain. `engine.client.EngineClient` holds one, a fleet several.
+Passes the engine's messages to its `Holder`, which owns the open requests and decides where they go after a death.
+Knows ids of requests, not their contents. `engine.client.EngineClient` holds one, a fleet several.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Replica:
 
     @property
     def phase(self) -> str:
-        """What it does, in a word: loading, ready, leaving, restarting or lost."""
+        """Its phase: loading, ready, leaving, restarting or lost."""
         if self.dead is not None:
             return "lost"
         if not self.is_alive:
@@ -139,7 +139,7 @@ class Replica:
     async def start(self) -> None:
         """Start the engine, also one that was closed, and wait for one real token from it.
 
-        Raises what kept the engine from loading (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
+        Raises the error that kept the engine from loading (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
         """
         self._is_closing = False
         await self._launch()

@@ -25,10 +25,11 @@ class RequestStream:
 
     def __init__(self, requests: Sequence[Request], abort: Callable[[str], None]) -> None:
         self.requests = list(requests)
-        # The id that the reply gives, or else that of the first request.
+        # The id in the reply, or else the first request's.
         self.call_id = context.current().call_id or (requests[0].request_id if requests else "")
         self.fingerprint = ""
-        """What alone may compute the answers, in a fleet: a digest of `engine.fingerprint`; "": any engine."""
+        """The fingerprint (`engine.fingerprint`) of the engines in a fleet that may compute the answers; "": any
+        engine."""
         self._abort = abort
         self._open = set(range(len(requests)))
         self._pending: dict[int, Delta] = {}

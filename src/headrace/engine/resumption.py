@@ -1,8 +1,8 @@
 """Open requests, how they go on in a new engine after the old one has died, and counters over all engines' lives.
 
-`OpenRequest` holds what a new engine must get. `Resumption` sends it: the requests that may have been in the step that
-killed the engine one at a time, each when the one before has shown a token. An engine computes the same again, so a
-request that killed it will do so again at the same token, and then it is the only suspect; after so many deaths
+`OpenRequest` holds the data that a new engine must get. `Resumption` sends it. Requests that may have been in the step
+that killed the engine go one at a time, each when the one before has shown a token. An engine computes the same again,
+so a request that killed it will do so again at the same token, and then it is the only suspect; after so many deaths
 (`STRIKES`) it alone fails. Holds no sockets and no clock; called by `engine.client` and `engine.replica`.
 """
 
@@ -37,11 +37,11 @@ class PoisonedRequestError(HeadraceError):
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """One open request: where its deltas go, and what a new engine must get.
+    """One open request: the receiver of its deltas, and the data that a new engine must get.
 
-    `work` and `name` are those of its admission. `replica` is the number of the one that has it or gets it next, -1 for
-    none; `is_sent`: its present engine has it; `was_sent`: some engine had it. `deaths` are the times of deaths that it
-    may have caused, `num_strikes` those of them in a row, at one token, without another suspect.
+    `work` and `name`: of its admission. `replica` is the number of the one that has it or gets it next, -1 for none;
+    `is_sent`: its present engine has it; `was_sent`: some engine had it. `deaths` are the times of deaths that it may
+    have caused, `num_strikes` the number of them in a row, at one token, without another suspect.
     """
 
     request: Request
@@ -80,7 +80,7 @@ class OpenRequest:
         return self.request.beam is not None or bool(self.request.pooling)
 
     def accept(self, delta: Delta) -> None:
-        """Note what is delivered. A restarted engine sends prompt logprobs from the start: drop the known ones."""
+        """Note the delivered tokens. A restarted engine sends prompt logprobs from the start: drop the known ones."""
         self.delivered += delta.token_ids
         if delta.prompt_logprobs:
             seen = self.num_prompt_logprobs_seen
@@ -132,8 +132,8 @@ class Resumption:
     def judge(self, entries: Iterable[OpenRequest], most: int, by_sigkill: bool, now: float) -> OpenRequest | None:
         """Note that the engine has died. Returns the request that must fail for it, if any.
 
-        `entries` are all open requests, in their order of arrival; a step holds at most `most` of them. Those in the
-        last step are among the ones that had started, and the first `most` of those that had not.
+        `entries` are all open requests, in their order of arrival; a step holds at most `most` of them. The requests in
+        the last step are among the started ones, and the first `most` of the others.
         """
         open_entries = [entry for entry in entries if entry.is_sent]
         sole = self._trial if self._trial is not None else open_entries[0] if len(open_entries) == 1 else None
@@ -151,7 +151,7 @@ class Resumption:
         return sole if sole.num_strikes >= (STRIKES_BY_SIGKILL if by_sigkill else STRIKES) else None
 
     def clear(self) -> None:
-        """Forget what is held back."""
+        """Forget the requests that are held back."""
         self._trial = None
         self._suspects.clear()
         self._rest.clear()
@@ -211,7 +211,7 @@ COUNTERS = tuple(name for name in Stats.__struct_fields__ if name not in OTHERS)
 
 
 def summed(past: Stats, now: Stats) -> Stats:
-    """Return `now` with the counters of both. Gauges are those of `now`."""
+    """Return `now` with the counters of both added up. Gauges stay as in `now`."""
     counters: dict[str, Any] = {name: getattr(past, name) + getattr(now, name) for name in COUNTERS}
     both = itertools.zip_longest(past.num_accepted_per_pos, now.num_accepted_per_pos, fillvalue=0)
     counters["num_accepted_per_pos"] = [before + since for before, since in both]

@@ -54,7 +54,7 @@ class SessionMoved(msgspec.Struct, frozen=True):
 
 
 class SessionError(HeadraceError):
-    """A session can not be saved or restored; the message is for the client and names no path."""
+    """A session cannot be saved or restored; the message is for the client and names no path."""
 
 
 @runtime_checkable
@@ -66,12 +66,13 @@ class BlockMemory(Protocol):
         ...
 
     def write_block(self, block: int, data: bytes) -> None:
-        """Set a block to what `read_block` returned."""
+        """Set a block to the result of `read_block`."""
         ...
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file must share with the engine that restores it, and the tokens that it holds. `weights` is a
+    """The properties that a file must share with the engine that restores it, and the tokens that it holds. `weights`
+    is a
     digest of the model's files; a version of headrace may compute other bits than the one before."""
 
     version: str

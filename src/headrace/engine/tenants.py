@@ -1,7 +1,7 @@
 """The caller of a call, by the name of its key, and how many requests and tokens it may use in a minute.
 
 The gate sets the caller for as long as its call is answered. It decides the salt of the prefix cache (S-24), who may
-see what is stored, and the rate limits. Without keys callers have no name, and share everything. Each limit is a bucket
+see stored objects, and the rate limits. Without keys callers have no name, and share everything. Each limit is a bucket
 that refills evenly. The tokens of an answer are taken as they come, so a bucket may fall below zero; only the prompt
 must be covered in advance. Knows no keys. The gate counts requests, `generation.TextClient` tokens.
 """
@@ -51,7 +51,8 @@ def salted(salt: str) -> str:
 
 
 def may_see(owner: str) -> bool:
-    """Whether the caller may see what `owner` stores. What was stored without keys is for administrators only."""
+    """Whether the caller may see the objects of `owner`. Objects that were stored without keys are for administrators
+    only."""
     caller = current()
     return caller.name in ("", owner) or (not owner and caller.is_admin)
 

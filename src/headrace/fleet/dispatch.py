@@ -1,7 +1,7 @@
 """`Dispatcher`: the one queue of a fleet. A request leaves it when a replica has room for it.
 
-The order is that of the scheduler's queue, under the same policy: each caller in turn where it is fair, however many
-replicas there are. Pure: replicas are numbers. Called by `fleet.engines.client` and the simulator.
+Requests are in the order of the scheduler's queue, under the same policy: each caller in turn where it is fair, however
+many replicas there are. Pure: replicas are numbers. Called by `fleet.engines.client` and the simulator.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Dispatcher(Generic[Item]):
     def dispatch(
         self, is_free: Callable[[int], bool], replicas: Callable[[Item], Collection[int]]
     ) -> Iterator[tuple[Item, Route]]:
-        """Yield the requests that go to a replica now, one that `is_free`. `replicas` returns those that can serve an
-        item."""
+        """Yield the requests that go to a replica now; the replica `is_free`. `replicas` returns those that can serve
+        an item."""
         rooms = {index for index in range(len(self.router.loads)) if is_free(index)}
         awaited: list[Route] = []
         at = 0

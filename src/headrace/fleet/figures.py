@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.fleet.simulator import Run, percentile
+from headrace.fleet.simulator import SimulatedRun, percentile
 
 SHARES = (50.0, 90.0, 99.0)
 
 
-def figures(run: Run, num_replicas: int, goals: dict[str, float], price: float) -> dict[str, Any]:
+def figures(run: SimulatedRun, num_replicas: int, goals: dict[str, float], price: float) -> dict[str, Any]:
     """Return the figures of a run: times in milliseconds, rates in a second."""
     lives, duration = run.lives, run.duration or 1.0
     num_tokens, num_prompt = sum(life.num_new for life in lives), sum(life.num_prompt for life in lives)
@@ -45,7 +45,7 @@ def figures(run: Run, num_replicas: int, goals: dict[str, float], price: float) 
     return result
 
 
-def text_of(result: dict[str, Any], goals: dict[str, float]) -> str:
+def report_of(result: dict[str, Any], goals: dict[str, float]) -> str:
     """Return the figures as lines of text."""
     lowest, highest = min(result["by_replica"]), max(result["by_replica"])
     each = f"{lowest:,} to {highest:,} requests each" if lowest < highest else f"{lowest:,} requests each"

@@ -1,8 +1,8 @@
 """`PrefixIndex`: which replica has which prefixes in its cache, and the keys of a prompt's prefixes.
 
-Keys are those of `core.prefix`, cut to `KEY_BYTES`: a chain of BLAKE2b under a secret of the deployment, from a root
-that covers the salt. Nobody without the secret can compute the key of a text. The index may be behind the caches: an
-entry that is wrong costs time, for the replica then computes what it lacks, and never correctness. Pure.
+Keys are as in `core.prefix`, cut to `KEY_BYTES`: a chain of BLAKE2b under a secret of the deployment, from a root that
+covers the salt. Nobody without the secret can compute the key of a text. The index may be behind the caches: an entry
+that is wrong costs time, for the replica then computes the missing tokens, and never correctness. Pure.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def prefix_keys(token_ids: Sequence[int], block_tokens: int, secret: bytes, root
 
 
 class PrefixIndex:
-    """The keys of `num_replicas` replicas: those that they reported, and those of prompts on the way to them."""
+    """The keys of `num_replicas` replicas: the keys that they reported, and the keys of prompts on the way to them."""
 
     def __init__(self, num_replicas: int) -> None:
         self._num = num_replicas
@@ -89,7 +89,7 @@ class PrefixIndex:
         return True
 
     def clear(self, index: int) -> None:
-        """Forget what a replica has: its engine is gone."""
+        """Forget the keys of a replica: its engine is gone."""
         self._drop(index)
         self._last[index] = (0, 0)
 
@@ -105,7 +105,7 @@ class PrefixIndex:
             routed[key] = routed.get(key, 0) | bit
 
     def forget(self, index: int, keys: Sequence[bytes]) -> None:
-        """Count them no longer: the replica has reported by now what it has of them."""
+        """Count them no longer: by now the replica has reported which of them it has."""
         for key in keys:
             _clear(self._routed, key, 1 << index)
 

@@ -1,10 +1,10 @@
-"""`Router`: chooses the replica of a request, by turns, by work, or by what a replica has of its prompt already.
+"""`Router`: chooses the replica of a request, by turns, by work, or by the part of its prompt that a replica has
+already.
 
 Pure: it gets keys, lengths and events, and reads no clock, file or socket, so that a simulation and a fleet run the
 same code. The policies by work and by prefix choose the replica where the first token is predicted to come first: the
-prompt tokens that it still has to compute, and those of this prompt (`UNKNOWN_WEIGHT`), over its measured speed
-(compare Srivatsa et al. 2024, Preble, arXiv:2407.00023, section 3.1; Qin et al. 2024, Mooncake, arXiv:2407.00079,
-section 6).
+prompt tokens that it still has to compute, and this prompt's (`UNKNOWN_WEIGHT`), over its measured speed (compare
+Srivatsa et al. 2024, Preble, arXiv:2407.00023, section 3.1; Qin et al. 2024, Mooncake, arXiv:2407.00079, section 6).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from headrace.fleet.index import PrefixIndex
 from headrace.protocol.kinds import ROUTERS
 
 OPEN_TOKENS = 64
-"""Prompt tokens that an open request counts as: what decoding it costs the steps of a new prompt."""
+"""The number of prompt tokens that an open request counts as: the cost of decoding it in the steps of a new prompt."""
 UNKNOWN_WEIGHT = 1.5
-"""What a token of a prompt counts by prefix if it must be computed: it takes the place of another in the cache, too. On
-Mooncake's conversations, 1 gives less hits and 2 later first tokens (`python -m bench.router`)."""
+"""The weight of a prompt token that must be computed, under the policy by prefix: it also takes the place of another in
+the cache. On Mooncake's conversations, 1 gives less hits and 2 later first tokens (`python -m bench.router`)."""
 SPEED_WEIGHT = 0.02
 """Weight of the newest step in the measured speed."""
 MIN_TOKENS = 256
-"""Tokens of prompts in a step whose speed counts. What a shorter one takes says nothing of a long prompt."""
+"""Tokens of prompts in a step whose speed counts. The time of a shorter step says nothing of a long prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Route:
 
 
 class Load:
-    """What the router knows of one replica: open sequences, prompt tokens not computed yet, and its speed."""
+    """The load of one replica: open sequences, prompt tokens not computed yet, and its speed."""
 
     def __init__(self) -> None:
         self.num_open = 0

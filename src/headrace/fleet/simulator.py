@@ -1,5 +1,5 @@
-"""A fleet by a modelled clock: each replica is the engine's own scheduler and blocks, and a step takes what a formula
-says. No host time enters, so a run gives the same figures everywhere. Called by `headrace simulate`.
+"""A fleet by a modelled clock: each replica is the engine's own scheduler and blocks, and a step takes the time of a
+formula. No host time enters, so a run gives the same figures everywhere. Called by `headrace simulate`.
 
 A request waits in front of the router until a replica has room. A replica computes one step at a time; requests that
 come in between join the next one. Everything outside the engine (network, text, Python) takes no time here.
@@ -74,9 +74,9 @@ class Life(msgspec.Struct):
         return all(1e3 * getattr(self, name) <= goal for name, goal in goals.items())
 
 
-class Run(msgspec.Struct):
-    """What a simulation saw. `num_refused`: requests that no replica can hold. `has_failed`: it ended early, since more
-    requests than allowed broke their goals."""
+class SimulatedRun(msgspec.Struct):
+    """The outcome of a simulation. `num_refused`: requests that no replica can hold. `has_failed`: it ended early,
+    since more requests than allowed broke their goals."""
 
     lives: list[Life]
     num_refused: int
@@ -132,7 +132,7 @@ class Simulation:
     def run(
         self, calls: Sequence[Call], goals: dict[str, float] | None = None, most_failures: float = math.inf,
         on_step: Callable[[int], None] = lambda num_done: None,
-    ) -> Run:  # fmt: skip
+    ) -> SimulatedRun:  # fmt: skip
         """Play the calls. It ends early once more than `most_failures` of them broke the `goals`.
 
         `on_step` is called now and then with the number of requests that ended."""
@@ -141,7 +141,7 @@ class Simulation:
         while at < len(calls) or ends:
             while at < len(calls) and (not ends or calls[at].time <= ends[0][0]):
                 moment = calls[at].time
-                # What comes at one time is in one step.
+                # Requests that come at one time are in one step.
                 while at < len(calls) and calls[at].time == moment:
                     call, at = calls[at], at + 1
                     if not self._arrive(call, at):
@@ -161,7 +161,7 @@ class Simulation:
                 break
         num_preemptions = sum(replica.scheduler.counters.num_preemptions for replica in self.replicas)
         failed = num_failures > most_failures
-        return Run(self._done, num_refused, self._num_steps, num_preemptions, now, failed)
+        return SimulatedRun(self._done, num_refused, self._num_steps, num_preemptions, now, failed)
 
     def _arrive(self, call: Call, number: int) -> bool:
         """Queue a call; False if no replica can hold it."""
@@ -184,7 +184,7 @@ class Simulation:
         return True
 
     def _dispatch(self, now: float) -> None:
-        """Send requests from the queue to replicas that have room, and let those that idle begin a step."""
+        """Send requests from the queue to replicas that have room, and let idle ones begin a step."""
         idle = dict[int, None]()
         for request_id, route in self._queue.dispatch(self._is_free, lambda item: self._all):
             replica = self.replicas[route.index]
@@ -246,11 +246,11 @@ class Simulation:
             self._dispatch(now)
 
 
-def smallest_fleet(runs: Callable[[int], Run], most: int) -> tuple[int, Run] | None:
+def smallest_fleet(runs: Callable[[int], SimulatedRun], most: int) -> tuple[int, SimulatedRun] | None:
     """Return the least number of replicas, up to `most`, whose run does not fail, and that run; None if all fail.
 
     `runs` plays the trace on so many replicas. More replicas are taken to be no worse."""
-    good: tuple[int, Run] | None = None
+    good: tuple[int, SimulatedRun] | None = None
     low, num = 0, 1
     while good is None:
         run = runs(num)

@@ -1,4 +1,4 @@
-"""Reads traces of real traffic: when requests came, how long they were, and what their prompts have in common.
+"""Reads traces of real traffic: the arrival and length of requests, and the common prefixes of their prompts.
 
 Azure's CSV (Patel et al. 2024, Splitwise) has TIMESTAMP, ContextTokens, GeneratedTokens. Mooncake's JSON lines (Qin et
 al. 2024, arXiv:2407.00079) have timestamp in milliseconds, input_length, output_length, and `hash_ids`, a number for
@@ -31,8 +31,8 @@ class Call(NamedTuple):
     keys: tuple[int, ...] = ()
 
     def token_ids(self, number: int) -> list[int]:
-        """Return a prompt of these sizes, which shares with others what their keys share. `number`: of the request,
-        whose tokens are its own where there are no keys."""
+        """Return a prompt of these sizes. Prompts share the tokens of common keys. Without keys, a request's `number`
+        makes its tokens unlike all others."""
         if not self.keys:
             return [-1 - number] * self.num_prompt
         tokens = [key for key in self.keys for _ in range(MOONCAKE_TOKENS)]

@@ -50,7 +50,7 @@ def _ways(parsed: Any, length: int, most: int) -> int:
 
 
 def _repeated(low: int, high: int, ways: int, most: int) -> int:
-    """Return the ways of `low` to `high` repetitions of what has so many `ways`."""
+    """Return the ways of `low` to `high` repetitions of a part with so many `ways`."""
     num_counts = max(1, high - low + 1)
     if ways == 1:
         return num_counts
@@ -97,7 +97,7 @@ class _Search:
         items, num_places = list(_flat(self._parsed)), len(self._text) + 1
         run = self._single_run(items[0]) if items else None
         if run is not None and self._stops_before(items[0][1][2][0], letter := self._first(items[1:], None)) and letter:
-            # Of white space before a mark, say: only where the mark stands is the rest compared.
+            # For example white space before a mark: the rest is compared only where the mark stands.
             num_tried = self._num_places(_literals(items[1:])) * (run + 1)
             total = num_places * (run + 1) + num_tried * self._sequence(items[1:], _END)[0]
         else:
@@ -115,8 +115,8 @@ class _Search:
         for place, (kind, value) in enumerate(items):
             more, times = self._item(kind, value, self._first(items[place + 1 :], follow))
             letter = None if kind is not _constants.LITERAL else value if letter is None else letter
-            # At different places no more letters of a text match together than there are, for each time that its
-            # first stands in it.
+            # The matches at all places together have at most as many letters as the text, for each occurrence of the
+            # first letter in the literal.
             entries = ways * more if letter is None or letter == value else 0
             if width > 1 and self._single_run((kind, value)) is not None:
                 # It is tried once at each place where the repetition before it may end.
@@ -193,7 +193,7 @@ class _Search:
 
 
 def _flat(items: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of a sequence, with those of groups in place of the groups."""
+    """Yield the parts of a sequence, with the parts of groups in place of the groups."""
     for kind, value in items:
         if kind is _constants.SUBPATTERN and not value[1] & re.IGNORECASE:
             yield from _flat(value[3])

@@ -1,4 +1,4 @@
-"""From a `StructuredOutputs` to a grammar that llguidance builds, or to a refusal that names what is not supported.
+"""From a `StructuredOutputs` to a grammar that llguidance builds, or to a refusal that names the unsupported part.
 
 Pure functions of text, with the same result wherever they are called: in the server's bounded process, which compiles
 first, and in the engine. Must not know a tokenizer, but for `build_matcher` and `only_whitespace`, which get one.
@@ -21,7 +21,7 @@ from headrace.protocol.errors import RequestError
 SPACE = "[ ]?"
 """Between two tokens of JSON that has a schema, unless the request says otherwise: budgets are not spent on blanks."""
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
-"""The same for JSON without a schema of its own: one line break with an indentation, or a few spaces.
+"""The same for JSON without a schema: one line break with an indentation, or a few spaces.
 
 A model that writes whitespace without end would go on to max_tokens."""
 
@@ -43,7 +43,7 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """`text` is what `llguidance.LLMatcher` takes. `warnings` say what is not enforced."""
+    """`text` is the argument of `llguidance.LLMatcher`. `warnings` name the parts that are not enforced."""
 
     text: str
     warnings: list[str] = []
@@ -97,7 +97,8 @@ def _answer(constraint: StructuredOutputs) -> Grammar:
 
 
 def build_matcher(tokenizer: llguidance.LLTokenizer, grammar: Grammar, constraint: StructuredOutputs) -> Any:
-    """Return a matcher at the beginning of an answer. Raises `RequestError` saying what is not supported, and where."""
+    """Return a matcher at the beginning of an answer. Raises `RequestError` naming the unsupported part and its
+    place."""
     text = gbnf.with_ends(grammar.text, tokenizer.eos_tokens)
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     # The mask builds the rest of the lexer, and shows whether any answer can begin.
@@ -157,8 +158,8 @@ def _json(schema: dict[str, Any] | bool, constraint: StructuredOutputs) -> Gramm
 
 
 def _structural_tag(tag: Any, constraint: StructuredOutputs, field: str) -> Grammar:
-    """Return the grammar of {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, in free text; or that of
-    {"format": {...}}: see `tags`."""
+    """Return the grammar of {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, in free text; or the
+    grammar of {"format": {...}}: see `tags`."""
     warnings: list[str] = []
 
     def body(schema: Any) -> str:

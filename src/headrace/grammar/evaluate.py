@@ -72,8 +72,8 @@ def integers_of(schema: dict[str, Any]) -> range | None:
 
 
 def holds(schema: Any, value: Any, resolve: Resolve) -> bool:
-    """Whether `value` meets `schema`. `resolve` gives the target of a reference. Raises `UndecidedError` for what is
-    not evaluated here, is malformed, or takes too long."""
+    """Whether `value` meets `schema`. `resolve` gives the target of a reference. Raises `UndecidedError` for a schema
+    that is not evaluated here, is malformed, or takes too long."""
     try:
         return _Evaluation(resolve).holds(schema, value, 0)
     except UndecidedError:

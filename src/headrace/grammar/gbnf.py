@@ -27,7 +27,7 @@ _NAMED = {"t": "\t", "n": "\n", "r": "\r"}
 
 def to_lark(text: str) -> str:
     """Return a grammar in Lark's syntax that takes the same answers as `text`, a grammar in GBNF. Raises exceptions of
-    any kind for what is none."""
+    any kind for other text."""
     pieces: list[str] = []
     tokens: list[str] = []
     prefix = "token"
@@ -101,7 +101,7 @@ def _in_class(letter: str) -> str:
 
 
 def _token(text: str) -> str:
-    """Return the Lark of a token: its name, its id, or any but that of an id. Raises `ValueError`."""
+    """Return the Lark of a token: its name, its id, or any token but the one of an id. Raises `ValueError`."""
     if not text.startswith("!"):
         return text
     if not text.startswith("!<["):

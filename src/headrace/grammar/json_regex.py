@@ -1,9 +1,9 @@
 """Regular expressions of a text, written as Lark over the text as it stands in a JSON string.
 
 There a quote, a backslash and the control characters are escapes of two or more letters. A lexeme ends where its next
-byte can not go on, without turning back, so an expression that may match such a character becomes several lexemes: runs
-of plain characters, and escapes. One that may not stays one lexeme. Each character has one escape, that of RFC 8259,
-section 7, in its shortest form. Called by `json_text`.
+byte cannot go on, without turning back, so an expression that may match such a character becomes several lexemes: runs
+of plain characters, and escapes. One that may not stays one lexeme. Each character has one escape, the shortest of RFC
+8259, section 7. Called by `json_text`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GROUP = re.compile(r"\((?:\?(?:([is]*):|P?<\w+>))?")
 
 
 class RegexError(Exception):
-    """An expression that can not be written so; the text says why."""
+    """An expression that cannot be written so; the text says why."""
 
 
 class Expression(NamedTuple):

@@ -1,7 +1,7 @@
 """A Lark grammar of a text, written as rules for the text as it stands in a JSON string.
 
-A tool that takes a text is called with JSON, so its grammar is that of the escaped text. The subset of Lark is that of
-OpenAI's custom tools: rules, terminals, texts, ranges, regular expressions, repetitions, `%ignore` and imports of
+A tool that takes a text is called with JSON, so its grammar describes the escaped text. The subset of Lark is the one
+of OpenAI's custom tools: rules, terminals, texts, ranges, regular expressions, repetitions, `%ignore` and imports of
 `common`; anything else is refused by the name of its rule. A terminal that may have a character that JSON escapes
 becomes a rule (see `json_regex`). Pure functions of text; called by `tags`.
 """
@@ -61,7 +61,7 @@ _IMPORT = re.compile(
 
 
 class GrammarError(Exception):
-    """A grammar that can not be written so; the text says where and why."""
+    """A grammar that cannot be written so; the text says where and why."""
 
 
 class Token(NamedTuple):
@@ -81,7 +81,8 @@ class Definition(NamedTuple):
 
 
 def rules_in_json(grammar: str, prefix: str) -> tuple[str, list[str]]:
-    """Return the rule that the text follows, and the lines that define it and what it needs, all names after `prefix`.
+    """Return the rule that the text follows, and the lines that define it and the rules it uses, all names after
+    `prefix`.
 
     Raises `GrammarError`.
     """
@@ -195,7 +196,7 @@ class _Writer:
     def _body(self, definition: Definition) -> str:
         name = definition.name
         texts: list[str] = []
-        # What is ignored comes after each terminal, in rules alone.
+        # Ignored text comes after each terminal, in rules alone.
         after = f" {self._between}" if self._between and not definition.is_terminal else ""
         for token in definition.body:
             if token.kind == "string":

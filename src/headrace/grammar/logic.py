@@ -90,7 +90,7 @@ def at_place(item: Schema, place: int) -> Schema:
 
 
 def dependencies(schema: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (property, what it requires) of all keywords for dependencies: a list of names, or a schema."""
+    """Return (property, its requirement) of all keywords for dependencies: a list of names, or a schema."""
     pairs: list[tuple[str, Any]] = []
     for key in ("dependencies", "dependentRequired", "dependentSchemas"):
         value = schema.get(key)

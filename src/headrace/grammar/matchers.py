@@ -38,7 +38,7 @@ GRACE_S = 0.005
 
 
 class GrammarError(ValueError):
-    """A constraint that can not be followed any further: an error of one request."""
+    """A constraint that cannot be followed any further: an error of one request."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Matchers:
             called once, when first needed.
         width: of the logits.
         eos_token_ids: tokens that may end an answer; the first is forced where a grammar allows nothing else.
-        capacity: most matchers, beyond those of the step in flight.
+        capacity: most matchers, not counting the step in flight.
     """
 
     def __init__(self, load: Load, width: int, eos_token_ids: list[int], capacity: int = 256) -> None:
@@ -111,7 +111,7 @@ class Matchers:
         self._drop_idle()
 
     def wait(self, seq_ids: list[int], others: bool) -> set[int]:
-        """Return those of `seq_ids` whose masks are not ready.
+        """Return the `seq_ids` whose masks are not ready.
 
         If `others` can go on, this waits for at most `GRACE_S`; otherwise until at least one mask is ready.
         """

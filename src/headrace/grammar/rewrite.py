@@ -41,7 +41,7 @@ OPPOSITES = {"minimum": "maximum", "maximum": "minimum"}
 MEASURED = {"Length": "string", "Items": "array"}
 """The types that minLength, maxLength, minItems and maxItems measure."""
 MAX_PLACES = 4
-"""Of an unbounded array, the first items among which the required one is placed."""
+"""In an unbounded array, the required item is placed among so many first ones."""
 MAX_NODES = 5000
 MAX_NUMBER = 24
 """Numbers that are not multiples of another are sought up to this distance from zero."""
@@ -129,13 +129,13 @@ class Rewriter:
         self._count(path)
         if not isinstance(schema, dict):
             return not schema
-        # Older drafts ignore keywords beside a reference, newer ones do not: to break the reference is right in both.
+        # Older drafts ignore keywords next to a reference, newer ones do not: to break the reference is right in both.
         keys = ["$ref"] if "$ref" in schema else [key for key in schema if key not in NOTES]
         return self._any_of((functools.partial(self._deny_keyword, key, schema, f"{path}/{key}") for key in keys), path)
 
     def _any_of(self, ways_to_write: Iterable[Callable[[], Schema]], path: str) -> Schema:
-        """Return a schema of all values that one of the schemas allows; those that are not supported are left out, with
-        a warning. Raises `UnsupportedError` if nothing remains."""
+        """Return a schema of all values that one of the schemas allows; unsupported schemas are left out, with a
+        warning. Raises `UnsupportedError` if nothing remains."""
         ways: list[Schema] = []
         errors: list[UnsupportedError] = []
         for write in ways_to_write:

@@ -1,4 +1,4 @@
-"""`SaltedCache` keeps what callers made, so that no caller finds, or evicts, what another made (S-24).
+"""`SaltedCache` keeps the values of callers, so that no caller finds or evicts another's (S-24).
 
 An entry is found again under its salt only. If the cache is full, the holder with the most entries loses its own least
 recently used one: a holder keeps its equal share, whatever others do. Knows no callers: a salt begins with its

@@ -28,14 +28,14 @@ OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependent
 
 
 class PlainSchema(msgspec.Struct, frozen=True):
-    """A schema that llguidance takes, and what of the original is not enforced."""
+    """A schema that llguidance takes, and the parts of the original that are not enforced."""
 
     schema: Schema
     warnings: list[str] = []
 
 
 def plain_schema(schema: Any, closed: bool = False) -> PlainSchema:
-    """Return `schema` in the form that llguidance takes, and what was left out of it, in words.
+    """Return `schema` in the form that llguidance takes, and a description of the parts that were left out.
 
     `closed`: objects have no other properties than those named, where the schema does not say. Raises
     `UnsupportedError` for logic that cannot be brought into that form.

@@ -5,7 +5,7 @@ text follows a grammar in Lark; any_text, which ends where the next part begins;
 {token_id}, for special tokens, which no text allows; sequence {elements}; or {elements}; optional {content};
 in_text {trigger, content}, free text in which `content` follows each `trigger`, a text or a token;
 tag {begin, content, end}; tags_with_separator {tags, separator, at_least_one, stop_after_first}. The names are
-xgrammar's where it has the thing, so that those of vLLM's clients work; optional, token, json_text and in_text are
+xgrammar's where it has the thing, so that the names of vLLM's clients work; optional, token, json_text and in_text are
 headrace's own.
 
 From plain JSON to Lark; knows no tokenizer. Called by `compile`.
@@ -54,7 +54,7 @@ class Lark:
         return name
 
     def expression(self, part: Any, at: str = "format") -> str:
-        """Return a part as a Lark expression. Raises `RequestError` naming what is no part."""
+        """Return a part as a Lark expression. Raises `RequestError` for a value that is no part."""
         match self._checked(part, at):
             case {"type": "const_string", "value": str(value)}:
                 return lark_text(value)

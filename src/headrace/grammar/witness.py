@@ -1,7 +1,7 @@
 """Finds, for a regex, a text that matches it, and regexes of texts that do not match it.
 
 For schemas that say which form a text or a property's name must not have. All results are right, but others may exist
-that are not found. Python's parser of regexes reads the patterns; one that it can not read has no examples. Called by
+that are not found. Python's parser of regexes reads the patterns; one that it cannot read has no examples. Called by
 `rewrite`.
 """
 

@@ -1,4 +1,4 @@
-"""Reads and writes the file of measured quality beside the weights: headrace-quality.json.
+"""Reads and writes the file of measured quality next to the weights: headrace-quality.json.
 
 It has one entry for each form in which the weights were measured (`--quantization`, `--kv-cache-dtype`, ...), with a
 fingerprint of the weights, so that the figures of other weights are never shown. No numpy, no torch. Written by
@@ -75,18 +75,18 @@ def find(path: Path) -> list[dict[str, Any]]:
 
 def of_form(audits: Sequence[dict[str, Any]], info: Any) -> dict[str, Any] | None:
     """Return the measurements of the form that `info` (an `EngineInfo`) runs, or None."""
-    form = form_of(info)
+    form = precision_of(info)
     return next((audit["measured"] for audit in audits if audit["form"] == form), None)
 
 
-def form_of(info: Any) -> dict[str, str]:
+def precision_of(info: Any) -> dict[str, str]:
     return {name: str(getattr(info, name)) for name in FORM}
 
 
 def save(path: Path, form: Mapping[str, str], measured: Mapping[str, Any]) -> Path:
-    """Write an entry beside the weights, in place of an older one of the same form, and return the file.
+    """Write an entry next to the weights, in place of an older one of the same form, and return the file.
 
-    Raises `CheckpointError` if there is a file that is not an audit, `HeadraceError` if it can not be written.
+    Raises `CheckpointError` if there is a file that is not an audit, `HeadraceError` if it cannot be written.
     """
     target, current = place(path), fingerprint(path)
     names = [file.name for file in weight_files(path)]

@@ -68,8 +68,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the prefix cache had of the prompt when the request began to run, and why not more. `prompt` and `cached`
-    are the text around the first difference on both sides, where there is one."""
+    """The tokens of the prompt that the prefix cache had when the request began to run, and why not more. `prompt` and
+    `cached` are the text around the first difference on both sides, where there is one."""
 
     num_cached_tokens: int
     num_prompt_tokens: int
@@ -81,11 +81,11 @@ class CacheVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """`parts` sum to `latency`, in seconds; `split` is what steps of several requests are split by: "fitted step times"
-    where `headrace plan --check` has measured this model on this machine, and else "rows".
+    """`parts` sum to `latency`, in seconds; `split` is the measure by which steps of several requests are split:
+    "fitted step times" where `headrace plan --check` has measured this model on this machine, and else "rows".
 
-    Accepted draft tokens and cached tokens are time saved, outside of the sum. `preemptions` counts those of the
-    request itself. `spans` are [name, begin, end] of what it did, one after the other, in seconds from its arrival.
+    Accepted draft tokens and cached tokens are time saved, outside of the sum. `preemptions` counts the preemptions of
+    this request alone. `spans` are [name, begin, end] of its phases, one after the other, in seconds from its arrival.
     `memory` compares the decoding steps between its first and its last token with the machine, None where that is
     unknown. `replica` computed the end of the answer."""
 
@@ -113,8 +113,8 @@ def explain(
     text_of: Text | None = None,
     machine: Machine | None = None,
 ) -> Explanation:
-    """Return the explanation of a life that has ended. `name_of` returns how another request is called before this
-    reader; `machine` has what was measured."""
+    """Return the explanation of a life that has ended. `name_of` returns the name of another request as this reader may
+    see it; `machine` has its measured limits."""
     arrived = life.arrival.times[0]
     parts = [
         Part(name=name, seconds=life.parts[name], estimated=name in ESTIMATES) for name in WORDS if name in life.parts
@@ -146,7 +146,7 @@ def verdict_of(
     name_of: Callable[[Life | None], str],
     text_of: Text | None,
 ) -> CacheVerdict:
-    """Return what the cache had at one admission, in words."""
+    """Describe the tokens that the cache had at one admission."""
     miss = life.misses[index]
     admission = miss.admission
     reason = Miss(admission.miss)
@@ -181,7 +181,8 @@ def _sentences(life: Life, lives: Lives, name_of: Callable[[Life | None], str]) 
 
 
 def _reason(life: Life, lives: Lives, name_of: Callable[[Life | None], str]) -> str:
-    """Return what the queue lacked most of the time, and who read prompts meanwhile."""
+    """Return the resource that the queue lacked most of the time, and the requests whose prompts were read
+    meanwhile."""
     wait = Wait(max(range(len(life.waits)), key=life.waits.__getitem__))
     lack = f" for {LACKS[wait]}" if wait in LACKS and life.waits[wait] else ""
     chunks = _chunks(life, lives, name_of, life.arrival.times[3], life.misses[0].time if life.misses else life.ended)

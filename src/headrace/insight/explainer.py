@@ -1,9 +1,9 @@
-"""`Explainer`: follows the engine of a server, and explains its requests to their callers. `Explainers` has those of
-all models, and what is left of them when a model is unloaded.
+"""`Explainer`: follows the engine of a server, and explains its requests to their callers. `Explainers` has the
+explainers of all models, and keeps the ended calls of a model that is unloaded.
 
 An explainer stands before the other observers of `EngineClient` and `TextClient` and calls them. The holder of a key
-reads the ids and texts of its own requests, and of others "another request"; an administrator, and everybody where no
-keys are set, reads all. Made by `serve.loading`. Knows no HTTP.
+reads the ids and texts of its own requests, and sees other requests as "another request"; an administrator, and
+everybody where no keys are set, reads all. Made by `serve.loading`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OnProgress = Callable[[int, int, int, float], None]
 
 class Calls:
     """The ended requests of one model, explained. `text_of` decodes the token ids around a miss; None: no texts.
-    `machine` has what was measured of the machine."""
+    `machine` has the measured limits of the machine."""
 
     def __init__(self, lives: Lives, text_of: Text | None) -> None:
         self.lives = lives
@@ -45,12 +45,13 @@ class Calls:
         self.text_of = text_of
 
     def of_requests(self, request_ids: Iterable[str]) -> list[Explanation]:
-        """Return the explanations of requests that have ended, but for those that are not known any more."""
+        """Return the explanations of requests that have ended. Requests that are not known any more are left out."""
         lives = [self.lives.ended.get(request_id) for request_id in dict.fromkeys(request_ids)]
         return [self._explain(life) for life in lives if life is not None]
 
     def of_call(self, name: str) -> list[Explanation]:
-        """Return those of a call that the caller may see, by the id of its reply, of the call, or of one request."""
+        """Return the explanations of a call that the caller may see. `name` is the id of its reply, of the call, or of
+        one request."""
         names = {name, name.partition("-")[2]}
         lives = [
             life for life in self.lives.ended.values() if life.request_id in names or (life.call_id or None) in names
@@ -73,7 +74,7 @@ class Calls:
 
 
 class Explainers:
-    """The explainers of the models that are loaded, and the calls of those that were: the last `max_lives` requests."""
+    """The explainers of loaded models, and the calls of unloaded ones: the last `max_lives` requests."""
 
     def __init__(self, max_lives: int = MAX_LIVES) -> None:
         self._max_lives = max_lives
@@ -95,7 +96,7 @@ class Explainers:
                 self._past.popleft()
 
     def of_call(self, name: str) -> list[Explanation]:
-        """Return those of a call that the caller may see, as `Calls.of_call`, of all models."""
+        """As `Calls.of_call`, over all models."""
         return [each for calls in (*self._loaded.values(), *self._past) for each in calls.of_call(name)]
 
 
@@ -127,7 +128,7 @@ class Explainer:
                 self._begin(lives, self._info())
                 self._followed.add(replica)
             lives.follow(note)
-            # A viewer sees one engine: that which sends the events of its blocks.
+            # A viewer sees one engine, the one that sends the events of its blocks.
             if self.feed is not None and note.step.blocks is not None:
                 self.feed.follow(note.step)
             if self._readers:
@@ -154,7 +155,7 @@ class Explainer:
         self._observer.on_tokens(num_tokens, seconds)
 
     def on_finish(self, state: RequestState, reason: str) -> None:
-        """Note that the last token of an answer is with its caller, who is the one that is being answered."""
+        """Note that the last token of an answer has reached its caller, whose call is the current one."""
         life = self.lives.deliver(state.request.request_id, time.monotonic(), reason)
         if life is not None:
             life.holder, life.call_id = tenants.current().name, context.current().call_id
@@ -166,9 +167,10 @@ class Explainer:
         return None if life is None else life.replica
 
     def follow_prompt(self, request_id: str, on_progress: OnProgress) -> Callable[[], object]:
-        """Call `on_progress` with the tokens of a request's prompt, those that the prefix cache had, those that are
-        computed or cached, and the milliseconds that it took: when the first are computed, as of before that, and after
-        each step that computed some. Returns a function that ends this."""
+        """Call `on_progress` with four numbers: the tokens of a request's prompt, the ones from the prefix cache, the
+        ones computed or cached so far, and the milliseconds since it began. The first call comes when the first tokens
+        are computed and has the numbers before that; a further call follows each step that computed some. Returns a
+        function that ends this."""
         self._readers[request_id] = on_progress
         life = self.lives.find(request_id)
         if life is not None and life.position:

@@ -1,6 +1,6 @@
 """How near an engine is to the limits of its machine: `Reads` follows its steps, `limits_of` compares them.
 
-A step that decodes reads all weights once, and the keys and values of all tokens before its rows, so it can not take
+A step that decodes reads all weights once, and the keys and values of all tokens before its rows, so it cannot take
 less than these bytes over the memory's bandwidth. The bytes are an upper bound where layers look back a window only, or
 use some of their experts. Knows no HTTP and measures nothing itself.
 """
@@ -29,8 +29,8 @@ class DecodeStep(NamedTuple):
 
 
 class Reads:
-    """What the decoding steps of an engine read. `total` is their bytes and seconds so far, `best` the most bytes a
-    second of one step."""
+    """The memory that the decoding steps of an engine read. `total` is their bytes and seconds so far, `best` the most
+    bytes a second of one step."""
 
     def __init__(self) -> None:
         self.weight_bytes = self.token_bytes = 0
@@ -39,7 +39,7 @@ class Reads:
         self.steps: deque[DecodeStep] = deque(maxlen=MAX_STEPS)
 
     def set_sizes(self, info: EngineInfo) -> None:
-        """Set what a step reads. Nothing is counted before, nor where the engine does not know it."""
+        """Set the bytes that a step reads. Nothing is counted before, nor where the engine does not know them."""
         self.weight_bytes, self.token_bytes = info.weight_bytes, info.kv_token_bytes
 
     def follow(self, step: Step) -> None:
@@ -62,8 +62,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a second that decoding steps read, and the share of `limit`: the bandwidth measured on this machine, or, if
-    that `is_measured` not, or if a step was faster, that of the fastest step so far."""
+    """Bytes a second that decoding steps read, and the share of `limit`: the bandwidth measured on this machine, or the
+    fastest step's so far, if that is faster or if nothing `is_measured`."""
 
     bytes_per_second: float
     limit: float
@@ -72,12 +72,13 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Decoding over the last `RECENT_S` seconds with steps, and what the machine allows; None where that is unknown.
+    """Decoding over the last `RECENT_S` seconds with steps, and the rates that the machine allows; None where they are
+    unknown.
 
-    `bytes_per_step` and `tokens_per_step` are means; without steps, those of one sequence without a context.
-    `bandwidth` is bytes a second as in `Share.limit`, and `bandwidth_tokens_per_second` what it allows at these means.
-    `peaks` are measured operations a second by kind, `peak_kind` the one that counts, and `peak_tokens_per_second` what
-    it allows.
+    `bytes_per_step` and `tokens_per_step` are means; without steps, the figures of one sequence without a context.
+    `bandwidth` is bytes a second as in `Share.limit`, and `bandwidth_tokens_per_second` the rate that it allows at
+    these means. `peaks` are measured operations a second by kind, `peak_kind` the kind that the model uses, and
+    `peak_tokens_per_second` the rate that it allows.
     """
 
     tokens_per_second: float

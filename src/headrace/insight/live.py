@@ -1,6 +1,6 @@
 """`Feed`: the place that viewers of a running engine subscribe to; `BlockMap`: the state of its KV blocks.
 
-A viewer gets a snapshot, then each step as JSON. Called by what follows the journal. Knows no HTTP.
+A viewer gets a snapshot, then each step as JSON. Called by the observers of the journal. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BlockMap:
                 self.cached.clear()
 
     def snapshot(self, step_id: int) -> dict[str, Any]:
-        """Return the state after a step, as plain data: its blocks are events, as those of a step."""
+        """Return the state after a step, as plain data: its blocks are events, as in a step."""
         events: list[BlockEvent] = [(RESET, [0], [])]
         for user, table in self.tables.items():
             events.append((TAKEN, [user], [block for block, num in table.items() for _ in range(num)]))
@@ -88,7 +88,7 @@ class BlockMap:
 
 
 class Viewer:
-    """One reader of a `Feed`. `take` returns what came since its last call, as JSON."""
+    """One reader of a `Feed`. `take` returns the steps since its last call, as JSON."""
 
     def __init__(self, snapshot: Callable[[], bytes]) -> None:
         self._snapshot = snapshot

@@ -1,7 +1,7 @@
 """`Lives`: where the time of each request went, from the notes of the journal.
 
-The parts of a request's life are a partition: they sum to its latency. What a request waits for changes seldom, so a
-life is only touched when that changes: `Lives` sums the time of all steps by what it was for, and a life notes the sums
+The parts of a request's life are a partition: they sum to its latency. A request seldom begins to wait for something
+else, so a life is only touched when it does: `Lives` sums the time of all steps by purpose, and a life notes the sums
 at the beginning of each of its states. A step costs some set operations, however many requests run or wait.
 
 Knows no text and no HTTP. `insight.explain` puts it into words; the server's and the recordings' lives are the same.
@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.core.journal import Admission, Arrival, Note, Step, Wait
 from headrace.insight.limits import Reads
-from headrace.insight.shares import BY_FIT, BY_ROWS, Shares, by_fit, by_rows
+from headrace.insight.time_split import BY_FIT, BY_ROWS, TimeSplit, by_fit, by_rows
 from headrace.protocol.step_model import StepModel
 
 MAX_LIVES = 10_000
@@ -26,12 +26,12 @@ MAX_CHUNKS = 8192
 MAX_SPANS = 256
 
 ESTIMATES = frozenset(("beside_prefill", "beside_guesses"))
-"""Parts that are a share of steps which others used too (`insight.shares`)."""
+"""Parts that are a share of steps which others used too (`insight.time_split`)."""
 
 
 class Sums(NamedTuple):
     """Seconds of all steps so far: between them, in them, and of a decode row's share of them (own work, prefill chunks
-    of others, guesses); and in them by what the head of the queue lacked (`Wait`)."""
+    of others, guesses); and in them by the resource that the head of the queue lacked (`Wait`)."""
 
     between: float = 0.0
     steps: float = 0.0
@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
 
 
 class Miss(msgspec.Struct, frozen=True):
-    """What the prefix cache had at one admission, the time of that, and the token ids around the miss on both sides."""
+    """The cached tokens at one admission, its time, and the token ids around the miss on both sides."""
 
     time: float
     admission: Admission
@@ -61,9 +61,10 @@ class Miss(msgspec.Struct, frozen=True):
 class Life(msgspec.Struct):
     """One request. Times are monotonic seconds, 0 for what has not happened; `parts` are seconds by name.
 
-    `waits` are the seconds in the queue by what its head lacked. `spans` are (name, begin, end), the first `MAX_SPANS`.
-    `replica` has it, or had it last. `holder` is the name of the caller's key. `reads`: those of all steps before the
-    first token, at the end those of the steps that decoded its answer (`limits.Reads.total`).
+    `waits` are the seconds in the queue by the resource that its head lacked. `spans` are (name, begin, end), the first
+    `MAX_SPANS`. `replica` has it, or had it last. `holder` is the name of the caller's key. `reads`: the total of all
+    steps before the first token; once the request has ended, the reads of the steps that decoded its answer
+    (`limits.Reads.total`).
     """
 
     arrival: Arrival
@@ -118,8 +119,8 @@ class Lives:
 
     `step_model` has the fitted times of the engine's steps, by which they are split; None: they are split by rows.
 
-    In a fleet each replica has its own, made by `beside` of the first: sequences are numbered by each, and requests are
-    those of all.
+    In a fleet each replica has its own lives, made by `beside` of the first: each numbers its own sequences, and all
+    share the requests.
     """
 
     def __init__(self, max_lives: int | None = None) -> None:
@@ -142,7 +143,7 @@ class Lives:
 
     @property
     def split(self) -> str:
-        """What steps are split by, in words."""
+        """The measure by which steps are split, in words."""
         return BY_ROWS if self.step_model is None else BY_FIT
 
     def beside(self, replica: int) -> Lives:
@@ -159,7 +160,7 @@ class Lives:
         return self.replicas[life.replica]
 
     def life_of(self, seq_id: int) -> Life | None:
-        """Return the life of a sequence, open or among those that ended last."""
+        """Return the life of a sequence that is open or ended lately."""
         return self._names.get(seq_id)
 
     def find(self, request_id: str) -> Life | None:
@@ -170,7 +171,7 @@ class Lives:
         return list(self._open_requests.values())
 
     def phase_of(self, life: Life) -> str:
-        """Return what an open request does: queued, preempted, no_budget, prefill or decode."""
+        """Return the phase of an open request: queued, preempted, no_budget, prefill or decode."""
         if life.replica != self.replica:
             return self.of(life).phase_of(life)
         if life.state in ("queued", "preempted", "no_budget"):
@@ -268,7 +269,7 @@ class Lives:
         life.state, life.since, life.sums = state, now, self._sums
 
     def _leave(self, life: Life, now: float) -> None:
-        """Add what the steps since the beginning of the state were for."""
+        """Add the time of the steps since the beginning of the state, by purpose."""
         sums, old, state = self._sums, life.sums, life.state
         life.add("between_steps", sums.between - old.between)
         if state == "decode":
@@ -347,7 +348,7 @@ class Lives:
         for i, num in prompts.items():
             self.chunks.append(Chunk(start_time, ended, step.seq_ids[i], num))
 
-    def _shares(self, step: Step, seconds: float, prompts: Collection[int], guesses: dict[int, int]) -> Shares:
+    def _shares(self, step: Step, seconds: float, prompts: Collection[int], guesses: dict[int, int]) -> TimeSplit:
         """Return the seconds of the prompts in these columns, and of draft tokens by column."""
         if self.step_model is None:
             return by_rows(step, seconds, prompts, sum(guesses.values()))
@@ -365,7 +366,7 @@ class Lives:
         step: Step,
         column: int,
         seconds: float,
-        shares: Shares,
+        shares: TimeSplit,
         guess: tuple[int, int] | None,
         counted: set[int],
     ) -> None:

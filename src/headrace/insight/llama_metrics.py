@@ -1,4 +1,4 @@
-"""The metrics of llama-server, under its names, of all models together: what `/metrics` has too with `--metrics`.
+"""The metrics of llama-server, under its names, of all models together. `/metrics` has them too with `--metrics`.
 
 Knows no HTTP and no engine; called by `serve.app`.
 """

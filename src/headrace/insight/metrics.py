@@ -30,8 +30,8 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 class Totals(msgspec.Struct):
-    """What one model has done since the start, and does now. `num_busy` counts the running requests of each step, and
-    `most_tokens` those of the longest request that has ended, prompt and answer."""
+    """The counters of one model since the start, and its present state. `num_busy` counts the running requests of each
+    step, and `most_tokens` the tokens of the longest request that has ended, prompt and answer."""
 
     num_steps: int = 0
     num_busy: int = 0
@@ -49,7 +49,7 @@ class Totals(msgspec.Struct):
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own."""
+    """All metrics of one server, in its own registry."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
@@ -57,7 +57,7 @@ class ServerMetrics:
         self._num_batched: dict[int, int] = {}
         self._counted = Totals()
         self.num_helper_faults: Callable[[], Mapping[str, int]] = dict
-        """Returns how often each kind of process beside the engine failed."""
+        """Returns how often each kind of process other than the engine failed."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS)
@@ -146,7 +146,7 @@ class ServerMetrics:
                 self._per_token.observe(times.decode_time / (len(state.token_ids) - 1))
 
     def totals(self) -> Totals:
-        """Return what this model has done, and does now."""
+        """Return the counters of this model, and its present state."""
         client, now, total = self._client, self._client.stats, self._client.total
         return msgspec.structs.replace(
             self._counted,
@@ -275,7 +275,7 @@ class ServerMetrics:
         numbers: Mapping[tuple[str, ...], float],
         labels: tuple[str, ...] = (),
     ) -> Metric:
-        """Return a metric with its numbers by the values of `labels`, which come after those of all metrics."""
+        """Return a metric with its numbers by the values of `labels`, which come after the labels of all metrics."""
         family = kind(f"headrace:{name}", doc, labels=(*LABELS, *labels))
         for values, number in numbers.items():
             family.add_metric((*self._values, *values), number)

@@ -6,9 +6,9 @@ import msgspec
 
 
 class Rounding(msgspec.Struct, frozen=True, kw_only=True):
-    """The weights in `bits` bits: their codes, what these stand for, and the root of the mean squared error, also as a
-    share of the weights' own. Code c of group g stands for (c - zeros[g]) * scales[g] + minima[g], where a group has
-    `group_size` codes and missing lists are 0; the codes of bfloat16 are its bits."""
+    """The weights in `bits` bits: their codes, the values of these, and the root of the mean squared error, also
+    relative to the root mean square of the weights. Code c of group g stands for (c - zeros[g]) * scales[g] +
+    minima[g], where a group has `group_size` codes and missing lists are 0; the codes of bfloat16 are its bits."""
 
     bits: int
     format: str
@@ -24,7 +24,7 @@ class Rounding(msgspec.Struct, frozen=True, kw_only=True):
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Group `group` of `num_groups` of a matrix: the weights from `column` on in a row, as float32. `stored` is the
-    form of the file. Where that `is_plain` not, the values are what its codes stand for."""
+    form of the file. Where that form `is_plain` not, the values come from its codes."""
 
     name: str
     group: int
@@ -38,12 +38,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of some matrices: those of the first, middle and last layer, and those outside of layers."""
+    """Names of some matrices: in the first, middle and last layer, and outside of layers."""
 
     names: list[str]
 
 
 class SampleReply(msgspec.Struct, frozen=True):
-    """What `quantize.samples` replies; `error` is a field and its bound."""
+    """The reply of `quantize.samples`; `error` is a field and its bound."""
 
     error: tuple[str, str] | None = None

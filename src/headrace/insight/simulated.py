@@ -1,9 +1,9 @@
 """`SimulatedExecutor`: an executor without a model, whose tokens prove that the block tables are right.
 
-It owns the physical slots and stores in each what a KV cache would depend on: (fingerprint, token, position). The
-next token is a hash of everything read back *through the block table* from position 0 on, so a wrong block, an early
-reuse, a missed copy or a lost token changes the output; `Oracle.stream` returns the right one offline. Used by the
-simulation of the scheduler, and by the server's tests as an engine without torch.
+It owns the physical slots and stores in each the values on which a KV cache would depend: (fingerprint, token,
+position). The next token is a hash of everything read back *through the block table* from position 0 on, so a wrong
+block, an early reuse, a missed copy or a lost token changes the output; `Oracle.stream` returns the right one offline.
+Used by the simulation of the scheduler, and by the server's tests as an engine without torch.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ Guess = Callable[[int, int, Callable[[list[int]], int]], Draft | None]
 class SimulatedExecutor:
     """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots.
 
-    `fingerprint_of` maps a sequence id to what a slot depends on besides token and position (the salt).
+    `fingerprint_of` maps a sequence id to the salt, on which a slot depends besides token and position.
     `fail(step id, chunk index)` makes that chunk fail after it has spoilt its slots; `defer` makes it sample nothing in
     this step. `guess(step id, chunk index, next_token)` may return a draft; `next_token` maps further tokens to the one
     after them; `rest` returns `StepResult.rest`. `delay` is slept in each step, in seconds. The further `kinds` of
@@ -254,7 +254,7 @@ class SimulatedExecutor:
         self.memory = [array("q") for _ in self.kinds]
 
     def poison(self, blocks: Iterable[int], kind: int = 0) -> None:
-        """Overwrite blocks (or states, for the kind after those of blocks) that must not be read any more."""
+        """Overwrite blocks (or states, for the kind after the block kinds) that must not be read any more."""
         for block in blocks:
             if kind == len(self.kinds):
                 self.states[block] = _EMPTY, 0
@@ -273,7 +273,8 @@ class SimulatedExecutor:
         return context[3 * (first % size) : 3 * (first % size + num - first)]
 
     def _read_all(self, batch: ScheduledBatch, index: int, table: list[int], num: int) -> array[int]:
-        """Return what layers of any kind see of the positions before `num`. What several see is taken from the last."""
+        """Return the slots before position `num` that layers of any kind see. A position that several kinds see is
+        taken from the last."""
         contexts = [self.read(table, num)]
         contexts += [self.read(tables[index], num, kind) for kind, tables in enumerate(batch.more_tables, 1)]
         context = max(contexts, key=len)
@@ -303,7 +304,7 @@ class SimulatedExecutor:
         return [(t, [draft.token_ids[node] for node in path]) for t, path in zip(tables, draft.paths(), strict=True)]
 
     def _sample_all(self, batch: ScheduledBatch, index: int, result: StepResult) -> None:
-        """Sample the token after chunk `index`, and one more after each draft token that equals the one before."""
+        """Sample the token after chunk `index`, and one more after each draft token that equals the last sample."""
         params, num_prompt = batch.params[index], batch.num_prompts[index]
         num, state = batch.starts[index] + batch.lens[index], batch.states.get(index)
         paths = list(enumerate(self._paths(batch, index)))
@@ -410,7 +411,7 @@ class SimulatedExecutor:
         return self._block(block).tobytes()
 
     def write_block(self, block: int, data: bytes) -> None:
-        """Set a block to what `read_block` returned."""
+        """Set a block to the result of `read_block`."""
         self._block(block)[:] = array("q", data)
 
     def _block(self, block: int, kind: int = 0) -> memoryview[int]:

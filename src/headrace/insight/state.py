@@ -31,7 +31,7 @@ class State(msgspec.Struct, kw_only=True):
     `num_blocks_cached` are blocks that the prefix cache has and no request holds. A step has at most
     `max_num_batched_tokens` tokens and `max_num_seqs` columns; a block has the keys and values of `block_size` tokens,
     `kv_token_bytes` each (0: unknown). `requests` are the oldest `MAX_REQUESTS`. `memory` compares the decoding of the
-    last seconds with the machine; None where there was none. Steps are those of `replica`."""
+    last seconds with the machine; None where there was none. Steps are of `replica`."""
 
     time: float
     model: str

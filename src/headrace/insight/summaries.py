@@ -1,6 +1,6 @@
-"""What the inspector lists: requests in a line each, the misses of the prefix cache, and its tree with texts.
+"""The lists of the inspector: requests in a line each, the misses of the prefix cache, and its tree with texts.
 
-All lists are bounded. Called by `serve.inspection` and `insight.afterwards`. Knows no HTTP.
+All lists are bounded. Called by `serve.inspection` and `insight.replay_worker`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MAX_CHARS = 40
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A request. `phase` is what an open one does, `reason` why one ended; the other is empty. `arrived` is in
-    monotonic seconds, the clock of steps and states; `ttft` and `latency` in seconds, the latter so far if it is
-    open. `num_generated_tokens` are those drawn in the steps that are known."""
+    """A request. `phase` is for an open request, `reason` for one that has ended; the other is empty. `arrived` is in
+    monotonic seconds, the clock of steps and states; `ttft` and `latency` in seconds, the latter so far if it is open.
+    `num_generated_tokens` counts the tokens drawn in the known steps."""
 
     id: str
     seq_id: int
@@ -46,7 +46,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
-    """The open requests and those that ended last, newest first, at most `MAX_REQUESTS`."""
+    """The open requests and the last ended ones, newest first, at most `MAX_REQUESTS`."""
 
     requests: list[Summary]
 
@@ -110,7 +110,7 @@ def summary_of(life: Life, lives: Lives, now: float, is_open: bool) -> Summary:
 
 
 def requests_of(lives: Lives, now: float) -> Requests:
-    """Return the requests that are open, and those that ended last."""
+    """Return the open requests, and the ones that ended last."""
     rows = [(life, True) for life in lives.open()]
     rows += [(life, False) for life in islice(reversed(lives.ended.values()), MAX_REQUESTS)]
     rows = [row for row in rows if not row[0].request_id.startswith(PROBE)]

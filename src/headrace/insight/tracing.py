@@ -1,9 +1,8 @@
 """OpenTelemetry traces: one span for each answer, with its times. Needs the extra `otel`.
 
-Names are those of the GenAI semantic conventions, and vLLM's where these have none (time in the queue, to the first
-token). A span is a child of the caller's W3C traceparent. It holds counts, times and parameters, never a text or a
-token. A thread of the exporter sends the spans. Made by `serve.app`; called by `engine.generation` at the end of
-answers.
+Names follow the GenAI semantic conventions, and vLLM where these have none (time in the queue, to the first token). A
+span is a child of the caller's W3C traceparent. It holds counts, times and parameters, never a text or a token. A
+thread of the exporter sends the spans. Made by `serve.app`; called by `engine.generation` at the end of answers.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ Cell = str | int | float
 class Lab(msgspec.Struct, frozen=True, kw_only=True):
     """One experiment.
 
-    measured: what is measured, and how. wrong: what textbooks print. right: what holds instead, with figures of this
-    run. `x` and `series` are columns: those of a plot. `counts`: columns that are the same on every machine.
+    measured: the quantity, and how it is measured. wrong: the statement of textbooks. right: the true statement, with
+    figures of this run. `x` and `series` are the columns of a plot. `counts`: columns that are the same on every
+    machine.
     """
 
     name: str
@@ -50,8 +51,8 @@ def words(cell: Cell) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.2f}" if abs(cell) >= 100 else f"{cell:.4g}"
 
 
-def text_of(lab: Lab) -> str:
-    """Return what the command prints."""
+def report_of(lab: Lab) -> str:
+    """Return the text that the command prints."""
     cells = [lab.columns, *([words(cell) for cell in row] for row in lab.rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(lab.columns))]
     table = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]

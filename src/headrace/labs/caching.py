@@ -9,7 +9,8 @@ from headrace.protocol.errors import HeadraceError
 
 
 def _uncached(bench: Bench, prompt: list[int], num_new: int) -> tuple[list[int], float]:
-    """Return an answer of which each token is that of the prompt grown by those before, and its seconds."""
+    """Return an answer computed without a cache, each token from the prompt and all tokens before it, and its
+    seconds."""
     known, seconds = list(prompt), 0.0
     for _ in range(num_new):
         [answer] = bench.run([known], [1])

@@ -23,7 +23,7 @@ LABS: dict[str, Callable[[str, bool], Lab]] = {
 
 
 def run(name: str, model: str, small: bool = False) -> Lab:
-    """Run a lab. `small`: a size for tests. Raises `RequestError` for an unknown name, and what the engine raises."""
+    """Run a lab. `small`: a size for tests. Raises `RequestError` for an unknown name, and the engine's errors."""
     if name not in LABS:
         raise RequestError("NAME", name, f"one of {', '.join(LABS)}")
     return LABS[name](model, small)

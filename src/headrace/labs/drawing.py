@@ -1,4 +1,5 @@
-"""Labs of choosing tokens: what the sampling knobs leave of a distribution, and tokens a pass with speculation."""
+"""Labs of choosing tokens: the rest of a distribution after each sampling parameter, and tokens a pass with
+speculation."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def _shares(bench: Bench, known: list[int], fields: dict[str, Any]) -> dict[int,
 
 
 def sampling(model: str, small: bool) -> Lab:
-    """What each knob leaves of the model's distribution."""
+    """The rest of the model's distribution after each sampling parameter."""
     rows: list[list[str | int | float]] = []
     with opened(model, max_logprobs=-1) as bench:
         [text] = bench.run([bench.prompt(1, 5)], [12], temperature=1.0)

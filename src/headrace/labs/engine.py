@@ -29,7 +29,7 @@ class Meter:
         self.num_seen += sum(n * s + n * (n + 1) // 2 for s, n in zip(batch.starts, batch.lens, strict=True))
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """Tokens of an answer, seconds to the first and to the last of them, and prompt tokens that were cached."""
 
     token_ids: list[int]
@@ -56,10 +56,10 @@ class Bench:
         noise = random.Random(seed)
         return [noise.randrange(self.core.info.vocab_size) for _ in range(length)]
 
-    def run(self, prompts: Sequence[list[int]], num_new: Sequence[int], **fields: Any) -> list[Answer]:
+    def run(self, prompts: Sequence[list[int]], num_new: Sequence[int], **fields: Any) -> list[TimedAnswer]:
         """Answer all prompts at once with so many tokens each. `fields` are of `SamplingParams`.
 
-        Raises `RequestError` for what the engine refuses, `HeadraceError` for a request that fails."""
+        Raises `RequestError` for a request that the engine refuses, `HeadraceError` for a request that fails."""
         texts: dict[str, list[int]] = {}
         times: dict[str, list[float]] = {}
         hits = self.core.stats().prefix_cache_hits
@@ -76,7 +76,7 @@ class Bench:
                 texts[name] += token_ids
                 times[name] += [now] * bool(token_ids)
         cached = self.core.stats().prefix_cache_hits - hits
-        return [Answer(texts[name], times[name][0], times[name][-1], cached) for name in texts]
+        return [TimedAnswer(texts[name], times[name][0], times[name][-1], cached) for name in texts]
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from headrace.fleet.simulator import Simulation, Sizes
 from headrace.fleet.traces import Call
 from headrace.labs.base import Lab
 from headrace.plan import hardware, planner
-from headrace.plan.plans import Wish
+from headrace.plan.plans import Workload
 
 
 def batching(model: str, small: bool) -> Lab:
     """Static against continuous batching, by how unequal the answers are."""
     num_calls, num_seqs, mean = (24, 4, 24) if small else (256, 16, 128)
-    one = planner.Planner(planner.read(model), hardware.TABLE["l4"], Wish())
+    one = planner.Planner(planner.read(model), hardware.TABLE["l4"], Workload())
     sizes = Sizes(num_blocks=num_seqs * 512, max_num_seqs=num_seqs, enable_prefix_caching=False)
     noise = random.Random(4)
     rows: list[list[str | int | float]] = []

@@ -1,4 +1,4 @@
-"""Labs of weights: what fewer bits do to them, to speed and to memory; and the experts of a mixture."""
+"""Labs of weights: the effect of fewer bits on them, on speed and on memory; and the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace import hub
 from headrace.labs.base import Lab
 from headrace.labs.engine import opened
 from headrace.plan import hardware, planner
-from headrace.plan.plans import Wish
+from headrace.plan.plans import Workload
 from headrace.plan.steps import Roofline
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
@@ -122,12 +122,12 @@ def precision(model: str, small: bool) -> Lab:
 
 
 def experts(model: str, small: bool) -> Lab:
-    """Active against total parameters of a mixture, and what its steps read."""
+    """Active against total parameters of a mixture, and the bytes that its steps read."""
     config: dict[str, Any] = MIXTRAL
     if model != "builtin":
         config = planner.read(model).values
     machine = hardware.TABLE["h100"]
-    one = planner.Planner(planner.Subject("mixture", config), machine, Wish())
+    one = planner.Planner(planner.Subject("mixture", config), machine, Workload())
     counts = one.counts
     if not counts.mixtures:
         raise HeadraceError(f"{model} has no experts: name a mixture, or leave MODEL out for Mixtral-8x7B's config")

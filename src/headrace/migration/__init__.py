@@ -1,1 +1,1 @@
-"""The settings of other engines, as tables. `headrace.other_engines` reads them, `settings` says what a row is."""
+"""The settings of other engines, as tables. `headrace.other_engines` reads them, `settings` defines a row."""

@@ -21,8 +21,8 @@ from headrace.migration.settings import (
     RefusedError,
     Setting,
     number,
+    read_text,
     share,
-    text_of,
     whole,
     words,
 )
@@ -140,7 +140,7 @@ def _slower(text: str) -> float:
 
 
 def _only(text: str) -> str:
-    """Return nothing: the values with which YaRN is the one that is known are neutral."""
+    """Return nothing: these values are neutral where the known scaling is YaRN."""
     raise RefusedError(f"set attention_factor, beta_fast or beta_slow by --hf-overrides ({text} has no place there)")
 
 
@@ -227,10 +227,10 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _done("-r --reverse-prompt", f"{SAMPLING}.stop+", convert=str),
     _done("-sp --special", f"{SAMPLING}.skip_special_tokens", fixed="false", takes_value=False),
     _done("--grammar", f"{SAMPLING}.structured_outputs.grammar", convert=str),
-    _done("--grammar-file", f"{SAMPLING}.structured_outputs.grammar", convert=text_of),
+    _done("--grammar-file", f"{SAMPLING}.structured_outputs.grammar", convert=read_text),
     _done("-j --json-schema", f"{SAMPLING}.structured_outputs.json", convert=settings.json_object),
     _done("-jf --json-schema-file", f"{SAMPLING}.structured_outputs.json",
-          convert=lambda path: settings.json_object(text_of(path))),
+          convert=lambda path: settings.json_object(read_text(path))),
     _done("-md --model-draft --spec-draft-model -hfd -hfrd --hf-repo-draft --spec-draft-hf", f"{SPECULATION}.model",
           convert=str),
     _done("--draft-max --draft --draft-n --spec-draft-n-max --spec-ngram-mod-n-max",

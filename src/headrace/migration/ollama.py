@@ -1,4 +1,5 @@
-"""The variables of Ollama's server, and what replaces each here. Read by `cli.reference` for docs/from-ollama.md."""
+"""The variables of Ollama's server, and the replacement of each here. Read by `cli.reference` for
+docs/from-ollama.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Setting`: a flag of another engine, and what becomes of it here.
+"""`Setting`: a flag of another engine, and its effect here.
 
 The tables of this folder are made of them. Knows no command line and no config; called by the tables and by
 `headrace.other_engines`.
@@ -24,7 +24,7 @@ class NoEffectError(Exception):
 
 
 class RefusedError(Exception):
-    """Raised by `Setting.convert` for a value that is not supported here, with what replaces it."""
+    """Raised by `Setting.convert` for a value that is not supported here, with its replacement."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,10 +32,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     ours: the field here that it sets, if any, or a place in a field that is a record, such as
     `override_generation_config.top_k`; with a + at its end the value is added to a list. `convert` changes its value;
-    it raises ValueError for one that can not be, `NoEffectError` or `RefusedError`. A flag without a value sets
+    it raises ValueError for one that cannot be, `NoEffectError` or `RefusedError`. A flag without a value sets
     `fixed`. `also`: further fields with their values.
     neutral: the values with which it has no effect here; None: any value.
-    why: why it has no effect, or what to use in its place; of a flag that sets a field, what differs here.
+    why: why it has no effect, or the alternative; of a flag that sets a field, the difference here.
     takes_value: whether a value follows the flag. `may_follow`: the only words that are its value; it has none else.
     """
 
@@ -106,7 +106,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def text_of(path: str) -> str:
+def read_text(path: str) -> str:
     """Return the text of a file. Raises ValueError."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")

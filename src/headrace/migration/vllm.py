@@ -189,4 +189,4 @@ SPECULATION_WITHOUT_EFFECT = frozenset(
     "disable_logprobs acceptance_method posterior_threshold posterior_alpha use_local_argmax_reduction "
     "draft_load_config tensor_parallel_size".split()
 )
-"""Fields of vLLM's speculative_config that change how fast, not what, or that have nothing to set here."""
+"""Fields of vLLM's speculative_config that change the speed alone, or that have nothing to set here."""

@@ -2,7 +2,8 @@
 
 `Values` notes the keys that are read. A model class lists in `unread` the keys by which transformers would compute
 something else; `verify` refuses a file that uses one of them. Other keys that nobody reads are logged. A test compares
-the lists with the configuration classes of transformers. Called by `models.config`, the model files and `engine.library.load`.
+the lists with the configuration classes of transformers. Called by `models.config`, the model files and
+`engine.library.load`.
 """
 
 from __future__ import annotations

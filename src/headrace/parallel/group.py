@@ -87,7 +87,7 @@ def framed(message: msgspec.Struct) -> bytes:
     return frames.HEADER.pack(len(payload)) + payload
 
 
-class Apart:
+class SeparateMemory:
     """In place of the memory of a group whose ranks share none: their calls meet where rows are handed on."""
 
     def begin(self, call_id: int) -> None:
@@ -138,7 +138,7 @@ class Group:
         self._closed = False
         self.at_end: Callable[[], None] | None = None
         self._call_id = 0
-        self.native: Gathers = gathers or Apart()
+        self.native: Gathers = gathers or SeparateMemory()
         try:
             if hosts is not None:
                 self._sockets += hosts.accept()

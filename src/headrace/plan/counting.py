@@ -25,7 +25,7 @@ NUM_POSITIONS = 16
 
 
 class LayerKV(NamedTuple):
-    """What a layer reads of each position: keys and values [num_heads, dim], of the last `window` positions at least
+    """A layer's reads of each position: keys and values [num_heads, dim], of the last `window` positions at least
     (None: of all). A row multiplies `macs` numbers with each position that it sees. `keeps`: False for a layer that
     reads the cache of another."""
 
@@ -43,7 +43,7 @@ class LayerKV(NamedTuple):
         return self.read_bytes(dtype) if self.keeps else 0.0
 
 
-class Mixture(NamedTuple):
+class CountedMixture(NamedTuple):
     """The experts of a layer: how many, how many a row takes, parameters, bytes of all, and multiplications of one."""
 
     num: int
@@ -54,7 +54,7 @@ class Mixture(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a model is made of. Layers that are alike stand once, with their number.
+    """The parts of a model, by size. Layers that are alike stand once, with their number.
 
     `tables`: bytes of embeddings, of which a step reads single rows; 0 where the head is the same tensor. `dense`: of
     all that a step reads whole, `head` of the output matrix, which is read for rows with logits. `macs`, `head_macs`:
@@ -72,7 +72,7 @@ class Counts(NamedTuple):
     head_macs: int
     layers: tuple[tuple[LayerKV, int], ...]
     state_bytes: float
-    mixtures: tuple[tuple[Mixture, int], ...]
+    mixtures: tuple[tuple[CountedMixture, int], ...]
     forms: dict[str, float]
     widest: int
     vocab_size: int
@@ -88,7 +88,8 @@ class Counts(NamedTuple):
         return sum(layer.kept_bytes(dtype) * num for layer, num in self.layers)
 
     def kv_bytes(self, context: int, dtype: str, *, windowed: bool) -> float:
-        """Return the bytes of a sequence of `context` tokens. windowed: layers keep what their windows show."""
+        """Return the bytes of a sequence of `context` tokens. windowed: layers keep the positions in their windows
+        alone."""
         return self.state_bytes + sum(
             layer.kept_bytes(dtype) * num * (min(context, layer.window) if windowed and layer.window else context)
             for layer, num in self.layers
@@ -153,7 +154,7 @@ class CountingOps:
         self.macs = 0
         self.widest = 0
         self.read: dict[int, _Matrix] = {}
-        self.mixtures: Counter[Mixture] = Counter()
+        self.mixtures: Counter[CountedMixture] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         raise CheckpointError(f"the planner does not count the operator {name} that this model uses")
@@ -223,7 +224,7 @@ class CountingOps:
         self.macs += top_k * one
         matrices = [*gate_up, *down]
         parameters, num_bytes = sum(m.parameters for m in matrices), sum(m.num_bytes for m in matrices)
-        self.mixtures[Mixture(len(gate_up), top_k, parameters, num_bytes, one)] += 1
+        self.mixtures[CountedMixture(len(gate_up), top_k, parameters, num_bytes, one)] += 1
         self.widest = max(self.widest, top_k * gate_up[0].num_out)
         return _Value(x.width)
 
@@ -316,7 +317,7 @@ def cache_of(shape: Any) -> _Cache | _States:
 
 
 def count(values: dict[str, Any], forms: Forms) -> Counts:
-    """Return what the model of a config.json is made of, by headrace's own file of its model_type.
+    """Return the counts of the model of a config.json, by headrace's own file of its model_type.
 
     Raises `CheckpointError` for a config that is not valid, for a type that headrace does not run, and for an operator
     that is not counted here.

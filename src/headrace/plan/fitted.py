@@ -1,5 +1,5 @@
-"""How long a step takes on this machine, fitted to steps that it ran: straight lines between numbers of rows, one for
-rows of logits, one for the positions that rows look back on, and one for those that rows see alone.
+"""Fits the seconds of a step on this machine to steps that it ran: straight lines between numbers of rows, one for rows
+of logits, one for the positions that rows look back on, and one for the positions that a row sees alone.
 
 Called by `headrace plan --check`, which measures.
 """
@@ -22,8 +22,8 @@ MIN_SAMPLES = 40
 
 
 class Sample(NamedTuple):
-    """A step that ran: its rows, rows of logits, positions that its rows saw, seconds, and of the positions those that
-    rows alone in a chunk saw."""
+    """A step that ran: its rows, rows of logits, positions that its rows saw, seconds, and the number of positions seen
+    by rows that were alone in their chunk."""
 
     num_rows: int
     num_logits: int
@@ -33,13 +33,13 @@ class Sample(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, float, float]:
-        """Return what `StepModel.of` takes."""
+        """Return the arguments of `StepModel.of`."""
         return self.num_rows, self.num_logits, self.num_seen, self.num_alone
 
 
 def fit(samples: Sequence[Sample]) -> StepModel:
-    """Return the model with the least squares of relative errors. The errors are those of the odd steps after a fit of
-    the even ones; the model is fitted to all.
+    """Return the model with the least squares of relative errors. The errors are measured on the odd steps after a fit
+    of the even ones; the model is fitted to all.
 
     Raises `HeadraceError` for fewer than `MIN_SAMPLES` steps."""
     if len(samples) < MIN_SAMPLES:

@@ -1,5 +1,5 @@
 """How many bits a weight, a key or a value takes in each form, scales included. Called by `plan.counting` and
-`plan.known`."""
+`plan.formulas`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXPERT_METHODS = ("mxfp4",)
 
 
 class Forms:
-    """The form of each matrix of a model: plain floats of `dtype`, those of a `quantization` on the way, or those that
-    config.json's `quantization_config` states.
+    """The form of each matrix of a model: plain floats of `dtype`, the forms of a `quantization` at load, or the forms
+    that config.json's `quantization_config` states.
 
     Raises `RequestError` for a quantization that does not exist, `CheckpointError` for a method that is not known here,
     or for weights that are quantised already and shall be so again.
@@ -42,7 +42,7 @@ class Forms:
 
     @property
     def name(self) -> str:
-        """What the linear layers are stored as."""
+        """The name of the form in which linear layers are stored."""
         if self._parsed is not None:
             return self._parsed.name
         return self.dtype if self._stated is None else f"{self._method}, {self._stated:g} bits"

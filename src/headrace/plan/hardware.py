@@ -1,6 +1,6 @@
-"""What a machine has: memory, bandwidth and operations a second. The numbers of the table are the makers' (dense, at
-the usual power); a file or a measurement gives others. Must not import numpy. Called by `plan.planner`, `headrace plan`
-and `inspector.planning`."""
+"""The resources of a machine: memory, bandwidth and operations a second. The numbers of the table are the makers'
+(dense, at the usual power); a file or a measurement gives others. Must not import numpy. Called by `plan.planner`,
+`headrace plan` and `inspector.planning`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One accelerator, or one computer.
 
     memory: bytes. bandwidth: bytes a second. flops: multiplications and additions a second of 16-bit floats.
-    bandwidth_share, flops_share: the parts of them that kernels reach. step_overhead: seconds of a step beside
-    its kernels. utilization: the part of the memory that weights, working memory and cache may take.
+    bandwidth_share, flops_share: the parts of them that kernels reach. step_overhead: seconds of a step outside of its
+    kernels. utilization: the part of the memory that weights, working memory and cache may take.
     """
 
     name: str = ""

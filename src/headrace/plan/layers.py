@@ -1,4 +1,4 @@
-"""What each layer of a model reads: the bytes of its weights, and the caches. By the engine's own model files.
+"""Counts the bytes of weights and finds the caches that each layer of a model reads, by the engine's own model files.
 
 `count_layers` runs one row through a model of sizes alone (`plan.counting`), layer by layer. Called by
 `engine.library.stages`.
@@ -16,15 +16,15 @@ from headrace.plan.forms import Forms
 
 
 class LayerReads(NamedTuple):
-    """`num_bytes`: of weights that a layer reads for one row, experts that are not chosen left out. `caches`: places in
-    `Model.cache_shapes` of what it reads and writes; of a layer that reads another's cache that of the other too."""
+    """`num_bytes`: of weights that a layer reads for one row, experts that are not chosen left out. `caches`: indexes
+    in `Model.cache_shapes` of the caches that it reads and writes, another layer's included."""
 
     num_bytes: float
     caches: frozenset[int]
 
 
 class _Watched(list[Any]):
-    """Caches of layers, and the places of those that were looked up."""
+    """Caches of layers, and the places that were looked up."""
 
     def __init__(self, caches: list[Any]) -> None:
         super().__init__(caches)
@@ -36,7 +36,7 @@ class _Watched(list[Any]):
 
 
 def count_layers(values: dict[str, Any], forms: Forms) -> tuple[list[LayerReads], float]:
-    """Return what each layer of the model of a config.json reads, and the bytes of the head's matrix.
+    """Return the reads of each layer of the model of a config.json, and the bytes of the head's matrix.
 
     Raises `CheckpointError` as `plan.counting.count` does."""
     ops = CountingOps()

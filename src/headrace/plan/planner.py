@@ -1,5 +1,5 @@
-"""A plan: does a model fit a machine, how many sequences of what length, how fast, at what price, and what to change
-when it does not fit. Knows configs and machines; prints nothing. Called by `headrace plan`."""
+"""A plan: whether a model fits a machine, with how many sequences of which length, how fast, at which price, and the
+changes that would make it fit. Knows configs and machines; prints nothing. Called by `headrace plan`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from headrace import gguf, hub, models
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.names import text_config
 from headrace.models.config import ModelConfig
-from headrace.plan import hardware, known
+from headrace.plan import formulas, hardware
 from headrace.plan.counting import Counts, count
 from headrace.plan.forms import FLOAT_BITS, KV_ITEM_BYTES, Forms
 from headrace.plan.hardware import Hardware
-from headrace.plan.plans import Change, Plan, Speed, Wish
+from headrace.plan.plans import Change, Plan, Speed, Workload
 from headrace.plan.steps import Roofline, dollars_per_million, latency
 from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError, RequestError
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
 StepTime = Callable[[Sequence[int], Sequence[int], int], float]
-"""Seconds of a step, of where its chunks start, how long they are, and its rows of logits."""
+"""A function that returns the seconds of a step, from the starts and lengths of its chunks and its rows of logits."""
 OTHERS = ("l4", "rtx4090", "a100", "h100", "h200")
 """Machines to look at when a model does not fit, the smallest first."""
 MAX_TOKENS, MAX_PRICE = 2**31, 1e9
@@ -53,25 +53,25 @@ def read(model: str) -> Subject:
     return Subject(model if path.suffix != ".json" else name or model, values)
 
 
-def counts_of(subject: Subject, wish: Wish) -> tuple[Counts, Forms, dict[str, Any]]:
-    """Return what the model is made of in the forms of the plan, and the config of its text.
+def counts_of(subject: Subject, workload: Workload) -> tuple[Counts, Forms, dict[str, Any]]:
+    """Return the counts of the model in the forms of the plan, and the config of its text model.
 
     Raises `CheckpointError` for a type that neither headrace nor the planner's table has."""
-    values = text_config(subject.values, [*models.names(), *known.TABLE])
+    values = text_config(subject.values, [*models.names(), *formulas.TABLE])
     model_type = values.get("model_type")
     stated = str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    dtype = DTYPES.get(stated, "bfloat16") if wish.dtype == "auto" else wish.dtype
-    forms = Forms(dtype, wish.quantization, values.get("quantization_config"))
+    dtype = DTYPES.get(stated, "bfloat16") if workload.dtype == "auto" else workload.dtype
+    forms = Forms(dtype, workload.quantization, values.get("quantization_config"))
     if model_type in models.names():
         counts = count(values, forms)
-    elif model_type in known.TABLE:
-        counts = known.TABLE[model_type](ModelConfig(values), forms)
+    elif model_type in formulas.TABLE:
+        counts = formulas.TABLE[model_type](ModelConfig(values), forms)
     else:
         raise CheckpointError(
             f"config.json: the planner knows no model_type {model_type!r:.80}; it knows "
-            f"{', '.join(sorted({*models.names(), *known.TABLE}))}"
+            f"{', '.join(sorted({*models.names(), *formulas.TABLE}))}"
         )
-    if subject.stored_bytes and wish.quantization is None:
+    if subject.stored_bytes and workload.quantization is None:
         # A GGUF file's blocks keep their sizes.
         rest = (counts.weight_bytes - counts.tables) or 1.0
         scale = max(subject.stored_bytes - counts.tables, 1.0) / rest
@@ -81,41 +81,45 @@ def counts_of(subject: Subject, wish: Wish) -> tuple[Counts, Forms, dict[str, An
     return counts, forms, values
 
 
-def _check(wish: Wish) -> None:
-    """Raise `RequestError`, which names a field of the wish, for what no model and no machine has."""
+def _check(workload: Workload) -> None:
+    """Raise `RequestError`, which names a field of the workload, for a value that no model and no machine has."""
     for name, value, allowed in (
-        ("dtype", wish.dtype, ("auto", *FLOAT_BITS)),
-        ("kv_cache_dtype", wish.kv_cache_dtype, ("auto", *KV_ITEM_BYTES)),
+        ("dtype", workload.dtype, ("auto", *FLOAT_BITS)),
+        ("kv_cache_dtype", workload.kv_cache_dtype, ("auto", *KV_ITEM_BYTES)),
     ):
         if value not in allowed:
             raise RequestError(name, value, f"one of {', '.join(allowed)}")
-    for name, number in (("context", wish.context), ("output_len", wish.output_len), ("concurrency", wish.concurrency)):
+    for name, number in (
+        ("context", workload.context),
+        ("output_len", workload.output_len),
+        ("concurrency", workload.concurrency),
+    ):
         if number is not None and not 1 <= number <= MAX_TOKENS:
             raise RequestError(name, number, f"from 1 to {MAX_TOKENS}")
-    if not 0 <= wish.price <= MAX_PRICE:
-        raise RequestError("price", wish.price, f"from 0 to {MAX_PRICE:,.0f} dollars an hour")
+    if not 0 <= workload.price <= MAX_PRICE:
+        raise RequestError("price", workload.price, f"from 0 to {MAX_PRICE:,.0f} dollars an hour")
 
 
 class Planner:
     """Figures of one model, in its forms, on one machine.
 
-    Raises `RequestError` for a field of the wish, `CheckpointError` for a model that can not be planned."""
+    Raises `RequestError` for a field of the workload, `CheckpointError` for a model that cannot be planned."""
 
-    def __init__(self, subject: Subject, machine: Hardware, wish: Wish) -> None:
-        _check(wish)
-        self.subject, self.machine, self.wish = subject, machine, wish
-        self.counts, forms, values = counts_of(subject, wish)
+    def __init__(self, subject: Subject, machine: Hardware, workload: Workload) -> None:
+        _check(workload)
+        self.subject, self.machine, self.workload = subject, machine, workload
+        self.counts, forms, values = counts_of(subject, workload)
         self.model_type = str(values.get("model_type"))
         self.form = "gguf, as stored" if "gguf" in self.counts.forms else forms.name
-        self.kv_dtype = forms.dtype if wish.kv_cache_dtype == "auto" else wish.kv_cache_dtype
+        self.kv_dtype = forms.dtype if workload.kv_cache_dtype == "auto" else workload.kv_cache_dtype
         self.max_context = ModelConfig(values).max_positions()
-        if wish.context is not None and wish.context > self.max_context:
-            raise RequestError("context", wish.context, f"at most {self.max_context}, the model's own")
-        self.context = wish.context or min(self.max_context, 4096)
-        if not 0 < wish.output_len < self.context:
-            raise RequestError("output_len", wish.output_len, f"from 1 to {self.context - 1}, below the context")
-        self.working = 4.0 * self.counts.widest * wish.max_num_batched_tokens
-        self.working += 4.0 * self.counts.vocab_size * wish.max_num_seqs
+        if workload.context is not None and workload.context > self.max_context:
+            raise RequestError("context", workload.context, f"at most {self.max_context}, the model's own")
+        self.context = workload.context or min(self.max_context, 4096)
+        if not 0 < workload.output_len < self.context:
+            raise RequestError("output_len", workload.output_len, f"from 1 to {self.context - 1}, below the context")
+        self.working = 4.0 * self.counts.widest * workload.max_num_batched_tokens
+        self.working += 4.0 * self.counts.vocab_size * workload.max_num_seqs
         usable = machine.memory * machine.utilization
         self.free = usable - self.counts.weight_bytes - self.working
         self.step: StepTime = Roofline(self.counts, machine, self.kv_dtype)
@@ -124,7 +128,8 @@ class Planner:
         )
 
     def use_measured_steps(self) -> None:
-        """Take the times of steps from what `--check` measured of this model on this machine, if it did."""
+        """Take the times of steps from the measurements of `--check` for this model on this machine, if there are
+        any."""
         model = step_model.load(step_model.path_of(self.subject.name, self.form, self.kv_dtype))
         if model is not None:
             self.step, self.step_source = model, "by steps that --check measured here"
@@ -147,7 +152,7 @@ class Planner:
 
     def ttft(self, num_prompt: int) -> float:
         """Return the seconds of the steps of a prompt alone, in chunks of `max_num_batched_tokens`."""
-        size, seconds = self.wish.max_num_batched_tokens, 0.0
+        size, seconds = self.workload.max_num_batched_tokens, 0.0
         for start in range(0, num_prompt, size):
             length = min(size, num_prompt - start)
             seconds += self.step([start], [length], int(start + length == num_prompt))
@@ -155,7 +160,7 @@ class Planner:
 
     def speed(self, batch: int) -> Speed:
         """Return the times of `batch` sequences."""
-        num_new = self.wish.output_len
+        num_new = self.workload.output_len
         num_prompt = self.context - num_new
         ttft, middle = self.ttft(num_prompt), num_prompt + num_new // 2
         tpot = self.step([middle] * batch, [1] * batch, batch)
@@ -165,13 +170,13 @@ class Planner:
         return Speed(
             batch=batch, ttft=ttft, tpot=tpot, tpot_mixed=mixed, latency=latency(ttft, mixed, num_new),
             tokens_per_second=rate, requests_per_second=rate / num_new,
-            dollars_per_million=dollars_per_million(self.wish.price, rate) if self.wish.price else None,
+            dollars_per_million=dollars_per_million(self.workload.price, rate) if self.workload.price else None,
         )  # fmt: skip
 
     def keeps(self, speed: Speed) -> bool:
         """Whether these times are within the goals."""
         have = {"ttft": speed.ttft, "tpot": speed.tpot_mixed, "e2el": speed.latency}
-        return all(1e3 * have[name] <= goal for name, goal in self.wish.slo.items())
+        return all(1e3 * have[name] <= goal for name, goal in self.workload.slo.items())
 
     def with_goodput(self, speed: Speed, most: int) -> Speed:
         """Add the most requests a second of a batch from 1 to `most` that keep the goals."""
@@ -187,15 +192,15 @@ class Planner:
         )
 
     def plan(self, *, advises: bool = True) -> Plan:
-        wish, counts = self.wish, self.counts
+        workload, counts = self.workload, self.counts
         largest = self.largest_batch
-        concurrency = wish.concurrency or max(1, min(largest, wish.max_num_seqs))
+        concurrency = workload.concurrency or max(1, min(largest, workload.max_num_seqs))
         fits = largest >= concurrency
         speed = None
         if fits:
             speed = self.speed(concurrency)
-            if wish.slo:
-                speed = self.with_goodput(speed, min(largest, wish.max_num_seqs))
+            if workload.slo:
+                speed = self.with_goodput(speed, min(largest, workload.max_num_seqs))
         return Plan(
             model=self.subject.name,
             model_type=self.model_type,
@@ -216,7 +221,7 @@ class Planner:
             needed_bytes=(counts.weight_bytes + self.working + concurrency * self.kv_bytes(self.context))
             / self.machine.utilization,
             context=self.context,
-            output_len=wish.output_len,
+            output_len=workload.output_len,
             max_context=self.max_context,
             largest_context=self.largest_context,
             largest_batch=largest,
@@ -228,15 +233,16 @@ class Planner:
         )
 
     def changes(self, concurrency: int) -> list[Change]:
-        """Return what makes room for `concurrency` sequences: one change each, or all that save memory together."""
-        wish, changes = self.wish, list[Change]()
+        """Return the changes that make room for `concurrency` sequences: one change each, or all that save memory
+        together."""
+        workload, changes = self.workload, list[Change]()
 
         def tried(flags: str, machine: Hardware | None = None, **fields: Any) -> bool:
-            other = msgspec.structs.replace(wish, **fields)
+            other = msgspec.structs.replace(workload, **fields)
             try:
                 planner = Planner(self.subject, machine or self.machine, other)
             except (RequestError, CheckpointError):
-                return False  # this model can not be had in that form
+                return False  # this model cannot be had in that form
             if planner.largest_batch < concurrency:
                 return False
             outcome = f"{planner.counts.weight_bytes / 1e9:.1f} GB of weights, room for {planner.largest_batch:,}"
@@ -247,12 +253,12 @@ class Planner:
             outcome = f"as many sequences of {self.context:,} tokens as fit"
             changes.append(Change(flags=f"--concurrency {self.largest_batch}", outcome=outcome))
         shorter = _largest(lambda n: concurrency * self.kv_bytes(n) <= self.free, self.context)
-        if shorter > wish.output_len:
+        if shorter > workload.output_len:
             outcome = f"the longest context of {concurrency:,} sequences"
             changes.append(Change(flags=f"--context {shorter}", outcome=outcome))
         if self.kv_dtype not in ("int8", "int4", "fp8_e4m3", "fp8_e5m2"):
             tried("--kv-cache-dtype int8", kv_cache_dtype="int8")
-        if wish.quantization is None:
+        if workload.quantization is None:
             if not tried("--quantization int8", quantization="int8"):
                 tried("--quantization int4", quantization="int4")
             if not changes:

@@ -1,4 +1,5 @@
-"""What is planned, and the plan: plain structs, for the planner and for the server's process, which does not plan.
+"""The workload to plan for, and the plan: plain structs, for the planner and for the server's process, which does not
+plan.
 
 Must not import numpy. Called by `plan.planner`, `headrace plan`, `headrace bench` (goals) and `inspector.planning`.
 """
@@ -15,8 +16,8 @@ from headrace.plan.hardware import Hardware
 from headrace.protocol.errors import RequestError
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What is planned: `concurrency` sequences of `context` tokens, of which `output_len` are the answer, in these
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """The work to plan for: `concurrency` sequences of `context` tokens, of which `output_len` are the answer, in these
     forms. Without a `context` it is the model's own, at most 4,096; without a `concurrency` as many as fit, up to
     `max_num_seqs`. `slo`: goals in milliseconds by ttft, tpot, e2el. `price`: dollars an hour."""
 
@@ -35,7 +36,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """Times of `batch` sequences that are replaced as they end, in seconds; tokens and requests a second.
 
-    `ttft` is that of a prompt alone, `tpot` that of steps of the whole batch, `tpot_mixed` with the prompts of the
+    `ttft` is the time of a prompt alone, `tpot` of a step of the whole batch, `tpot_mixed` with the prompts of the
     sequences that come in between. `goodput`: requests a second that keep the goals, with the best batch for that.
     """
 
@@ -52,7 +53,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to change so that the plan fits, in the words of the flags, and what it leads to."""
+    """A change after which the plan fits, in the words of the flags, and its outcome."""
 
     flags: str
     outcome: str
@@ -93,7 +94,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner's process gets: the values of a config.json, or the model `name`, whose files are at `path`.
+    """The input of the planner's process: the values of a config.json, or the model `name`, whose files are at `path`.
     `machine`: this one as it was measured; None: the one of the table that `hardware` names."""
 
     name: str = ""
@@ -101,11 +102,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] | None = None
     hardware: str = ""
     machine: Hardware | None = None
-    wish: Wish = Wish()
+    workload: Workload = Workload()
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """Its reply: a plan, or the field, the value and the bound of what was wrong."""
+    """Its reply: a plan, or the field, the value and the bound of an error."""
 
     plan: Plan | None = None
     error: tuple[str, str | int | float | None, str] | None = None

@@ -1,6 +1,5 @@
-"""How long a step takes: from the bytes and operations that it needs, and what the machine can do (a roofline, Williams
-et al. 2009). And the small formulas that plans are made of. Knows no scheduler. Called by `plan.planner` and `headrace
-simulate`."""
+"""The time of a step, from its bytes and operations and the machine's rates (a roofline, Williams et al. 2009), and the
+small formulas of plans. Knows no scheduler. Called by `plan.planner` and `headrace simulate`."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from headrace.plan.hardware import Hardware
 
 
 class Roofline:
-    """Seconds of a step of a model on a machine: what takes longest of reading and computing, and the overhead.
+    """Seconds of a step of a model on a machine: the longer one of reading and computing, and the overhead.
 
     The experts that rows choose are taken as evenly spread.
     """
@@ -30,7 +29,8 @@ class Roofline:
         self._mixtures = [(each.num_bytes * num, 1 - each.top_k / each.num) for each, num in counts.mixtures]
 
     def num_bytes(self, starts: Sequence[int], lens: Sequence[int], num_logits: int) -> float:
-        """Return what a step reads and writes: weights once, and the cached positions that each chunk looks back on."""
+        """Return the bytes that a step reads and writes: weights once, and the cached positions that each chunk looks
+        back on."""
         num_rows, counts = sum(lens), self._counts
         total = counts.dense + (counts.head if num_logits else 0)
         for num_bytes, left in self._mixtures:

@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def text_of(plan: Plan, goals: dict[str, float]) -> str:
+def report_of(plan: Plan, goals: dict[str, float]) -> str:
     """Return the plan as lines of text."""
     machine, name = plan.machine, plan.model.rstrip("/").rpartition("/")[2]
     active = [("active", f"{plan.active_parameters:,}", "parameters that a token meets")]

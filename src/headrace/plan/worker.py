@@ -1,6 +1,6 @@
-"""`python -m headrace.plan.worker SECONDS`: plans for the inspector, in a process of its own (`text.bounded`).
+"""`python -m headrace.plan.worker SECONDS`: plans for the inspector, in a separate process (`text.bounded`).
 
-The server's process imports no numpy and no models. The planner is that of `headrace plan`.
+The server's process imports no numpy and no models. The planner is the one of `headrace plan`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def plan(job: Job) -> Plan:
         subject = planner.read(job.path)._replace(name=job.name)
     if job.machine is None and job.hardware not in hardware.TABLE:
         raise RequestError("hardware", job.hardware, f"one of {', '.join(hardware.TABLE)}, this")
-    one = planner.Planner(subject, job.machine or hardware.TABLE[job.hardware], job.wish)
+    one = planner.Planner(subject, job.machine or hardware.TABLE[job.hardware], job.workload)
     if job.machine is not None:
         one.use_measured_steps()
     return one.plan()

@@ -1,5 +1,4 @@
-"""`BeamSearchParams`: the parameters of a beam search. Names are those of vLLM, or of transformers where vLLM has
-none.
+"""`BeamSearchParams`: the parameters of a beam search. Names are vLLM's, or transformers' where vLLM has none.
 
 Frozen, checked against `headrace.protocol.bounds` at construction, and sent as it is from the server to the engine.
 Knows no tensors and no model; the search itself is `core.beams`.
@@ -27,7 +26,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     An answer's score is the sum of its tokens' log-probabilities / (number of tokens ** `length_penalty`), so that
     penalties above 0 favour long answers. `early_stopping` True ends the search with the first `beam_width` answers,
-    False when the best running beam, as long as it is, can not beat the worst of them, "never" when none can at any
+    False when the best running beam, at its present length, cannot beat the worst of them, "never" when none can at any
     length. With `num_beam_groups` above 1 the beams are searched in groups, and a token costs `diversity_penalty` for
     each beam of an earlier group that has chosen it in the same step (Vijayakumar et al., "Diverse Beam Search",
     arXiv:1610.02424, section 3).

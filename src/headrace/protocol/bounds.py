@@ -1,4 +1,5 @@
-"""The bounds of every number and size that a request can carry: those of the table of parameters, and the others here.
+"""The bounds of every number and size that a request can carry: the bounds in the table of parameters, and further ones
+here.
 
 `SamplingParams`, the HTTP schemas and the engine's own check read `BOUNDS`, and the tests generate hostile values from
 it, so a limit is written once. Holds no state; `docs/limits.md` is printed from it.

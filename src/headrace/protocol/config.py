@@ -64,7 +64,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What to load and how to run it. `None` means: take it from the model or measure it."""
+    """The model to load, and how to run it. `None` means: take it from the model or measure it."""
 
     model: str = "builtin"
     tokenizer: str | None = None

@@ -30,9 +30,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     object. `structural_tag`: JSON text with "structures" and "triggers"; the answer is free text in which one of the
     structures must follow each trigger.
 
-    The others concern JSON only. `whitespace_pattern`: a regex of what may stand between two tokens of JSON;
-    `disable_any_whitespace`: nothing may; `disable_additional_properties`: objects have no other properties than
-    their schema names, where it does not say.
+    The others concern JSON only. `whitespace_pattern`: a regex of the text that may stand between two tokens of JSON;
+    `disable_any_whitespace`: none may; `disable_additional_properties`: objects have no other properties than their
+    schema names, where it does not say.
 
     `prefix`: text before the form, as JSON text of a `format` (see `headrace.grammar.tags`); with it the server lets a
     model reason first.

@@ -1,7 +1,7 @@
 """The errors that headrace raises on purpose.
 
 Every layer may raise them; `serve` turns them into HTTP statuses by `status` and `code`. An error that belongs
-to one request names the field, the value and the bound, so that the client knows what to change.
+to one request names the field, the value and the bound, so that the client can correct it.
 Imports nothing of headrace.
 """
 
@@ -18,9 +18,9 @@ class HeadraceError(Exception):
 
 
 class RequestError(HeadraceError):
-    """A request that can not be served as it stands (HTTP 400).
+    """A request that cannot be served as it stands (HTTP 400).
 
-    `field` is the parameter's public name, `value` what was given (shortened), `bound` what is allowed.
+    `field` is the parameter's public name, `value` the value in the request (shortened), `bound` the allowed values.
     """
 
     status = 400
@@ -50,7 +50,8 @@ class RequestError(HeadraceError):
 
 
 class UnsupportedError(RequestError):
-    """A field that other servers have and that is not supported here (HTTP 400). `bound` says why, or what to use."""
+    """A field that other servers have and that is not supported here (HTTP 400). `bound` says why, or names the
+    alternative."""
 
     def sentence(self, quoted: str) -> str:
         return f"{self.field}: not supported here; {self.bound}"
@@ -92,7 +93,7 @@ class ModelNotFoundError(HeadraceError):
 
 
 class CheckpointError(HeadraceError):
-    """A checkpoint that headrace refuses to read, with the reason and what would help."""
+    """A checkpoint that headrace refuses to read, with the reason and a remedy."""
 
     code = "bad_checkpoint"
 

@@ -2,7 +2,7 @@
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack, decoded against a closed set of tagged
 structs: nothing that arrives can name a class, and an unknown tag or a wrong type is a `TransportError` (S-01).
-Holds no policy and no socket of its own; `engine.links` and `engine.child` are its callers.
+Holds no policy and no socket; `engine.links` and `engine.child` are its callers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TransportError(HeadraceError):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """To the engine, first: what to load, the `fds` of its `black_box.BlackBox` if it has one, whether it replaces an
-    engine that has died, the form of its log, one of `logs.FORMATTERS`, with the level, one of `LOG_LEVELS`, and the
+    """To the engine, first: the model to load, the `fds` of its `black_box.BlackBox` if it has one, whether it replaces
+    an engine that has died, the form of its log, one of `logs.FORMATTERS`, with the level, one of `LOG_LEVELS`, and the
     processors that it is bound to (none: all that its parent may use)."""
 
     config: EngineConfig
@@ -110,7 +110,7 @@ _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
-# A struct checks itself when it is made, so a decoder may also raise what its checks raise.
+# A struct checks itself when it is made, so a decoder may also raise the errors of its checks.
 _MALFORMED = (msgspec.DecodeError, RequestError, UnicodeDecodeError)
 _STARTUP_ERRORS: dict[str, type[HeadraceError]] = {
     "CheckpointError": CheckpointError,
@@ -207,5 +207,5 @@ class EngineSocket:
 
 
 def startup_error(failed: Failed) -> HeadraceError:
-    """Return the error of a `Failed`, of its own class where callers rely on the class."""
+    """Return the error of a `Failed`: of the original class where callers rely on it."""
     return _STARTUP_ERRORS.get(failed.kind, HeadraceError)(failed.message)

@@ -1,7 +1,8 @@
-"""`CacheKind`: how far back a layer looks, and so what the cache keeps for it. Knows neither layers nor pools.
+"""`CacheKind`: how far back a layer looks, and so which positions the cache keeps for it. Knows neither layers nor
+pools.
 
 Blocks of `block_size` positions are kept for a layer that attends, a slot for one that carries a state from token to
-token. Each kind of a model has a pool of its own; kind 0 has blocks (docs/adr/0026-kinds-of-cache.md).
+token. Each kind of a model has its own pool; kind 0 has blocks (docs/adr/0026-kinds-of-cache.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The table of request parameters: one row for each field of `SamplingParams` that a caller can set.
 
-A row holds the field's kind, range and meaning, and its name in each API; type and default are those of the field in
-`protocol.params`. From both follow the check of a request, the fields and names in every API (`serve.call.sampling`),
-the ranges in the OpenAPI document, the help of flags and docs/limits.md. Imports nothing of headrace.
+A row holds the field's kind, range and meaning, and its name in each API; the field in `protocol.params` has the type
+and the default. From both follow the check of a request, the fields and names in every API (`serve.call.sampling`), the
+ranges in the OpenAPI document, the help of flags and docs/limits.md. Imports nothing of headrace.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ALL = tuple(APIS)
 
 class Parameter(NamedTuple):
     """One row. `kind` is int, float, bool, size (a text, list or dict whose length is bounded) or object (checked by a
-    struct of its own). The range from `low` to `high`, ends included, is None for the last and for bool. `names` has
-    the name in each API that takes the parameter; one with a dot stands in an object of that name."""
+    struct). The range from `low` to `high`, ends included, is None for the last and for bool. `names` has the name in
+    each API that takes the parameter; one with a dot stands in an object of that name."""
 
     name: str
     kind: str

@@ -1,5 +1,5 @@
-"""`SamplingParams`: how the tokens of a request are chosen. Names and defaults are those of vLLM, or of llama-server
-where vLLM has none. Ranges, meanings and the names in each API are in `headrace.protocol.parameters`.
+"""`SamplingParams`: how the tokens of a request are chosen. Names and defaults are vLLM's, or llama-server's where vLLM
+has none. Ranges, meanings and the names in each API are in `headrace.protocol.parameters`.
 
 Frozen, checked against that table at construction, and sent as it is from the server to the engine. Knows no tensors,
 no text beyond the strings that the front end turns into token ids, no model. The engine checks token ids against the
@@ -212,12 +212,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def adapts(self) -> bool:
-        """Whether adaptive-p draws the token. Mirostat takes its place, as that of all filters."""
+        """Whether adaptive-p draws the token. Mirostat replaces it, as it replaces all filters."""
         return self.adaptive_target >= 0.0 and not self.mirostat and self.uses("adaptive_p")
 
     @property
     def steers(self) -> bool:
-        """Whether the sampler has a state of its own, which the next token depends on."""
+        """Whether the sampler has a state on which the next token depends."""
         return bool(self.mirostat) or self.adapts
 
     @property

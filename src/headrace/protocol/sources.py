@@ -1,4 +1,4 @@
-"""A digest of headrace's sources, for what only processes of the same version may share."""
+"""A digest of headrace's sources, for data that only processes of the same version may share."""
 
 from __future__ import annotations
 

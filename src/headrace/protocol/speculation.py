@@ -41,7 +41,7 @@ METHODS: dict[str, Method] = {
 
 
 class Row(NamedTuple):
-    """Allowed range of a number, ends included, and what it means."""
+    """Allowed range of a number, ends included, and its meaning."""
 
     low: float
     high: float

@@ -25,7 +25,7 @@ UNDRAWN = -1
 """In a batch: the token that the step before draws for the sequence, which is not known yet."""
 
 Pooling = Literal["", "last", "mean"]
-"""Which final hidden states of a prompt are returned: none, those of the last row, or the sum over all rows."""
+"""Which final hidden states of a prompt are returned: none, the last row's, or the sum over all rows."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -147,13 +147,13 @@ class Draft(msgspec.Struct, array_like=True, gc=False):
 
 
 class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
-    """What to compute in one step. Columns: entry i of each list belongs to chunk i, a piece of one sequence.
+    """The work of one step. Columns: entry i of each list belongs to chunk i, a piece of one sequence.
 
     Chunk i computes positions starts[i] ... starts[i] + lens[i] - 1, whose tokens are the next lens[i] entries of
     the flat `token_ids`. Position p lives in slot p % block_size of block block_tables[i][p // block_size]. If
     samples[i], the chunk ends at the last known token and the token after it is to be sampled. A chunk of the token
-    `UNDRAWN` follows what the step before, still in flight, draws for its sequence. `copies` are (source block, target
-    block) pairs, to be copied in that order before anything is written.
+    `UNDRAWN` follows the token that the step before, still in flight, draws for its sequence. `copies` are (source
+    block, target block) pairs, to be copied in that order before anything is written.
 
     Frozen by contract, not by class (a frozen struct takes longer to make, and this is made every step). The block
     tables are the scheduler's own lists, lent until `commit`: a copy is needed to keep one longer.
@@ -166,12 +166,12 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     are draft tokens to verify after chunk i. `ended` are sequence ids that the drafter can forget. `asks`: the result
     should have drafts for the sequences that sample, and `histories` has the tokens of all that may get one.
 
-    `block_tables` and `copies` are those of kind 0 (`protocol.kinds`). `more_tables[k - 1]` and `more_copies[k - 1]`
-    are those of block kind k, in the same forms. An entry of -1 stands for a block that was freed, since it lies wholly
-    behind the window of its kind; no row of the step sees it. With a state kind, `state_reads[i]` is the slot of the
-    state before chunk i's first row, -1 if its sequence begins there; `state_writes` are (row of the step, slot) pairs,
-    rows ascending: the state after that row goes to the slot. Rows count chunks one after the other, each with its
-    draft tokens behind it.
+    `block_tables` and `copies` belong to kind 0 (`protocol.kinds`), `more_tables[k - 1]` and `more_copies[k - 1]`, in
+    the same forms, to block kind k. An entry of -1 stands for a block that was freed, since it lies wholly behind the
+    window of its kind; no row of the step sees it. With a state kind, `state_reads[i]` is the slot of the state before
+    chunk i's first row, -1 if its sequence begins there; `state_writes` are (row of the step, slot) pairs, rows
+    ascending: the state after that row goes to the slot. Rows count chunks one after the other, each with its draft
+    tokens behind it.
     """
 
     step_id: int
@@ -203,14 +203,14 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
 class StepResult(msgspec.Struct, kw_only=True, gc=False):
     """The result of a step. `token_ids[i]` is chunk i's sampled token, or -1 if it samples none or has failed.
 
-    The dicts are by chunk index and hold only what the batch calls for. `prompt_logprobs[i]` has one entry for each row
-    of chunk i whose next token belongs to the prompt. `forced[i]` are tokens that a grammar forces after token_ids[i]:
-    they need no forward pass. Never for a request with log-probabilities. `states[i]` is the sampler's state after
-    token_ids[i], an input of the next chunk. `pooled[i]` are hidden states after the final norm: those of the chunk's
-    last row, or the sum in float64 over the sequence's rows so far, added one after the other. Chunks in `deferred`
-    could not be sampled yet, because their sampler waits for something, or they followed a token that was not drawn:
-    their last token is computed again in the next step. `errors[i]` is the reason why chunk i failed; its sequence
-    alone is ended, and its blocks are never published.
+    The dicts are by chunk index and have only the entries that the batch requests. `prompt_logprobs[i]` has one entry
+    for each row of chunk i whose next token belongs to the prompt. `forced[i]` are tokens that a grammar forces after
+    token_ids[i]: they need no forward pass. Never for a request with log-probabilities. `states[i]` is the sampler's
+    state after token_ids[i], an input of the next chunk. `pooled[i]` are hidden states after the final norm: the
+    chunk's last row, or the sum in float64 over the sequence's rows so far, added one after the other. Chunks in
+    `deferred` could not be sampled yet, because their sampler waits for something, or they followed a token that was
+    not drawn: their last token is computed again in the next step. `errors[i]` is the reason why chunk i failed; its
+    sequence alone is ended, and its blocks are never published.
 
     `further[i]` are tokens sampled after token_ids[i], one for each accepted draft token, `further_logprobs[i]` theirs,
     and `paths[i]` the path of the draft that holds them (`Draft.paths`). `drafts[i]` are draft tokens after all known
@@ -281,12 +281,12 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
 class Stats(msgspec.Struct, kw_only=True):
     """Gauges and counters of the engine. Counters only grow. Not frozen, since the scheduler counts in one of them.
 
-    `num_prompt_tokens` counts what is computed of prompts, chunk by chunk, and not what a cache had.
-    `num_beam_blocks` are held by beam searches, which would hold `num_beam_blocks_unshared` if no beam shared.
-    `num_drafts` drafts of `num_draft_tokens` tokens were verified, and `num_accepted_tokens` of these were accepted;
-    entry i of `num_accepted_per_pos` counts those that were i tokens after a draft's first. `num_recordings_ended` is 1
-    if a recording of the schedule has ended before the engine. `num_blocks`, `num_blocks_held` and `num_blocks_cached`
-    are of kind 0 of the cache; `more_blocks` has these three of every further kind.
+    `num_prompt_tokens` counts the computed prompt tokens, chunk by chunk, without the cached ones. `num_beam_blocks`
+    are held by beam searches, which would hold `num_beam_blocks_unshared` if no beam shared. `num_drafts` drafts of
+    `num_draft_tokens` tokens were verified, and `num_accepted_tokens` of these were accepted; entry i of
+    `num_accepted_per_pos` counts those that were i tokens after a draft's first. `num_recordings_ended` is 1 if a
+    recording of the schedule has ended before the engine. `num_blocks`, `num_blocks_held` and `num_blocks_cached` are
+    of kind 0 of the cache; `more_blocks` has these three of every further kind.
     """
 
     num_running: int = 0
@@ -320,9 +320,9 @@ class Stats(msgspec.Struct, kw_only=True):
 
 
 class CacheKeys(msgspec.Struct, frozen=True, array_like=True):
-    """What a replica's prefix cache has, for a router: keys of equal length, joined (`core.reports`). They are those
-    of all blocks if it `is_full`, else those that came and went since the report before, which had the same `epoch` and
-    `number` - 1.
+    """The contents of a replica's prefix cache, for a router: keys of equal length, joined (`core.reports`). If it
+    `is_full` they are the keys of all blocks, else the keys that came and went since the report before, which had the
+    same `epoch` and `number` - 1.
     """
 
     epoch: int

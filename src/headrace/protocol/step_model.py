@@ -1,7 +1,7 @@
 """How long a step takes, as `headrace plan --check` measured it: a fitted model, and the files in the cache folder that
 keep one for each model and form. Must not import numpy: the server's process reads it, and splits steps by it.
 
-Written by `headrace plan --check`; read by `plan.planner`, `headrace simulate` and `insight.shares`.
+Written by `headrace plan --check`; read by `plan.planner`, `headrace simulate` and `insight.time_split`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FOLDER = Path("~/.cache/headrace/steps")
 
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step: base, and for each of `knots` a slope from there on, for each row of logits, for each position
-    seen, and more for each that a row sees alone: rows of one chunk read together what they see.
+    seen, and more for each that a row sees alone: rows of one chunk share the reading of the positions that they see.
 
     `median_error`, `p90_error`: of steps that were not fitted, as parts of their seconds."""
 
@@ -67,7 +67,7 @@ def path_of(name: str, form: str, kv_dtype: str) -> Path:
 
 
 def path_of_engine(info: EngineInfo) -> Path:
-    """Return where the step model of a running engine is kept, by what it says of itself."""
+    """Return the path at which the step model of a running engine is kept, by its `EngineInfo`."""
     form = f"engine {info.backend} {info.dtype} {info.quantization} {info.activations}"
     return path_of(info.model, form, info.kv_cache_dtype)
 
@@ -79,7 +79,7 @@ def save(path: Path, model: StepModel) -> None:
 
 
 def load(path: Path) -> StepModel | None:
-    """Return the step model of a file; None if there is none. Raises `CheckpointError` for one that can not be read."""
+    """Return the step model of a file; None if there is none. Raises `CheckpointError` for one that cannot be read."""
     if not path.is_file():
         return None
     try:

@@ -2,8 +2,8 @@
 
 bfloat16 and the 8-bit floats are dtypes of one field, which is named after the type and holds its bits: views, slices
 and stacks keep the type, `floats` returns the numbers. So are GGUF's blocks, an element a block. Types go by their
-names, which are also torch's. Imports no torch; what is marked so also takes torch's tensors, which `quantize` and the
-backends on torch make. Called by `quant`, by the readers of checkpoints, and by the backends.
+names, which are also torch's. Imports no torch; functions that are marked so also take torch's tensors, which
+`quantize` and the backends on torch make. Called by `quant`, by the readers of checkpoints, and by the backends.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def floats(values: Array) -> Array:
 
 
 def cast(values: NDArray[Any], name: str) -> NDArray[Any]:
-    """Return floats as those of the type `name` (float32, float16 or bfloat16), rounded to nearest, ties to even."""
+    """Return floats as numbers of the type `name` (float32, float16 or bfloat16), rounded to nearest, ties to even."""
     if type_name(values) == name:
         return values
     wide: NDArray[np.float32] = floats(values)

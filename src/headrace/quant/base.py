@@ -31,7 +31,7 @@ SLAB_WEIGHTS = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a checkpoint's method rounds a layer's inputs to before the product: E4M3 times a scale.
+    """The numbers to which a checkpoint's method rounds a layer's inputs before the product: E4M3 times a scale.
 
     scale: of all inputs; None for the largest of each row, or of each `group` of its inputs, over E4M3's largest.
     """
@@ -49,7 +49,8 @@ class QWeight:
     scales: float32 [out, ceil(in / group)]. zeros (in units of codes) and mins: the same shape, or None for 0.
     group: inputs that share a scale. bits: of one code as stored. permutation: int64 [in], or None for the identity.
     codebook: float32 [n], n > any code, or None where a code is itself the value.
-    inputs: what the method rounds the inputs to; None for nothing, or where the checkpoint does not say.
+    inputs: the numbers to which the method rounds the inputs; None if it does not, or where the checkpoint does not
+    say.
     """
 
     codes: Array
@@ -152,26 +153,28 @@ class MatrixSource(Protocol):
 
     @property
     def scheme(self) -> Scheme:
-        """The form of what `slab` returns."""
+        """The form of the rows that `slab` returns."""
         ...
 
     @property
     def columns(self) -> NDArray[np.int64] | None:
-        """int64 [n]: inputs whose weights have 16 bits beside the codes of all (`SplitWeight`); None for none."""
+        """int64 [n]: inputs whose weights have 16 bits in addition to the codes of all (`SplitWeight`); None for
+        none."""
         ...
 
     @property
     def inputs(self) -> Sequence[tuple[int, Inputs | None]]:
-        """(outputs, what their inputs are rounded to) of the stacked layers; empty where no checkpoint says it."""
+        """(outputs, rounding of their inputs) of the stacked layers; empty where no checkpoint says it."""
         ...
 
     @property
     def permutation(self) -> NDArray[np.int64] | None:
-        """int64 [num_in]: that of every `slab`, as `QWeight` has it (act-order); None for the model's order."""
+        """int64 [num_in]: the permutation of every `slab`, as `QWeight` has it (act-order); None for the model's
+        order."""
         ...
 
     def slab(self, first: int, last: int) -> QWeight:
-        """Rows first ... last - 1. Raises `CheckpointError` for weights that `scheme` can not hold."""
+        """Rows first ... last - 1. Raises `CheckpointError` for weights that `scheme` cannot hold."""
         ...
 
 
@@ -297,7 +300,7 @@ class Format(Protocol):
     def read(self, tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         """The weight of the linear layer `name` (without ".weight"); `config` is config.json's quantization_config.
 
-        Raises `CheckpointError` naming tensor, shape and what was expected.
+        Raises `CheckpointError` naming tensor, shape and the expected ones.
         """
         ...
 
@@ -319,7 +322,8 @@ def find_format(config: Any) -> Format:
 
 
 def stated_activations(config: Any) -> str:
-    """What a checkpoint of config.json's `quantization_config` is multiplied with by its own method: "16bit" where that
-    is all that keeps the method's loss, "fp8", or "" where headrace measures it. Raises as `find_format`."""
+    """The activations with which the checkpoint's own method multiplies, by config.json's `quantization_config`:
+    "16bit" where only these keep the method's loss, "fp8", or "" where headrace measures it. Raises as
+    `find_format`."""
     rule = getattr(find_format(config), "activations", None)
     return "" if rule is None or config is None else str(rule(config))

@@ -5,7 +5,7 @@ int2 and int3 kernels compute (code - 2 or 4) * scale, or (code - zero) * scale 
 scale, or code * scale + minimum, with codes -128 ... 127. Scales are float16 for each group of inputs, or (int8 without
 minimums) one float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for backends that declare them.
 Codes of other lengths, other zero points and larger groups are converted to these forms where that loses nothing;
-scales, minimums and tables that the kernels can not hold are rounded, by `Fit.rounding` at most. All other weights have
+scales, minimums and tables that the kernels cannot hold are rounded, by `Fit.rounding` at most. All other weights have
 no kernel and are dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
 """
 
@@ -27,15 +27,15 @@ CHANNEL_GROUP = 128
 MOST_ROUNDING = 2.0**-8
 """Of a scale, as a share of it: bfloat16's rounding. Beyond it a matrix is dequantised."""
 BOOK_ROUNDING = 1e-6
-"""Of a table's entry, as a share of its largest: what float32 makes of the kernels' levels."""
+"""The rounding of the kernels' levels to float32: of a table's entry, as a share of its largest."""
 SMALL = 2.0**-12
 """The rounding of scales below this share of the matrix's largest is measured by it: such groups are almost zero."""
 
 
 class Fit(NamedTuple):
     """scheme: of the kernel, or None for none. why: the reason for none. rounding: the largest change of a weight, in
-    steps of its code. columns: inputs whose weights have 16 bits beside the kernel's codes. permutation: as `QWeight`
-    has it."""
+    steps of its code. columns: inputs whose weights have 16 bits in addition to the kernel's codes. permutation: as
+    `QWeight` has it."""
 
     scheme: Scheme | None
     why: str = ""
@@ -51,8 +51,8 @@ class Fit(NamedTuple):
 
 
 def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES, *, permutes: bool = True) -> Fit:
-    """How weights that are stacked to one matrix run: on one kernel out of `schemes`, or on none. permutes: the inputs
-    of a matrix may have an order of their own (act-order)."""
+    """How weights that are stacked to one matrix run: on one kernel out of `schemes`, or on none. permutes: each matrix
+    may have its inputs in another order (act-order)."""
     is_split = any(isinstance(weight, SplitWeight) for weight in weights)
     orders = [weight.permutation for weight in weights]
     if any(order is not None for order in orders):
@@ -94,7 +94,7 @@ def _fit_split(weights: Sequence[QWeight]) -> Fit:
 
 
 def fitted(weight: QWeight, scheme: Scheme) -> QWeight:
-    """The same weights as codes of `scheme`, which must be what `fit_of` returned for them; for some rows or all."""
+    """The same weights as codes of `scheme`, the result of `fit_of` for them; for some rows or all."""
     if weight.scales is None:
         raise ValueError("plain weights have no codes to be fitted")
     if isinstance(weight, SplitWeight):
@@ -214,7 +214,7 @@ def _why_not_i8(weight: QWeight) -> str:
 
 
 def _is_moved(weight: QWeight) -> bool:
-    """Whether codes of 7 or 8 bits need minimums to be those of a kernel of int8."""
+    """Whether codes of 7 or 8 bits need minimums in an int8 kernel."""
     zero = _middle_of_bytes(weight)
     if weight.mins is not None or weight.zeros is None:
         return weight.mins is not None or zero > 0
@@ -224,7 +224,7 @@ def _is_moved(weight: QWeight) -> bool:
 
 
 def _middle_of_bytes(weight: QWeight) -> int:
-    """What is subtracted from codes of 8 bits for a kernel of signed ones."""
+    """The number that is subtracted from codes of 8 bits for a kernel of signed ones."""
     return 128 if weight.bits == 8 and type_name(weight.codes) == "uint8" else 0
 
 
@@ -237,7 +237,7 @@ def _is_whole(zeros: NDArray[Any]) -> bool:
 
 
 def _has_zeros(weight: QWeight) -> bool:
-    """Whether all that the weight has beside scales are zeros that fit 4 bits."""
+    """Whether the weight has nothing but scales, and zeros that fit 4 bits."""
     if weight.zeros is None or weight.mins is not None:
         return False
     return _is_whole(weight.zeros) and bool((weight.zeros <= MOST_ZERO).all())

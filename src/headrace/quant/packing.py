@@ -1,7 +1,7 @@
-"""What the checkpoint formats have in common: codes out of packed words, verified tensors, lists of plain layers.
+"""The common parts of the checkpoint formats: codes out of packed words, verified tensors, lists of plain layers.
 
 Every shape, type and number that a format relies on is verified; a wrong one is a `CheckpointError` that names the
-tensor, its shape and what was expected. Called by the formats `quant/<quant_method>.py`.
+tensor, its shape and the expected one. Called by the formats `quant/<quant_method>.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def one_scale(tensors: Tensors, name: str) -> NDArray[np.float32]:
 
 
 def two_sizes(values: Any, what: str) -> tuple[int, int]:
-    """`values` if it is a list of two sizes; the error names `what`."""
+    """`values` if it is a list of two sizes; `what` is its name for the error."""
     if isinstance(values, list) and len(values) == 2 and all(type(size) is int and size > 0 for size in values):
         return values[0], values[1]
     raise CheckpointError(f"{what} is {values!r:.80}, expected two whole numbers")
@@ -115,8 +115,8 @@ def four_bit_floats(pairs: NDArray[np.uint8], scales: NDArray[np.float32], group
 
 def signed(codes: NDArray[np.int8], scales: NDArray[np.float32], zeros: NDArray[Any] | None, group: int, bits: int,
            name: str) -> QWeight:  # fmt: skip
-    """Codes int8 [out, in], from -2^(bits - 1) on, with scales and zero points [out, groups]. Those of 6 bits at most
-    become unsigned, as the kernels of few bits take them. `name` is that of the codes."""
+    """Codes int8 [out, in], from -2^(bits - 1) on, with scales and zero points [out, groups]. Codes of 6 bits at most
+    become unsigned, as the kernels of few bits take them. `name`: of the codes."""
     zeros = None if zeros is None or not zeros.any() else zeros
     half = 2 ** (bits - 1)
     if ((codes < -half) | (codes >= half)).any():
@@ -181,8 +181,9 @@ def matches(pattern: str, name: str, *, anywhere: bool = False) -> bool:
 
 
 def first_match(rules: Any, name: str, key: str) -> Any:
-    """What the first pattern that matches `name` stands for in `rules`, patterns with optional "+:" or "-:" before them
-    (GPTQModel's `dynamic`); False behind "-:", None if none matches. Raises `CheckpointError` naming `key`."""
+    """The value in `rules` of the first pattern that matches `name`. Patterns have an optional "+:" or "-:" before them
+    (GPTQModel's `dynamic`); the value is False behind "-:", None if none matches. Raises `CheckpointError` naming
+    `key`."""
     if not isinstance(rules, dict):
         raise CheckpointError(f"config.json: quantization_config.{key} is {rules!r:.80}, expected settings by pattern")
     for pattern, settings in rules.items():
@@ -192,7 +193,8 @@ def first_match(rules: Any, name: str, key: str) -> Any:
 
 
 def overridden(config: dict[str, Any], settings: Any, key: str, *names: str) -> dict[str, Any]:
-    """`config` with those of `settings` that `names` lists. Raises `CheckpointError` naming `key` for no object."""
+    """`config` with the entries of `settings` that `names` lists. Raises `CheckpointError` naming `key` if it is no
+    object."""
     if not isinstance(settings, dict):
         raise CheckpointError(f"config.json: quantization_config.{key} has {settings!r:.80}, expected an object")
     return config | {name: settings[name] for name in names if settings.get(name) is not None}

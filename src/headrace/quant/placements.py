@@ -1,4 +1,4 @@
-"""Logs after loading which kernels the matrices of a quantised checkpoint run on, and what that costs in bytes.
+"""Logs after loading which kernels the matrices of a quantised checkpoint run on, and their cost in bytes.
 
 Owns the counts and their wording. Called by `checkpoint.loader`.
 """
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MIB = 2**20
 SHOWN = 3
 MOST_HELD = 1.05
-"""Of the bytes in the file. What takes more in memory is said with the cost."""
+"""Share of the bytes in the file, above which the log names the cost in memory."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ def cost_of(stored: int, num_bytes: int) -> str:
 
 
 class Placements:
-    """`method`: quant_method of the checkpoint; `dtype`: of what is dequantised."""
+    """`method`: quant_method of the checkpoint; `dtype`: of dequantised weights."""
 
     def __init__(self, method: str, dtype: str) -> None:
         self._method, self._dtype = method, dtype

@@ -26,14 +26,15 @@ from headrace.quant.threads import on_all_threads
 F32 = NDArray[np.float32]
 
 SHRINK = (1.0, 0.9)
-"""Scales that are tried for int4, as shares of the one that reaches the group's ends. On Gaussian, Laplace and trained
-weights the second lowers the squared error by 4% (groups of 32) to 9% (128); seven more would give 4% at most."""
+"""Scales that are tried for int4, as shares of the scale that reaches the group's ends. On Gaussian, Laplace and
+trained weights the second lowers the squared error by 4% (groups of 32) to 9% (128); seven more would give 4% at
+most."""
 
 BLOCK_WEIGHTS = 2**19
 """Weights that a thread works on at once: enough that the calls cost little, and few enough for the caches."""
 
 LONG = 512
-"""Inputs of a group for which numpy is as fast along the group as along others."""
+"""Inputs of a group from which on numpy is as fast along the group as along other axes."""
 
 MAX_F16 = 65504.0
 TINY_F16 = 2.0**-24
@@ -44,7 +45,7 @@ def quantise(weight: NDArray[Any], scheme: Scheme, name: str = "a weight") -> QW
     """Floats [out, in] as codes of `scheme` (any kind but f), on a thread for each core.
 
     int4, int6: |w - dequantised| <= |scale| / 2, but for weights beyond the outermost code. Raises `CheckpointError`
-    with `name` for weights that are not finite, or whose scale float16 can not hold.
+    with `name` for weights that are not finite, or whose scale float16 cannot hold.
     """
     num_out, num_in = weight.shape
     group = scheme.group or num_in

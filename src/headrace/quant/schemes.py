@@ -42,7 +42,7 @@ BOOKS: dict[str, tuple[int, ...]] = {
 weight moves by at most 0.4 % of its group's largest."""
 
 ROUNDED_BOOKS = frozenset(name for name, levels in LEVELS.items() if max(levels) == 1)
-"""Books that are exact only beside activations that are floats."""
+"""Books that are exact only with activations that are floats."""
 
 BITS = {"i2": 2, "i3": 3, "i4": 4, "i5": 5, "i6": 6, "i8": 8, "f8": 8}
 
@@ -71,7 +71,7 @@ K_TYPES = {
 }
 
 GROUPS = (128, 64, 32, 16, 8)
-"""Inputs that may share a scale. Powers of two, so that the smallest of some divides the others."""
+"""Inputs that may share a scale. Powers of two, so that the smallest of several divides the others."""
 
 HEAD_GROUP = 32
 """Group of the head under plain "int4": its errors go straight into the logits."""
@@ -160,7 +160,7 @@ ZEROS = 6
 
 
 def native_flag(scheme: Scheme) -> int:
-    """The number that the native library, and packed files, have for a scheme beside its kind and group.
+    """The number that the native library, and packed files, have for a scheme in addition to its kind and group.
 
     It is `flag` of HrFormat in csrc/include/kernels.h: the type of floats and K-quants, the group of i8 and f8 codes
     (one more where i8 has minima), and for codes of 2 to 6 bits 0 without minima, 1 with minima, 2 and more for the
@@ -198,7 +198,7 @@ WHOLE = {
 
 
 class Quantization(NamedTuple):
-    """What `--quantization NAME` makes of the linear layers and of the head."""
+    """The schemes that `--quantization NAME` gives the linear layers and the head."""
 
     name: str
     layer: Scheme
@@ -229,7 +229,7 @@ FP8_CACHE = "fp8_e4m3"
 
 
 def cache_scheme(config: dict[str, Any] | None) -> str | None:
-    """What a `quantization_config` wants keys and values to be stored as (compressed-tensors' `kv_cache_scheme`,
+    """The form in which a `quantization_config` stores keys and values (compressed-tensors' `kv_cache_scheme`,
     ModelOpt's `kv_cache_quant_algo`, Quark's `kv_cache_quant_config`): FP8_CACHE, a text that describes another form,
     or None.
 

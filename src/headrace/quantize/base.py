@@ -99,9 +99,9 @@ class Layer:
     """One decoder layer's working set, by name (without ".weight"). Methods may change all of it but the statistics'
     numbers; the driver writes it as they leave it.
 
-    weights: float32 [out, in] of the layers to quantise. biases: float32 [out]. norms: float32 [size], and offsets:
-    what a norm adds to its weight. stored: the dtype in which norms and biases are written. statistics: of the inputs
-    of each weight; empty where there was no calibration. folds: in the order of the computation.
+    weights: float32 [out, in] of the layers to quantise. biases: float32 [out]. norms: float32 [size], and offsets: the
+    number that a norm adds to its weight. stored: the dtype in which norms and biases are written. statistics: of the
+    inputs of each weight; empty where there was no calibration. folds: in the order of the computation.
     """
 
     weights: dict[str, Tensor]
@@ -146,11 +146,11 @@ class Writer(Protocol):
     """A module `quantize/writers/<name>.py`."""
 
     def verify(self, options: Options) -> None:
-        """Raises `RequestError` for options that the layout can not hold."""
+        """Raises `RequestError` for options that the layout cannot hold."""
         ...
 
     def verify_model(self, source: Path, layers: Mapping[str, LayerShape], options: Options) -> None:
-        """Raises `CheckpointError` for a model (the directory `source`) that the layout can not hold with these
+        """Raises `CheckpointError` for a model (the directory `source`) that the layout cannot hold with these
         options, so that `tensors` and `finish` do not fail hours later."""
         ...
 
@@ -167,7 +167,7 @@ class Writer(Protocol):
         ...
 
     def read(self, tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
-        """Read back what `tensors` returned; `config` is what `quantization_config` returned."""
+        """Read back the result of `tensors`; `config` is the result of `quantization_config`."""
         ...
 
     def finish(self, directory: Path, files: Mapping[str, Sequence[str]], config: dict[str, Any]) -> None:

@@ -84,20 +84,20 @@ def quantise_checkpoint(
 
     calibration: token ids of each piece of text; some methods need it, for all others it measures the errors. Raises
     `RequestError` for invalid options, and for an `out` that holds something else; `CheckpointError` for a checkpoint
-    that can not be read or has shapes that the layout can not hold.
+    that cannot be read or has shapes that the layout cannot hold.
     """
-    return Run(source, out, options, layout, calibration, progress).run()
+    return QuantizeRun(source, out, options, layout, calibration, progress).run()
 
 
 def verify_checkpoint(source: Path, options: Options, layout: str) -> int:
-    """Raise what `quantise_checkpoint` would raise, the calibration text left out, before any work. Return the bytes
+    """Raise the errors of `quantise_checkpoint`, except for the calibration text, before any work. Return the bytes
     that it will write, scales and zero points left out."""
-    return Run(source, Path(), options, layout, None, None).num_bytes()
+    return QuantizeRun(source, Path(), options, layout, None, None).num_bytes()
 
 
 def verify_out(out: Path, num_bytes: int = 0) -> None:
-    """Raises `RequestError` unless `out` does not exist, is empty, or holds an interrupted run; and if `num_bytes` can
-    not be written there."""
+    """Raises `RequestError` unless `out` does not exist, is empty, or holds an interrupted run; and if `num_bytes`
+    cannot be written there."""
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not os.access(nearest, os.W_OK) or not (nearest.is_dir() or nearest == out):
         raise RequestError("out", str(out), f"a path that can be made: {nearest} can not be written to")
@@ -108,7 +108,7 @@ def verify_out(out: Path, num_bytes: int = 0) -> None:
         raise RequestError("out", str(out), "a new or empty directory, or that of a run that was broken off")
 
 
-class Run:
+class QuantizeRun:
     """The quantisation of one checkpoint `source` to `out`."""
 
     def __init__(
@@ -198,7 +198,8 @@ class Run:
         return report
 
     def _fingerprint(self, layout: str) -> str:
-        """Of all that the result depends on: the checkpoint's files, options, layout, and the calibration text."""
+        """Return a digest of the inputs of the result: the checkpoint's files, options, layout, and the calibration
+        text."""
         files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.files]
         values = [VERSION, files, self.values, layout, _as_json(self.options), self.calibration]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -333,7 +334,7 @@ class Run:
 
 
 class State:
-    """What `out` has of an interrupted run: the state file, and whole files of weights."""
+    """The remains of an interrupted run in `out`: the state file, and whole files of weights."""
 
     def __init__(self, out: Path, fingerprint: str, num_layers: int) -> None:
         self.out, self.fingerprint, self.num_layers = out, fingerprint, num_layers
@@ -455,7 +456,7 @@ def _as_json(options: Options) -> dict[str, Any]:
 
 
 def copy_others(source: Path, out: Path) -> None:
-    """Copy the tokenizer and the other files beside the weights that headrace reads."""
+    """Copy the tokenizer and the other files, apart from the weights, that headrace reads."""
     for pattern in hub.PATTERNS:
         for path in sorted(source.glob(pattern)):
             if path.suffix != ".safetensors" and path.name not in ("config.json", shards.INDEX, STATE, REPORT):

@@ -28,7 +28,7 @@ I8 = NDArray[np.int8]
 F32 = NDArray[np.float32]
 
 SHARES = (0.8, 0.86, 0.91, 0.96, 1.0, 1.06, 1.14)
-"""Scales that are tried, as shares of the one that reaches the group's ends."""
+"""Scales that are tried, as shares of the scale that reaches the group's ends."""
 NEIGHBOURS = (0, -1, 1)
 MAX_F16 = 65504.0
 
@@ -45,7 +45,7 @@ def encode(kind: str, weight: F32, name: str = "a weight") -> U8:
     """Rows of floats [rows, in] as rows of blocks, uint8 [rows, in / elements * size].
 
     On a thread for each core. Raises `CheckpointError` with `name` for weights that are not finite, whose
-    scales float16 can not hold, or whose rows are no whole number of blocks.
+    scales float16 cannot hold, or whose rows are no whole number of blocks.
     """
     encoder = ENCODERS[kind]
     if weight.shape[1] % encoder.elements:
@@ -53,7 +53,7 @@ def encode(kind: str, weight: F32, name: str = "a weight") -> U8:
             f"{name} has rows of {weight.shape[1]}, expected a multiple of {encoder.elements}: {kind}"
         )
     largest, bound = float(np.abs(weight).max(initial=0.0)), np.inf if kind in ("F32", "BF16") else MAX_F16
-    if not largest < bound:  # also for what is not a number
+    if not largest < bound:  # also for NaN
         raise CheckpointError(f"{name} has weights up to {largest}, expected below {bound}: {kind}")
     blocks = weight.reshape(-1, encoder.elements)
     raw = np.empty((len(blocks), encoder.size), np.uint8)

@@ -27,7 +27,7 @@ Value = bool | int | float | str | Sequence[str] | Sequence[bool] | Sequence[int
 
 ALIGNMENT = 32
 NOTED_BYTES = 32 * 2**20
-"""Bytes, and one tensor, that a resumed run has to write again at most."""
+"""A resumed run writes at most so many bytes, and one tensor, again."""
 _NUMBERS = {name: (number, elements, size) for number, (name, elements, size) in TENSOR_TYPES.items()}
 _BOOL, _UINT32, _INT32, _FLOAT32, _STRING, _ARRAY = 7, 4, 5, 6, 8, 9
 
@@ -100,7 +100,7 @@ def write(
 
 
 class Notes:
-    """The state that a run stores beside its file, so that it can be resumed: JSON, valid for one stamp."""
+    """The state that a run stores next to its file, so that it can be resumed: JSON, valid for one stamp."""
 
     def __init__(self, path: Path, stamp: str, ending: str = ".part.json") -> None:
         self._path, self._stamp = path.with_name(path.name + ending), stamp

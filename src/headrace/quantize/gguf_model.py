@@ -1,8 +1,8 @@
 """The metadata and the tensors of a GGUF file for a model: the inverse of `checkpoint.gguf_config`.
 
-`metadata` turns a config.json into the keys of an architecture; `planned` maps the tensors of the checkpoint to those
-of the file, with the changes of their rows and numbers. A model that the format can not express is refused. Reads no
-tensors. Called by `quantize.gguf_writer`.
+`metadata` turns a config.json into the keys of an architecture; `planned` maps the tensors of the checkpoint to the
+tensors of the file, with the changes of their rows and numbers. A model that the format cannot express is refused.
+Reads no tensors. Called by `quantize.gguf_writer`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 """GGUF's name of each model_type."""
 MIXTURES = {"mixtral": ("block_sparse_moe", EXPERTS), "qwen3_moe": ("mlp", PARTS)}
-"""What the names of routers and experts begin with, and GGUF's names of an expert's parts with theirs."""
+"""The beginnings of the names of routers and experts, and GGUF's names of an expert's parts with theirs."""
 WINDOWED = ("mistral", "mixtral", "gemma2", "gemma3_text")
 IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 
@@ -51,7 +51,7 @@ class Planned(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """fields: metadata. factors: what each frequency of rope is divided by (the tensor rope_freqs), or None."""
+    """fields: metadata. factors: the divisor of each frequency of rope (the tensor rope_freqs), or None."""
 
     architecture: str
     fields: dict[str, Value]
@@ -62,7 +62,7 @@ class Metadata(NamedTuple):
 
 
 def metadata(config: ModelConfig) -> Metadata:
-    """Return the metadata. Raises `CheckpointError` for a model that GGUF, or headrace's reader, can not express."""
+    """Return the metadata. Raises `CheckpointError` for a model that GGUF, or headrace's reader, cannot express."""
     model_type = config.values.get("model_type")
     if model_type not in ARCHITECTURES:
         raise CheckpointError(
@@ -155,7 +155,7 @@ def _global_rope(config: ModelConfig) -> ModelConfig:
 
 
 def _verify(config: ModelConfig, kind: Any, model_type: str, head_dim: int) -> None:
-    """Refuse values that a model file reads and the metadata can not express."""
+    """Refuse values that a model file reads and the metadata cannot express."""
     gemma = model_type.startswith("gemma")
     activation = config.choice(kind.activation_key, ACTIVATIONS, kind.default_activation)
     expected = "gelu_tanh" if gemma else "silu"

@@ -2,7 +2,7 @@
 
 Byte-level BPE becomes the model "gpt2", whose splitting of text must be one that GGUF has a name for; SentencePiece's
 BPE becomes "llama", with scores that order its merges. The metadata are read back and must give the same token ids for
-the text of every token and some sentences: a tokenizer that GGUF can not express is refused, not approximated. Knows no
+the text of every token and some sentences: a tokenizer that GGUF cannot express is refused, not approximated. Knows no
 tensors. Called by `quantize.gguf_writer`.
 """
 
@@ -36,7 +36,7 @@ _SAMPLES = (
 def metadata(directory: Path, vocab_size: int) -> dict[str, Value]:
     """Return `tokenizer.*` for the model in `directory`, empty for a model without a tokenizer.
 
-    Raises `CheckpointError` for a tokenizer that GGUF can not express.
+    Raises `CheckpointError` for a tokenizer that GGUF cannot express.
     """
     tokenizer = Tokenizer.load_if_present(directory)
     if tokenizer is None:

@@ -90,7 +90,7 @@ class Written(NamedTuple):
 class Source:
     """A directory of plain floats as the tensors of a GGUF file.
 
-    Raises `CheckpointError` for a model that GGUF can not express, or that is quantised already.
+    Raises `CheckpointError` for a model that GGUF cannot express, or that is quantised already.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -238,8 +238,8 @@ def find_level(name: str) -> Level:
 
 
 def verify(source: Source) -> dict[str, Value]:
-    """Return the metadata of the tokenizer. Raises `CheckpointError` for one that GGUF can not express, and for tensors
-    whose shapes a file can not hold."""
+    """Return the metadata of the tokenizer. Raises `CheckpointError` for one that GGUF cannot express, and for tensors
+    whose shapes a file cannot hold."""
     for plan in source.plans:
         source.shape(plan)
     return gguf_tokenizer.metadata(source.directory, source.config.integer("vocab_size"))
@@ -249,7 +249,7 @@ def convert(directory: Path, path: Path, level: str, progress: Progress | None =
     """Write the model in `directory` as the GGUF file `path` of a level of `LEVELS`.
 
     `progress` is called with (weights written, weights in all). Raises `CheckpointError` for a model, a tokenizer or
-    weights that GGUF can not hold, `RequestError` for an unknown level; then there is no file.
+    weights that GGUF cannot hold, `RequestError` for an unknown level; then there is no file.
     """
     mixture = find_level(level)
     source = Source(directory)

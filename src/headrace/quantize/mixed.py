@@ -5,7 +5,7 @@ compute them together. For each group the model is run with that group alone qua
 divergence of its predictions from the float model's on a calibration text. For other types the loss is scaled by the
 weights' squared error, to which small losses are proportional. Then bits go where they save most: along each group's
 lower convex hull, the steepest step first (Fox 1966, "Discrete Optimization via Marginal Analysis"). The model is in
-memory once, in float32. The measurements are stored beside the file until it is whole, so that an interrupted run can
+memory once, in float32. The measurements are stored next to the file until it is whole, so that an interrupted run can
 be resumed. Called by `cli.quantize`.
 """
 
@@ -45,7 +45,7 @@ LADDER = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16")
 SHORT_LADDER = ("Q4_0", "Q5_0", "Q8_0", "BF16")
 """For rows of whole blocks of 32 only."""
 PROBE = "Q4_K"
-"""The type at which a group's loss is measured (or the one that fits its rows instead)."""
+"""The type at which a group's loss is measured (or another that fits its rows)."""
 MAX_TOKENS = 1024
 """Tokens of the calibration text that are used; the model runs over them once for each group."""
 SLAB_WEIGHTS = 2**22
@@ -70,7 +70,7 @@ class Group:
     steps: list[Step] = field(default_factory=list)
 
 
-class Mixture(NamedTuple):
+class MixedFile(NamedTuple):
     """predicted: sum of the groups' losses. measured: divergence (nats a token) of the model with all of them."""
 
     written: Written
@@ -89,11 +89,11 @@ class _FastOps(RefOps):
 
 def write(
     directory: Path, path: Path, bits: float, calibration: Sequence[Sequence[int]], progress: Progress | None = None
-) -> Mixture:
+) -> MixedFile:
     """Write the model in `directory` as the GGUF file `path`, of at most `bits` a weight, all tensors counted.
 
-    calibration: token ids of pieces of text. Raises `RequestError` without such, or for a budget that the smallest
-    types are beyond; `CheckpointError` as `gguf_writer.convert`.
+    calibration: token ids of pieces of text. Raises `RequestError` without such text, or for a budget below the bits of
+    the smallest types; `CheckpointError` as `gguf_writer.convert`.
     """
     source = Source(directory)
     with torch.inference_mode():
@@ -119,7 +119,7 @@ def write(
         measured = model.divergence()
     written = gguf_writer.write(source, path, kinds, None, None)
     notes.remove()
-    return Mixture(written, sum(step.loss for step in chosen), measured)
+    return MixedFile(written, sum(step.loss for step in chosen), measured)
 
 
 def ladder_of(num_in: int) -> tuple[str, ...]:
@@ -139,16 +139,16 @@ def least_bits(source: Source) -> float:
 
 
 def verify(source: Source, bits: float) -> None:
-    """Raise what `write` would raise, but for the calibration text: `RequestError` for a budget below what the smallest
-    types take, and `CheckpointError` as `gguf_writer.convert`."""
+    """Raise the errors of `write`, except for the calibration text: `RequestError` for a budget below the bits of the
+    smallest types, and `CheckpointError` as `gguf_writer.convert`."""
     gguf_writer.verify(source)
     if bits < (least := least_bits(source)):
         raise RequestError("bits", bits, f"at least {least:.2f}, which the smallest types take for this model")
 
 
 def choose(model: _Measured, bits: float) -> list[Step]:
-    """Choose a step for each group. Raises `RequestError` for a budget below what the smallest steps take."""
-    hulls = [hull(group.steps) for group in model.groups]
+    """Choose a step for each group. Raises `RequestError` for a budget below the bits of the smallest steps."""
+    hulls = [lower_hull(group.steps) for group in model.groups]
     places = [0] * len(hulls)
     room = bits * model.num_weights - model.other_bits - sum(steps[0].bits for steps in hulls)
     if room < 0:
@@ -168,7 +168,7 @@ def choose(model: _Measured, bits: float) -> list[Step]:
         places[best] += 1
 
 
-def hull(steps: Sequence[Step]) -> list[Step]:
+def lower_hull(steps: Sequence[Step]) -> list[Step]:
     """Return the steps of the lower convex hull of loss over bits, falling; fewest bits first."""
     steps_of_hull: list[Step] = []
     for step in sorted(steps, key=lambda step: (step.bits, step.loss)):

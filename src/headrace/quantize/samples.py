@@ -1,7 +1,7 @@
 """`python -m headrace.quantize.samples SECONDS`: reads single groups of weights from a model's files, rounds them to
-fewer bits, and measures the machine's limits: for the inspector, in a process of its own (`text.bounded`).
+fewer bits, and measures the machine's limits: for the inspector, in a separate process (`text.bounded`).
 
-The server's process imports no numpy and never maps the weights. Rounding is that of the engine and of `headrace
+The server's process imports no numpy and never maps the weights. Rounding is the same as in the engine and in `headrace
 quantize`: bfloat16, int8 and int4 as `--quantization` makes them, and GGUF's Q2_K. Replies are plain dicts in the form
 of `insight.numbers`.
 """
@@ -48,8 +48,8 @@ PARTS = re.compile(r"(.*)\.(?:weight|qweight|weight_packed)")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to read: the names of some weights, or group number `group` of the weight `name`; without a `path`, the
-    limits of the machine."""
+    """A request: the names of some weights, or group number `group` of the weight `name`; without a `path`, the limits
+    of the machine."""
 
     path: str = ""
     name: str = ""
@@ -132,7 +132,7 @@ class _GGUFRows(QWeight):
 
 
 def group_of(path: Path, name: str, group: int) -> dict[str, Any]:
-    """Return `GROUP` weights of one row, exact as float32, and what is left of them in fewer bits.
+    """Return `GROUP` weights of one row, exact as float32, and their values in fewer bits.
 
     Raises `RequestError` for a name or a group that there is not, `CheckpointError` for damaged files.
     """
@@ -221,7 +221,7 @@ def limits_of_machine(num_bytes: int = PROBE_BYTES, seconds: float = PROBE_SECON
 
 
 def answer(body: bytes) -> bytes:
-    """Do one job. What the caller got wrong comes back as {"error": [field, bound]}."""
+    """Do one job. A mistake of the caller comes back as {"error": [field, bound]}."""
     job = msgspec.msgpack.decode(body, type=Job)
     reply: dict[str, Any]
     try:

@@ -118,7 +118,7 @@ class TracingOps(RefOps):
         return super().embedding(ids, table, scale).float()
 
     def folds(self) -> list[Fold]:
-        """Where scales can move, of what ran while recording: every layer that is fed will be quantised."""
+        """The folds between the operators that ran while recording: every layer that is fed will be quantised."""
         folds = []
         for (_, name), fed in self.fed.items():
             if any(matrix.plain for matrix, _ in fed):
@@ -161,8 +161,8 @@ class TracingBackend(TorchRef):
 
 
 class LazyWeights(SafetensorsWeights):
-    """Weights whose matrices are `LazyMatrix`, but for the head. matrices: those of the decoder layers. norms: the
-    small tensors by name."""
+    """Weights whose matrices are `LazyMatrix`, but for the head. matrices: of the decoder layers. norms: the small
+    tensors by name."""
 
     def __init__(self, checkpoint: Checkpoint, backend: TracingBackend) -> None:
         super().__init__(checkpoint, cast(Backend, backend))

@@ -1,6 +1,6 @@
-"""`App`: the schema of app.yaml, which says what `headrace deploy` deploys.
+"""`App`: the schema of app.yaml, which describes a deployment for `headrace deploy`.
 
-An error names the field by its place in the file (`models.0.max_replicas`), its value and what is allowed. Knows no
+An error names the field by its place in the file (`models.0.max_replicas`), its value and the allowed ones. Knows no
 Ray. Called by `cli.deploy`.
 """
 
@@ -34,13 +34,13 @@ ELSEWHERE = {
     "api_key": "left out: a file of keys on the front's host, as api_key_file, or HEADRACE_API_KEY where Ray starts",
     "admin_api_key": "left out: a file of keys on the front's host, as api_key_file",
 }
-"""Settings that `engine` and `server` must not have, and what to do instead."""
+"""Settings that `engine` and `server` must not have, and the alternatives."""
 
 T = TypeVar("T", EngineConfig, ServerConfig)
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What of a host an actor takes; Ray places it where there is so much."""
+    """The resources of a host that an actor takes; Ray places it where there are so many."""
 
     num_cpus: Annotated[Share, Meta(description="Processors; an engine has as many threads unless it sets others.")] = 1
     num_gpus: Annotated[Share, Meta(description="GPUs.")] = 0
@@ -127,7 +127,7 @@ class App(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = True
 
     def check(self) -> None:
-        """Raise `RequestError` for what single fields do not show."""
+        """Raise `RequestError` for faults that single fields do not show."""
         labels: set[str] = set()
         for place, model in enumerate(self.models):
             if model.most_replicas < model.min_replicas:

@@ -17,7 +17,7 @@ import ray
 from ray import serve
 
 from headrace.protocol.errors import HeadraceError
-from headrace.ray import papers
+from headrace.ray import identity
 from headrace.ray.app import App, Model, Placement
 from headrace.ray.engine import EngineActor
 from headrace.ray.front import FrontActor
@@ -58,7 +58,7 @@ def connect(address: str) -> None:
     """Connect to the cluster. Raises `ClusterError` if there is none, if it refuses the token, or if it needs none."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # of many kinds, by what is wrong
+    except Exception as error:  # of many kinds
         text = " ".join(str(error).split())[:300] or type(error).__name__
         raise ClusterError(f"no Ray cluster at {address!r} lets this command in: {text}\nStart one:\n{START}\n"
                            "and set RAY_AUTH_MODE=token here, too, with the same token.") from error  # fmt: skip
@@ -87,13 +87,14 @@ def refuse_open(address: str) -> None:
 
 
 def deploy(app: App, seconds: float) -> str:
-    """Run `app`, in place of what ran under its name, and wait until it makes tokens. Returns the front's address.
+    """Run `app`, in place of the one that ran under its name, and wait until it makes tokens. Returns the front's
+    address.
 
     Raises `ClusterError` if it does not within `seconds`, and `RequestError` for credentials that will not do.
     """
     folder = Path(app.credentials or "")
     if not folder.exists():
-        papers.make(folder)
+        identity.make(folder)
         logger.warning("made certificates and a secret in %s; keep the folder, and keep it private", folder)
     end = time.monotonic() + seconds
     serve.start(proxy_location="Disabled")
@@ -114,7 +115,7 @@ def deploy(app: App, seconds: float) -> str:
 
 
 def _reason(app: App) -> str:
-    """Return the last lines of what keeps the actors of `app` from starting, as Ray Serve has it; "" if it has none."""
+    """Return the last lines of Ray Serve's message on why the actors of `app` do not start; "" without one."""
     running = serve.status().applications
     names = [front_app(app.name), *(engine_app(app.name, model.label) for model in app.models)]
     messages = [
@@ -130,7 +131,7 @@ def _reason(app: App) -> str:
 
 
 def delete(app: App) -> list[str]:
-    """Remove what runs under the name of `app`. Returns the names of its applications that ran."""
+    """Remove the applications that run under the name of `app`. Returns the names of its applications that ran."""
     names = [front_app(app.name), *(engine_app(app.name, model.label) for model in app.models)]
     running = [name for name in names if name in serve.status().applications]
     for name in running:
@@ -144,7 +145,7 @@ def _front(app: App, folder: Path) -> Any:
         model.label,
         model.engine_config("models.0"),
         app.front.server_config([model.label]),
-        papers.papers_of(folder, "front", app.send_credentials),
+        identity.identity_of(folder, "front", app.send_credentials),
     )
     deployment = serve.deployment(
         name=FRONT,
@@ -163,7 +164,7 @@ def _engine(app: App, place: int, model: Model, folder: Path) -> Any:
     plan = EnginePlan(
         model.label,
         model.engine_config(f"models.{place}"),
-        papers.papers_of(folder, "engine", app.send_credentials),
+        identity.identity_of(folder, "engine", app.send_credentials),
         app.ports,
         front_app(app.name),
         model.target_queue_seconds,
@@ -190,7 +191,7 @@ def autoscaling(model: Model) -> dict[str, Any]:
         "max_replicas": model.most_replicas,
         "upscale_delay_s": model.upscale_delay_seconds,
         "downscale_delay_s": model.downscale_delay_seconds,
-        # Engines report every ten seconds, and what they report are means of half a minute already.
+        # Engines report every ten seconds, and their reports are already means over half a minute.
         "look_back_period_s": LOOK_BACK_S,
         "policy": {"policy_function": POLICY},
     }

@@ -1,7 +1,7 @@
-"""`EngineActor`: an engine as a replica of Ray Serve. It listens on a port of its own, as `headrace engine` does, and
+"""`EngineActor`: an engine as a replica of Ray Serve. It listens on its own port, as `headrace engine` does, and
 announces its address to the front each second, until it goes.
 
-Knows no requests: they come over its own connection. Made by Ray Serve from what `deploy` binds.
+Knows no requests: they come over its own connection. Made by Ray Serve, with the plan that `deploy` binds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineActor:
         config = self._plan.config
         server = EngineServer(
             ProcessLink(config, log_level="info"),
-            self._plan.papers.credentials(),
+            self._plan.identity.credentials(),
             lambda: hub.weights_digest(config.model, config.revision),
         )
         self._serving = asyncio.create_task(server.serve(self._listener))
@@ -54,7 +54,7 @@ class EngineActor:
         await asyncio.wait({self._serving, loaded}, return_when=asyncio.FIRST_COMPLETED)
         loaded.cancel()
         if self._serving.done():
-            # Raises what kept it from loading.
+            # Raises the error that kept it from loading.
             await self._serving
         self._announcing = asyncio.create_task(self._announce())
 
@@ -80,11 +80,11 @@ class EngineActor:
         return msgspec.msgpack.decode(body, type=Demand)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what Ray Serve's policy decides by (`scaling`)."""
+        """Return the figures by which Ray Serve's policy decides (`scaling`)."""
         return stats(self._demand, self._plan.target_seconds)
 
     async def check_health(self) -> None:
-        """Raise what ended the engine's server; Ray Serve then replaces this actor."""
+        """Raise the error that ended the engine's server; Ray Serve then replaces this actor."""
         if self._serving.done():
             await self._serving
             raise HeadraceError("the engine's server has ended")

@@ -1,6 +1,6 @@
 """`FrontActor`: headrace's own server as a replica of Ray Serve, with a fleet of the engines that announce themselves.
 
-Clients come to its own port, and to none of Ray's. Made by Ray Serve from what `deploy` binds.
+Clients come to its own port, and to none of Ray's. Made by Ray Serve, with the plan that `deploy` binds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.fleet.engines.client import Fleet
 from headrace.fleet.remote.link import RemoteLink
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
-from headrace.ray.papers import ENGINE_NAME
+from headrace.ray.identity import ENGINE_NAME
 from headrace.ray.plans import FrontPlan
 from headrace.ray.roster import Roster
 from headrace.ray.scaling import Demand
@@ -35,7 +35,7 @@ logger = logging.getLogger("headrace.server")
 MAX_RESTARTS = 2**31
 """Times that a connection may be lost: Ray Serve decides when an engine is given up."""
 PORT_S = 30.0
-"""Seconds that a front waits for its port, which the one before may still have."""
+"""Seconds that a front waits for its port, which the front before it may still hold."""
 
 
 class FrontActor:
@@ -53,7 +53,7 @@ class FrontActor:
         self._serving = asyncio.create_task(process.serve(self._server, self._life, self._sockets))
 
     def _make_client(self, engine: EngineConfig, server: ServerConfig) -> EngineClient:
-        credentials = self._plan.papers.credentials()
+        credentials = self._plan.identity.credentials()
         weights = functools.cache(lambda: hub.weights_digest(engine.model, engine.revision))
         secret = blake2b(b"prefix keys", key=credentials.secret[: blake2b.MAX_KEY_SIZE], digest_size=32).digest()
         fleet = Fleet(

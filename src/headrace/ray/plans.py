@@ -1,11 +1,11 @@
-"""The plans that `headrace deploy` sends through Ray, as bytes of msgpack: what each actor does. Knows no Ray."""
+"""The plans that `headrace deploy` sends through Ray, as bytes of msgpack: the task of each actor. Knows no Ray."""
 
 from __future__ import annotations
 
 import msgspec
 
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.ray.papers import Papers
+from headrace.ray.identity import Identity
 
 FRONT = "front"
 ENGINE = "engine"
@@ -20,7 +20,7 @@ class EnginePlan(msgspec.Struct, frozen=True):
 
     model: str
     config: EngineConfig
-    papers: Papers
+    identity: Identity
     ports: list[int]
     front_app: str
     target_seconds: float
@@ -32,7 +32,7 @@ class FrontPlan(msgspec.Struct, frozen=True):
     model: str
     engine: EngineConfig
     server: ServerConfig
-    papers: Papers
+    identity: Identity
 
 
 def front_app(name: str) -> str:

@@ -21,7 +21,7 @@ logger = logging.getLogger("headrace.engine")
 
 LOST_S = 5.0
 """Seconds without an announcement after which an engine without a connection is dead, and seconds from the start of one
-that can not be used to the next."""
+that cannot be used to the next."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""How many engines a deployment needs, from the work that waits in its front. Pure.
+"""Computes the number of engines that a deployment needs from the work that waits in its front. Pure.
 
-What counts is time: the queued work over the rate at which work was begun lately is how long the last request in the
-queue will wait. The front sends `Demand` to its engines, each of them reports it to Ray Serve as its autoscaling stats,
-and Serve's controller calls `replicas_for` with them. Knows Ray's context by its attributes alone.
+The measure is time: the queued work, divided by the rate at which work was begun lately, is the wait of the last
+request in the queue. The front sends `Demand` to its engines, each of them reports it to Ray Serve as its autoscaling
+stats, and Serve's controller calls `replicas_for` with them. Knows Ray's context by its attributes alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ROUNDING = 1e-6
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """The load of a fleet. `queued_seconds`: how long what waits takes all its engines to begin; `busy_replicas`: its
-    open sequences, in engines full of them; `num_replicas`: the engines that have them."""
+    """The load of a fleet. `queued_seconds`: the time in which all its engines can begin the waiting requests;
+    `busy_replicas`: its open sequences, in engines full of them; `num_replicas`: the engines that have them."""
 
     queued_seconds: float = 0.0
     busy_replicas: float = 0.0
@@ -26,7 +26,8 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 def wanted(demand: Demand, target_seconds: float) -> float:
-    """Return the engines that begin what waits within `target_seconds`, while those that are busy stay so."""
+    """Return the number of engines that can begin the waiting requests within `target_seconds`, while busy engines stay
+    busy."""
     return demand.busy_replicas + demand.num_replicas * demand.queued_seconds / target_seconds
 
 

@@ -1,8 +1,7 @@
 """`NativeSelect`: the sampler's `Select` by an operator of the backend.
 
-It gives the same ids and the same bits as `sampling.filters.select`, which takes over where the head is long, but
-leaves out tokens that can not win the draw. It joins two layers that must not import each other. Made by
-`engine.library.load`.
+It gives the same ids and bits as `sampling.filters.select`, but leaves out tokens that cannot win the draw; for a long
+head it calls that function. It joins two layers that must not import each other. Made by `engine.library.load`.
 """
 
 from __future__ import annotations

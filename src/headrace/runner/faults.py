@@ -1,8 +1,8 @@
-"""Which request an exception in a step belongs to. A fault of one request ends that request, one of all ends the
-engine.
+"""Finds the request to which an exception in a step belongs. A fault of one request ends that request, a fault of all
+ends the engine.
 
-The runner computes the halves of a step that failed, down to single requests. The fault belongs to those that fail
-alone, unless every one does: then it is a fault of the device or the engine. Knows no tensors; called by the runner.
+The runner computes the halves of a step that failed, down to single requests. The fault belongs to the requests that
+fail alone, unless all do: then it is a fault of the device or the engine. Knows no tensors; called by the runner.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NOT_FINITE = "numerical_error: the model's logits are not finite"
 NO_THREAD = "can't start new thread"
 """Python's message where the system has no memory or no number for another thread."""
 LOST_DEVICE = ("CUDA error", "Triton Error [CUDA]")
-"""How torch and Triton begin what a GPU reports."""
+"""The beginnings of torch's and Triton's messages for errors of a GPU."""
 MOST_ALONE = 3
 """Steps in a row, each with one request that fails, after which the fault is the engine's."""
 
 
-class Blame:
+class StepFaults:
     """Reasons for the chunks that failed in a step, and whether the step as a whole fails."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Blame:
         if is_out_of_memory(error):
             if num_rows == 1:
                 return ""
-            # Not itself, whose traceback holds what filled the memory.
+            # Not the error itself, whose traceback holds the objects that filled the memory.
             self._error = MemoryError(str(error))
             return f"{NO_MEMORY}{error}"
         if (

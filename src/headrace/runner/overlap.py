@@ -1,9 +1,9 @@
-"""`Overlap`: steps whose tokens the device draws, so that one can start before the tokens of the one before are known.
+"""`Overlap`: steps whose tokens the device draws, so that a step can start before the tokens of the last one are known.
 
-A chunk that follows an undrawn token gets it on the device, out of what the last step drew. Where the host draws
-another token after all, because the two best were too close for the device to tell, the chunk that followed is
-deferred. Rows of logits that the host draws from are brought to it behind the step. Steps with drafts, pooling or
-log-probabilities of prompts are computed by the runner when they start. Knows no tensors. Called by the runner.
+A chunk that follows an undrawn token gets it on the device, out of the last step's draws. Where the host draws another
+token after all, because the two best were too close for the device to tell, the chunk that followed is deferred. Rows
+of logits that the host draws from are brought to it behind the step. Steps with drafts, pooling or log-probabilities of
+prompts are computed by the runner when they start. Knows no tensors. Called by the runner.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Overlap:
         rounds: Rounds,
         why_unsound: Callable[[ScheduledBatch, int, list[int]], str],
     ) -> None:
-        """`why_unsound` returns why a chunk of such tokens can not be computed, or ""."""
+        """`why_unsound` returns the reason why a chunk of such tokens cannot be computed, or ""."""
         self._program = program
         self._why_unsound = why_unsound
         self._sampler = sampler
@@ -140,7 +140,7 @@ class Overlap:
         return self._last
 
     def _is_plain(self, batch: ScheduledBatch) -> bool:
-        """Whether nothing but tokens and what is reported of them comes out of the step, in one call of the program."""
+        """Whether the step is one call of the program, which returns tokens and their reported numbers alone."""
         fits = 0 < len(batch.token_ids) <= self._program.max_rows and len(batch) <= self._program.max_logits
         if not fits or batch.drafts or batch.asks or batch.pooling:
             return False
@@ -155,8 +155,8 @@ class Overlap:
         return None if cut is None else Draw(*cut[:4], *(cut.key or (0, 0)))
 
     def _chunks(self, step: StartedStep) -> Chunks | None:
-        """Return the chunks of a step, with any token in the place of those that are known on the device alone, or None
-        if a chunk can not be computed. Fills `step.carried`."""
+        """Return the chunks of a step, with an arbitrary token in the place of each one that only the device knows, or
+        None if a chunk cannot be computed. Fills `step.carried`."""
         batch, before = step.batch, step.before
         known = self.known(batch) if before is None or before.result is not None else batch
         sources = {} if before is None else {seq_id: i for i, seq_id in enumerate(before.batch.seq_ids)}

@@ -1,7 +1,7 @@
 """From a `ScheduledBatch` to the rows of forward passes: pieces of chunks, with their drafts, in portions that fit.
 
-A chain of draft tokens follows its chunk's tokens as more rows of one piece. Of a tree the first path does; every other
-node is a piece of one row, whose block table is that of a path through it. Rows that several paths share are computed
+A chain of draft tokens follows its chunk's tokens as more rows of one piece. So does the first path of a tree; every
+other node is a piece of one row, with the block table of a path through it. Rows that several paths share are computed
 once and written to the blocks of each (`Piece.copies`). Knows ints; called by the runner.
 """
 

@@ -16,7 +16,7 @@ from headrace.drafters.speculator import Observation, Outcome, Speculator, StepR
 from headrace.grammar.matchers import Matchers
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult, TokenLogprob
-from headrace.runner.faults import NOT_FINITE, Blame
+from headrace.runner.faults import NOT_FINITE, StepFaults
 from headrace.runner.overlap import Overlap, StartedStep, copy_blocks
 from headrace.runner.pieces import Piece, make_pieces, make_portions, states_of
 from headrace.runner.verification import Rounds, Verification
@@ -46,7 +46,7 @@ class Runner:
         self.speculator = speculator
         self.block_size = program.block_size
         self._rounds = Rounds(sampler, matchers)
-        self._blame = Blame()
+        self._faults = StepFaults()
         self._overlap: Overlap | None = None
         # To draw again, the last row is computed again, which a state does not allow.
         if speculator is None and isinstance(program, DrawingProgram) and not program.kinds[-1].is_state:
@@ -54,15 +54,15 @@ class Runner:
 
     @property
     def runs_ahead(self) -> Callable[[SamplingParams], bool] | None:
-        """Whether the token after one with such parameters can be computed before that is known on the host; None where
-        no step can start beside another."""
+        """Whether the token after one with such parameters can be computed before that token is known on the host; None
+        where no step can start while another runs."""
         return None if self._overlap is None else self._overlap.runs_ahead
 
     def run(self, batch: ScheduledBatch) -> StepResult:
         return self.finish(self.start(batch))
 
     def start(self, batch: ScheduledBatch) -> StepResult | StartedStep:
-        """Start one step. Where the host has a part in it, or there is no device beside it, all is done here, and
+        """Start one step. Where the host takes part, or where there is no device, the whole step is computed here, and
         `finish` hands over the result. Raises only for faults that no single chunk owns (a broken device)."""
         self._begin_masks(batch)
         overlap = self._overlap
@@ -71,7 +71,7 @@ class Runner:
         step = overlap.start(batch)
         if step is None:
             return overlap.note(batch, self._run_now(overlap.known(batch)))
-        self._blame.settle(StepResult(step_id=batch.step_id, token_ids=[]), len(batch))
+        self._faults.settle(StepResult(step_id=batch.step_id, token_ids=[]), len(batch))
         return step
 
     def finish(self, ticket: StepResult | StartedStep) -> StepResult:
@@ -92,7 +92,7 @@ class Runner:
             if result.errors:
                 pieces = [piece for piece in pieces if piece.chunk_id not in result.errors]
             self._compute_what_fits(batch, pieces, result, record)
-        self._blame.settle(result, len(batch))
+        self._faults.settle(result, len(batch))
         for i in result.errors:
             result.token_ids[i] = -1
             result.forced.pop(i, None)
@@ -119,7 +119,7 @@ class Runner:
             self.matchers.warm()
 
     def _begin_masks(self, batch: ScheduledBatch) -> None:
-        """Start to compute the masks of this step, beside the forward pass."""
+        """Start to compute the masks of this step, in parallel with the forward pass."""
         requests = []
         for i, params in enumerate(batch.params):
             if params.structured_outputs is not None:
@@ -175,7 +175,8 @@ class Runner:
         self, batch: ScheduledBatch, pieces: list[Piece], result: StepResult, record: StepRecord | None
     ) -> None:
         """Compute the pieces, in halves where that fails. A piece that fails alone, for lack of memory (R-25) or for
-        another reason, ends its chunk. A piece that is computed again, beside others, writes the same bits again.
+        another reason, ends its chunk. A piece that is computed again, together with others, writes the same bits
+        again.
         """
         if not pieces:
             return
@@ -184,7 +185,7 @@ class Runner:
             return
         except BaseException as error:
             alone = len(pieces) == 1 and not pieces[0].nodes
-            reason = self._blame.reason(error, batch.lens[pieces[0].chunk_id] if alone else 0)
+            reason = self._faults.reason(error, batch.lens[pieces[0].chunk_id] if alone else 0)
             if not reason:
                 raise
             if alone:
@@ -250,7 +251,7 @@ class Runner:
         )
         finite, logits = self.program.forward(chunks, logits_rows)
         for piece, sound in zip(pieces, finite, strict=True):
-            # Of a piece with a draft the logits decide: the row that is not finite may follow a rejected token.
+            # The logits decide for a piece with a draft: its row that is not finite may follow a rejected token.
             if not sound and not piece.nodes:
                 result.errors[piece.chunk_id] = NOT_FINITE
         if logits_rows:
@@ -305,7 +306,7 @@ class Runner:
     def _observations(
         self, batch: ScheduledBatch, pieces: list[Piece], verifications: list[Verification], result: StepResult
     ) -> list[Observation]:
-        """Return the features of what was computed, without the rows of rejected draft tokens."""
+        """Return the features of the computed rows, without rejected draft tokens."""
         # By chunk: the first position, the tokens, and their rows.
         observed: dict[int, tuple[int, list[int], list[int]]] = {}
         nodes: dict[tuple[int, int], tuple[int, int]] = {}
@@ -339,8 +340,8 @@ class Runner:
         return observations
 
     def _pool(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[float]:
-        """Return the pooled hidden states after a piece that begins at row `row`: those of the last row, or the sum of
-        all rows so far, added one by one, so that it is the same however the prompt is cut."""
+        """Return the pooled hidden states after a piece that begins at row `row`: the last row's, or the sum of all
+        rows so far, added one by one, so that it is the same however the prompt is cut."""
         i = piece.chunk_id
         kind, before = batch.pooling[i]
         if kind == "last":
@@ -359,11 +360,11 @@ class Runner:
         return [] if i in result.errors else total.tolist()
 
     def _prompt_logprobs(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[TokenLogprob]:
-        """Return log-probabilities of prompt tokens. Logits are computed for some rows at a time: those of a prompt are
-        far larger than its text."""
+        """Return log-probabilities of prompt tokens. Logits are computed for some rows at a time: for a whole prompt
+        they are far larger than its text."""
         i = piece.chunk_id
         num_rows = max(0, min(len(piece.token_ids), batch.num_prompts[i] - 1 - piece.start))
-        # Of the row after each one: the piece's own tokens, then the token that comes after the piece.
+        # The token after each row: the piece's own tokens, then the token that comes after the piece.
         next_token_ids = piece.token_ids[1 : num_rows + 1]
         if len(next_token_ids) < num_rows:
             next_token_ids.append(self._token_after(batch, piece))

@@ -29,9 +29,9 @@ class Verification:
     """A chunk that samples, and its draft (of no tokens: a chunk without one).
 
     `rows[n]` is the row of the logits after node n, -1 for the last known token. `is_coupled`: not verified by
-    rejection sampling, which needs `draft_probs` [n, V], what each token was drawn from (None: chosen without chance).
-    `accepted` are the accepted nodes and `token_ids` the drawn tokens: one more than nodes when drawing has ended.
-    `best[n]` is the likeliest token after node n.
+    rejection sampling, which needs `draft_probs` [n, V], the distribution of each token's draw (None: chosen without
+    chance). `accepted` are the accepted nodes and `token_ids` the drawn tokens: one more than nodes when drawing has
+    ended. `best[n]` is the likeliest token after node n.
     """
 
     chunk_id: int
@@ -55,7 +55,7 @@ class Verification:
         return self.draft.children(self.node)
 
     def take(self, sample: Drawn) -> bool:
-        """Append what was drawn after the last node. Return whether that is a draft token, which is accepted then."""
+        """Append the token drawn after the last node. Return whether it is a draft token, which is then accepted."""
         self.token_ids.append(sample.token_id)
         self.state = sample.state
         for child in self.children():
@@ -66,7 +66,7 @@ class Verification:
 
 
 def rejects(row: Row) -> bool:
-    """Whether rejection sampling makes a difference to such a row. A sampler with a state of its own is coupled."""
+    """Whether rejection sampling makes a difference to such a row. A sampler with a state is coupled."""
     return not row.params.greedy and not row.params.steers
 
 
@@ -132,7 +132,7 @@ class Rounds:
             live = [each for each in live if each.is_open]
             for verification, sample in zip(live, self._sample(batch, live, logits, masks), strict=True):
                 i = verification.chunk_id
-                # The next step begins at this token, and reports what is wrong.
+                # The next step begins at this token, and reports the error.
                 if isinstance(sample, ValueError):
                     verification.is_open = False
                     continue

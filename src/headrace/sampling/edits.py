@@ -1,4 +1,4 @@
-"""Edits of logits: penalties by what the sequence holds, biases, bans and masks. Before any filter.
+"""Edits of logits: penalties by the tokens of the sequence, biases, bans and masks. Before any filter.
 
 Every edit but a mask touches only the token ids that it names. Histories are arrays of the token ids so far,
 prompt included. Knows no noise, no batch, no text. Called by `sampler`.
@@ -42,7 +42,7 @@ def penalized(values: F64, counts: I64, params: SamplingParams) -> F64:
     return values
 
 
-def dried(values: F64, lengths: I64, params: SamplingParams) -> F64:
+def dry_penalized(values: F64, lengths: I64, params: SamplingParams) -> F64:
     """Return the logits, after DRY, of tokens that would prolong a repetition of `lengths` tokens (p-e-w,
     text-generation-webui #5677): each loses dry_multiplier * dry_base ** (length - dry_allowed_length)."""
     with np.errstate(over="ignore"):
@@ -107,7 +107,7 @@ def _amounts(stage: str, history: I64, num_prompt: int, params: SamplingParams) 
     return repetitions(history, params) if stage == "dry" else tally(history, num_prompt, params)
 
 
-_STAGES = {"penalties": penalized, "dry": dried}
+_STAGES = {"penalties": penalized, "dry": dry_penalized}
 
 
 def biased(x: F32, bias: dict[int, float]) -> None:
@@ -119,7 +119,7 @@ def biased(x: F32, bias: dict[int, float]) -> None:
 
 
 def allow_only(x: F32, token_ids: list[int]) -> None:
-    """Set all logits but those of `token_ids` to -inf, in place."""
+    """Set the logits of all tokens except `token_ids` to -inf, in place."""
     keep = np.array(token_ids, np.int64)
     keep = keep[keep < len(x)]
     values = x[keep]

@@ -60,7 +60,7 @@ class Candidates:
 
 
 class Cut(NamedTuple):
-    """What `select` does to a row. `floor`: least scaled logit kept. 0 in `top_k` and 1 in `top_p` keep all.
+    """The cuts that `select` makes in a row. `floor`: least scaled logit kept. 0 in `top_k` and 1 in `top_p` keep all.
 
     `key` is (seed, position) of a draw right after it: tokens that cannot win may be left out then.
     """
@@ -187,7 +187,8 @@ def temperature(pool: Candidates, params: SamplingParams) -> Candidates:
 
 
 def min_p(pool: Candidates, params: SamplingParams) -> Candidates:
-    """Keep those of at least `min_p` times the likeliest one's probability (Nguyen et al. 2024, arXiv 2407.01082)."""
+    """Keep the tokens of at least `min_p` times the likeliest one's probability (Nguyen et al. 2024, arXiv
+    2407.01082)."""
     return pool.take(pool.scaled >= math.log(params.min_p))
 
 
@@ -252,8 +253,9 @@ def xtc(pool: Candidates, params: SamplingParams, coin: float) -> Candidates:
 
 
 def mirostat(pool: Candidates, params: SamplingParams, mu: float, vocab_size: int) -> Candidates:
-    """Keep what mirostat allows (Basu et al. 2021, arXiv 2007.14966, algorithms 1 and 2): with version 1 the top k, k
-    from a fit of Zipf's law to the hundred likeliest; with version 2 the tokens of a surprise up to `mu` bits."""
+    """Keep the tokens that mirostat allows (Basu et al. 2021, arXiv 2007.14966, algorithms 1 and 2): with version 1 the
+    top k, k from a fit of Zipf's law to the hundred likeliest; with version 2 the tokens of a surprise up to `mu`
+    bits."""
     if params.mirostat == 2:
         keep = surprise(pool) <= mu
         return pool.take(keep) if keep.any() else pool.take(largest(pool.scaled, 1))

@@ -47,7 +47,8 @@ _SPAN = 4096
 
 
 def philox4x32(counter: tuple[U64, U64, U64, U64], key: tuple[int, int] | tuple[U64, U64]) -> tuple[U64, ...]:
-    """Return four 32-bit words for every counter. Its words and those of the key are below 2**32, and broadcast."""
+    """Return four 32-bit words for every counter. The words of the counter and of the key are below 2**32, and
+    broadcast."""
     c0, c1, c2, c3 = counter
     k0: Any = key[0]
     k1: Any = key[1]

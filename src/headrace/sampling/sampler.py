@@ -67,7 +67,7 @@ class Drawn:
 
 
 class _Plan(NamedTuple):
-    """Stages of a set of parameters: those that edit the row, what `select` does, and those after it."""
+    """Stages of a set of parameters: the edits of the row, the cuts that `select` makes, and the stages after it."""
 
     first: list[str]
     cut: Cut
@@ -119,7 +119,7 @@ class Sampler:
         draw: Callable[[list[int], list[Cut]], list[int]],
     ) -> list[Drawn | ValueError]:
         """As `sample_rows`, for rows of logits that lie on a device: `draw` returns the tokens of some rows after their
-        cuts, -1 where the device can not tell, and `fetch` brings those rows to the host whose numbers are needed."""
+        cuts, -1 where the device cannot tell, and `fetch` brings the rows whose numbers are needed to the host."""
         samples: list[Drawn | ValueError] = [Drawn(row.best or 0, state=row.state) for row in rows]
         cuts = {i: self.cut_of(row) for i, row in enumerate(rows)}
         cut_rows = {
@@ -158,7 +158,7 @@ class Sampler:
 
     def shares(self, logits: F32, rows: list[Row]) -> list[tuple[I64, F64] | ValueError]:
         """Return the distribution that `sample_rows` draws from, for each row of `logits` [S, V]: token ids, ascending,
-        and their probabilities, which add up to 1. One token alone where there is no choice. Errors are those of
+        and their probabilities, which add up to 1. One token alone where there is no choice. Raises the errors of
         `sample_rows`."""
         return [
             pool if isinstance(pool, ValueError) else (pool.token_ids, filters.probabilities(pool))
@@ -167,7 +167,7 @@ class Sampler:
 
     def rank(self, logits: F32, rows: list[Row], width: int) -> list[I64 | ValueError]:
         """Return the `width` tokens with the greatest sums of scaled logit and noise, best first, for each row of
-        `logits` [S, V]: the first is that of `sample_rows`. Where fewer may be drawn, there are fewer."""
+        `logits` [S, V]: the first is the token of `sample_rows`. Where fewer may be drawn, there are fewer."""
         rankings: list[I64 | ValueError] = []
         for x, row, pool in zip(logits, rows, self._pools(logits, rows), strict=True):
             if isinstance(pool, ValueError):
@@ -377,7 +377,7 @@ def _stages(params: SamplingParams, vocab_size: int) -> list[str]:
 
 
 def _leading_cut(params: SamplingParams, stages: list[str]) -> tuple[Cut, list[str]]:
-    """Split the stages into those that one `select` does alike, and the others.
+    """Split the stages into a part that one `select` does with the same result, and the rest.
 
     min_p and top_k both keep a head of the ranking, so their order does not matter, nor does temperature's to top_k.
     """

@@ -1,4 +1,4 @@
-"""The watermark: which tokens are green, what that changes in logits, and how a marked text is detected.
+"""The watermark: the choice of green tokens, the change of their logits, and the detection of a marked text.
 
 Kirchenbauer et al., "A Watermark for Large Language Models", ICML 2023 (arXiv 2301.10226), algorithm 2 and equation 3.
 A token is green after another if the keyed noise of (`hashing_key`, the token before, its own id) is below `gamma`:
@@ -31,7 +31,7 @@ class Detection(NamedTuple):
     p_value: float
 
 
-def green(mark: Watermark, previous: int, vocab_size: int) -> NDArray[np.bool_]:
+def green_mask(mark: Watermark, previous: int, vocab_size: int) -> NDArray[np.bool_]:
     """Whether each token id below `vocab_size` is green after the token `previous`."""
     words = noise.bits_of_all(mark.hashing_key, previous, vocab_size, noise.WATERMARK)
     return words < _bar(mark)
@@ -39,7 +39,7 @@ def green(mark: Watermark, previous: int, vocab_size: int) -> NDArray[np.bool_]:
 
 def marked(x: NDArray[np.float32], mark: Watermark, previous: int) -> None:
     """Add `delta` to the green of the logits `x` [V], in place."""
-    x[green(mark, previous, len(x))] += np.float32(mark.delta)
+    x[green_mask(mark, previous, len(x))] += np.float32(mark.delta)
 
 
 def detect(token_ids: Sequence[int], mark: Watermark | None = None) -> Detection:

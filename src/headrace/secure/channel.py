@@ -1,7 +1,7 @@
 """`Channel`: frames over a connection whose other side has proven itself, with signs of life both ways.
 
-Each direction has its bound on a frame, so a channel holds no more than one frame of that size and what one read
-brings. Knows no messages: it is handed what decodes them. Called by `fleet.remote` and `parallel.hosts`.
+Each direction has its bound on a frame, so a channel holds no more than one frame of that size and the bytes of one
+read. Knows no messages: its decoder is an argument. Called by `fleet.remote` and `parallel.hosts`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.protocol.frames import TransportError
 from headrace.protocol.watchdog import Watchdog
 
 MAX_BYTES = 64 * 2**20
-"""Of a frame that is sent, unless a direction has a bound of its own."""
+"""The longest frame that is sent, unless a direction has another bound."""
 CLOSE_S = 1.0
 """Seconds in which the last frames are sent."""
 
@@ -64,19 +64,20 @@ class Channel:
         self._beats = asyncio.create_task(self._beat(seconds, silence, beat))
 
     async def messages(self) -> AsyncIterator[Any]:
-        """Yield what comes, until the end of the connection. Raises `TransportError` for what is no message."""
+        """Yield the messages, until the end of the connection. Raises `TransportError` for bytes that are no
+        message."""
         with contextlib.suppress(OSError):
             while data := await self._reader.read(frames.READ_BYTES):
                 self.heard()
                 for payload in self._buffer.feed(data):
                     yield self._decode(payload)
-                # A read of what has come already does not let others run.
+                # A read of bytes that are here already does not yield to other tasks.
                 await asyncio.sleep(0)
 
     def _decode(self, payload: bytes) -> Any:
         try:
             return self._decode_frame(payload)
-        # A struct checks itself when it is made, so a decoder may also raise what its checks raise.
+        # A struct checks itself when it is made, so a decoder may also raise the errors of its checks.
         except (msgspec.DecodeError, RequestError, UnicodeDecodeError) as error:
             raise TransportError(f"not a message of this direction: {error}") from error
 
@@ -94,18 +95,18 @@ class Channel:
             await self._writer.drain()
 
     def cut(self, reason: str) -> None:
-        """End the connection, and drop what is not sent."""
+        """End the connection, and drop the unsent bytes."""
         self.reason = reason
         self._beats.cancel()
         self._writer.transport.abort()
 
     def close(self) -> None:
-        """End the connection when what was sent so far is out, which may take `CLOSE_S`."""
+        """End the connection when all messages so far are out, which may take `CLOSE_S`."""
         self._beats.cancel()
         self._writer.close()
 
     async def until_closed(self) -> None:
-        """Wait until what was sent before `close` is out, and the connection is gone."""
+        """Wait until the messages before `close` are out, and the connection is gone."""
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 

@@ -1,4 +1,4 @@
-"""What two sides prove to each other with: certificates under one CA, and the fleet's secret.
+"""The proofs that two sides show each other: certificates under one CA, and the fleet's secret.
 
 Reads the files that the command line names. Knows no connections. Called by `cli` and `engine.ranks`; `handshake` uses
 the result.
@@ -34,7 +34,7 @@ class Credentials:
         """Read the files. The other side must have a certificate under `ca`, a server's for the name by which it is
         called.
 
-        Raises `RequestError`, which names the flag and what is wrong with its file.
+        Raises `RequestError`, which names the flag and the fault of its file.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3

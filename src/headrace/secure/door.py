@@ -1,7 +1,7 @@
-"""`Door`: takes connections on a port, and serves those that have proven themselves; `connect` is the client's side.
+"""`Door`: takes connections on a port, and serves clients that have proven themselves; `connect` is the client's side.
 
-What is wrong with a connection is one line of the log, and harms no other. Knows no messages but the handshake's.
-Called by `fleet.remote` and `parallel.hosts`.
+A faulty connection is one line of the log, and harms no other. Knows no messages but the handshake's. Called by
+`fleet.remote` and `parallel.hosts`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.protocol import frames
 from headrace.secure import handshake
 from headrace.secure.channel import CLOSE_S, pack
 from headrace.secure.credentials import Credentials
-from headrace.secure.handshake import HandshakeError, Refusal, Talk, Times, Welcome
+from headrace.secure.handshake import HandshakeError, ProtocolVersion, Refusal, Timeouts, Welcome
 
 logger = logging.getLogger("headrace.engine")
 
@@ -25,7 +25,7 @@ MAX_PENDING = 32
 """Connections without a proof at once; for a further one the oldest is dropped."""
 
 
-class Guest(NamedTuple):
+class Peer(NamedTuple):
     """A connection whose client has proven itself, and waits for its `Welcome`. `client`: who it says it is."""
 
     name: str
@@ -43,15 +43,19 @@ class Guest(NamedTuple):
 
 
 class Door:
-    """A port. `serve` is called for each guest, and returns when its connection has ended.
+    """A port. `serve` is called for each peer, and returns when its connection has ended.
 
-    It may raise `HandshakeError` for a guest that it refuses.
+    It may raise `HandshakeError` for a peer that it refuses.
     """
 
     def __init__(
-        self, credentials: Credentials, talk: Talk, times: Times, serve: Callable[[Guest], Awaitable[None]]
+        self,
+        credentials: Credentials,
+        protocol: ProtocolVersion,
+        timeouts: Timeouts,
+        serve: Callable[[Peer], Awaitable[None]],
     ) -> None:
-        self._credentials, self._talk, self._times, self._serve = credentials, talk, times, serve
+        self._credentials, self._protocol, self._timeouts, self._serve = credentials, protocol, timeouts, serve
         self._pending: dict[asyncio.Task[None], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -92,10 +96,10 @@ class Door:
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await self._secure(sock)
-            async with asyncio.timeout(self._times.proof):
-                client, proof = await handshake.admit(reader, writer, self._credentials, self._talk)
+            async with asyncio.timeout(self._timeouts.proof):
+                client, proof = await handshake.admit(reader, writer, self._credentials, self._protocol)
             self._pending.pop(task, None)  # type: ignore[arg-type]
-            await self._serve(Guest(name, client, reader, writer, proof))
+            await self._serve(Peer(name, client, reader, writer, proof))
         except HandshakeError as error:
             logger.warning("refused %s: %s", name, error)
             if writer is not None:
@@ -131,14 +135,14 @@ class Door:
             lambda: protocol,
             sock,
             ssl=self._credentials.context,
-            ssl_handshake_timeout=self._times.tls,
+            ssl_handshake_timeout=self._timeouts.tls,
             ssl_shutdown_timeout=CLOSE_S,
         )
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 class Server(NamedTuple):
-    """What a client connects to: `what` it is, for errors, its address, and the name that its certificate must have."""
+    """The server of a client: `what` it is, for errors, its address, and the name that its certificate must have."""
 
     what: str
     host: str
@@ -147,12 +151,12 @@ class Server(NamedTuple):
 
 
 async def connect(
-    server: Server, credentials: Credentials, talk: Talk, times: Times, client: bytes
+    server: Server, credentials: Credentials, protocol: ProtocolVersion, timeouts: Timeouts, client: bytes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
     """Connect to a server, and prove oneself as `client`. Returns the connection, and the terms of the welcome.
 
     Raises `HandshakeError`, or `OSError` (`TimeoutError`) for a server that is not there."""
-    async with asyncio.timeout(times.tls):
+    async with asyncio.timeout(timeouts.tls):
         reader, writer = await asyncio.open_connection(
             server.host,
             server.port,
@@ -161,8 +165,8 @@ async def connect(
             ssl_shutdown_timeout=CLOSE_S,
         )
     try:
-        async with asyncio.timeout(times.proof):
-            terms = await handshake.join(reader, writer, credentials, talk, client, server.what)
+        async with asyncio.timeout(timeouts.proof):
+            terms = await handshake.join(reader, writer, credentials, protocol, client, server.what)
     except BaseException:
         writer.transport.abort()
         raise

@@ -1,11 +1,11 @@
 """The handshake of a client and a server, over TLS: who the other is, before any of its frames is read.
 
     state     waits for                         at most           then
-    tls       the client's certificate          `Times.tls`       Hello goes out
-    hello     Join of at most 1 KiB, its proof  `Times.proof`     Welcome or Refused
-    open      frames                            `Times.silence`   the connection ends
+    tls       the client's certificate          `Timeouts.tls`       Hello goes out
+    hello     Join of at most 1 KiB, its proof  `Timeouts.proof`     Welcome or Refused
+    open      frames                            `Timeouts.silence`   the connection ends
 
-Each side proves that it has the fleet's secret by an HMAC over both nonces, what they talk about, its version, and the
+Each side proves that it has the fleet's secret by an HMAC over both nonces, the protocol's name and version, and the
 certificates of both ends as it sees them. An old proof therefore opens nothing, nor does one that a third party relays:
 its own certificate stands in between. Frames of another version are not read: a field that one side does not know would
 change an answer unseen. Called by `fleet.remote` (a front is the client, an engine the server) and by `parallel.hosts`
@@ -41,7 +41,7 @@ REASONS: dict[str, str] = {
 }
 
 
-class Times(NamedTuple):
+class Timeouts(NamedTuple):
     """Seconds that each state may last; see above. `beat`: between two signs of life."""
 
     tls: float = 5.0
@@ -50,8 +50,8 @@ class Times(NamedTuple):
     beat: float = 0.5
 
 
-class Talk(NamedTuple):
-    """What two sides talk about, and the version of their messages."""
+class ProtocolVersion(NamedTuple):
+    """The name of a protocol, and the version of its messages."""
 
     name: str
     version: str
@@ -84,7 +84,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """From the server: the client is served from now on. `terms`: what else it has to know."""
+    """From the server: the client is served from now on. `terms`: further facts that it needs."""
 
     proof: bytes
     terms: bytes = b""
@@ -102,7 +102,7 @@ _from_server: msgspec.msgpack.Decoder[Hello | Welcome | Refused] = msgspec.msgpa
 
 
 def version_of(messages: Sequence[Any]) -> str:
-    """Return a version of messages: a digest of all their fields, so that it can not be forgotten."""
+    """Return a version of messages: a digest of all their fields, so that it cannot be forgotten."""
     schemas, components = msgspec.json.schema_components(messages)
     text = json.dumps(_without_prose([schemas, components]), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -115,11 +115,15 @@ def _without_prose(node: Any) -> Any:
 
 
 def proof(
-    secret: bytes, role: Literal["client", "server"], talk: Talk, nonces: tuple[bytes, bytes], ends: tuple[bytes, bytes]
+    secret: bytes,
+    role: Literal["client", "server"],
+    protocol: ProtocolVersion,
+    nonces: tuple[bytes, bytes],
+    ends: tuple[bytes, bytes],
 ) -> bytes:
     """Return the proof that `role` has the secret. `nonces` and `ends` (digests of the certificates) are the server's
     and the client's, all of one length each."""
-    text = f"headrace {talk.name}/{role}/{talk.version}/".encode()
+    text = f"headrace {protocol.name}/{role}/{protocol.version}/".encode()
     return hmac.digest(secret, text + b"".join((*nonces, *ends)), "sha256")
 
 
@@ -130,21 +134,21 @@ def end_of(writer: asyncio.StreamWriter) -> bytes:
 
 
 async def admit(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, credentials: Credentials, talk: Talk
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, credentials: Credentials, protocol: ProtocolVersion
 ) -> tuple[bytes, bytes]:
     """Let a client prove itself. Returns who it says it is, and the server's own proof for a `Welcome`.
 
     Raises `HandshakeError`, or `OSError` for a connection that ends."""
-    hello = Hello(talk.version, token_bytes(NONCE_BYTES))
+    hello = Hello(protocol.version, token_bytes(NONCE_BYTES))
     writer.write(pack(hello))
     join = await _receive(reader, _from_client)
     if join.version != hello.version:
         raise refuse(writer, "version")
     nonces, ends = (hello.nonce, join.nonce), (credentials.digest, end_of(writer))
-    expected = proof(credentials.secret, "client", talk, nonces, ends)
+    expected = proof(credentials.secret, "client", protocol, nonces, ends)
     if len(join.nonce) != NONCE_BYTES or not hmac.compare_digest(join.proof, expected):
         raise refuse(writer, "secret")
-    return join.client, proof(credentials.secret, "server", talk, nonces, ends)
+    return join.client, proof(credentials.secret, "server", protocol, nonces, ends)
 
 
 def refuse(writer: asyncio.StreamWriter, reason: Refusal, text: str = "") -> HandshakeError:
@@ -158,14 +162,14 @@ async def join(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     credentials: Credentials,
-    talk: Talk,
+    protocol: ProtocolVersion,
     client: bytes,
     server: str,
 ) -> bytes:
     """Prove the secret to a server, and let it prove the same. Returns the terms of its `Welcome`.
 
-    `client`: who this side is. `server`: what the other side is, for errors. Raises `HandshakeError`, or `OSError` for
-    a connection that ends."""
+    `client`: the name of this side. `server`: the name of the other side, for errors. Raises `HandshakeError`, or
+    `OSError` for a connection that ends."""
     try:
         hello = await _receive(reader, _from_server)
     except ConnectionError as error:
@@ -176,13 +180,15 @@ async def join(
     if not isinstance(hello, Hello) or len(hello.nonce) != NONCE_BYTES:
         raise HandshakeError(f"it does not begin as {server} does")
     nonces, ends = (hello.nonce, token_bytes(NONCE_BYTES)), (end_of(writer), credentials.digest)
-    writer.write(pack(Join(talk.version, nonces[1], client, proof(credentials.secret, "client", talk, nonces, ends))))
+    writer.write(
+        pack(Join(protocol.version, nonces[1], client, proof(credentials.secret, "client", protocol, nonces, ends)))
+    )
     answer = await _receive(reader, _from_server)
     match answer:
         case Refused(reason, text):
             raise HandshakeError(text or REASONS.get(reason, reason), is_final=reason != "busy")
         case Welcome(proof=theirs, terms=terms):
-            if not hmac.compare_digest(theirs, proof(credentials.secret, "server", talk, nonces, ends)):
+            if not hmac.compare_digest(theirs, proof(credentials.secret, "server", protocol, nonces, ends)):
                 raise HandshakeError("it does not have the fleet's secret", is_final=True)
             return terms
         case _:
@@ -205,5 +211,5 @@ async def _receive(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decode
     except asyncio.IncompleteReadError:
         raise ConnectionError("the connection ended in the handshake") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        # Not its message, which may quote what came.
+        # Not its message, which may quote the received bytes.
         raise HandshakeError("not a handshake") from None

@@ -1,7 +1,7 @@
 """The data of the inspector's views that are not live: `GET /inspect/requests`, `/cache`, `/numbers` and `/limits`, and
 `POST /inspect/recording`. Where keys are set they need an administrator's.
 
-What takes numpy or much processor time is done by processes of its own (`quantize.samples`, `insight.afterwards`).
+What takes numpy or much processor time is done by processes of its own (`quantize.samples`, `insight.replay_worker`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from starlette.responses import Response
 
 from headrace.engine.cache_tree import CacheTree, ReadCache
 from headrace.insight import summaries
-from headrace.insight.afterwards import Replay, Replayed
 from headrace.insight.explainer import name_of
 from headrace.insight.limits import Limits, Machine, limits_of
 from headrace.insight.numbers import Names, Sample, SampleReply
+from headrace.insight.replay_worker import Replay, Replayed
 from headrace.insight.summaries import Cache, Requests
 from headrace.protocol.errors import ChildFailedError, RequestError
 from headrace.serve import routing
@@ -44,7 +44,7 @@ class Inspection:
     def __init__(self, models: RunningModels) -> None:
         self._models = models
         self._samples = BoundedProcess("headrace.quantize.samples", SAMPLE_CPU_S)
-        self._replays = BoundedProcess("headrace.insight.afterwards", REPLAY_CPU_S)
+        self._replays = BoundedProcess("headrace.insight.replay_worker", REPLAY_CPU_S)
         self._machine = Machine()
         self._measuring: asyncio.Task[None] | None = None
 

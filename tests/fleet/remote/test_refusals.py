@@ -28,7 +28,7 @@ from headrace.protocol.step import Add, Stats, StepOutput
 from headrace.secure import door, handshake
 from headrace.secure.channel import pack
 from headrace.secure.credentials import Credentials
-from headrace.secure.handshake import HandshakeError, Hello, Join, Times, Welcome
+from headrace.secure.handshake import HandshakeError, Hello, Join, Timeouts, Welcome
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 HUGE = frames.HEADER.pack(256 * 2**20)
@@ -60,8 +60,8 @@ async def join(stream: Stream, who: Credentials | None = None, front_id: bytes =
     """What an engine says to a front that joins as it should."""
     who, hello = who or credentials("front"), await receive(stream)
     nonces, ends = (hello.nonce, b"n" * 32), (handshake.end_of(stream[1]), who.digest)
-    proof = handshake.proof(who.secret, "client", wire.talk(), nonces, ends)
-    stream[1].write(pack(Join(wire.talk().version, nonces[1], front_id, proof)))
+    proof = handshake.proof(who.secret, "client", wire.protocol_version(), nonces, ends)
+    stream[1].write(pack(Join(wire.protocol_version().version, nonces[1], front_id, proof)))
     return await receive(stream)
 
 
@@ -86,7 +86,7 @@ async def serves(port: int) -> None:
     await link.close()
 
 
-def attack(work: Callable[[int, EngineServer], Awaitable[object]], times: Times = FAST) -> Scripted:
+def attack(work: Callable[[int, EngineServer], Awaitable[object]], times: Timeouts = FAST) -> Scripted:
     """Let `work` do its worst to an engine server, which must serve the right front before and after."""
 
     async def go() -> Scripted:
@@ -193,7 +193,7 @@ def test_S_41_a_wrong_secret_opens_neither_end(tmp_path: Path, caplog: pytest.Lo
         """An engine that lets everyone in, to read prompts."""
 
         async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(pack(Hello(wire.talk().version, b"n" * 32)))
+            writer.write(pack(Hello(wire.protocol_version().version, b"n" * 32)))
             await reader.read(1024)
             writer.write(pack(Welcome(b"p" * 32)))
             writer.close()
@@ -219,7 +219,12 @@ def test_S_41_an_old_proof_opens_nothing(challenged: bool, monkeypatch: pytest.M
         hello = await receive(first)
         nonces, ends = (hello.nonce, b"n" * 32), (handshake.end_of(first[1]), who.digest)
         old = pack(
-            Join(wire.talk().version, nonces[1], b"f", handshake.proof(who.secret, "client", wire.talk(), nonces, ends))
+            Join(
+                wire.protocol_version().version,
+                nonces[1],
+                b"f",
+                handshake.proof(who.secret, "client", wire.protocol_version(), nonces, ends),
+            )
         )
         first[1].write(old)
         assert isinstance(await receive(first), Welcome)
@@ -298,12 +303,12 @@ def test_the_version_depends_on_every_field() -> None:
         request_id: str
         more: int = 0
 
-    before = wire.talk().version
+    before = wire.protocol_version().version
     assert handshake._without_prose({"a": [{"description": "x", "type": "int"}]}) == {"a": [{"type": "int"}]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "ToEngine", Added)
-        assert wire.talk.__wrapped__().version != before
-    assert wire.talk.__wrapped__().version == before
+        assert wire.protocol_version.__wrapped__().version != before
+    assert wire.protocol_version.__wrapped__().version == before
 
 
 BEFORE_PROOF = {
@@ -403,7 +408,7 @@ def test_S_42_an_engine_that_sends_256_mib_is_left() -> None:
     attack(work)
 
 
-SHORT = Times(tls=0.5, proof=0.5, silence=1.0, beat=0.1)
+SHORT = Timeouts(tls=0.5, proof=0.5, silence=1.0, beat=0.1)
 
 
 @pytest.mark.parametrize("state", ["tls", "hello", "half a join", "serving"])
@@ -430,7 +435,7 @@ def test_S_43_idle_connectors_do_not_block_the_port(drops: bool, monkeypatch: py
         monkeypatch.setattr(door, "MAX_PENDING", 10**9)
 
     async def go() -> None:
-        async with listening(Scripted(), Times(tls=60.0, proof=60.0)) as (port, server):  # type: ignore[arg-type]
+        async with listening(Scripted(), Timeouts(tls=60.0, proof=60.0)) as (port, server):  # type: ignore[arg-type]
             idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * most)]
             await until(lambda: server.door.num_pending >= most)
             await asyncio.sleep(0.2)

@@ -79,7 +79,7 @@ class Cuda:
         return None
 
     def block_bytes(self, model: Any, kind: int, block_size: int, kv_dtype: str) -> int:
-        # Each rank has a device of its own: the fullest of them counts.
+        # Each rank has its own device: the fullest of them counts.
         return max(cache.block_bytes(shapes, kind, block_size, kv_dtype) for shapes in self.ops.every_cache(model))
 
     def program(self, model: Any, set_up: SetUp, feature_layers: Sequence[int] = ()) -> CudaProgram:
@@ -102,7 +102,7 @@ class Cuda:
     def kv_budget(
         self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, utilization: float
     ) -> int:
-        """On a GPU: its share of the memory, less what is taken and what the program will take. Nothing is run."""
+        """On a GPU: its share of the memory, less the memory in use and the program's needs. Nothing is run."""
         if self.ops.device.type != "cuda":
             return part_of_memory(self.available_memory())
         free, total = torch.cuda.mem_get_info(self.ops.device)

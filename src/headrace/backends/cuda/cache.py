@@ -47,7 +47,7 @@ class LayerCache:
 
 
 class KVCache:
-    """A zeroed cache for each of `shapes` over the blocks of its kind; that of its source for one that has one.
+    """A zeroed cache for each of `shapes` over the blocks of its kind; a layer with a source has the source's.
 
     Raises `CheckpointError` for shapes that the kernels do not have.
     """
@@ -82,7 +82,7 @@ class KVCache:
             self.layers.append(layer)
 
     def _parts(self, kind: int | None) -> list[Tensor]:
-        """Return what is kept of each block of a kind, or of every kind, on the first axis."""
+        """Return the arrays of a kind, or of every kind, with its blocks on the first axis."""
         layers = {id(layer): layer for layer in self.layers if kind in (layer.kind, None)}
         parts = [(each.keys, each.values, each.key_scales, each.value_scales) for each in layers.values()]
         return [part for layer in parts for part in layer if part is not None]
@@ -100,7 +100,7 @@ class KVCache:
         return b"".join(block.tobytes() for block in blocks)
 
     def write_block(self, block: int, data: bytes, kind: int | None = None) -> None:
-        """Set a block to what `read_block` returned."""
+        """Set a block to the result of `read_block`."""
         for part in self._parts(kind):
             to = part[block]
             raw, data = data[: to.nbytes], data[to.nbytes :]

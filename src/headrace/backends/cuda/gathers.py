@@ -1,4 +1,4 @@
-"""`Gather`: what each rank has of some rows, moved to all ranks and put together. A gather moves numbers and computes
+"""`Gather`: each rank's columns of some rows, moved to all ranks and put together. A gather moves numbers and computes
 none (ADR 0037).
 
 Knows tensors and layouts; must not know processes or the libraries that move. Made by `tape`.
@@ -27,7 +27,7 @@ class Exchange(Protocol):
 
 
 def most_columns(layout: Layout) -> int:
-    """Return the columns of the rank that has most: all send as many."""
+    """Return the largest number of columns of a rank: all ranks send as many."""
     return max(layout.num(rank) for rank in range(num_ranks(layout)))
 
 
@@ -36,7 +36,7 @@ def num_ranks(layout: Layout) -> int:
 
 
 def num_bytes(layout: Layout, num_rows: int, item_bytes: int) -> int:
-    """Return the bytes of memory that a gather of so many rows takes beside its values."""
+    """Return the bytes of memory that a gather of so many rows takes in addition to its values."""
     size = -(-num_rows * most_columns(layout) * item_bytes // ALIGN) * ALIGN
     return size * (1 + num_ranks(layout))
 

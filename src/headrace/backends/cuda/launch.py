@@ -1,8 +1,8 @@
 """How a kernel runs: as its twin in plain torch, or on the GPU.
 
-A `Launch` is a kernel, a grid and fixed arguments: addresses, widths, constants. What changes from step to step lies in
-device memory, so a launch can be captured in a CUDA graph and replayed. Knows no operators and no models. Called by
-`tape` and by the checks of the kernels.
+A `Launch` is a kernel, a grid and fixed arguments: addresses, widths, constants. Values that change from step to step
+lie in device memory, so a launch can be captured in a CUDA graph and replayed. Knows no operators and no models. Called
+by `tape` and by the checks of the kernels.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Kernel:
     jit: the function under `triton.jit`. All its arguments are named; those in capitals are constants.
     twin: the same operation in plain torch on the same arguments, the tuned constants left out. It writes where the
         kernel writes, and a row's bits depend on that row alone.
-    configs: what may be tuned, the default first. Each gives the same bits.
+    configs: the choices of tuning, the default first. Each gives the same bits.
     fuse: whether a multiplication and an addition may become one rounding; off where bits must equal the CPU's.
     """
 
@@ -72,7 +72,7 @@ class Kernel:
 
 
 class Work(Protocol):
-    """What a step runs, one after the other: launches, and the gathers of ranks."""
+    """The work of a step, in order: launches, and the gathers of ranks."""
 
     def run_twin(self) -> None: ...
 

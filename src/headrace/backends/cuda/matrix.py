@@ -1,6 +1,6 @@
 """Weights on the device: plain rows in the model's dtype, or codes in the layout of the kernel that reads them.
 
-Read from a `MatrixSource` some rows at a time, so that while a model is loaded the peak is what is packed and one
+Read from a `MatrixSource` some rows at a time, so that while a model is loaded the peak is the packed weights and one
 layer. Called by `ops`.
 """
 

@@ -54,12 +54,12 @@ class CudaOps:
         return x
 
     def cache_shapes(self, model: Any) -> Sequence[LayerShape]:
-        """Return what the cache holds of each layer."""
+        """Return the cached arrays of each layer."""
         shapes: Sequence[LayerShape] = model.cache_shapes
         return shapes
 
     def every_cache(self, model: Any) -> Sequence[Sequence[LayerShape]]:
-        """Return what the caches of all ranks hold, each on a device of its own."""
+        """Return the cached arrays of all ranks, each on its own device."""
         every: Sequence[Sequence[LayerShape]] | None = getattr(model, "shapes_by_host", None)
         return every or [self.cache_shapes(model)]
 
@@ -182,7 +182,7 @@ class CudaOps:
         return stack
 
     def gather(self, x: Value, layout: Layout, exchange: Exchange) -> Value:
-        """Return the whole rows of which each rank has the columns that `layout` gives it."""
+        """Return the whole rows; each rank has the columns that `layout` gives it."""
         return self._put("gather", layout.width, x.dim, x.item_bytes, x=x, layout=layout, exchange=exchange)
 
     def finite(self, x: Value, flags: Tensor) -> None:

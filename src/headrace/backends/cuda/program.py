@@ -72,8 +72,8 @@ class DeviceLogits:
 
 @dataclass(frozen=True, slots=True)
 class StartedCall:
-    """What `start` began: the first rows of its chunks, which rows are finite, and ids, finite and sure of the logits'
-    rows, and the logits for the host, in host memory once the work before `end` is done."""
+    """A call that `start` began: the first rows of its chunks, a mask of finite rows, and ids, finite and sure of the
+    logits' rows, and the logits for the host, in host memory once the work before `end` is done."""
 
     begins: list[int]
     finite_rows: Tensor
@@ -164,7 +164,7 @@ class CudaProgram:
 
     @property
     def num_bytes(self) -> int:
-        """Of all memory beside the weights and the cache, once the largest bucket is bound."""
+        """Of all memory outside of weights and cache, once the largest bucket is bound."""
         self._whole.launches(self.max_rows)
         return self.tape.num_bytes + self._logits.nbytes + self._features.nbytes + self._staging.num_bytes
 
@@ -190,15 +190,15 @@ class CudaProgram:
         return self._are_finite(num_rows, len(chunks.starts)), logits
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
-        """Compute the chunks, without logits: whether those of each are finite, and the hidden states [R, H] before the
-        final norm."""
+        """Compute the chunks, without logits: whether the rows of each are finite, and the hidden states [R, H] before
+        the final norm."""
         num_rows = self._place(chunks, [], features)
         self._body.run(num_rows)
         hidden: F32 = self.tape.value(self._hidden, num_rows).float().cpu().numpy()
         return self._are_finite(num_rows, len(chunks.starts)), hidden
 
     def logits_of(self, hidden: F32, rows: list[int]) -> DeviceLogits:
-        """Return the logits of some rows of hidden states [R, H], which are those of the last call from now on."""
+        """Return the logits of some rows of hidden states [R, H]. From now on they are the logits of the last call."""
         self.tape.value(self._hidden, len(hidden)).copy_(torch.tensor(hidden))
         return self.logits(rows)
 
@@ -215,7 +215,7 @@ class CudaProgram:
         return [bool(sound[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
 
     def start(self, chunks: Chunks, rows: list[int], draws: list[Draw | None], carried: dict[int, int]) -> StartedCall:
-        # What the host sent for the last call has arrived once that began.
+        # The host's data for the last call have arrived once that began.
         self._arrival.wait()
         num_rows, num_logits = self._fill(chunks), len(rows)
         self._carry[:num_rows] = -1
@@ -345,7 +345,7 @@ def attention_configs(device: torch.device, shape: tuple[int, int, int, torch.dt
 
 
 def planned_bytes(model: Any, ops: CudaOps | CudaRankOps, max_rows: int, max_chunks: int, max_len: int) -> int:
-    """Return the bytes that a program takes beside weights and cache, without allocating them."""
+    """Return the bytes that a program takes in addition to weights and cache, without allocating them."""
     block, meta = 16, torch.device("meta")
     cache = KVCache(ops.cache_shapes(model), [1] * len(model.kinds), block, "bfloat16", meta)
     sizes = StepSizes(max_rows, max_chunks, max_chunks * -(-max_len // block))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class CudaRankOps(SplitOps):
-    """`SplitOps` around those of this backend."""
+    """`SplitOps` around this backend's operators."""
 
     inner: CudaOps
     splits_experts = False

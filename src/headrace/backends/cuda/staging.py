@@ -33,7 +33,7 @@ class Staging:
         return self._device.nbytes
 
     def send(self, whole: bool) -> None:
-        """Copy the arrays to the device, behind what it was given before."""
+        """Copy the arrays to the device, behind all earlier copies."""
         size = len(self._host) if whole else self._few
         self._device[:size].copy_(self._host[:size], non_blocking=True)
 

@@ -38,7 +38,8 @@ DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What launches read of a step beside the rows, in device memory: its sizes by dimension, and attention's items."""
+    """The inputs of a step that launches read besides the rows, in device memory: its sizes by dimension, and
+    attention's items."""
 
     sizes: Tensor
     items: Tensor
@@ -101,8 +102,8 @@ class Tape:
         return [launch for node in self.nodes[first:last] for launch in BINDERS[node.op](frame, node)]
 
     def reserve(self, buckets: Sequence[Mapping[int, int]]) -> None:
-        """Make the scratch of linear layers as large as the buckets, in ascending order, need it at most. What grows
-        later would be there twice: launches that are bound keep what they have."""
+        """Make the scratch of linear layers as large as the buckets, in ascending order, need it at most. Scratch that
+        grows later would exist twice: bound launches keep the old one."""
         for node in self.nodes:
             if node.op == "gather":
                 item_bytes = node.fields["x"].item_bytes
@@ -131,7 +132,7 @@ class Tape:
         return self._wide
 
     def gathering(self, num_bytes: int) -> Tensor:
-        """Return memory for what ranks send and receive, which gathers use in turn."""
+        """Return memory for the rows that ranks send and receive, which gathers use in turn."""
         self._gathering = gathers.grown(self._gathering, num_bytes)
         return self._gathering
 
@@ -165,7 +166,7 @@ class Tape:
 
     @property
     def num_bytes(self) -> int:
-        """Of the arena and the scratch of what was bound so far."""
+        """Of the arena and the scratch of all launches bound so far."""
         scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ()), *(self._pairs or ())]
         scratch += [part for each in self._spans.values() for part in (each.sums, each.totals, each.arrived)]
         return sum(int(part.nbytes) for part in [self.arena, *scratch])
@@ -290,7 +291,7 @@ def _linear_config(frame: Frame, node: Node) -> tuple[Config, tuple[int, int]]:
         return config, linear.scratch_numbers(weight.codes, num_rows, config, num_whole)
     if not isinstance(weight, Tensor) and num_rows <= linear_codes.MOST_ROWS:
         config = linear_codes.default(weight, num_rows, gated)
-        config = frame.config(linear_codes.KERNEL, matrix, tuned.form_of(matrix.scheme), gated, num_rows, config)
+        config = frame.config(linear_codes.KERNEL, matrix, tuned.scheme_key(matrix.scheme), gated, num_rows, config)
         return config, linear_codes.scratch_numbers(weight, num_rows, config, num_whole)
     plain = torch.empty(matrix.num_out, matrix.num_in, dtype=dtype, device="meta")
     config = linear.default(plain, num_rows, gated, num_whole)

@@ -1,7 +1,7 @@
 """Configs that were measured to be the fastest, by GPU, kernel, shape and rows.
 
 `tuned/<gpu>.json` is written by `python -m bench.gpu tune`. All configs of a kernel give the same bits, so the choice
-may follow the rows of a bucket. What no file has gets the kernel's default. Called by `tape` and `program`.
+may follow the rows of a bucket. A shape that no file has gets the kernel's default. Called by `tape` and `program`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def gpu_name(device: torch.device) -> str:
 
 @functools.cache
 def read(gpu: str, folder: Path = FOLDER) -> Table:
-    """Return the measured configs of a GPU; none where there is no file, or one that can not be read."""
+    """Return the measured configs of a GPU; none where there is no file, or one that cannot be read."""
     path = folder / f"{gpu}.json"
     if not path.exists():
         return {}
@@ -77,7 +77,7 @@ def heads_shape(heads: int, kv_heads: int, head_dim: int, query: torch.dtype, ca
     return f"{heads}/{kv_heads}x{head_dim} {dtype_name(query)} {dtype_name(cache)}"
 
 
-def form_of(scheme: Scheme) -> str:
+def scheme_key(scheme: Scheme) -> str:
     """Return the name of weights of codes in a linear layer's key."""
     return f"{scheme.book or scheme.kind}-{scheme.group}{'-min' * scheme.has_min}"
 

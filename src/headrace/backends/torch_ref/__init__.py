@@ -30,7 +30,7 @@ class TorchRef:
     block_tables = ()
     schemes = SCHEMES | F8_SCHEMES
     mixes = True
-    """All are computed as the floats that they stand for, so that the other backends have an oracle."""
+    """All codes are computed as the floats that they stand for, as an oracle for the other backends."""
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""What activations are in where the products of integer codes are computed in floats: on torch_ref and on a GPU.
+"""The precision of activations where the products of integer codes are computed in floats: on torch_ref and on a GPU.
 
 Knows names of modes; must not know models. Called by those backends.
 """
@@ -11,7 +11,7 @@ from headrace.protocol.errors import RequestError
 
 
 def float_activations(backend: str, mode: str, kinds: Collection[str], always_fp8: bool = False) -> str:
-    """Return what the activations of matrices of these kinds (`quant.schemes.Scheme.kind`) are in: 16bit, fp8 beside
+    """Return the precision of the activations of matrices of these kinds (`quant.schemes.Scheme.kind`): 16bit, fp8 for
     weights of 8-bit floats if the mode is fp8 or the backend has no other kernels for them, mixed where both, or "" for
     plain weights.
 

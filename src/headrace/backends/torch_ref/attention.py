@@ -94,8 +94,8 @@ def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window:
     num_spans = pieces[0].num_spans
     table = torch.tensor([[p.chunk_id, p.low * SPAN, p.last] for p in pieces], device=device)
     keys = table[:, 1:2] + torch.arange(num_spans * SPAN, device=device)
-    # Outside of what the rows see its first and last keys are repeated: they belong to the sequence, and `hidden` masks
-    # them. What lies behind a window may be another's by now.
+    # Outside of the positions that the rows see, the first and last of their keys are repeated: they belong to the
+    # sequence, and `hidden` masks them. Blocks behind a window may be another sequence's by now.
     first = torch.tensor([[max(0, first_seen(p.first, window))] for p in pieces], device=device)
     inside = torch.minimum(keys, table[:, 2:3]).clamp(min=first)
     blocks = block_tables[table[:, 0:1], inside // block_size]

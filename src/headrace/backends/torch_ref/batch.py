@@ -26,7 +26,7 @@ class ForwardBatch:
     copies: rows and slots, int64 [2, C]: further slots of some rows.
     states_in: the slot of each chunk's state before its first row, or -1. states_out: slots by row.
     features: [R, F], for models that look at them.
-    notes: what ropes and attention compute once a step, each under a key of its own.
+    notes: results that ropes and attention compute once a step, each under its own key.
     """
 
     token_ids: Tensor

@@ -1,7 +1,7 @@
 """The cache of each layer: keys and values by slot, in plain tensors.
 
 Knows slots and blocks; must not know sequences. A cache of codes holds the floats that the codes stand for
-(`rounded.as_stored`), so it shows what rounding costs and saves no memory: the oracle of the native caches. Made by
+(`rounded.as_stored`), so it shows the cost of rounding and saves no memory: the oracle of the native caches. Made by
 `program`, used by `ops`.
 """
 
@@ -28,8 +28,8 @@ class LayerCache:
     `shares_key`, the values are a view of the keys' first numbers.
 
     rounds_to: the codes that the numbers are rounded to, if any. `mean` [kv_heads, D] is subtracted from int4's keys
-    before they are rounded. `rope_table` is that of the layer's last operator; attention `needs_scores` where they are
-    more than a softmax sees (soft caps, sinks).
+    before they are rounded. `rope_table`: of the layer's last operator; attention `needs_scores` where they are more
+    than a softmax sees (soft caps, sinks).
     """
 
     keys: Tensor
@@ -55,7 +55,7 @@ class LayerCache:
         return as_stored(x.float() - mean, self.rounds_to) + mean
 
     def parts(self) -> list[Tensor]:
-        """Return what is kept of each block, on the first axis."""
+        """Return the arrays, with blocks on the first axis."""
         return [self.keys] if self.shares_key else [self.keys, self.values]
 
     def learn_mean(self, probed: LayerCache, num_seqs: int, length: int) -> None:
@@ -71,8 +71,8 @@ class LayerCache:
 def make_caches(
     shapes: Sequence[LayerShape], pool_sizes: Sequence[int], block_size: int, kv_dtype: str, device: torch.device
 ) -> list[Any]:
-    """Return a zeroed `LayerCache` or `StateCache` for each layer, over the pool of its kind; that of its source for
-    one that has one."""
+    """Return a zeroed `LayerCache` or `StateCache` for each layer, over the pool of its kind; a layer with a source has
+    the source's."""
     caches: list[Any] = []
     dtype, rounds_to = DTYPES.get(kv_dtype, torch.float32), kv_dtype if kv_dtype in KINDS else ""
     for shape in shapes:

@@ -62,7 +62,7 @@ class RefMatrix:
     name: str = ""
     scheme: Scheme | None = None
     inputs: tuple[tuple[int, Inputs], ...] = ()
-    """(outputs, what the inputs are rounded to) of each stacked layer, where that is done."""
+    """(outputs, rounding of the inputs) of each stacked layer with rounded inputs."""
 
     def dense(self) -> Tensor:
         return self.data[: self.num_in, : self.num_out].t().contiguous()
@@ -119,7 +119,7 @@ class RefOps:
         return matrix
 
     def parts(self) -> Iterator[RefMatrix]:
-        """Yield each matrix that has a form of its own."""
+        """Yield each matrix of one form."""
         for matrix in self.matrices:
             yield from matrix.parts if isinstance(matrix, RefStack) else (matrix,)
 
@@ -137,7 +137,7 @@ class RefOps:
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
         a = x.float()
         if self.rounds_inputs and matrix.inputs:
-            # Each stacked layer may have a scale of its own.
+            # Each stacked layer may have its own scale.
             by_inputs = {each: self._product(e4m3_rows(a, each), matrix) for _, each in matrix.inputs}
             ends = itertools.accumulate(size for size, _ in matrix.inputs)
             parts = [
@@ -278,7 +278,7 @@ class RefOps:
         self, x: Tensor, bias: Tensor, factor: Tensor | None = None, low: float = 0.0, high: float = math.inf
     ) -> Tensor:
         x = x.float() + bias.float()
-        y = elementwise(F.softplus, x).clamp(low, high) + x * 0  # the bounds must not hide what is not finite
+        y = elementwise(F.softplus, x).clamp(low, high) + x * 0  # the bounds must not hide NaN and infinity
         return y if factor is None else y * factor.float()
 
     def conv(

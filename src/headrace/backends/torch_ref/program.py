@@ -53,7 +53,7 @@ class EagerProgram:
         )
         probe = EagerProgram(self.model, self.ops, probe_set_up)
         tokens = probe_tokens(self.vocab_size, length)
-        # A drafter sees zeros beside its tokens, as on the native backend.
+        # A drafter sees zeros next to its tokens, as on the native backend.
         features = np.zeros((NUM_SEQS * length, self.model.feature_size), np.float32)
         probe.forward(
             Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)], states_in=[-1] * NUM_SEQS), [], features
@@ -80,7 +80,7 @@ class EagerProgram:
         return b"".join(part.tobytes() for part in parts)
 
     def write_block(self, block: int, data: bytes, kind: int | None = None) -> None:
-        """Set a block to what `read_block` returned."""
+        """Set a block to the result of `read_block`."""
         with torch.inference_mode():
             for part in self._parts(kind):
                 to = part[block]
@@ -100,7 +100,7 @@ class EagerProgram:
             streams: list[Tensor] = []
             self._hidden = hidden = self.model.forward(batch, self.caches, streams if self._layers else None)
             self._streams = [streams[layer] for layer in self._layers]
-            # A chunk without logits is checked too: what it wrote to the cache must not be published (R-17).
+            # A chunk without logits is checked too: its rows in the cache must not be published (R-17).
             finite = [bool(part.all()) for part in torch.split(torch.isfinite(hidden).all(dim=-1), batch.lens)]
             return finite, self._logits(rows)
         finally:

@@ -1,5 +1,5 @@
-"""Numbers rounded to what quantised codes stand for: a layer's cache, the oracle of the native caches, and the inputs
-of weights of 8-bit floats (fp8 x fp8).
+"""Numbers rounded to the values of quantised codes: a layer's cache, the oracle of the native caches, and the inputs of
+weights of 8-bit floats (fp8 x fp8).
 
 A cache's numbers are rounded to codes as csrc/include/kernels.h defines them, and widened again at once. Knows tensors;
 must not know requests. Called by `cache` and `ops`.
@@ -39,7 +39,7 @@ def as_stored(x: Tensor, dtype: str) -> Tensor:
 def e4m3_rows(x: Tensor, inputs: Inputs) -> Tensor:
     """Return x [R, K] float32 as E4M3 times its scale (Micikevicius et al. 2022), each row by itself.
 
-    What lies beyond the largest code times a static scale becomes the largest.
+    Numbers beyond the largest code times a static scale become the largest.
     """
     if inputs.scale is not None:
         scale = x.new_tensor(inputs.scale)

@@ -63,7 +63,7 @@ def _lone_products(a: Tensor, b: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute by one thread: more of them may split one product's sums, in as many parts as there are."""
+    """Let torch compute with one thread: with more, it may split the sums of one product into as many parts."""
     num_threads = torch.get_num_threads()
     if num_threads == 1:
         yield
@@ -83,7 +83,7 @@ def aligned(a: Tensor) -> Tensor:
 
 @functools.cache
 def one_call_is_exact(m: int, k: int, n: int, transposed: bool, num_threads: int) -> bool:
-    """Whether a batched product by `num_threads`, those of the caller, gives the bits of lone products [m, k] x [k, n]
+    """Whether a batched product by `num_threads`, the caller's threads, gives the bits of lone products [m, k] x [k, n]
     by one thread: tried on random numbers."""
     generator = torch.Generator().manual_seed(m * 1_000_003 + k * 1009 + n)
     a = torch.randn(9, m, k, generator=generator)

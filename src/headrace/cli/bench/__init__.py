@@ -1,1 +1,1 @@
-"""`headrace bench`: the commands, their plans, what measures and what prints."""
+"""`headrace bench`: the commands, their plans, the measurements and the printed reports."""

@@ -1,8 +1,8 @@
-"""`headrace bench ablate`: what each technique of an engine is worth, one added after the other from the naive loop to
+"""`headrace bench ablate`: the worth of each technique of an engine, one added after the other from the naive loop to
 the whole, and each left out of the whole.
 
-Every rung gets the same requests, all at once, and runs once in every round; what is reported are medians over the
-rounds, with the least and the most. What a rung's engine is, is read from the engine itself. Called by
+Every rung gets the same requests, all at once, and runs once in every round; the report has medians over the rounds,
+with the least and the most. The facts about a rung's engine are read from the engine itself. Called by
 `bench.commands`.
 """
 
@@ -32,8 +32,8 @@ from headrace.protocol.errors import HeadraceError, RequestError
 MEDIANS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_itl_ms")
 
 
-class Run(NamedTuple):
-    """A rung in one round, and what it ran on."""
+class RungRun(NamedTuple):
+    """A rung in one round, and the library or the facts of the engine that it ran on."""
 
     outcome: runs.Outcome
     facts: dict[str, Any]
@@ -74,7 +74,7 @@ class Naive:
         return runs.Transformers(str(directory), device, self._config.num_threads)
 
     def run(self, rung: Rung, samples: Sequence[Sample], num_sample: int) -> tuple[runs.Outcome, dict[str, Any]]:
-        """Run a naive rung; return its outcome and what it ran on."""
+        """Run a naive rung; return its outcome and the library that ran it."""
         if not self._has_transformers:
             return run_engine(rung, samples, num_sample)
         with closing(self._load()) as other:
@@ -96,7 +96,7 @@ def _best(seconds_of: runs.PassTime, length: int) -> float:
 
 
 def run_engine(rung: Rung, samples: Sequence[Sample], num_sample: int) -> tuple[runs.Outcome, dict[str, Any]]:
-    """Build the rung's engine, run the requests on it, and return the outcome and what the engine was."""
+    """Build the rung's engine, run the requests on it, and return the outcome and the facts about the engine."""
     with closing(build_engine(rung.config)) as core:
         singles = [] if rung.is_taped else runs.call_for_each(core)
         # The first step touches memory and code that later ones find ready.
@@ -126,7 +126,7 @@ def run_engine(rung: Rung, samples: Sequence[Sample], num_sample: int) -> tuple[
 
 
 def facts_of(core: EngineCore, rung: Rung) -> dict[str, Any]:
-    """Return what an engine is, read from its parts and not from its config."""
+    """Return the facts about an engine, read from its parts and not from its config."""
     info, scheduler = core.info, core.scheduler
     executor: Any = core.executor
     return {
@@ -149,9 +149,9 @@ def facts_of(core: EngineCore, rung: Rung) -> dict[str, Any]:
 
 
 def measure_ablation(plan: AblatePlan, config: EngineConfig) -> dict[str, Any]:
-    """Return `rungs` and `without`, a row each with figures and facts, and what the requests were.
+    """Return `rungs` and `without`, a row each with figures and facts, and a description of the requests.
 
-    Raises `RequestError` for requests that the model's context does not hold, and what the engine raises."""
+    Raises `RequestError` for requests that the model's context does not hold, and the engine's errors."""
     plan = sized(plan)
     backend, cache_bytes, vocab_size = _probe(plan, config)
     samples = requests(plan, vocab_size)
@@ -162,14 +162,14 @@ def measure_ablation(plan: AblatePlan, config: EngineConfig) -> dict[str, Any]:
     if not naive.name:
         rungs = [rung for rung in rungs if not rung.is_naive]
     every = [*rungs, *without]
-    rounds = list[list[Run]]()
+    rounds = list[list[RungRun]]()
     with progress_bar("rungs", not plan.json) as show:
         for number in range(plan.rounds):
             rounds.append([])
             for index, rung in enumerate(every):
                 show(number * len(every) + index, plan.rounds * len(every), rung.name)
                 step = naive.run if rung.is_naive else run_engine
-                rounds[-1].append(Run(*step(rung, samples, plan.sample)))
+                rounds[-1].append(RungRun(*step(rung, samples, plan.sample)))
                 gc.collect()
             check_answers(every, [each.outcome for each in rounds[-1]])
     rows = [_row(rung, column, len(samples)) for rung, column in zip(every, zip(*rounds, strict=True), strict=True)]
@@ -194,7 +194,7 @@ def measure_ablation(plan: AblatePlan, config: EngineConfig) -> dict[str, Any]:
 
 def _probe(plan: AblatePlan, config: EngineConfig) -> tuple[str, int, int]:
     """Return the backend, the bytes of `plan.cache_seqs` contexts, and the width of the vocabulary. It builds the
-    whole, so that a model which can not have all of it is refused before anything is measured."""
+    whole, so that a model which cannot have all of it is refused before anything is measured."""
     context = context_of(plan)
     stored = msgspec.structs.replace(
         config, skip_tokenizer_init=True, max_model_len=context, max_num_seqs=plan.cache_seqs, block_size=context,
@@ -231,7 +231,7 @@ def check_answers(every: Sequence[Rung], outcomes: Sequence[runs.Outcome]) -> No
                 raise HeadraceError(f"request {index} has other answers with {name!r} than with {rung.name!r}")
 
 
-def _row(rung: Rung, column: Sequence[Run], num_requests: int) -> dict[str, Any]:
+def _row(rung: Rung, column: Sequence[RungRun], num_requests: int) -> dict[str, Any]:
     """Return the medians of a rung's runs, its speed in each, and the facts of the last."""
     each_run = list[dict[str, Any]]()
     for run in column:

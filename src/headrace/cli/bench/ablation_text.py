@@ -11,7 +11,7 @@ HEADINGS = ("tok/s", "factor", "least to most", "TTFT p50", "TTFT p99", "TPOT p5
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a rung under `HEADINGS`. "~" marks what is derived from a sample."""
+    """Return the cells of a rung under `HEADINGS`. "~" marks figures that are derived from a sample."""
     mark = "~" if row["is_derived"] else ""
     spread = f"{min(row['factors']):,.2f} to {max(row['factors']):,.2f}" if row["factors"] else ""
     work, empty = row.get("rows_per_needed"), row.get("empty_share")
@@ -41,8 +41,8 @@ def _time(milliseconds: float) -> str:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Return what the table leaves out, a line each: the requests, the naive library, and the rows that textbooks ask
-    for."""
+    """Return the facts that the table leaves out, a line each: the requests, the naive library, and the rows that
+    textbooks have."""
     rows = {row["rung"]: row for row in result["rungs"]}
     static, contiguous, paged = (rows[name] for name in ("static batches", "continuous, contiguous", "paged"))
     lines = [

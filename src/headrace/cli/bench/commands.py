@@ -2,7 +2,7 @@
 the flags, calls its module to measure it, and prints a table (vLLM's, where it has one), or with --json one object with
 vLLM's field names.
 
-Each result carries what it was measured on: model, dtype, backend, version and date.
+Each result carries the circumstances of its measurement: model, dtype, backend, version and date.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from headrace.protocol.errors import RequestError
 
 app = typer.Typer(help="Measure latency, throughput, quality, speculation, or a running server.", no_args_is_help=True)
 
-# What the rungs of an ablation set themselves.
+# Settings that the rungs of an ablation make themselves.
 KEPT = ("seed", "revision", "backend", "device", "num_threads", "speculative_config")
 ABLATED = tuple(name for name in EngineConfig.__struct_fields__ if name not in KEPT)
 

@@ -53,8 +53,8 @@ def check_dataset(name: str, more: tuple[str, ...] = ()) -> None:
 
 
 def trace_samples(plan: ServePlan, vocab_size: int, avoid: frozenset[int] = frozenset()) -> list[Sample]:
-    """Return the first requests of a trace as prompts of random token ids, which share what the trace says that they
-    share: block k of Mooncake's is always the same. Raises `RequestError`."""
+    """Return the first requests of a trace as prompts of random token ids, which share prefixes as the trace says:
+    block k of Mooncake's is always the same. Raises `RequestError`."""
     from headrace.fleet.traces import read
 
     try:
@@ -148,7 +148,7 @@ class _Turn(msgspec.Struct):
     value: str = ""
 
 
-class _Talk(msgspec.Struct):
+class _Conversation(msgspec.Struct):
     conversations: list[_Turn] = []
 
 
@@ -173,6 +173,6 @@ def _custom(path: Path) -> list[tuple[str, int]]:
 
 
 def _sharegpt(path: Path, count: Callable[[str], int] | None) -> list[tuple[str, int]]:
-    talks = _decoded(path.read_text(encoding="utf-8"), list[_Talk], str(path))
+    talks = _decoded(path.read_text(encoding="utf-8"), list[_Conversation], str(path))
     pairs = [[turn.value for turn in talk.conversations[:2]] for talk in talks if len(talk.conversations) > 1]
     return [(prompt, count(answer) if count else 0) for prompt, answer in pairs if prompt]

@@ -1,4 +1,4 @@
-"""Measures what rounding costs a model: compares its logits on the same tokens, and its weights, with a reference's.
+"""Measures the cost of rounding a model: compares its logits on the same tokens, and its weights, with a reference's.
 
 Logits come from `Program`s, as the engine computes them; everything after is float64, and sums are exactly rounded, so
 the figures do not depend on how the rows were split. Knows no config, no text and no torch. Called by
@@ -27,7 +27,7 @@ F64 = NDArray[np.float64]
 
 
 class NamedMatrix(Protocol):
-    """What is needed of a backend's matrix to measure it."""
+    """The attributes of a backend's matrix that its measurement needs."""
 
     @property
     def name(self) -> str: ...

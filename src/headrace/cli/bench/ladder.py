@@ -31,11 +31,11 @@ class Rung(NamedTuple):
     """A technique, and the engine that has it.
 
     Attributes:
-        name: of the technique, or of what is left out.
+        name: of the technique, added or left out.
         config: of the engine.
         batching: ONE, STATIC (as many as fit, padded to the longest, the next when all are done) or CONTINUOUS.
         has_kv_cache: without, the grown prompt is computed again for each token.
-        is_taped: without, each operator is a native call of its own (on a GPU, each kernel a launch).
+        is_taped: without, each operator is a separate native call (on a GPU, each kernel a launch).
         is_naive: the faster of torch_ref and transformers runs it.
     """
 
@@ -68,7 +68,7 @@ def context_of(plan: AblatePlan) -> int:
 
 
 def requests(plan: AblatePlan, vocab_size: int) -> list[Sample]:
-    """Return prompts of random token ids behind one shared prefix, with lengths as spread as those of real traffic: a
+    """Return prompts of random token ids behind one shared prefix, with lengths as spread as in real traffic: a
     log-normal distribution, cut at `MOST_TIMES_MEAN` times its mean."""
     noise = random.Random(plan.seed)
 
@@ -125,7 +125,7 @@ def ladder(plan: AblatePlan, config: EngineConfig, backend: str, cache_bytes: in
         rungs += [Rung("Triton kernels", native, ONE, is_taped=False), Rung("CUDA graphs", native, ONE)]
     else:
         rungs.append(Rung("native kernels and tape", native, ONE))
-    # From here on what is not quantised is in the checkpoint's own dtype.
+    # From here on tensors that are not quantised are in the checkpoint's own dtype.
     stored = change(alone, backend=backend)
     rungs += [Rung(form, change(stored, quantization=form), ONE) for form in ("int8", "int4")]
     whole = change(

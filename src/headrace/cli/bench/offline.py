@@ -1,7 +1,7 @@
 """`headrace bench latency` and `throughput`: drives an `EngineCore` step by step and times each token.
 
 A token's time is the end of the step that made it, so the figures contain no text, sockets or progress bars. Prompts
-differ in every iteration, as a prefix cache would speed up a second run. Of the engine it uses `add` and `step` alone,
+differ in every iteration, as a prefix cache would speed up a second run. It uses only `add` and `step` of the engine,
 so that tests can run it on a simulated executor.
 """
 

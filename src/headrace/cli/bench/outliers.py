@@ -1,8 +1,8 @@
 """Plants outliers in a copy of a model: inputs that the norms give out become greater by a factor, and the columns
 behind them less by it.
 
-The factor is a power of two, so that the copy computes the same function to the bit, and all that a form loses beside
-the unchanged model is that form's. Called by `cli.bench.quality` and `bench.outliers`.
+The factor is a power of two, so that the copy computes the same function to the bit, so any loss against the unchanged
+model is due to the form. Called by `cli.bench.quality` and `bench.outliers`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from headrace.protocol.errors import RequestError
 from headrace.quantize import shards
 
 NUM_INPUTS, FACTOR = 3, 64.0
-"""What is planted by default: it spoils int8 activations, and leaves the weights behind it some of their codes."""
+"""The factor that is planted by default: it spoils int8 activations, and leaves the weights behind it some of their
+codes."""
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Models whose norms multiply with their weights, and are read by matrices of these names alone."""
 READERS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")

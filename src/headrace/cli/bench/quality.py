@@ -1,7 +1,7 @@
 """`headrace bench quality`: loads a model and its reference, compares them by `cli.bench.divergence`, and measures
 sizes and speed.
 
-Both are whole engines, so that the figures are those of the served model. `bench.quality` runs it over all forms of a
+Both are whole engines, so that the figures hold for the served model. `bench.quality` runs it over all forms of a
 model.
 """
 
@@ -59,8 +59,8 @@ class Text(NamedTuple):
 def measure_quality(plan: QualityPlan, config: EngineConfig) -> dict[str, Any]:
     """Return the figures of `config.model`: see docs/quantisation.md for the names. `layers` has the worst first.
 
-    Raises `HeadraceError` for a reference that can not be compared with, `RequestError` for a text that is not there,
-    and for outliers in a model that they can not be planted in.
+    Raises `HeadraceError` for a reference that cannot be compared with, `RequestError` for a text that is not there,
+    and for outliers in a model that they cannot be planted in.
     """
     texts = plan.text or [WRITTEN]
     for name in texts:  # before a model is loaded
@@ -69,7 +69,7 @@ def measure_quality(plan: QualityPlan, config: EngineConfig) -> dict[str, Any]:
     plain = reference_config(plan, config)
     with closing(opened(config)) as llm:
         with nullcontext() if plain is None else closing(opened(plain)) as reference:
-            first, *others = [text_of(plan, name, reference or llm) for name in texts]
+            first, *others = [quality_text(plan, name, reference or llm) for name in texts]
             result = judge(llm, reference, first)
             if others:
                 result["texts"] = [{"text": text.name} | scored(llm, reference, text) for text in others]
@@ -80,7 +80,7 @@ def measure_quality(plan: QualityPlan, config: EngineConfig) -> dict[str, Any]:
         if plan.save:
             path = hub.resolve(config.model, config.revision)
             measured = result | {"date": time.strftime("%Y-%m-%d"), "version": llm.core.info.version}
-            result["saved"] = audit.save(path, audit.form_of(llm.core.info), measured).name
+            result["saved"] = audit.save(path, audit.precision_of(llm.core.info), measured).name
     return result
 
 
@@ -113,7 +113,7 @@ def is_quantised(path: Path) -> bool:
     return hub.read_json(path / "config.json").get("quantization_config") is not None
 
 
-def text_of(plan: QualityPlan, name: str, writer: LLM) -> Text:
+def quality_text(plan: QualityPlan, name: str, writer: LLM) -> Text:
     """Return the text of a file, or for WRITTEN one that `writer` generates."""
     window = min(plan.window, writer.core.info.max_model_len - 1)
     if name == WRITTEN:
@@ -141,7 +141,8 @@ def file_text(llm: LLM, path: Path, window: int, max_tokens: int) -> Text:
 
 
 def written_text(llm: LLM, window: int, max_tokens: int) -> Text:
-    """Return what the model samples at temperature 1 from the beginning of a text, with seeds from FIRST_SEED on."""
+    """Return the tokens that the model samples at temperature 1 from the beginning of a text, with seeds from
+    FIRST_SEED on."""
     tokenizer = llm.get_tokenizer()
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     begin = 0 if begin is None else begin
@@ -172,7 +173,7 @@ def num_bytes(llm: LLM, windows: Sequence[Sequence[int]]) -> int:
 def judge(llm: LLM, reference: LLM | None, text: Text) -> dict[str, Any]:
     """Return all figures but the speed."""
     program, expected = program_of(llm), None if reference is None else program_of(reference)
-    result: dict[str, Any] = audit.form_of(llm.core.info) | {"text": text.name}
+    result: dict[str, Any] = audit.precision_of(llm.core.info) | {"text": text.name}
     if reference is not None:
         result["reference"] = named(reference.core.info)
     result |= scored(llm, reference, text)
@@ -219,8 +220,8 @@ def scored(llm: LLM, reference: LLM | None, text: Text) -> dict[str, float]:
 
 
 def judge_outliers(config: EngineConfig, reference: LLM, text: Text) -> dict[str, Any]:
-    """Return what the form of `config` loses on its model with outliers planted in it. As the function is the same, it
-    is compared with the model as it is. Raises `RequestError` for a model that they can not be planted in."""
+    """Return the loss of the form of `config` on its model with planted outliers. The function of the model stays the
+    same, so it is compared with the model as it is. Raises `RequestError` for a model in which none can be planted."""
     with tempfile.TemporaryDirectory() as folder:
         planted = plant(hub.resolve(config.model, config.revision), Path(folder) / "planted")
         changed = msgspec.structs.replace(config, model=str(planted), revision=None, save_packed=False)
@@ -277,7 +278,7 @@ def stored_bytes(path: Path, names: Sequence[str]) -> int | None:
     owners: defaultdict[str, int] = defaultdict(int)
     for name, size in tensors.items():
         if not name.endswith(".bias"):
-            # bitsandbytes names what belongs to a weight after it: q_proj.weight.absmax.
+            # bitsandbytes names the parts of a weight after it: q_proj.weight.absmax.
             layer, weight, _ = f"{name}.".partition(".weight.")
             owners[short_name(layer if weight else name.rpartition(".")[0])] += size
     total = 0

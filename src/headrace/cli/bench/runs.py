@@ -1,7 +1,7 @@
 """How a rung of `headrace bench ablate` is run: one request at a time, in static batches, or continuously; with a KV
 cache or without; by the engine, or by transformers.
 
-What takes too long is run on a sample: the times of the rest are derived from it, and the result says so. Called by
+Rungs that take too long run on a sample: the times of the rest are derived from it, and the result says so. Called by
 `bench.ablate`.
 """
 
@@ -28,7 +28,7 @@ PassTime = Callable[[int], float]
 
 
 class Outcome(NamedTuple):
-    """What a run gave: the timelines of all requests, how many of them ran, and the answers of those."""
+    """The outcome of a run: the timelines of all requests, the number of them that ran, and the answers of these."""
 
     timelines: list[Timeline]
     num_run: int
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 class Watch:
-    """Counts what the steps of an engine compute, and how much of the cache they hold is empty."""
+    """Counts the rows that the steps of an engine compute, and the empty part of the cache that they hold."""
 
     def __init__(self, core: EngineCore) -> None:
         self._scheduler = core.scheduler
@@ -64,7 +64,7 @@ class Watch:
 
 
 class CallForEach:
-    """A tape of the cpu backend whose records are native calls of their own. `num_calls` counts them."""
+    """A tape of the cpu backend whose records are separate native calls. `num_calls` counts them."""
 
     def __init__(self, tape: Any) -> None:
         self.inner, self.num_calls = tape, 0
@@ -79,7 +79,7 @@ class CallForEach:
 
 
 class LaunchForEach:
-    """A replay of the cuda backend without graphs: each kernel is a launch of its own. `num_calls` counts them."""
+    """A replay of the cuda backend without graphs: each kernel is a separate launch. `num_calls` counts them."""
 
     def __init__(self, replay: Any) -> None:
         self.inner, self.num_calls = replay, 0
@@ -98,7 +98,7 @@ class LaunchForEach:
 
 
 def call_for_each(core: EngineCore) -> list[CallForEach | LaunchForEach]:
-    """Let an engine compute its steps without a tape, or on a GPU without graphs; return what stands in their place."""
+    """Let an engine compute its steps without a tape, or on a GPU without graphs; return the replacement."""
     program: Any = core.executor.program  # type: ignore[attr-defined]
     if hasattr(program, "_whole"):
         program._whole, program._head = LaunchForEach(program._whole), LaunchForEach(program._head)
@@ -129,9 +129,9 @@ def run(core: EngineCore, rung: Rung, samples: Sequence[Sample], num_sample: int
 
 def static_batches(core: EngineCore, samples: Sequence[Sample]) -> list[Timeline]:
     """Run as many requests together as the cache holds at the longest, prompts and answers padded to the longest of the
-    batch, and the next when the last of them is done. What is padded is computed, and not counted.
+    batch, and the next when the last of them is done. Padded positions are computed, and not counted.
 
-    The engine has no mask for pads, so the answers are not those of the requests alone."""
+    The engine has no mask for pads, so the answers differ from the answers to the requests alone."""
     blocks = core.scheduler.pool.blocks_for(
         max(s.num_prompt_tokens for s in samples) + max(s.output_len for s in samples)
     )
@@ -149,12 +149,12 @@ def static_batches(core: EngineCore, samples: Sequence[Sample]) -> list[Timeline
     return timelines
 
 
-# -- what is run on a sample
+# -- runs on a sample
 
 
 def derived(timelines: Sequence[Timeline], samples: Sequence[Sample]) -> list[Timeline]:
-    """Return the timelines of all samples one after the other, of those of the first: the others take as long for each
-    token of prompt and of answer as those took."""
+    """Return the timelines of all samples one after the other, derived from the first ones' timelines: the others take
+    as long for each token of prompt and of answer."""
     prompt_time = sum(each.ttft for each in timelines) / sum(each.num_prompt_tokens for each in timelines)
     later = sum(each.num_output_tokens - 1 for each in timelines)
     token_time = sum(each.e2el - each.ttft for each in timelines) / max(1, later)
@@ -222,7 +222,7 @@ def engine_pass(core: EngineCore, width: int) -> PassTime:
 class Transformers:
     """A model in transformers, float32, on one device: the loop that a newcomer writes.
 
-    Raises ImportError, OSError, ValueError, KeyError or AttributeError for a model that it can not load."""
+    Raises ImportError, OSError, ValueError, KeyError or AttributeError for a model that it cannot load."""
 
     def __init__(self, directory: str, device: str, num_threads: int) -> None:
         import torch

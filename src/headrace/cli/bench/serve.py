@@ -1,4 +1,4 @@
-"""The client of `headrace bench serve`: sends requests to an OpenAI-compatible server and times what comes back.
+"""The client of `headrace bench serve`: sends requests to an OpenAI-compatible server and times the streamed replies.
 
 The times of arrival are drawn from the seed before the run (Poisson for burstiness 1, gamma else), so a slow server
 does not delay later requests. If a request waits because of `max_concurrency`, the wait is reported as the client's
@@ -30,8 +30,8 @@ from headrace.cli.bench.data import (
     random_samples,
     trace_samples,
 )
-from headrace.cli.bench.pitfalls import warnings_of
 from headrace.cli.bench.plans import ServePlan
+from headrace.cli.bench.run_warnings import warnings_of
 from headrace.cli.bench.stats import Timeline, figures
 from headrace.engine.progress import progress_bar
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -79,7 +79,7 @@ def arrival_times(count: int, request_rate: float, burstiness: float, seed: int)
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """Return the headers that send a key: `api_key`, or else that of HEADRACE_API_KEY."""
+    """Return the headers that send a key: `api_key`, or else the value of HEADRACE_API_KEY."""
     key = api_key or env.api_key()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -105,7 +105,7 @@ def first_model(base_url: str, headers: dict[str, str], seconds: float = 0.0) ->
 
 
 async def send(client: httpx.AsyncClient, target: Target, sample: Sample, queue_time: float = 0.0) -> Timeline:
-    """Send one streamed request. What the server does never raises: `Timeline.error` reports a failure."""
+    """Send one streamed request. No failure of the server raises: `Timeline.error` reports it."""
     pieces: list[str] = []
     timeline = Timeline(sent=time.perf_counter(), queue_time=queue_time, num_prompt_tokens=sample.num_prompt_tokens)
     usage: dict[str, Any] | None = None
@@ -158,7 +158,7 @@ async def run(
 
     Args:
         target: the server.
-        samples: what to send.
+        samples: the requests.
         plan: the arrival times, the bound of open requests, and how often the first sample is sent unmeasured.
         on_done: called after each request, for a progress bar.
 

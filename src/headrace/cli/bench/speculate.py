@@ -46,7 +46,7 @@ class Text(NamedTuple):
     answer: list[int] | None = None
 
 
-class Run(NamedTuple):
+class BatchRun(NamedTuple):
     """One batch: its decoding speed and its answers."""
 
     tokens_per_second: float
@@ -152,9 +152,9 @@ def measure_load(
 
     Speeds and ratios are medians.
     """
-    slow: list[Run] = []
-    fast: list[Run] = []
-    again: list[Run] = []
+    slow: list[BatchRun] = []
+    fast: list[BatchRun] = []
+    again: list[BatchRun] = []
     for number in range(plan.rounds):
         batch = [texts[(number * load + i) % len(texts)] for i in range(load)]
         slow.append(run(plain, batch, plan.output_len))
@@ -179,12 +179,14 @@ def measure_load(
     return row
 
 
-def ratios_of(slow: list[Run], fast: list[Run]) -> list[float]:
+def ratios_of(slow: list[BatchRun], fast: list[BatchRun]) -> list[float]:
     """Return the ratio of speeds of each round, the smallest first."""
     return sorted(b.tokens_per_second / a.tokens_per_second for a, b in zip(slow, fast, strict=True))
 
 
-def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: float = 0.0, first_seed: int = 0) -> Run:
+def run(
+    core: EngineCore, batch: Sequence[Text], output_len: int, temperature: float = 0.0, first_seed: int = 0
+) -> BatchRun:
     """Run a batch to answers of full length, and measure the decoding speed of all together."""
     answers: dict[str, list[int]] = {}
     first = last = 0.0
@@ -205,7 +207,7 @@ def run(core: EngineCore, batch: Sequence[Text], output_len: int, temperature: f
         last = output.end_time
     seconds = last - first
     num_tokens = sum(map(len, answers.values())) - before
-    return Run(num_tokens / seconds if seconds > 0 else 0.0, list(answers.values()))
+    return BatchRun(num_tokens / seconds if seconds > 0 else 0.0, list(answers.values()))
 
 
 def acceptance(

@@ -78,7 +78,7 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def meets(timeline: Timeline, goals: dict[str, float]) -> bool:
+def is_within_goals(timeline: Timeline, goals: dict[str, float]) -> bool:
     """Return whether one request met every goal (milliseconds). A request of one token has no TPOT to break."""
     times = ((getattr(timeline, name), limit) for name, limit in goals.items())
     return all(seconds is None or seconds * 1000 <= limit for seconds, limit in times)
@@ -140,7 +140,7 @@ def figures(
         "total_input_tokens": total_input,
         "total_output_tokens": total_output,
         "request_throughput": len(good) / duration,
-        "request_goodput": sum(meets(t, goals) for t in good) / duration if goals else None,
+        "request_goodput": sum(is_within_goals(t, goals) for t in good) / duration if goals else None,
         "output_throughput": total_output / duration,
         "total_token_throughput": (total_input + total_output) / duration,
         "max_output_tokens_per_s": peak_rate,

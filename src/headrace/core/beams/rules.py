@@ -1,10 +1,10 @@
 """`BeamSearch`: the rules of a beam search, on ints and floats alone.
 
-From each step's likeliest continuations of each running beam it chooses those that run on, and it keeps the answers
-that have ended. The rules are those of transformers' `generate(num_beams=...)`, so that both give the same answers;
-groups are those of Vijayakumar et al., "Diverse Beam Search" (arXiv:1610.02424). Sums are float64 and ties fall to the
-better beam, then to the lower token id, so that a search depends on its numbers only. Knows no sequences and no
-blocks; called by `core.beams.searches` alone.
+After each step it chooses the beams to continue from the likeliest continuations of each running beam, and keeps the
+answers that have ended. The rules are transformers' (`generate(num_beams=...)`), so that both give the same answers;
+groups follow Vijayakumar et al., "Diverse Beam Search" (arXiv:1610.02424). Sums are float64 and ties fall to the better
+beam, then to the lower token id, so that a search depends on its numbers only. Knows no sequences and no blocks; called
+by `core.beams.searches` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Child(NamedTuple):
     token_id: int
 
 
-class Answer(NamedTuple):
+class Hypothesis(NamedTuple):
     """An answer: its score, the plain sum of its log-probabilities, and the token ids without the prompt."""
 
     score: float
@@ -51,7 +51,7 @@ class _Group:
 
     sums: list[float]
     totals: list[float]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Hypothesis] = field(default_factory=list)
     closed: bool = False
 
 
@@ -102,7 +102,7 @@ class BeamSearch:
             first += 0 if first_step else num
         return children
 
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[Hypothesis]:
         """Return the answers so far, the best first, at most `num_answers` of them."""
         answers = [answer for group in self.groups for answer in group.answers]
         answers.sort(key=_score, reverse=True)
@@ -123,12 +123,12 @@ class BeamSearch:
         for c in best[: self.width]:
             if full or c.token_id in self.stop_ids:
                 answer = [*token_ids[c.parent][num_prompt:], c.token_id]
-                group.answers.append(Answer(self._scored(-c.minus_sum, self.num_generated), c.total, answer))
+                group.answers.append(Hypothesis(self._scored(-c.minus_sum, self.num_generated), c.total, answer))
         group.answers.sort(key=_score, reverse=True)
         del group.answers[self.width :]
 
     def _is_decided(self, group: _Group) -> bool:
-        """Whether the group's running beams can not improve its answers any more."""
+        """Whether the group's running beams cannot improve its answers any more."""
         if len(group.answers) < self.width:
             return False
         mode = self.params.early_stopping
@@ -142,5 +142,5 @@ class BeamSearch:
         return float(total / num_tokens**self.params.length_penalty)
 
 
-def _score(answer: Answer) -> float:
+def _score(answer: Hypothesis) -> float:
     return answer.score

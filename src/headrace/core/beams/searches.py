@@ -1,10 +1,10 @@
 """`Searches`: the open beam searches, each a set of sequences that run, wait and end together.
 
-A beam is a `Sequence` like any other, with a table of its own; a fork takes references to its parent's blocks, and the
-block that two would write is copied by the first that writes (`BlockTables.grow`). A beam that has computed its tokens
-waits for the others of its search; when all candidates are there, `BeamSearch` chooses, beams are forked and dropped,
-and all go on. So the result does not depend on which of them ran in which step. After a preemption the first beam
-waits in the queue for all; once it has computed again what all have in common, the others fork from it.
+A beam is a `Sequence` like any other, with its own table; a fork takes references to its parent's blocks, and the block
+that two would write is copied by the first that writes (`BlockTables.grow`). A beam that has computed its tokens waits
+for the others of its search; when all candidates are there, `BeamSearch` chooses, beams are forked and dropped, and all
+go on. So the result does not depend on which of them ran in which step. After a preemption the first beam waits in the
+queue for all; once it has computed the common tokens again, the others fork from it.
 
 Does not decide which sequence runs. Called by the scheduler alone.
 """
@@ -22,13 +22,13 @@ from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.step import Beam, BeamResult, Request, StepResult
 
 Row = tuple[Sequence, int, bool, int]
-"""What a step gave one sequence: the tokens computed, whether one was sampled after them, and which (or -1)."""
+"""The result of a step for one sequence: the tokens computed, whether one was sampled after them, and which (or -1)."""
 
 
 class Search:
     """One search. `live` are its beams in `BeamSearch`'s order: the prompt alone until the first choice. `tops` holds
-    the candidates of those that have computed all their tokens, by sequence id. `pending` beams were preempted and hold
-    no blocks, until `live[0]` has computed the first `num_common` tokens that they share with it."""
+    the candidates of the beams that have computed all their tokens, by sequence id. `pending` beams were preempted and
+    hold no blocks, until `live[0]` has computed the first `num_common` tokens that they share with it."""
 
     def __init__(self, root: Sequence, params: BeamSearchParams) -> None:
         self.rules = BeamSearch(params, root.stop_ids, root.max_len - root.num_prompt)
@@ -46,8 +46,8 @@ class Search:
         return kind.claim(self.width, root.num_prompt, root.max_len)
 
     def reserve(self, kind: Kind) -> int:
-        """Return the blocks beside those of `live[0]` that the others need for their known tokens; before the first
-        choice, those that the first fork will need."""
+        """Return the number of blocks that the beams after `live[0]` need for their known tokens; before the first
+        choice, the number that the first fork will need."""
         pool = kind.pool
         if len(self.live) > 1:
             shared = self.num_common // pool.block_size
@@ -61,7 +61,7 @@ class Search:
         self.tops.clear()
         self.pending = self.live[1:]
         self.num_common = min((_num_common(first.tokens, seq.tokens) for seq in self.pending), default=0)
-        # What a window or a state holds there is gone with the next token.
+        # The next token overwrites a state, and takes blocks out of a window.
         first.stop_at = self.num_common if self.pending else NEVER
         return first
 
@@ -129,7 +129,7 @@ class Searches:
         return sum(search.width - len(search.live) + len(search.pending) for search in self._running())
 
     def with_reserve(self, promised: list[int], search: Search) -> list[int]:
-        """Return `promised` with the blocks of each kind that the beams of `search` need beside the first."""
+        """Return `promised` with the blocks of each kind that the beams of `search` need in addition to the first."""
         return [num + search.reserve(kind) for num, kind in zip(promised, self.tables.all_kinds, strict=True)]
 
     def promise(self, promised: list[int]) -> None:

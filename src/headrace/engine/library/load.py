@@ -63,7 +63,7 @@ def build_runner(
     lines are logged.
     `vocabulary` reads the tokenizer when the first constraint needs it; without it there are none.
     `on_lost`: as `parallel.group.Group` has it, for a model that several ranks compute.
-    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model can not meet.
+    Raises `ModelNotFoundError`, `CheckpointError`, or `RequestError` for a config value that the model cannot meet.
     """
     directory = hub.resolve(config.model, config.revision)
     group = _open_group(config, str(directory), on_lost)
@@ -123,7 +123,7 @@ def _build_runner(
     target: Target | None = None
     drafter: Drafter | None = None
     if spec is not None:
-        # Before the cache is sized: it takes what memory the drafter leaves.
+        # Before the cache is sized: it takes the memory that the drafter leaves.
         guide = SamplerGuide(sampler, rejects=spec.mode == "rejection")
         target = make_target(config, directory, backend, model, model_config, max_model_len, kv_dtype, guide)
         drafter = make_drafter(spec, target)
@@ -196,7 +196,7 @@ def make_target(
     kv_dtype: str,
     guide: SamplerGuide,
 ) -> Target:
-    """What a drafter may use of the engine."""
+    """The parts of the engine that a drafter may use."""
 
     def load(path: Path, quantization: str | None, length: int) -> tuple[Backend, models.Model, dict[str, Any]]:
         draft_config = msgspec.structs.replace(
@@ -236,8 +236,8 @@ def make_target(
 def load_model(
     config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None = None
 ) -> tuple[Backend, models.Model, ModelConfig]:
-    """The model of `directory` (or of a GGUF file) with its weights. `seat`: of one rank of several, which takes its
-    part of them. Raises `CheckpointError` or `RequestError`."""
+    """The model of `directory` (or of a GGUF file) with its weights. `seat`: of a rank, which takes its part of the
+    weights. Raises `CheckpointError` or `RequestError`."""
     load = _load_gguf if directory.is_file() else _load_safetensors
     return load(config, directory, progress, seat)
 
@@ -280,8 +280,8 @@ def _weighted(
     read: Callable[[PackedWriter | None], Reader],
     packing: Packing,
 ) -> models.Model:
-    """Return the model with its weights. With values in place of config.json's, packed files are left alone: what they
-    hold and what was measured beside them is of the model as it stands."""
+    """Return the model with its weights. With values in place of config.json's, packed files are left alone: what they,
+    and the measurements next to them, belong to the model as it stands."""
     if config.hf_overrides is None:
         return with_weights(build, read, packing)
     if config.save_packed:
@@ -352,8 +352,8 @@ def maker(
     max_model_len: int,
     seat: Seat | DeviceSeat | StageSeat | None,
 ) -> Callable[[Reader], models.Model]:
-    """Return what makes a model of its weights, or one rank's part of it. That raises `RequestError` where experts are
-    shared out of a model that has none."""
+    """Return a function that makes a model, or one rank's part of it, of its weights. The function raises
+    `RequestError` where a model without experts is to share them out."""
     if isinstance(seat, StageSeat):
         return stage_maker(module, model_config, config.quantization, backend, max_model_len, seat)
     if seat is None:
@@ -378,12 +378,13 @@ def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select
 
 def num_pieces(max_num_seqs: int, num_nodes: int) -> int:
     """Pieces of one forward pass, and rows of its logits, where each sequence may have `num_nodes` guesses: room for
-    those of one at least, and for those of all while that takes little memory."""
+    the guesses of one sequence at least, and for the guesses of all while that takes little memory."""
     return max(max_num_seqs, 1 + num_nodes, min(max_num_seqs * (1 + num_nodes), MANY_PIECES))
 
 
 def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[str, Any] | None = None) -> str:
-    """Return `kv_dtype`, or for "auto" what the checkpoint's config says of its cache, else the model's dtype.
+    """Return `kv_dtype`, or for "auto" the type that the checkpoint's config names for the cache, else the model's
+    dtype.
 
     Raises `RequestError` for one that the backend lacks, and `CheckpointError` for a config that makes no sense."""
     stated = cache_scheme(quantization_config)
@@ -415,8 +416,8 @@ def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[s
 
 
 def choose_max_model_len(requested: int | None, model_config: ModelConfig, path: Path) -> int:
-    """`requested`, or all that the model has. Of a GGUF file it is at most that, as in llama-server; of a directory
-    more raises `RequestError`, as in vLLM."""
+    """`requested`, or all that the model has. A larger `requested` is lowered for a GGUF file, as in llama-server, and
+    raises `RequestError` for a directory, as in vLLM."""
     most = model_config.max_positions()
     if most < 2:
         raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")

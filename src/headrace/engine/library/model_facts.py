@@ -1,6 +1,6 @@
-"""What a model's files say of it, without its weights: `facts_of` reads config.json or the metadata of a GGUF file.
+"""Facts about a model from its files, without its weights: `facts_of` reads config.json or the metadata of a GGUF file.
 
-Ollama's `show` and `tags` have these facts, and so have the cards of /v1/models. Names of quantisations are those that
+Ollama's `show` and `tags` have these facts, and so have the cards of /v1/models. Quantisations have the names that
 Ollama and llama.cpp show. Called by `engine.library.model_folder` and `serve.loading`, on worker threads.
 """
 
@@ -37,11 +37,11 @@ FILE_TYPES = {
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files of a model say of it, without loading it.
+    """Facts about a model from its files, without loading it.
 
     size: bytes of its files. digest: SHA-256, in hex, of their names, sizes and times. modified: seconds since 1970.
     num_parameters, context_length: 0 where the files do not say. info: Ollama's `model_info`, by GGUF's keys.
-    settings: what was set beside the model's files; their template is `template`.
+    settings: from the file next to the model's files; their template is `template`.
     """
 
     format: str
@@ -59,7 +59,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a model: a GGUF file itself, or what its directory holds, in order."""
+    """Return the files of a model: a GGUF file itself, or the files of its directory, in order."""
     if path.is_file():
         return [path]
     return sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
@@ -77,7 +77,7 @@ def digest_of(path: Path) -> str:
 
 
 def facts_of(path: Path) -> ModelFacts:
-    """Return what the files of the model at `path` say, a directory or a GGUF file. Raises `CheckpointError`."""
+    """Return the facts about the model at `path`, a directory or a GGUF file. Raises `CheckpointError`."""
     try:
         stats = [each.stat() for each in files_of(path)]
         about: dict[str, Any] = {

@@ -2,9 +2,9 @@
 
 A model is a directory with a config.json, a directory with one .gguf file, or a .gguf file; it may lie in the folder
 itself or one level down, as OWNER/NAME. Its name is its path without ".gguf", and may end in a tag: NAME:TAG. Names of
-requests are held to one pattern, which no path out of the folder fits. What is being made lies in hidden folders and
-comes to its place by one rename. Knows files; `serve.call.models` knows what is loaded. All functions but `pull` block,
-and routes call them on worker threads.
+requests are held to one pattern, which no path out of the folder fits. Unfinished files lie in hidden folders and come
+to their place by one rename. Knows files; `serve.call.models` knows which models are loaded. All functions but `pull`
+block, and routes call them on worker threads.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ BLOBS, UNFINISHED, PULLS = ".blobs", ".unfinished", ".pulls"
 NO_SETTINGS = ModelSettings()
 
 HUBS = ("https://", "hf.co/", "huggingface.co/")
-"""What Ollama's users put before the name of a model on the hub."""
+"""Prefixes by which Ollama's users name a model on the hub."""
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """A line about a model that is fetched: what is done, and of one file its digest, size and the bytes that came."""
+    """The progress of a download: a line of text, and of one file its digest, size and the bytes that came."""
 
     status: str
     digest: str | UnsetType = UNSET
@@ -52,7 +52,7 @@ class Progress(msgspec.Struct, kw_only=True):
 
 
 class ModelFolder:
-    """The models folder at `root`, which is made if it is not there. Raises `RequestError` if it can not be."""
+    """The models folder at `root`, which is made if it is not there. Raises `RequestError` if it cannot be."""
 
     def __init__(self, root: str) -> None:
         self.root = Path(root).expanduser().resolve()
@@ -61,11 +61,11 @@ class ModelFolder:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError("models_dir", root, f"a folder ({error.strerror})") from error
-        # Uploads that no model was made of, and what a crash left.
+        # Uploads that no model was made of, and remains of a crash.
         for name in (BLOBS, UNFINISHED):
             shutil.rmtree(self.root / name, ignore_errors=True)
 
-    # -- what is there
+    # -- the models in the folder
 
     def names(self) -> list[str]:
         """Return the names of all models, in order."""
@@ -88,7 +88,7 @@ class ModelFolder:
         return path
 
     def facts(self, name: str) -> ModelFacts:
-        """Return what the files of a model say; they are read again if they have changed. Raises `CheckpointError`,
+        """Return the facts about a model; its files are read again if they have changed. Raises `CheckpointError`,
         `ModelNotFoundError`."""
         path = self.path(name)
         facts = self._facts.get(name)
@@ -166,7 +166,7 @@ class ModelFolder:
                 path.parent.rmdir()
 
     def blob(self, digest: str) -> Path:
-        """Return the place of an uploaded file. Raises `RequestError` for what is no digest."""
+        """Return the place of an uploaded file. Raises `RequestError` for text that is no digest."""
         if not DIGEST.fullmatch(digest):
             raise RequestError("digest", digest, "sha256: and 64 hexadecimal digits")
         return self.root / BLOBS / digest.replace(":", "-")
@@ -196,9 +196,10 @@ class ModelFolder:
         self._facts.pop(name, None)
 
     async def pull(self, name: str) -> AsyncGenerator[Progress]:
-        """Fetch a model from the hub into the folder; yield what is done. Stopped early, it goes on with the next try.
+        """Fetch a model from the hub into the folder; yield the progress. After an early stop, the next try goes on
+        from there.
 
-        Raises `RequestError` for a name that none can have, `ModelNotFoundError` with what the hub says."""
+        Raises `RequestError` for an impossible name, `ModelNotFoundError` with the hub's message."""
         folder = self.unfinished(name)
         if "/" not in name:
             raise RequestError("model", name, "OWNER/NAME or OWNER/NAME:TAG, a repository of the Hugging Face hub")
@@ -248,7 +249,7 @@ class ModelFolder:
         return name
 
     def _discard(self, path: Path) -> None:
-        """Take a model away by one rename, and then delete it. A link is deleted, not what it leads to."""
+        """Take a model away by one rename, and then delete it. A link is deleted, not its target."""
         place = self.root / UNFINISHED
         place.mkdir(exist_ok=True)
         trash = Path(tempfile.mkdtemp(dir=place))

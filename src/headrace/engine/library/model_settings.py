@@ -1,4 +1,5 @@
-"""`ModelSettings`: what Ollama's `create` sets for a model of the models folder, in `headrace.json` beside its files.
+"""`ModelSettings`: the settings that Ollama's `create` writes for a model of the models folder, in `headrace.json` next
+to its files.
 
 A default system message, a chat template in place of the model's own, and default sampling parameters. Knows files;
 `engine.library.model_folder` writes them, and `serve.loading` and `llm` apply them when the model runs.
@@ -65,8 +66,8 @@ def update(directory: Path, settings: ModelSettings) -> None:
 
 
 def default_params(model: str, revision: str | None, takes_advice: bool = True) -> dict[str, Any]:
-    """Return the sampling parameters for fields that a request leaves out: those of generation_config.json if
-    `takes_advice`, and of `headrace.json`, which precede. Raises `CheckpointError`."""
+    """Return the sampling parameters for fields that a request leaves out: from generation_config.json if
+    `takes_advice`, and from `headrace.json`, which takes precedence. Raises `CheckpointError`."""
     advised = advised_params(model, revision) if takes_advice else {}
     return advised | read(model).sampling
 

@@ -1,7 +1,7 @@
 """How the memory of the cache is divided among the pools of its kinds. Called by `engine.library.load`.
 
-A kind that keeps all positions gets what is left: the other kinds need no more than `max_num_seqs` sequences hold, and
-a share for prefixes that are cached.
+A kind that keeps all positions gets the memory that is left: the other kinds need as much as `max_num_seqs` sequences
+hold, and a share for cached prefixes.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ def bounds_of(kind: CacheKind, config: EngineConfig, max_model_len: int) -> tupl
     size, num_seqs = config.block_size, config.max_num_seqs
     whole = -(-max_model_len // size)
     if kind.is_state:
-        # A sequence reads one and writes another. Of what is kept beside: one for a prompt, and those of its length.
+        # A sequence reads one slot and writes another. Snapshots need one slot for each prompt, and one for each
+        # interval of its length.
         return 2, num_seqs * (3 + -(-max_model_len // SNAPSHOT_EVERY))
     if not kind.window or not config.enable_chunked_prefill:
         return whole, num_seqs * whole
     span, chunk = -(-kind.window // size) + 1, min(config.max_num_batched_tokens, max_model_len)
     least = min(whole, span + -(-min(chunk, LEAST_CHUNK) // size))
-    # Twice the window of all sequences: what one has passed stays cached for the next.
+    # Twice the windows of all sequences: positions that one has passed stay cached for the next.
     return least, min(num_seqs * whole, 2 * num_seqs * span + -(-chunk // size))
 
 
 def choose_pool_sizes(
     config: EngineConfig, model: models.Model, max_model_len: int, backend: Backend, kv_dtype: str, max_pieces: int
 ) -> tuple[int, ...]:
-    """Blocks (or slots) of each kind of the cache: by the override, or what the given memory or the backend's budget
-    holds.
+    """Blocks (or slots) of each kind of the cache: by the override, or as many as the given memory or the backend's
+    budget holds.
 
     Of the budget no more is used than max_num_seqs sequences of max_model_len fill. If not even one such sequence fits,
     and no length was set, the context is narrowed to the cache, down to 1024 tokens. Raises `RequestError`
@@ -103,8 +104,9 @@ def kv_budget(config: EngineConfig, model: models.Model, backend: Backend, max_p
 
 
 def divide(room: int, bounds: Sequence[tuple[int, int]], each: Sequence[int]) -> list[int]:
-    """Return the sizes of the pools after the first: the least of each, and with half of the `room` beside those and
-    kind 0's least as much of what is of use as it holds, each kind the same part."""
+    """Return the sizes of the pools after the first: the least size of each, and a part of the rest up to the largest
+    useful size. Half of the `room` beyond all least sizes, kind 0's included, is divided so; every kind gets the same
+    part."""
     lows = [low for low, _ in bounds]
     spare = room - sum(low * size for low, size in zip(lows, each, strict=True))
     more = sum((high - low) * size for (low, high), size in zip(bounds, each, strict=True))

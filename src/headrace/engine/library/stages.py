@@ -1,6 +1,6 @@
 """Makes a rank's layers of a model, where ranks share them out: `stage_maker`. Called by `engine.library.load`.
 
-All ranks come to the same shares by themselves, by what the model file reads of each layer.
+Each rank computes the same shares by itself, from the tensors that the model file reads for each layer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def stage_maker(
     max_model_len: int,
     seat: StageSeat,
 ) -> Callable[[LeavingWeights], models.Model]:
-    """Return what makes the layers of a rank out of the weights of a model. Raises `RequestError` for a backend that
-    has no stages, and for more ranks than the model can be divided among."""
+    """Return the function that makes the layers of a rank out of a model's weights. Raises `RequestError` for a backend
+    that has no stages, and for more ranks than the model can be divided among."""
     take = getattr(backend, "take_stage", None)
     if take is None:
         raise RequestError("pipeline_parallel_size", seat.world, f"1 on backend {backend.name}")
@@ -52,7 +52,7 @@ def stage_maker(
 
 
 def forms_of(model_config: ModelConfig, quantization: str | None, dtype: str) -> Forms:
-    """Return the forms by which layers are weighed: those of the plan, or plain floats where it does not know them."""
+    """Return the forms by which layers are weighed: the plan's, or plain floats where the plan does not know them."""
     try:
         return Forms(dtype, quantization, model_config.values.get("quantization_config"))
     except CheckpointError as error:

@@ -66,7 +66,7 @@ class RecordedResults(Executor):
         """Nothing is held."""
 
 
-class Times:
+class RecordedClock:
     """A clock that returns recorded times; the last one again where there are no more."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def notes_of(recording: Recording, is_watched: bool = False) -> Iterator[Note]:
     without times.
     """
     head, config, records = recording
-    clock, executor = Times(), RecordedResults()
+    clock, executor = RecordedClock(), RecordedResults()
     scheduler = make_scheduler(config, head.info, speculates=config.speculative_config is not None)
     core = EngineCore(scheduler, executor, head.info, clock)
     journal = core.journal = Journal(scheduler, clock)

@@ -3,7 +3,7 @@
 The log has the requests, when and before which step each came; the scheduler's decisions and the executor's results,
 and when; and the inputs of neither: readings of the clock that control speculation, and which masks of grammars were
 late. It holds the
-token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that the one that
+token ids of prompts and answers, so it is private. Each step is in the file before it is computed, so that a step that
 killed the engine is there too. `engine.build` makes a recorded engine; the core does not know of it.
 
 The file is `MAGIC`, then frames: a 4-byte little-endian length and that many bytes of msgpack: the structs below and
@@ -131,9 +131,9 @@ class Recorder:
         path: the file, readable by its owner alone. Earlier files are kept as path.1, path.2 ...
         max_bytes: bytes after which the recording ends.
         config: the engine's, as msgpack.
-        is_restart: requests wait for this engine, so it goes on even if the file can not be made.
+        is_restart: requests wait for this engine, so it goes on even if the file cannot be made.
 
-    Raises `OSError` if the file can not be made, except for a restart. If writing fails later, the recording ends and
+    Raises `OSError` if the file cannot be made, except for a restart. If writing fails later, the recording ends and
     the engine goes on.
     """
 

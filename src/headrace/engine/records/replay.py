@@ -58,7 +58,7 @@ class ReplayDifference(HeadraceError):
 
 
 class UndoneStepError(HeadraceError):
-    """A step of the replay raised what the recorded one did."""
+    """A step of the replay raised the same error as the recorded one."""
 
 
 def shown(value: object) -> str:
@@ -67,8 +67,8 @@ def shown(value: object) -> str:
 
 
 class Outcome(msgspec.Struct):
-    """Counts of what was replayed without a difference. `unfinished`: the log ends in the middle of a step, which was
-    run here too; `end` is why the log ends, if it says so."""
+    """Counts of the steps that were replayed without a difference. `unfinished`: the log ends in the middle of a step,
+    which was run here too; `end` is the log's reason for its end, if it has one."""
 
     num_requests: int = 0
     num_steps: int = 0
@@ -228,7 +228,7 @@ def replay(
 
     Args:
         core: a fresh engine, of the log's config.
-        speculator, matchers: those of its runner, if it has them.
+        speculator, matchers: of its runner, if it has them.
 
     Raises `ReplayDifference`, `RecordingError`.
     """

@@ -3,8 +3,8 @@
 A request waits in the queue until a replica has room for it, so that no caller's requests pile up before another's. The
 open requests of a replica that is lost or drained go to others of the same fingerprint, or wait for one; because output
 depends on the request alone, they go on with the same bits. A request that kills its engine is found as with one
-engine, wherever it did so. Replicas may be added and removed while requests run. Takes any `Link`; knows no processes
-and no HTTP. Made by `fleet.engines.local`.
+engine, whichever replica had it. Replicas may be added and removed while requests run. Takes any `Link`; knows no
+processes and no HTTP. Made by `fleet.engines.local`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ logger = logging.getLogger("headrace.engine")
 LEAVE_S = 0.02
 """Seconds between two looks at whether a replica that leaves has ended its requests."""
 FIRST_START_S = 360.0
-"""What the start of an engine is taken to last that is added: `START_PATIENCE` times that, it is given up."""
+"""The estimated seconds that the start of an added engine takes; after `START_PATIENCE` times as many it is given
+up."""
 BOUNDS = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_logprobs")
-"""Numbers of an engine of which the least one holds for requests to a fleet."""
+"""Numbers of an engine. A request to a fleet is bound by the least of all replicas."""
 
 
 class Fleet(EngineClient):
@@ -53,8 +54,8 @@ class Fleet(EngineClient):
         router: a policy of `protocol.kinds.ROUTERS`.
         secret: the key of the deployment's prefix keys, at most 64 bytes; None: a new one.
         max_num_queued_reqs, max_num_queued_tokens: bounds on requests that no engine has started.
-        max_restarts, watchdog_timeout: of each replica; see `Replica`. Those that are given up leave their work to the
-            others; without any left, all ends with an `EngineDeadError`.
+        max_restarts, watchdog_timeout: of each replica; see `Replica`. A replica that is given up leaves its work to
+        the others; when none is left, all requests end with an `EngineDeadError`.
 
     Raises `ValueError` for an unknown policy.
     """
@@ -79,7 +80,7 @@ class Fleet(EngineClient):
         self._waiting: Dispatcher[OpenRequest] = Dispatcher(self.router, "fcfs")
         self._routes: dict[str, Route] = {}
         self._info: EngineInfo | None = None
-        # Whether the bounds of the replicas differ, so that one may serve what another can not.
+        # Whether the bounds of the replicas differ, so that one may serve a request that another cannot.
         self._is_mixed = False
         self._tasks: set[asyncio.Task[None]] = set()
         # Of the replicas that were added, by number.
@@ -93,7 +94,7 @@ class Fleet(EngineClient):
 
     @property
     def info(self) -> EngineInfo:
-        """The numbers of which every replica that has started can serve a request."""
+        """The numbers within which every started replica can serve a request."""
         if self._info is None:
             raise EngineDeadError("the engine has not started")
         return self._info
@@ -109,7 +110,7 @@ class Fleet(EngineClient):
 
     @property
     def orders(self) -> Orders:
-        """Those of the first replica that runs."""
+        """The numbers of the first replica that runs."""
         for replica in (*(each for each in self.replicas if each.is_alive), *self.replicas):
             return replica.orders
         raise EngineDeadError("the fleet has no engine")
@@ -158,7 +159,7 @@ class Fleet(EngineClient):
         return replica
 
     async def started(self, replica: Replica) -> None:
-        """Wait until a replica that was just added gets requests. Raises what keeps it from that."""
+        """Wait until a replica that was just added gets requests. Raises the error that keeps it from that."""
         await asyncio.shield(self._starts[replica.index])
 
     async def _start(self, replica: Replica) -> None:
@@ -181,8 +182,8 @@ class Fleet(EngineClient):
             replica.watching.watch(True)
 
     def drain(self, index: int) -> None:
-        """Send a replica no new requests. Those that it has go on in others of the same fingerprint, or, where there is
-        none, end where they are."""
+        """Send a replica no new requests. Its requests go on in another replica of the same fingerprint, or, without
+        one, end where they are."""
         replica = self.replica(index)
         replica.is_leaving = True
         others = [each for each in self.replicas if self._is_serving(each) and each.fingerprint == replica.fingerprint]
@@ -220,7 +221,7 @@ class Fleet(EngineClient):
         return any(each and each not in others and mine in ("", each) for each in bound)
 
     async def _drop(self, replica: Replica) -> None:
-        """End a replica and forget it, but for what it counted."""
+        """End a replica and forget it, except for its counters."""
         was_first = self.replicas[:1] == [replica]
         if (start := self._starts.pop(replica.index, None)) is not None:
             start.cancel()
@@ -261,7 +262,7 @@ class Fleet(EngineClient):
                 self._share_keys(replica)
 
     def _share_keys(self, replica: Replica) -> None:
-        """Let an engine report what its cache has, all of it first."""
+        """Let an engine report the keys of its cache, all of them first."""
         is_alike = replica.info is not None and replica.info.block_size == self.router.block_tokens
         if self.router.policy == "prefix" and is_alike:
             replica.link.post(frames.ShareKeys(self._secret))
@@ -272,7 +273,7 @@ class Fleet(EngineClient):
         task.add_done_callback(self._tasks.discard)
 
     async def _take_in(self, replica: Replica) -> None:
-        """Use an engine from now on, once it has said what it computes."""
+        """Use an engine from now on, once its fingerprint is known."""
         try:
             replica.fingerprint = await replica.orders.give(ReadFingerprint(), str)
         except EngineDeadError:
@@ -381,8 +382,8 @@ class Fleet(EngineClient):
         return info is not None and has_room(load, info.max_num_seqs, info.max_num_batched_tokens)
 
     def _candidates(self, entry: OpenRequest, usable: list[Replica]) -> Collection[int]:
-        """Return the replicas that give a request the same bits as those that have run it. Of those that leave, it may
-        be one only where no other is left."""
+        """Return the replicas that give a request the same bits as the replicas that ran it so far. A leaving replica
+        is among them only where no other is left."""
         bound = entry.stream.fingerprint
         able = [each for each in usable if bound in ("", each.fingerprint) and self._serves(each, entry)]
         serving = [each.index for each in able if not each.is_leaving]
@@ -390,7 +391,7 @@ class Fleet(EngineClient):
 
     def _serves(self, replica: Replica, entry: OpenRequest) -> bool:
         """Whether a request is within the bounds of a replica, and gets as long an answer there as it does elsewhere.
-        It was within those of all replicas when it came, but that may be long ago."""
+        When it came it was within the bounds of all replicas, but they may have changed since."""
         if not self._is_mixed or replica.info is None:
             return True
         longest = max(each.info.max_model_len for each in self.replicas if each.info is not None)

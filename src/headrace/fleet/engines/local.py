@@ -1,4 +1,4 @@
-"""`client_of`, `LocalFleet`: the engines of one host behind one client, each with processors of its own.
+"""`client_of`, `LocalFleet`: the engines of one host behind one client, each with its own processors.
 
 Reads from /sys which processors there are, on which node of memory each lies, and which are threads of one core. A
 replica is bound to processors of one node if there are as many nodes as replicas, so that its memory is near it. Called
@@ -27,9 +27,9 @@ PROCESSORS = Path("/sys/devices/system/cpu")
 
 
 def client_of(engine: EngineConfig, server: ServerConfig) -> EngineClient:
-    """Return a client of as many engines as the config says, each in a process of its own.
+    """Return a client of as many engines as the config says, each in its own process.
 
-    Raises `RequestError` for settings that several engines can not share.
+    Raises `RequestError` for settings that several engines cannot share.
     """
     nodes = nodes_of(allowed())
     num = len(nodes) if server.data_parallel_size == "auto" else int(server.data_parallel_size)
@@ -46,7 +46,7 @@ class LocalFleet(Fleet):
         shares: the processors that each engine is bound to; empty: it is not bound.
         command: the engines' program; see `ProcessLink`.
 
-    `updates` replaces the engines. Raises `RequestError` for settings that several engines can not share.
+    `updates` replaces the engines. Raises `RequestError` for settings that several engines cannot share.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ def allowed() -> list[int]:
 
 
 def nodes_of(cpus: Sequence[int], nodes: Path = NODES, processors: Path = PROCESSORS) -> list[list[int]]:
-    """Return those of `cpus` that lie on each node of memory, threads of one core beside each other. Nodes without any
-    are left out; where nothing is known of nodes, there is one."""
+    """Return, for each node of memory, the `cpus` on it, threads of one core next to each other. Nodes without any are
+    left out; on a machine that does not name its nodes, there is one."""
     by_node = []
     for folder in sorted(nodes.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         on_node = set(_read(folder / "cpulist"))
@@ -142,7 +142,7 @@ def divide(num: int, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _read(path: Path) -> list[int]:
-    """Return the numbers of a list such as 0-3,8; none if it can not be read."""
+    """Return the numbers of a list such as 0-3,8; none if it cannot be read."""
     try:
         text = path.read_text(encoding="ascii").strip()
         ranges = [part.partition("-") for part in text.split(",") if part]

@@ -15,8 +15,8 @@ from headrace.fleet.engines.update import UpdateProgress
 class ReplicaState(msgspec.Struct, kw_only=True):
     """One of the engines. `phase`: loading, ready, leaving (it gets no new requests), restarting or lost. `age` is in
     seconds since its engine was ready. Counters grow since the replica was added; `num_moved_away` and `num_moved_here`
-    count requests that went on in another replica, or came from one. `fingerprint` is that of what it computes, ""
-    where that is not known."""
+    count requests that went on in another replica, or came from one. `fingerprint` (`engine.fingerprint`) is "" while
+    it is not known."""
 
     replica: int
     phase: str
@@ -38,7 +38,7 @@ class ReplicaState(msgspec.Struct, kw_only=True):
 class FleetState(msgspec.Struct, kw_only=True):
     """The engines. `num_queued` requests wait in front of them; `num_moved` went on in another engine than they began
     in. `update` is the rolling update that runs, or the last one; None if there was none. `router` is None for a single
-    engine, which can not be updated."""
+    engine, which cannot be updated."""
 
     model: str
     router: str | None

@@ -1,8 +1,8 @@
 """`RollingUpdate`: new engines in the place of a fleet's, one after the other, while requests run.
 
-A new engine starts beside the old ones, from the same model path: the files there may be others by now, and so may some
-of the engine's settings be. Once it has made a token it gets new requests, and the old one whose place it takes gets no
-more. Requests that the old one has end there or go on in another of its fingerprint; then it ends. Knows no processes:
+A new engine starts next to the old ones, from the same model path: the files there may have changed, and so may some of
+the engine's settings. Once it has made a token it gets new requests, and the old one whose place it takes gets no more.
+Requests that the old one has end there or go on in another of its fingerprint; then it ends. Knows no processes:
 `Starter` makes the links. Made by `fleet.engines.local`; called by `serve.fleet`.
 """
 
@@ -78,7 +78,7 @@ class RollingUpdate:
         return self.progress is not None and self.progress.state == "running"
 
     def settings_of(self, settings: Mapping[str, Any]) -> EngineConfig:
-        """Return the settings of new engines: those of the server's start but for these. Raises `RequestError`."""
+        """Return the settings of new engines: the server's own, with these in their place. Raises `RequestError`."""
         fields = {field.name: field for field in msgspec.structs.fields(EngineConfig)}
         values: dict[str, Any] = {}
         for name, value in settings.items():
@@ -86,7 +86,7 @@ class RollingUpdate:
                 raise RequestError(name, value, "left out: the server has to be restarted for it" if name in FIXED else
                                    "a setting of an engine: " + ", ".join(sorted(fields.keys() - FIXED)))  # fmt: skip
             try:
-                # Speculation's settings have a reader of their own.
+                # Speculation's settings have their own reader.
                 is_plain = name != "speculative_config"
                 values[name] = msgspec.convert(value, fields[name].type) if is_plain else value
             except msgspec.ValidationError as error:
@@ -96,7 +96,7 @@ class RollingUpdate:
     def run(self, settings: Mapping[str, Any], patience: float = PATIENCE_S) -> Coroutine[Any, Any, None]:
         """Begin to replace all engines, which the coroutine does. It ends by itself when the fleet is closed.
 
-        Raises `RequestError` for settings that can not be, and `UpdateError` if an update is running. The coroutine
+        Raises `RequestError` for settings that cannot be, and `UpdateError` if an update is running. The coroutine
         raises `UpdateError` if a new engine does not start."""
         if self.is_running:
             raise UpdateError("an update is running; GET /fleet shows how far it is")

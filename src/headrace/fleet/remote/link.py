@@ -1,7 +1,7 @@
 """`RemoteLink`: the front's side of an engine on another host.
 
-It connects, also again after a loss, and checks that what answers computes the same as before: a stream goes on with
-the same bits or not at all. Knows no requests. a `Replica` is its only caller, on one event loop.
+It connects, also again after a loss, and checks that the engine there computes the same as before: a stream goes on
+with the same bits or not at all. Knows no requests. a `Replica` is its only caller, on one event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.protocol.step import Add, EngineInfo
 from headrace.secure.channel import Channel, pack
 from headrace.secure.credentials import Credentials
 from headrace.secure.door import Server, connect
-from headrace.secure.handshake import HandshakeError, Times, is_final
+from headrace.secure.handshake import HandshakeError, Timeouts, is_final
 
 logger = logging.getLogger("headrace.engine")
 
@@ -33,7 +33,7 @@ RETRY_S = 1.0
 FORMATS = tuple(
     "version vocab_size eos_token_ids hidden_size dtype quantization activations kv_cache_dtype backend".split()
 )
-"""What of an engine's numbers decides its bits, beside its weights."""
+"""The numbers of an engine that decide its bits, apart from its weights."""
 
 
 class RemoteLink:
@@ -58,7 +58,7 @@ class RemoteLink:
         port: int,
         credentials: Credentials,
         weights: Callable[[], str],
-        times: Times = Times(),
+        timeouts: Timeouts = Timeouts(),
         certified_name: str | None = None,
     ) -> None:
         self.name = f"{host}:{port}"
@@ -67,9 +67,9 @@ class RemoteLink:
         self._server = Server("an engine", host, port, certified_name or host)
         self._credentials = credentials
         self._digest = functools.cache(weights)
-        self._times = times
+        self._timeouts = timeouts
         self._front_id = token_bytes(16)
-        # Of the engine that was connected first: the digest of its weights, and its `FORMATS`.
+        # The digest of the weights, and the `FORMATS`, of the engine that was connected first.
         self._identity: tuple[Any, ...] | None = None
         self._channel: Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,8 +99,10 @@ class RemoteLink:
             await asyncio.sleep(RETRY_S)
 
     async def _connect(self, weights: str, on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
-        reader, writer, _ = await connect(self._server, self._credentials, wire.talk(), self._times, self._front_id)
-        bounds = (wire.MAX_BYTES_FROM_ENGINE, self._times.silence, self._times.beat)
+        reader, writer, _ = await connect(
+            self._server, self._credentials, wire.protocol_version(), self._timeouts, self._front_id
+        )
+        bounds = (wire.MAX_BYTES_FROM_ENGINE, self._timeouts.silence, self._timeouts.beat)
         channel = Channel(reader, writer, wire.from_engine.decode, *bounds, lambda: pack(wire.Beat()))
         try:
             messages = channel.messages()
@@ -159,7 +161,7 @@ class RemoteLink:
         self, channel: Channel, messages: AsyncIterator[Any], on_message: OnMessage, on_lost: OnLost
     ) -> None:
         joiner, reason = Joiner(), ""
-        # A connection may end because of what a request did to the engine's host, or because of anything else.
+        # A connection may end because a request harmed the engine's host, or for any other reason.
         self.was_killed = True
         try:
             async for envelope in messages:
@@ -196,12 +198,12 @@ class RemoteLink:
             return None
         since = time.monotonic() - last
         speed = (usage[0] - earlier[0]) / (last - before) if last > before else 0.0
-        return usage[0] + speed * min(since, 2 * self._times.beat), usage[1] and since < 2 * self._times.beat
+        return usage[0] + speed * min(since, 2 * self._timeouts.beat), usage[1] and since < 2 * self._timeouts.beat
 
     async def kill(self) -> None:
         channel, is_beating = self._channel, bool(self._beats)
         self.was_killed = False
-        if channel is not None and is_beating and time.monotonic() - self._beats[-1][0] < 4 * self._times.beat:
+        if channel is not None and is_beating and time.monotonic() - self._beats[-1][0] < 4 * self._timeouts.beat:
             # Its server lives: the engine's own process stands still.
             channel.send(pack(wire.Kill()))
         self._leave()
@@ -210,7 +212,7 @@ class RemoteLink:
         self._leave(at_once)
 
     def _leave(self, at_once: bool = False) -> None:
-        """End the connection; the engine aborts what it has."""
+        """End the connection; the engine aborts its requests."""
         channel, self._channel = self._channel, None
         for task in self._tasks:
             if task is not asyncio.current_task():

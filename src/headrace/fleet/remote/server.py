@@ -2,7 +2,7 @@
 
 A front that has proven itself gets the engine when it is loaded and has no requests of a front before. When a front is
 lost, its requests are aborted. When the engine's process ends, the front hears of it, and another process starts. Knows
-frames, and neither the model nor what a request says. Called by `headrace engine`.
+frames, and neither the model nor the contents of a request. Called by `headrace engine`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from headrace.protocol.frames import TransportError
 from headrace.protocol.step import Abort, Add, EngineInfo, ResetPrefixCache, Stats
 from headrace.secure.channel import Channel, pack
 from headrace.secure.credentials import Credentials
-from headrace.secure.door import Door, Guest
-from headrace.secure.handshake import Times
+from headrace.secure.door import Door, Peer
+from headrace.secure.handshake import Timeouts
 
 logger = logging.getLogger("headrace.engine")
 
@@ -59,17 +59,17 @@ class EngineServer:
 
     Args:
         link: starts the engine.
-        credentials: what proves this side, and checks the other.
+        credentials: for the proof of this side, and the check of the other.
         weights: returns the digest of the model's files (`hub.digest`); called once, on a worker thread.
     """
 
     def __init__(
-        self, link: EngineLink, credentials: Credentials, weights: Callable[[], str], times: Times = Times()
+        self, link: EngineLink, credentials: Credentials, weights: Callable[[], str], timeouts: Timeouts = Timeouts()
     ) -> None:
         self._link = link
-        self.door = Door(credentials, wire.talk(), times, self._meet)
+        self.door = Door(credentials, wire.protocol_version(), timeouts, self._meet)
         self._digest = weights
-        self._times = times
+        self._timeouts = timeouts
         self._weights: str | None = None
         self._info: EngineInfo | None = None
         self._seconds = 0.0
@@ -89,7 +89,7 @@ class EngineServer:
         link.drain = self._drain
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve until it is cancelled. Raises what kept the engine from loading, the first time or again."""
+        """Serve until it is cancelled. Raises the error that kept the engine from loading, the first time or again."""
         self._failure = asyncio.get_running_loop().create_future()
         self._spawn(self.door.accept(listener))
         self._spawn(self._load())
@@ -153,7 +153,7 @@ class EngineServer:
 
     def _clear(self) -> None:
         """Abort the requests of a front that is gone. The next one is served after the reply to the order, and after
-        the output of that step, which reports the ends: they are not those of its own requests of the same ids."""
+        the output of that step, which reports the ends: the next front may have requests with the same ids."""
         self._ready.clear()
         for request_id in self._open:
             self._link.post(Abort(request_id))
@@ -200,22 +200,22 @@ class EngineServer:
 
     # -- connections
 
-    async def _meet(self, guest: Guest) -> None:
+    async def _meet(self, peer: Peer) -> None:
         """Serve a front that has proven itself until its connection ends."""
-        front_id = guest.client
+        front_id = peer.client
         if self._front is not None and front_id == self._front_id:
             self._front.cut("the same front has come again")
-            async with asyncio.timeout(self._times.proof):
+            async with asyncio.timeout(self._timeouts.proof):
                 await self._vacant.wait()
         if self._front is not None:
-            raise guest.refuse("busy")
-        guest.welcome()
+            raise peer.refuse("busy")
+        peer.welcome()
         self._vacant.clear()
         self._front_id = front_id
         beat = lambda: pack(wire.Sent(time.monotonic(), wire.Beat(self._link.usage())))  # noqa: E731
-        bounds = (wire.MAX_BYTES_TO_ENGINE, self._times.silence, self._times.beat)
-        self._front = Channel(guest.reader, guest.writer, wire.to_engine.decode, *bounds, beat)
-        await self._serve_front(self._front, guest.name)
+        bounds = (wire.MAX_BYTES_TO_ENGINE, self._timeouts.silence, self._timeouts.beat)
+        self._front = Channel(peer.reader, peer.writer, wire.to_engine.decode, *bounds, beat)
+        await self._serve_front(self._front, peer.name)
 
     async def _serve_front(self, front: Channel, name: str) -> None:
         logger.info("serves the front at %s", name)

@@ -1,7 +1,7 @@
 """The frames between a front and an engine on another host, which a `secure.channel.Channel` carries.
 
-Most are those of `protocol.frames`. None of them names a model or a path: the engine's own command line says what it
-loads. Called by `link` and `server`; the handshake has come before.
+Most are defined in `protocol.frames`. None of them names a model or a path: the engine's own command line does. Called
+by `link` and `server`; the handshake has come before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.protocol import frames
 from headrace.protocol.step import Abort, Add, EngineInfo, ResetPrefixCache
-from headrace.secure.handshake import Talk, version_of
+from headrace.secure.handshake import ProtocolVersion, version_of
 
 MAX_BYTES_TO_ENGINE = 32 * 2**20
 """Above every request: a body has 8 MiB at most, and a million token ids take 5 MB."""
@@ -50,7 +50,7 @@ FromEngine = Loaded | Lost | frames.Output | frames.Rejected | frames.Reply | Be
 
 
 class Sent(msgspec.Struct, frozen=True, array_like=True):
-    """A message from the engine, and what its clock (monotonic seconds) showed when it was sent."""
+    """A message from the engine, and the time of its clock (monotonic seconds) when it was sent."""
 
     clock: float
     message: FromEngine
@@ -61,6 +61,6 @@ from_engine: msgspec.msgpack.Decoder[Sent] = msgspec.msgpack.Decoder(Sent)
 
 
 @functools.cache
-def talk() -> Talk:
-    """Return what a front and an engine prove to talk about."""
-    return Talk("fleet", version_of([ToEngine, Sent]))
+def protocol_version() -> ProtocolVersion:
+    """Return the protocol of a front and an engine."""
+    return ProtocolVersion("fleet", version_of([ToEngine, Sent]))

@@ -1,8 +1,8 @@
 """`Rendezvous`: where rank 0 awaits the ranks of other hosts, and the connections to them.
 
 Each rank that has proven itself gets a local socket, by which `parallel.group.Group` sends and receives as it does with
-a child. What ends a connection closes that socket. The connections have a thread with a loop of its own, so that signs
-of life go out while rank 0 computes. Called by `engine.ranks`.
+a child. The end of a connection closes that socket. The connections have their own thread with an event loop, so that
+signs of life go out while rank 0 computes. Called by `engine.ranks`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from headrace.protocol.errors import CheckpointError
 from headrace.protocol.frames import TransportError
 from headrace.secure.channel import Channel
 from headrace.secure.credentials import Credentials
-from headrace.secure.door import Door, Guest
-from headrace.secure.handshake import Times
+from headrace.secure.door import Door, Peer
+from headrace.secure.handshake import Timeouts
 
 logger = logging.getLogger("headrace.engine")
 
@@ -61,15 +61,15 @@ class Rendezvous:
         credentials: Credentials,
         version: str,
         weights: Callable[[], str],
-        times: Times = Times(),
+        timeouts: Timeouts = Timeouts(),
     ) -> None:
         self._listener, self._world, self._timeout = listener, world, timeout
         self.address: tuple[str, int] = listener.getsockname()[:2]
-        self._times = times
+        self._timeouts = timeouts
         self._places: dict[int, Place] = {}
         self._is_complete = False
         self._changed = threading.Condition()
-        self._door = Door(credentials, seats.talk(version), times, self._serve)
+        self._door = Door(credentials, seats.protocol_version(version), timeouts, self._serve)
         self._executor = ThreadPoolExecutor(1, "headrace-weights")
         self._weights = self._executor.submit(weights)
         self._loop = asyncio.new_event_loop()
@@ -94,8 +94,7 @@ class Rendezvous:
             return [self._places[rank].socket for rank in range(1, self._world)]
 
     def check_weights(self) -> None:
-        """Compare the weights of all ranks with those of rank 0. Refuses ranks with others, and raises
-        `CheckpointError`."""
+        """Compare the weights of all ranks with rank 0's. Refuses ranks with others, and raises `CheckpointError`."""
         digest, wrong = self._weights.result(), []
         for rank, place in sorted(self._places.items()):
             if place.seat.weights != digest:
@@ -111,12 +110,12 @@ class Rendezvous:
         return f"rank {rank}: {place.reason or place.channel.reason}"
 
     def hang_up(self) -> None:
-        """End all connections, after what was sent, without waiting."""
+        """End all connections, after the messages that were sent, without waiting."""
         with contextlib.suppress(RuntimeError):  # it has ended already
             self._loop.call_soon_threadsafe(self._stop.set)
 
     def close(self) -> None:
-        """End all connections, after what was sent. May be called twice."""
+        """End all connections, after the messages that were sent. May be called twice."""
         self.hang_up()
         self._thread.join(LAST_NOTES_S + 1.0)
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -137,25 +136,25 @@ class Rendezvous:
                 await asyncio.gather(*(place.is_over.wait() for place in self._places.values()))
         accepting.cancel()
 
-    async def _serve(self, guest: Guest) -> None:
+    async def _serve(self, peer: Peer) -> None:
         try:
-            seat = seats.seat_of(guest.client)
+            seat = seats.seat_of(peer.client)
         except TransportError as error:
-            raise guest.refuse("unfit", str(error)) from error
+            raise peer.refuse("unfit", str(error)) from error
         rank = seat.rank
         if seat.world != self._world:
-            raise guest.refuse("unfit", f"the model has {self._world} ranks here, and --world is {seat.world}")
+            raise peer.refuse("unfit", f"the model has {self._world} ranks here, and --world is {seat.world}")
         if not 0 < rank < self._world:
-            raise guest.refuse("unfit", f"--rank {rank} is not one of 1 to {self._world - 1}")
+            raise peer.refuse("unfit", f"--rank {rank} is not one of 1 to {self._world - 1}")
         before = self._places.get(rank)
         if before is not None and before.seat.host_id == seat.host_id and not self._is_complete:
             before.channel.cut("the same host has come again")
-            async with asyncio.timeout(self._times.proof):
+            async with asyncio.timeout(self._timeouts.proof):
                 await before.is_over.wait()
-        with self._place(seat, guest) as (place, theirs):
+        with self._place(seat, peer) as (place, theirs):
             try:
                 reader, writer = await asyncio.open_connection(sock=theirs)
-                logger.warning("rank %d is there, at %s", rank, guest.name)
+                logger.warning("rank %d is there, at %s", rank, peer.name)
                 await seats.relay(place.channel, reader, writer, place.note)
             except TransportError as error:
                 place.reason = place.reason or str(error)
@@ -165,14 +164,14 @@ class Rendezvous:
             place.is_over.set()
 
     @contextlib.contextmanager
-    def _place(self, seat: Seat, guest: Guest) -> Iterator[tuple[Place, socket.socket]]:
+    def _place(self, seat: Seat, peer: Peer) -> Iterator[tuple[Place, socket.socket]]:
         """Give a rank its place for as long as its connection lasts, with the end of its local socket that belongs to
         the connection. Raises `HandshakeError` if it is not free."""
         with self._changed:
             if seat.rank in self._places:
-                raise guest.refuse("busy", f"rank {seat.rank} is there already")
-            guest.welcome(seats.encode(Seated(self._timeout)))
-            channel = seats.open_channel(guest.reader, guest.writer, self._timeout)
+                raise peer.refuse("busy", f"rank {seat.rank} is there already")
+            peer.welcome(seats.encode(Seated(self._timeout)))
+            channel = seats.open_channel(peer.reader, peer.writer, self._timeout)
             ours, theirs = socket.socketpair()
             place = self._places[seat.rank] = Place(seat, channel, ours)
             self._changed.notify_all()
@@ -180,7 +179,7 @@ class Rendezvous:
             yield place, theirs
         finally:
             with self._changed:
-                # What the group waits for ends when its reason is known.
+                # The group's wait ends when the reason is known.
                 theirs.close()
                 if not self._is_complete:
                     del self._places[seat.rank]

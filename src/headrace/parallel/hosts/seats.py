@@ -1,4 +1,4 @@
-"""What the hosts of ranks say to each other, and `relay`, which joins their connection and a local socket.
+"""The messages between the hosts of ranks, and `relay`, which joins their connection and a local socket.
 
 A frame on the connection is empty (a sign of life), or its first byte says whom it is for: the rank's process, whose
 frames pass unread, or the host. Called by `rendezvous` and `server`.
@@ -15,7 +15,7 @@ import msgspec
 from headrace.protocol import frames
 from headrace.protocol.frames import TransportError
 from headrace.secure.channel import Channel
-from headrace.secure.handshake import Talk
+from headrace.secure.handshake import ProtocolVersion
 
 BEAT = frames.HEADER.pack(0)
 PROCESS = b"\x00"
@@ -59,9 +59,9 @@ _seated: msgspec.msgpack.Decoder[Seated] = msgspec.msgpack.Decoder(Seated)
 encode = _encoder.encode
 
 
-def talk(version: str) -> Talk:
-    """Return what rank 0 and another rank prove to talk about. `version` is that of all that they have to do alike."""
-    return Talk("ranks", version)
+def protocol_version(version: str) -> ProtocolVersion:
+    """Return the protocol of rank 0 and another rank. `version` covers all code that they must share."""
+    return ProtocolVersion("ranks", version)
 
 
 def seat_of(data: bytes) -> Seat:
@@ -110,7 +110,7 @@ async def relay(
         down: changes a frame that came over the connection, before it is written to the local socket.
         up: is called with each frame of the local socket, before that is sent.
 
-    Raises `TransportError` for what is no frame of a host, and what `down`, `up` and `on_note` raise.
+    Raises `TransportError` for bytes that are no frame of a host, and the errors of `down`, `up` and `on_note`.
     """
 
     async def send_up() -> None:

@@ -1,8 +1,8 @@
-"""`RankServer`: a rank on a host of its own, for one group after the other.
+"""`RankServer`: a rank on its own host, for one group after the other.
 
 It connects to rank 0, and starts the rank's process when it is taken. When the connection or the process ends, the
 process is killed, and another one awaits the next group: so a rank that stands still is replaced, too. Knows frames,
-and neither the model nor what a call says. Called by `headrace rank`.
+and neither the model nor the contents of a call. Called by `headrace rank`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.protocol.watchdog import Watchdog, usage
 from headrace.secure.channel import Channel
 from headrace.secure.credentials import Credentials
 from headrace.secure.door import Server, connect
-from headrace.secure.handshake import HandshakeError, Times, is_final
+from headrace.secure.handshake import HandshakeError, Timeouts, is_final
 
 logger = logging.getLogger("headrace.engine")
 
@@ -45,7 +45,7 @@ class RankServer:
     Args:
         version: of all that ranks have to do alike.
         weights: returns the digest of the model's files (`hub.digest`); called on a worker thread before each group.
-        prepare: changes the first frame to the rank's process: what is loaded is this host's own matter.
+        prepare: changes the first frame to the rank's process: each host decides from which path its rank loads.
         command: the program of the rank; its last argument is the number of its socket.
     """
 
@@ -58,11 +58,11 @@ class RankServer:
         version: str,
         weights: Callable[[], str],
         prepare: Callable[[bytes], bytes],
-        times: Times = Times(tls=3.0, proof=3.0),
+        timeouts: Timeouts = Timeouts(tls=3.0, proof=3.0),
         command: Sequence[str] | None = None,
     ) -> None:
         self._server, self._rank, self._world = server, rank, world
-        self._credentials, self._talk, self._times = credentials, seats.talk(version), times
+        self._credentials, self._protocol, self._timeouts = credentials, seats.protocol_version(version), timeouts
         self._digest, self._prepare, self._command = weights, prepare, command
         self._host_id = token_bytes(16)
         self.num_groups = 0
@@ -71,7 +71,7 @@ class RankServer:
     async def serve(self) -> None:
         """Serve until it is cancelled. Waits for a rank 0 that is not there.
 
-        Raises `HandshakeError` if rank 0 will not have this rank, and the error of a model that can not be loaded;
+        Raises `HandshakeError` if rank 0 will not have this rank, and the error of a model that cannot be loaded;
         neither once it has computed in a group.
         """
         name, reported = f"rank 0 at {self._server.host}:{self._server.port}", ""
@@ -79,7 +79,7 @@ class RankServer:
             try:
                 seat = Seat(self._host_id, self._rank, self._world, await asyncio.to_thread(self._digest))
                 reader, writer, terms = await connect(
-                    self._server, self._credentials, self._talk, self._times, seats.encode(seat)
+                    self._server, self._credentials, self._protocol, self._timeouts, seats.encode(seat)
                 )
                 reported = ""
                 logger.info("%s has taken rank %d", name, self._rank)
@@ -128,7 +128,7 @@ class RankServer:
 
 
 class _Member:
-    """What a rank's host knows of its process in one group."""
+    """The state of a rank's process in one group, kept by its host."""
 
     def __init__(self, pid: int, timeout: float, prepare: Callable[[bytes], bytes]) -> None:
         self._pid, self._prepare = pid, prepare
@@ -178,7 +178,7 @@ class _Member:
 
 
 def _kind_of(payload: bytes) -> str:
-    """Return the tag of a message. Raises `TransportError` for what is none."""
+    """Return the tag of a message. Raises `TransportError` for bytes that are none."""
     try:
         return msgspec.msgpack.decode(payload, type=_Tagged).type
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -55,7 +55,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
 
 
 def _settings_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The config with what extra_config says of the layer; a pattern counts if no entry has its name."""
+    """The config with the layer's entry of extra_config; a pattern counts if no entry has its name."""
     extra = config.get("extra_config") or {}
     if not isinstance(extra, dict):
         raise CheckpointError(

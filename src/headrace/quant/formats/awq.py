@@ -1,7 +1,7 @@
 """AWQ checkpoints (Lin et al. 2024), in AutoAWQ's "gemm" layout, of 4 bits.
 
 `qweight` int32 [in, out / 8] and `qzeros` int32 [groups, out / 8], packed along the outputs; the eight codes of a word
-are those of outputs 0, 2, 4, 6, 1, 3, 5, 7. `scales` [groups, out]. weight = (code - zero) * scale.
+belong to outputs 0, 2, 4, 6, 1, 3, 5, 7. `scales` [groups, out]. weight = (code - zero) * scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; `<name>.weight` if modules_to_not_convert names it, or if there is no `qweight`."""
-    # First, so that a config that makes no sense is refused beside plain weights, too.
+    # First, so that a config that makes no sense is refused even if all weights are plain.
     bits = whole(config, "bits", config.get("w_bit"))
     group = group_of(config, "group_size", config.get("q_group_size"))
     layout = config.get("version", "gemm")

@@ -23,7 +23,7 @@ from headrace.quant.packing import checked, good_scales, left_alone, names_liste
 
 SPARE = re.compile(r"(?!)")
 THRESHOLD = 6.0
-"""Of the paper, section 3.2, and of configs that do not say it."""
+"""The value in the paper, section 3.2, and in configs without one."""
 TYPES = ("nf4", "fp4")
 MAX_STATE_BYTES = 10_000
 MAX_NUMBER = 1e30
@@ -103,7 +103,7 @@ def _four_bits(tensors: Tensors, name: str, kind: str) -> QWeight:
     if count % size == 0 and size % num_in == 0:
         of_rows = scales.repeat(size // num_in).reshape(num_out, 1)
         return QWeight(codes, of_rows, group=num_in, bits=4, codebook=codebook)
-    # Blocks begin in the middle of a row, so that no scale is that of a group of one row.
+    # Blocks begin in the middle of a row, so that no scale belongs to a group of one row.
     flat = QWeight(codes.reshape(1, -1), scales.reshape(1, -1), group=size, bits=4, codebook=codebook)
     return QWeight(flat.dequantize().reshape(num_out, num_in))
 
@@ -122,7 +122,7 @@ def _scales(tensors: Tensors, name: str, state: _State, num_blocks: int) -> NDAr
 
 
 class _State:
-    """The JSON that bitsandbytes stores beside a weight."""
+    """The JSON that bitsandbytes stores next to a weight."""
 
     def __init__(self, tensors: Tensors, name: str, kind: str) -> None:
         self.name = name

@@ -108,7 +108,7 @@ def _is_f8(args: dict[str, Any]) -> bool:
 
 
 def _inputs(tensors: Tensors, name: str, args: Any) -> Inputs | None:
-    """What a group's input_activations round to; None where that is not 8-bit floats."""
+    """The numbers to which a group's input_activations are rounded; None where that is not 8-bit floats."""
     if not isinstance(args, dict) or not _is_f8(args):
         return None
     if not args.get("dynamic"):

@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit floats (Micikevicius et al. 2022), E4M3 or E5M2, with their scales beside them.
+"""Checkpoints of 8-bit floats (Micikevicius et al. 2022), E4M3 or E5M2, with their scales next to them.
 
 `weight` float8 [out, in]; `weight_scale_inv` (DeepSeek-V3, transformers' finegrained_fp8) or `weight_scale`: one
 number, one for each output, or one for each block of weight_block_size rows and columns, which the weight is multiplied

@@ -32,7 +32,7 @@ Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Of n blocks: codes [n, elements], scales [n, groups] and, or None, minima [n, groups]."""
 
 PIECE_WEIGHTS = 2**17
-"""Weights that are decoded at once, so that what lies between stays in the caches."""
+"""Weights that are decoded at once, so that intermediate results stay in the caches."""
 
 
 class BlockType(NamedTuple):
@@ -76,7 +76,7 @@ def _chunks(raw: U8, size: int) -> U8:
 
 
 def _planes(raw: U8, size: int, bits: int) -> U8:
-    """Of every `size` bytes first all lowest fields of `bits` bits, then all next ones, ..."""
+    """Every `size` bytes give first all lowest fields of `bits` bits, then all next ones, ..."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[None, None, :, None]
     fields = (raw.reshape(len(raw), -1, 1, size) >> shifts) & ((1 << bits) - 1)
     return fields.astype(np.uint8).reshape(len(raw), -1)
@@ -280,7 +280,7 @@ TYPES: dict[str, BlockType] = {
 def decode(kind: str, raw: U8) -> QWeight:
     """Rows of raw blocks, uint8 [rows, bytes of a row], as codes with exact float32 scales and minima.
 
-    Works on some blocks at a time, on a thread for each core. What overflows comes out as infinity.
+    Works on some blocks at a time, on a thread for each core. Numbers that overflow come out as infinity.
     """
     block = TYPES[kind]
     blocks = raw.reshape(-1, block.size)
@@ -371,9 +371,9 @@ def keeps_codes(kind: str, scheme: Scheme) -> bool:
 
 
 def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
-    """What `decode` returned, in the form `scheme`: the same codes where `keeps_codes`, else rounded to nearest anew.
+    """The result of `decode` in the form `scheme`: the same codes where `keeps_codes`, else rounded to nearest anew.
 
-    Raises `CheckpointError` with `name` for a scale that float16 can not hold.
+    Raises `CheckpointError` with `name` for a scale that float16 cannot hold.
     """
     if weight.scales is None or not keeps_codes(kind, scheme):
         return rtn.quantise(weight.dequantize(), scheme, name)

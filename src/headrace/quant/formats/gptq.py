@@ -3,8 +3,8 @@
 `qweight` int32 [in * bits / 32, out], codes packed along the inputs; `qzeros` int32 [groups, out * bits / 32], packed
 along the outputs; `scales` [groups, out]; `g_idx` int32 [in], the group of each input (act-order). The first version of
 the layout stores zero points less one, the second (checkpoint_format "gptq_v2") as they are. GPTQModel's `dynamic` has
-patterns of names, of which the first that matches decides: "-:" before it leaves the layer plain, else its settings
-precede the config's.
+patterns of names, and the first match decides: "-:" before it leaves the layer plain, else its settings take precedence
+over the config's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     settings = config
     if override is not None and override is not False:
         settings = overridden(config, override, "dynamic", "bits", "group_size")
-    # First, so that a config that makes no sense is refused beside plain weights, too.
+    # First, so that a config that makes no sense is refused even if all weights are plain.
     bits, group = whole(settings, "bits"), group_of(settings, "group_size")
     layout = config.get("checkpoint_format", config.get("format", "gptq"))
     if bits not in BITS:

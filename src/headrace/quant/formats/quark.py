@@ -4,7 +4,7 @@
 pattern of file names, `exclude` which layers are plain. `weight` and `weight_scale`: 8-bit floats and int8 [out, in]
 with one scale, one for each output or group; 4-bit integers eight to an int32, [in, out / 8] in groups (scales and zero
 points [groups, ...]) or [out, in / 8]; fp4 two to a byte, the lower half first, with E8M0 scales. Under pack_method
-"reorder" the eight codes of a word are those of places 0, 2, 4, 6, 1, 3, 5, 7.
+"reorder" the eight codes of a word belong to places 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torchao checkpoints in safetensors: each layer's parts beside each other, what they mean in the metadata of the file.
+"""torchao checkpoints in safetensors: each layer's parts next to each other, their meaning in the metadata of the file.
 
 The metadata have a JSON text under "<name>.weight", whose `_type` names torchao's class; its tensors are
 "<name>._weight_qdata", "_weight_scale", and so on. Read are integers (Int8Tensor, IntxUnpackedToInt8Tensor), 4 bits
@@ -65,7 +65,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
 
 
 class _Layer:
-    """The parts of one layer, and what the metadata say of them."""
+    """The parts of one layer, and the metadata about them."""
 
     def __init__(self, tensors: Tensors, name: str) -> None:
         self.tensors, self.name = tensors, name

@@ -31,7 +31,7 @@ def prepare(layer: Layer, options: Options) -> None:
 
 
 def quantise(weight: Tensor, statistics: Statistics | None, options: Options, name: str) -> QWeight:
-    """Return the nearest 8-bit floats, ties to even; what lies beyond the largest becomes the largest."""
+    """Return the nearest 8-bit floats, ties to even; numbers beyond the largest become the largest."""
     dtype = DTYPES[options.method]
     num_out, num_in = weight.shape
     group = grid.group_of(options, num_in, name)

@@ -4,7 +4,7 @@ sparse norm of the weights' errors small, computed without any data.
 The error W - s (round(W / s + z) - z) is split from its outliers, W_e, and both are solved for in turn: W_e by the
 generalised soft threshold of the l_p norm (p < 1), z by the mean over each group. Weights are measured in steps of
 their scale here, so that the threshold is the same in every group. Zero points are integers in the layouts that
-headrace writes: each group gets the best integer of all rounds, that of round to nearest among them.
+headrace writes: each group gets the best integer of all rounds, of which round to nearest is one.
 """
 
 from __future__ import annotations

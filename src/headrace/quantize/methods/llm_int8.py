@@ -2,7 +2,7 @@
 whose activations are far larger than the rest and would make the activations' scales too coarse.
 
 The paper finds those inputs at run time, by a threshold; here the calibration text finds them once, so that they can be
-stored, as `quant.formats.bitsandbytes` reads them, beside codes for all inputs, which other software reads.
+stored, as `quant.formats.bitsandbytes` reads them, next to codes for all inputs, which other software reads.
 """
 
 from __future__ import annotations

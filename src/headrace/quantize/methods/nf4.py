@@ -64,7 +64,7 @@ def quantise(weight: Tensor, statistics: Statistics | None, options: Options, na
 
 
 def table() -> Tensor:
-    """float32 [256], rising: for each of seven powers of ten evenly spaced numbers, twice as many as for the one below,
+    """float32 [256], rising: evenly spaced numbers in each of seven powers of ten, twice as many as in the power below,
     with both signs; and 0 and 1."""
     sizes = []
     for i in range(7):

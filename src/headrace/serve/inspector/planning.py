@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from headrace.insight.limits import Machine
 from headrace.plan import hardware
 from headrace.plan.hardware import Hardware
-from headrace.plan.plans import Job, Plan, Planned, Wish, parse_goals
+from headrace.plan.plans import Job, Plan, Planned, Workload, parse_goals
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.call.models import ModelSet
@@ -71,7 +71,7 @@ class Planning:
             raise RequestError("config", "given", "left out, or given without a model")
         if request.hardware != THIS and request.hardware not in hardware.TABLE:
             raise RequestError("hardware", request.hardware, f"one of {', '.join(hardware.TABLE)}, this")
-        wish = Wish(
+        workload = Workload(
             context=request.context,
             output_len=request.output_len,
             concurrency=request.concurrency,
@@ -83,7 +83,9 @@ class Planning:
         )
         name, path = ("", "") if request.config is not None else await asyncio.to_thread(self._files, request.model)
         machine = await self._this() if request.hardware == THIS else None
-        job = Job(name=name, path=path, config=request.config, hardware=request.hardware, machine=machine, wish=wish)
+        job = Job(
+            name=name, path=path, config=request.config, hardware=request.hardware, machine=machine, workload=workload
+        )
         try:
             reply = await asyncio.to_thread(self._process.run, job, Planned)
         except OverflowError:

@@ -32,7 +32,7 @@ _SPAN, _TILE, _ITEM, _SUMS = tl.constexpr(SPAN), tl.constexpr(TILE), tl.constexp
 
 @triton.jit
 def _merged(top, total, o, span_top, span_total, span_o):
-    """Add a span's sums to those of the spans before it."""
+    """Add a span's sums to the sums of the spans before it."""
     most = tl.maximum(top, span_top)
     base = tl.where(most == NOTHING, 0.0, most)
     before, now = tl.exp2(top - base), tl.exp2(span_top - base)
@@ -324,7 +324,7 @@ MANY = Kernel(
 
 
 def is_wide(query: torch.dtype, cache: torch.dtype) -> bool:
-    """Whether products are those of float32: for float32 numbers, and where the 16-bit types differ."""
+    """Whether products are computed in float32: for float32 numbers, and where the 16-bit types differ."""
     return query == torch.float32 or (cache.itemsize > 1 and cache != query)
 
 

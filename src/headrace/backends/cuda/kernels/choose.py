@@ -1,10 +1,10 @@
 """Draws one token for each row of logits: mask, temperature, min-p, top-k, top-p, and keyed Gumbel noise.
 
-The tokens are those of `sampling.sampler` for the same logits. Kept tokens are a head of the ranking by logit (equal
-ones by lower id), so a filter is one cut in the ranking, which is found digit by digit as in a radix sort. Mass is
-counted in integers (`sampling.filters.weights`), so sums have no order; products and sums of float64 are not fused. The
-logarithm of a GPU may differ in its last bit from a CPU's: where the two best sums lie within `MARGIN`, the row is left
-to the host. One program a row.
+The tokens are the same as `sampling.sampler`'s for the same logits. Kept tokens are a head of the ranking by logit
+(equal ones by lower id), so a filter is one cut in the ranking, which is found digit by digit as in a radix sort. Mass
+is counted in integers (`sampling.filters.weights`), so sums have no order; products and sums of float64 are not fused.
+The logarithm of a GPU may differ in its last bit from a CPU's: where the two best sums lie within `MARGIN`, the row is
+left to the host. One program a row.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _same_head(key, cut, shift: tl.constexpr):
 @triton.jit
 def _before(key, cut, num, seen):
     """Whether a token lies before a cut: its key is above `cut`, or it is one of the first `num` that equal it. `seen`
-    counts those of earlier blocks. -> mask, how many are equal."""
+    counts the equal ones of earlier blocks. -> mask, how many are equal."""
     equal = (key == cut).to(tl.int32)
     place = seen + tl.cumsum(equal, 0) - equal
     return (key > cut) | ((equal == 1) & (place < num)), tl.sum(equal, 0)
@@ -192,7 +192,7 @@ def _choose(
             digit, before = _digit(counts, before, target)
             cut_p |= digit.to(tl.uint32) << shift
             tl.debug_barrier()
-        # The cut's own tokens weigh the same: as many as reach the target.
+        # The cut's own tokens weigh the same: it takes as many as reach the target.
         bits = tl.where(cut_p >= 2147483648, cut_p ^ 2147483648, cut_p ^ 4294967295).to(tl.int32, bitcast=True)
         weight = _weights(_scaled(bits.to(tl.float32, bitcast=True), greatest, temperature))
         num = ((target - before.to(tl.float64)) / weight.to(tl.float64)).to(tl.int64) - 2

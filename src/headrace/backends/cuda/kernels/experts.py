@@ -203,7 +203,7 @@ FULL = _tile(16, 32, 32, 0, 4, 2)
 
 
 class Scratch(NamedTuple):
-    """What the launches leave for each other; P = rows * top_k pairs.
+    """The buffers that pass results from launch to launch; P = rows * top_k pairs.
 
     weights float32 and ids int32 [R, top_k], ids ascending in a row; order int32 [P], pairs sorted by expert; offsets
     int32 [E + 1], each expert's part of it; inner [P, I] in the model's dtype, in that order; outer float32 [P, H], by

@@ -171,7 +171,7 @@ def sum_of_spans(spans: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def finished(v: Tensor, bias: Tensor | None, residual: Tensor | None, N: int, ACT: str, GATED: bool) -> Tensor:
-    """What the kernel does to the sums before it stores them."""
+    """The last operation of the kernel on the sums before it stores them."""
     if bias is not None:
         v = v + bias.float()
     up = v[:, N:]
@@ -279,7 +279,8 @@ def arguments(
     x: Tensor, num_out: int, out: Tensor, sizes: Tensor, dim: int, needed: tuple[int, int], scratch: Scratch | None,
     bias: Tensor | None, residual: Tensor | None, activation: Activation | None, gated: bool, num_whole: int,
 ) -> dict[str, Argument]:  # fmt: skip
-    """Return what all kernels of linear layers take. Raises ValueError for scratch of less than `needed` numbers."""
+    """Return the arguments that all kernels of linear layers take. Raises ValueError for scratch of less than `needed`
+    numbers."""
     if any(needed) and (scratch is None or not holds(scratch, needed)):
         raise ValueError(f"scratch is too small: {needed} numbers are needed")
     partial, arrived = (None, None) if scratch is None else scratch

@@ -6,10 +6,10 @@ launch writes the same numbers to scratch, and `linear` reads them. Sums have th
 bits. Not for float32 models, and not for the schemes of which `packs` is false: their weights are widened when loaded.
 
 Layout of codes of 4 bits: a block has 4 H inputs, H = min(group, 64); word j (int16) of a row's block has the codes of
-inputs j, H + j, 2 H + j, 3 H + j, the first in the lowest bits: what is loaded for one operand of H inputs has the
-codes of four, in the right lanes. Scales and minima: words (int32) [words, N] of two numbers of the model's dtype, the
-earlier group in the low half. Codes of 8 bits: rows as they are; scales float32 [groups, N]. Inputs are padded to whole
-blocks with scale 0.
+inputs j, H + j, 2 H + j, 3 H + j, the first in the lowest bits: the words loaded for one operand of H inputs have the
+codes of four operands, in the right lanes. Scales and minima: words (int32) [words, N] of two numbers of the model's
+dtype, the earlier group in the low half. Codes of 8 bits: rows as they are; scales float32 [groups, N]. Inputs are
+padded to whole blocks with scale 0.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ MAGIC = {
 def assembly(dtype: torch.dtype, each: int, has_min: bool) -> str:
     """PTX for four pairs of weights out of the codes of a pair of words.
 
-    Code i of both becomes the low bits of a number, from which what that number is for code 0 and the middle are taken
-    away, exactly; a second fma multiplies by the scale and adds the minimum, with one rounding.
+    Code i of both becomes the low bits of a number. The number's value for code 0 and the middle are subtracted from
+    it, exactly; a second fma multiplies by the scale and adds the minimum, with one rounding.
     """
     name = "bf16" if dtype == torch.bfloat16 else "f16"
     magic, less_middle, less, one = MAGIC[name]

@@ -113,7 +113,7 @@ class Scratch:
 
 
 def make_scratch(partials: int, heads: int, kv_heads: int, head_dim: int, device: str | torch.device) -> Scratch:
-    """Allocate what `Scratch.num_bytes` says."""
+    """Allocate `Scratch.num_bytes` bytes."""
     return Scratch(
         torch.zeros(partials, heads, head_dim, device=device),
         torch.zeros(partials, heads, 2, device=device),

@@ -16,7 +16,7 @@ from headrace.protocol.parameters import LLAMA_SERVER, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
-from headrace.serve.apis.llama_server.slots import Places
+from headrace.serve.apis.llama_server.slots import HeldSlots
 from headrace.serve.call import progress
 from headrace.serve.call.call import Answer
 from headrace.serve.call.parsing import WarningLines
@@ -207,7 +207,7 @@ class LlamaAnswer(Readable):
         request: LlamaCompletionRequest,
         model: ServedModel,
         many: bool,
-        places: Places | None = None,
+        places: HeldSlots | None = None,
     ) -> None:
         super().__init__(answer, bool(request.stream))
         self._request = request

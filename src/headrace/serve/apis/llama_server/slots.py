@@ -72,7 +72,7 @@ class Folder(NamedTuple):
         return max(0, share - sum(each.stat().st_size for each in others))
 
 
-class Places(NamedTuple):
+class HeldSlots(NamedTuple):
     """The slots of the answers of one request, in their order; -1 for an answer without one."""
 
     slots: Slots
@@ -108,7 +108,7 @@ class Slots:
         if slot_id is not None and not -1 <= slot_id < self.num:
             raise RequestError(field, slot_id, f"a slot from 0 to {self.num - 1}, or -1 for any that is free")
 
-    def take(self, num: int, slot_id: int | None) -> Places:
+    def take(self, num: int, slot_id: int | None) -> HeldSlots:
         """Return slots for `num` answers: the first in `slot_id`, if that is given, the others in free ones."""
         holder, ids = tenants.current().name, list[int]()
         for place in range(num):
@@ -116,7 +116,7 @@ class Slots:
             named = place == 0 and slot_id is not None and slot_id >= 0
             ids.append(slot_id if named and slot_id is not None else next(free, -1))
             self.busy |= {(holder, ids[-1])} if ids[-1] >= 0 else set()
-        return Places(self, holder, ids)
+        return HeldSlots(self, holder, ids)
 
     def put(self, holder: str, slot_id: int, token_ids: Sequence[int]) -> None:
         """Note what a slot holds."""

@@ -17,9 +17,9 @@ from headrace.core.journal import Step
 from headrace.engine.build import make_scheduler
 from headrace.engine.records.blind import notes_of, open_recording
 from headrace.engine.records.recording import RecordedEngine, Recorder
+from headrace.insight.counterfactual import StepTime, fitted, simulate
 from headrace.insight.lives import Life, Lives
 from headrace.insight.simulated import Oracle, SimulatedExecutor
-from headrace.insight.without import StepTime, fitted, simulate
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams

@@ -1,5 +1,5 @@
-"""`python -m headrace.insight.afterwards SECONDS`: replays a recording without its model, for the inspector
-(`engine.records.blind`), in a process of its own of bounded time and memory (`text.bounded`).
+"""`python -m headrace.insight.replay_worker SECONDS`: replays a recording without its model, for the inspector
+(`engine.records.blind`), in a separate process of bounded time and memory (`text.bounded`).
 
 A job is the path of a recording, and the reply the JSON of a `Replay`.
 """
@@ -36,8 +36,9 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """What a viewer of the live engine had seen: `snapshot` and `steps` as in `insight.live`, the last `MAX_STEPS` of
-    `num_steps`. `requests` have the fields of `Summary` and of `Explanation`, the newest first."""
+    """A replayed recording as a viewer of the live engine would have seen it: `snapshot` and `steps` as in
+    `insight.live`, the last `MAX_STEPS` of `num_steps`. `requests` have the fields of `Summary` and of `Explanation`,
+    the newest first."""
 
     model: str
     num_blocks: int

@@ -16,7 +16,7 @@ from headrace.engine.client import EngineClient
 from headrace.fleet.remote.link import RemoteLink
 from headrace.fleet.remote.server import EngineServer
 from headrace.protocol.errors import RequestError
-from headrace.ray.papers import ENGINE_NAME, FILES, Papers, make, papers_of
+from headrace.ray.identity import ENGINE_NAME, FILES, Identity, identity_of, make
 from headrace.secure.handshake import HandshakeError
 
 pytest.importorskip("cryptography")
@@ -39,26 +39,26 @@ def test_the_files_are_for_this_user_alone(folder: Path) -> None:
 
 def test_papers_cross_as_bytes_and_show_nothing(folder: Path) -> None:
     for is_sent in (True, False):
-        papers = papers_of(folder, "front", is_sent)
-        body = msgspec.msgpack.encode(papers)
-        assert msgspec.msgpack.decode(body, type=Papers) == papers
+        identity = identity_of(folder, "front", is_sent)
+        body = msgspec.msgpack.encode(identity)
+        assert msgspec.msgpack.decode(body, type=Identity) == identity
         secret = (folder / "fleet.secret").read_bytes().strip()
         assert (secret in body) is is_sent
-        assert secret.decode() not in repr(papers)
-        assert papers.credentials().secret == secret
+        assert secret.decode() not in repr(identity)
+        assert identity.credentials().secret == secret
 
 
 def test_a_folder_without_the_files_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="tls_ca"):
-        papers_of(tmp_path, "front", True)
+        identity_of(tmp_path, "front", True)
 
 
 def connect(folder: Path, name: str | None, other: Path | None = None) -> None:
-    """Start an engine with the deployment's papers and a front with those of `other`; one token."""
+    """Start an engine with the deployment's identity and a front with those of `other`; one token."""
 
     async def go() -> None:
-        engine = papers_of(folder, "engine", True).credentials()
-        front = papers_of(other or folder, "front", True).credentials()
+        engine = identity_of(folder, "engine", True).credentials()
+        front = identity_of(other or folder, "front", True).credentials()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = EngineServer(child(), engine, lambda: "weights", FAST)
             task = asyncio.create_task(server.serve(listener))

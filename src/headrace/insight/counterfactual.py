@@ -1,10 +1,11 @@
-"""A recorded request as it might have gone had another one not come: `simulate` runs the scheduler again, without it.
+"""The counterfactual life of a recorded request, had another one not come: `simulate` runs the scheduler without the
+other.
 
 Output depends on the request alone, so each request generates its recorded tokens; scheduler, prefix cache, preemptions
 and verification of drafts are the real ones (`insight.simulated`). How long a step takes is an estimate: the sum of a
-part of its own, one for each row, and one for each token that a row looks back on, fitted to the recorded steps, times
-the slowness of the machine at that moment. What it leaves out: late masks of grammars, failed steps, drafts after
-tokens where the recording has none, and that clients might have come at other times. Called by `headrace explain`.
+constant, a time for each row, and a time for each token that a row looks back on, fitted to the recorded steps, times
+the slowness of the machine at that moment. The estimate leaves out late masks of grammars, failed steps, drafts after
+tokens where the recording has none, and clients who might have come at other times. Called by `headrace explain`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Slowness:
         return (self._seconds[last] - self._seconds[first]) / (self._fitted[last] - self._fitted[first] or 1.0)
 
 
-class Answer(msgspec.Struct):
+class RecordedRequest(msgspec.Struct):
     """A recorded request: its message, and its tokens, of which the first `num_given` came with it. By the number of
     known tokens: the drafts that it got, and how many tokens a grammar then forced. `aborted`: when it was."""
 
@@ -94,7 +95,7 @@ class Simulation(NamedTuple):
 def simulate(recording: Recording, request_id: str, other_id: str) -> Simulation:
     """Return the life of a request without another one.
 
-    Raises `RecordingError`, `ReplayDifference`, and `HeadraceError` for what can not be simulated.
+    Raises `RecordingError`, `ReplayDifference`, and `HeadraceError` for a recording that cannot be simulated.
     """
     records = list(recording.records)
     lives, steps = Lives(max_lives=2**62), list[Step]()
@@ -130,7 +131,7 @@ def fitted(steps: Sequence[Step]) -> StepTime:
         parts.pop(min(range(len(parts)), key=solution.__getitem__))
     seconds_of = dict(zip(parts, solution, strict=True))
     gaps = [after.times[0] - before.times[3] for before, after in pairwise(steps)]
-    # Those of an idle engine are longer.
+    # The pauses of an idle engine are longer.
     between = median(sorted(gaps)[: max(1, len(gaps) // 2)]) if gaps else 0.0
     return StepTime(seconds_of.get(0, 0.0), seconds_of.get(1, 0.0), seconds_of.get(2, 0.0), max(0.0, between))
 
@@ -148,7 +149,7 @@ def _least_squares(rows: list[list[float]]) -> list[float]:
         [sum(row[i] * row[j] for row in rows) for j in range(size)] + [sum(row[i] for row in rows)] for i in range(size)
     ]
     for i in range(size):
-        # Columns that are the same in all steps are kept apart by a small number.
+        # A small number on the diagonal keeps the matrix regular where two columns are the same in all steps.
         matrix[i][i] += 1e-9 * len(rows)
         pivot = matrix[i][i]
         matrix[i] = [value / pivot for value in matrix[i]]
@@ -159,9 +160,9 @@ def _least_squares(rows: list[list[float]]) -> list[float]:
     return [matrix[i][size] / scales[i] for i in range(size)]
 
 
-def _answers(records: list[Record], steps: list[Step]) -> tuple[dict[str, Answer], list[float]]:
-    """Return what the recorded requests generated, and when the prefix cache was reset."""
-    answers: dict[str, Answer] = {}
+def _answers(records: list[Record], steps: list[Step]) -> tuple[dict[str, RecordedRequest], list[float]]:
+    """Return the recorded requests with their tokens, and the times at which the prefix cache was reset."""
+    answers: dict[str, RecordedRequest] = {}
     names: dict[int, str] = {}
     resets: list[float] = []
     notes = iter(steps)
@@ -174,7 +175,7 @@ def _answers(records: list[Record], steps: list[Step]) -> tuple[dict[str, Answer
                 if request.beam is not None:
                     raise HeadraceError("a recording with beam searches can not be simulated")
                 known = [*request.prompt_token_ids, *request.resume_token_ids]
-                answers[request.request_id] = Answer(record, known, len(known))
+                answers[request.request_id] = RecordedRequest(record, known, len(known))
                 now = max(now, times[3])
             case Abort(request_id) if request_id in answers:
                 answers[request_id].aborted = now
@@ -191,7 +192,7 @@ def _answers(records: list[Record], steps: list[Step]) -> tuple[dict[str, Answer
     return answers, resets
 
 
-def _extend(answers: dict[str, Answer], names: dict[int, str], plan: StepPlan, result: StepResult) -> None:
+def _extend(answers: dict[str, RecordedRequest], names: dict[int, str], plan: StepPlan, result: StepResult) -> None:
     """Add the tokens of one step."""
     for index, seq_id in enumerate(plan.seq_ids):
         answer, token = answers[names[seq_id]], result.token_ids[index]
@@ -209,8 +210,8 @@ class Recalled(Oracle):
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         super().__init__(vocab_size, eos_token_ids)
-        self.answers: dict[int, Answer] = {}
-        self._answer: Answer | None = None
+        self.answers: dict[int, RecordedRequest] = {}
+        self._answer: RecordedRequest | None = None
         self._num_known = 0
 
     def next_token(self, context: Any, params: SamplingParams, num_generated: int, state: int | None = None) -> int:
@@ -255,7 +256,11 @@ class Estimated(SimulatedExecutor):
 
 
 def _run(
-    recording: Recording, answers: dict[str, Answer], resets: Sequence[float], times: StepTime, slowness: Slowness
+    recording: Recording,
+    answers: dict[str, RecordedRequest],
+    resets: Sequence[float],
+    times: StepTime,
+    slowness: Slowness,
 ) -> Lives:
     """Return the lives of requests that come at their recorded times, and generate their recorded tokens."""
     info, config = recording.head.info, recording.config

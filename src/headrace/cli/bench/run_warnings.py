@@ -1,5 +1,5 @@
-"""What makes a measurement of a server mislead: a client that lags, a warm cache, short answers, drift. Each function
-returns a warning, or nothing. Knows timelines, not HTTP. Called by `bench.serve`."""
+"""Warnings about a measurement of a server that may mislead: a client that lags, a warm cache, short answers, drift.
+Each function returns a warning, or nothing. Knows timelines, not HTTP. Called by `bench.serve`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def warnings_of(
 
     Args:
         timelines: of all requests.
-        samples: what was sent, in the same order.
+        samples: as they were sent, in the same order.
         has_rate: requests had times at which they were due, so that lateness and drift mean something.
         is_token_ids: no template stands before the prompts.
     """
@@ -52,7 +52,8 @@ def client_queueing(timelines: Sequence[Timeline]) -> str:
 
 
 def warm_cache(pairs: Sequence[tuple[Timeline, Sample]], template_tokens: int) -> str:
-    """Prompt tokens that came from the server's prefix cache, beyond what a prompt shares with the prompts before it.
+    """Prompt tokens that came from the server's prefix cache, beyond the prefixes that prompts share with earlier
+    prompts.
 
     In texts a token is one character at least."""
     excess = total = num = 0
@@ -91,7 +92,7 @@ def short_answers(pairs: Sequence[tuple[Timeline, Sample]]) -> str:
 
 
 def drift(timelines: Sequence[Timeline]) -> str:
-    """Medians of the requests sent in the first half of the run that are far from those of the second."""
+    """Medians of the requests sent in the first half of the run that are far from the medians of the second."""
     ordered = sorted(timelines, key=lambda timeline: timeline.sent)
     halves = ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]
     if len(halves[0]) < LEAST_HALF:

@@ -1,8 +1,9 @@
-"""How the time of a step is split among what it computed: prompts, draft tokens, and the rest.
+"""Splits the time of a step among prompts, draft tokens, and the rest.
 
-By rows, each row takes an equal part. By fitted step times (`headrace plan --check`), prompts take what the step would
-have been shorter without them, and draft tokens what it would then have been shorter still: reading the weights, which
-a step does whatever its rows are, stays with the sequences that decode. Called by `insight.lives`.
+By rows, each row takes an equal part. By fitted step times (`headrace plan --check`), prompts take the time by which
+the step would have been shorter without them, and draft tokens the further time by which it would then have been
+shorter. Every step reads the weights, whatever its rows are; that time stays with the sequences that decode. Called by
+`insight.lives`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from headrace.protocol.step_model import StepModel, num_alone, num_seen
 BY_ROWS, BY_FIT = "rows", "fitted step times"
 
 
-class Shares(NamedTuple):
+class TimeSplit(NamedTuple):
     """Seconds of a step: of the chunks of prompts, by column, and of draft tokens."""
 
     prompts: dict[int, float]
@@ -24,14 +25,14 @@ class Shares(NamedTuple):
 
     @property
     def prefill(self) -> float:
-        """Those of all prompts."""
+        """The seconds of all prompts."""
         return sum(self.prompts.values())
 
 
-def by_rows(step: Step, seconds: float, prompts: Collection[int], num_guesses: int) -> Shares:
+def by_rows(step: Step, seconds: float, prompts: Collection[int], num_guesses: int) -> TimeSplit:
     """Split `seconds` by rows. `prompts`: columns that compute prompts."""
     row = seconds / max(1, sum(step.lens) + num_guesses)
-    return Shares({i: row * step.lens[i] for i in prompts}, row * num_guesses)
+    return TimeSplit({i: row * step.lens[i] for i in prompts}, row * num_guesses)
 
 
 def by_fit(
@@ -41,14 +42,14 @@ def by_fit(
     prompts: Collection[int],
     ends: Collection[int],
     guesses: Mapping[int, int],
-) -> Shares:
+) -> TimeSplit:
     """Split `seconds` in the proportions of the model's times. Prompts divide their part as each adds to the step.
 
-    prompts: columns that compute prompts; ends: those of them that compute the last token of theirs. guesses: draft
-    tokens by column. No part is below 0, and all together take no more than the step.
+    prompts: columns that compute prompts; ends: the columns among them that compute the last token of their prompt.
+    guesses: draft tokens by column. No part is below 0, and all together take no more than the step.
     """
     if not prompts and not guesses:
-        return Shares({}, 0.0)
+        return TimeSplit({}, 0.0)
     starts, lens = step.starts, step.lens
     num_guesses = sum(guesses.values())
     rows, logits = sum(lens) + num_guesses, len(lens) - len(prompts) + len(ends) + num_guesses
@@ -77,4 +78,4 @@ def by_fit(
     if not any(added.values()):
         added = {i: float(lens[i]) for i in prompts}
     prefill, weight = seconds * (whole - without) / whole, sum(added.values()) or 1.0
-    return Shares({i: prefill * each / weight for i, each in added.items()}, seconds * (without - decode) / whole)
+    return TimeSplit({i: prefill * each / weight for i, each in added.items()}, seconds * (without - decode) / whole)

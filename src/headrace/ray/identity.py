@@ -1,8 +1,9 @@
-"""`Papers`: the certificates and the secret of a deployment, made once, kept in a folder, handed to the actors.
+"""`Identity`: a certificate and the secret of a deployment, by which an actor proves itself. The files are made once,
+kept in a folder, and handed to the actors.
 
-A CA of the deployment's own signs one certificate for all its engines and one for its front; then its key is dropped,
-so that no third one can be made. All engines have one name in theirs: which hosts they will be on is not known yet, and
-a certificate of this CA is nothing but the deployment's. Called by `cli.deploy` and by the actors.
+The deployment's own CA signs one certificate for all engines and one for the front; then its key is dropped, so that no
+third one can be made. All engines have the same name in their certificate, since their hosts are not known yet; the CA
+signs for this deployment alone. Called by `cli.deploy` and by the actors.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ YEARS = 10
 FILES = ("fleet.secret", "ca.pem", "engine.pem", "engine.key", "front.pem", "front.key")
 
 
-class Papers(msgspec.Struct, frozen=True):
-    """What one actor proves itself with: the contents of its files, or, if these are empty, the `folder` of them on its
-    own host. `role` is engine or front."""
+class Identity(msgspec.Struct, frozen=True):
+    """The contents of one actor's files, or, if these are empty, the `folder` of the files on its host. `role` is
+    engine or front."""
 
     role: str
     folder: str
@@ -36,10 +37,10 @@ class Papers(msgspec.Struct, frozen=True):
     ca: str = ""
 
     def __repr__(self) -> str:
-        return f"Papers({self.role})"
+        return f"Identity({self.role})"
 
     def credentials(self) -> Credentials:
-        """Return them as `fleet.remote` takes them. Raises `RequestError` for files that will not do."""
+        """Return the credentials that `fleet.remote` takes. Raises `RequestError` for files that are not valid."""
         if not self.secret:
             return _read(Path(self.folder), self.role)
         # Python's ssl reads keys from files only.
@@ -51,18 +52,18 @@ class Papers(msgspec.Struct, frozen=True):
             return _read(folder, self.role)
 
 
-def papers_of(folder: Path, role: str, is_sent: bool) -> Papers:
-    """Return the papers in a folder; `is_sent`: with their contents. Raises `RequestError`."""
+def identity_of(folder: Path, role: str, is_sent: bool) -> Identity:
+    """Return the identity in a folder; `is_sent`: with the contents of its files. Raises `RequestError`."""
     _read(folder, role)
     if not is_sent:
-        return Papers(role, str(folder))
-    return Papers(role, str(folder), *(_text(folder / _names(role)[at]) for at in (0, 2, 3, 1)))
+        return Identity(role, str(folder))
+    return Identity(role, str(folder), *(_text(folder / _names(role)[at]) for at in (0, 2, 3, 1)))
 
 
 def make(folder: Path) -> None:
     """Make the files of a new deployment in `folder`, for this user alone.
 
-    Raises `RequestError` if there are some already, if it can not be written, or without the library `cryptography`.
+    Raises `RequestError` if there are some already, if it cannot be written, or without the library `cryptography`.
     """
     try:
         from cryptography import x509

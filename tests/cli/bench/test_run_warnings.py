@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.cli.bench.test_bench import Script, scripted, target
 
-from headrace.cli.bench import pitfalls
+from headrace.cli.bench import run_warnings
 from headrace.cli.bench import serve as bench_serve
 from headrace.cli.bench.data import Sample, random_samples
 from headrace.cli.bench.plans import ServePlan
@@ -45,7 +45,7 @@ def run_of(change: Callable[[int, Timeline], None]) -> list[str]:
         )  # fmt: skip
         change(index, timeline)
         timelines.append(timeline)
-    return pitfalls.warnings_of(timelines, samples, has_rate=True, is_token_ids=True)
+    return run_warnings.warnings_of(timelines, samples, has_rate=True, is_token_ids=True)
 
 
 def late(index: int, timeline: Timeline) -> None:
@@ -101,16 +101,16 @@ def test_without_a_rate_requests_are_not_late_and_do_not_drift() -> None:
         Timeline(sent=0.0, late=9.0, token_times=[1.0 + i, 2.0 + i], done=2.0 + i, num_output_tokens=2)
         for i in range(NUM)
     ]
-    assert pitfalls.warnings_of(timelines, samples, has_rate=False, is_token_ids=True) == []
-    assert len(pitfalls.warnings_of(timelines, samples, has_rate=True, is_token_ids=True)) == 2
+    assert run_warnings.warnings_of(timelines, samples, has_rate=False, is_token_ids=True) == []
+    assert len(run_warnings.warnings_of(timelines, samples, has_rate=True, is_token_ids=True)) == 2
     failed = [msgspec.structs.replace(timeline, error="x") for timeline in timelines]
-    assert pitfalls.warnings_of(failed, samples, has_rate=True, is_token_ids=True) == []
+    assert run_warnings.warnings_of(failed, samples, has_rate=True, is_token_ids=True) == []
 
 
 def test_a_template_may_be_cached() -> None:
     pairs = [(Timeline(sent=0.0, num_prompt_tokens=100, num_cached_tokens=48), Sample("hello", 1, 1))]
-    assert pitfalls.warm_cache(pairs, pitfalls.TEMPLATE_TOKENS) == ""
-    assert pitfalls.warm_cache(pairs, 0).startswith("warm cache: 48 prompt tokens of 1 requests")
+    assert run_warnings.warm_cache(pairs, run_warnings.TEMPLATE_TOKENS) == ""
+    assert run_warnings.warm_cache(pairs, 0).startswith("warm cache: 48 prompt tokens of 1 requests")
 
 
 def test_a_client_with_one_slot_is_late(scripted: str) -> None:

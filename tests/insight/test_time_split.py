@@ -14,11 +14,11 @@ from tests.support.journal import live_through, notes_of_life, recorded, request
 
 from headrace.cli.explain import explain as explain_command
 from headrace.core.journal import Note, Step, decode_note
-from headrace.insight.afterwards import replay
 from headrace.insight.explain import explain
 from headrace.insight.explainer import Explainer
 from headrace.insight.lives import Life, Lives
-from headrace.insight.shares import by_fit, by_rows
+from headrace.insight.replay_worker import replay
+from headrace.insight.time_split import by_fit, by_rows
 from headrace.protocol import step_model
 from headrace.protocol.step_model import StepModel
 
