@@ -140,13 +140,27 @@ def test_keys_of_all_configs_of_transformers_are_harmless() -> None:
     assert {field.name for field in dataclasses.fields(PreTrainedConfig)} <= HARMLESS.keys()
 
 
-@pytest.mark.parametrize("model_type", models.names())
-def test_a_model_reads_its_config_when_it_is_made(model_type: str) -> None:
-    """So that what it has not read then has no effect, and a wrong value is refused while loading."""
+def read_late(model_type: str) -> set[str]:
+    """Keys that a model first reads in a forward pass."""
     values, model = build(models.find(model_type).TINY)
     before = set(values.read)
     model.logits(model.forward(ONE_ROW, [cache_of(shape) for shape in model.cache_shapes]), None)
-    assert values.read == before
+    return values.read - before
+
+
+@pytest.mark.parametrize("model_type", models.names())
+def test_a_model_reads_its_config_when_it_is_made(model_type: str) -> None:
+    """So that what it has not read then has no effect, and a wrong value is refused while loading."""
+    assert read_late(model_type) == set()
+
+
+def test_control_a_key_that_is_read_late_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enter(model: Any, rows: Any) -> Any:
+        model.config.flag("late", False)
+        return model.embed(rows.token_ids)
+
+    monkeypatch.setattr(models.find("granite").Model, "enter", enter)
+    assert read_late("granite") == {"late"}
 
 
 def test_values_note_what_is_read_of_them() -> None:
