@@ -33,6 +33,7 @@ from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app
+from headrace.serve.loading import ModelParts
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -96,7 +97,7 @@ class House:
         config = EngineConfig(model="fake", max_model_len=1024, num_gpu_blocks_override=8192)
         self.client = InprocClient(lambda: engine(config))
         server = ServerConfig(api_key_file=keys, log_stats_interval=0, max_storage_bytes=MAX_STORAGE_BYTES)
-        self.app: Starlette = create_app(self.client, tokenizer, template, server, "fake")
+        self.app: Starlette = create_app(self.client, server, "fake", ModelParts(tokenizer, template))
         storage = self.app.state.lifespan.storage
         for name, most in limits.items():
             getattr(storage, name).store.max_items = most

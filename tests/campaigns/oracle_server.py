@@ -23,6 +23,8 @@ import httpx
 import psutil
 from bench.tied import tied
 
+from headrace.serve.loading import ModelParts
+
 # To make a client loads the certificates, which takes longer than to ask.
 HTTP = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), verify=False)
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +153,7 @@ def main() -> int:
     client = EngineClient(ProcessLink(engine, fake.command(float(delay))), max_restarts=3)
     client.admission.max_reqs = int(max_queued)
     logs.set_up("warning")
-    application: Any = app.create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    application: Any = app.create_app(client, server, "fake", ModelParts(tokenizer, ChatTemplate.of(tokenizer)))
     application.add_middleware(Watched, leak=int(leak))
     return process.run(application, server)
 

@@ -27,6 +27,7 @@ from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app
+from headrace.serve.loading import ModelParts
 from headrace.serve.process import run
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -146,7 +147,7 @@ def main() -> int:
         (Path(folder) / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
         tokenizer = Tokenizer.load(folder)
         client = InprocClient(lambda: fake.build(config, STEP_S, ScriptedOracle(fake.VOCAB_SIZE, [fake.EOS])))
-        return run(create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "scripted"), server)
+        return run(create_app(client, server, "scripted", ModelParts(tokenizer, ChatTemplate.of(tokenizer))), server)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from headrace.serve.apis.openai import responses_paths, vllm
 from headrace.serve.app import create_app
 from headrace.serve.errors import OPENAI, Api
 from headrace.serve.gates.auth import class_of, is_public
+from headrace.serve.loading import ModelParts
 
 APIS: dict[str, Api] = {
     "OpenAI, vLLM": OPENAI,
@@ -86,7 +87,7 @@ def application() -> Starlette:
     folder = tempfile.mkdtemp(prefix="headrace-routes-")
     try:
         server = ServerConfig(slot_save_path=folder, models_dir=folder)
-        return create_app(inproc(), None, None, server, "builtin", folder=ModelFolder(folder))
+        return create_app(inproc(), server, "builtin", ModelParts(), ModelFolder(folder))
     finally:
         Path(folder).rmdir()
 

@@ -14,6 +14,7 @@ from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.serve.app import create_app
+from headrace.serve.loading import ModelParts
 from headrace.serve.process import run
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -26,5 +27,5 @@ if __name__ == "__main__":
     link = ProcessLink(EngineConfig(model="fake"), fake.command(float(sys.argv[3])))
     client = EngineClient(link, max_restarts=int(sys.argv[4]))
     logs.set_up("info")
-    app = create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "fake")
+    app = create_app(client, server, "fake", ModelParts(tokenizer, ChatTemplate.of(tokenizer)))
     sys.exit(run(app, server))

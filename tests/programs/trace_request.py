@@ -19,7 +19,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.client import InprocClient
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.serve.app import create_app
-from headrace.serve.loading import load_text
+from headrace.serve.loading import ModelParts, load_text
 
 PACKAGE = str(Path(headrace.__file__).parent) + "/"
 BODY = {"messages": [{"role": "user", "content": "Tell me a story."}], "seed": 7, "max_tokens": 8, "stream": True}
@@ -48,7 +48,9 @@ async def run(trace: Trace) -> set[str]:
     """Return the files that each of several requests passes; what is loaded once in the background is in one alone, and
     what runs without a request is left out."""
     engine, server = EngineConfig(model="builtin"), ServerConfig()
-    app = create_app(InprocClient(lambda: build_engine(engine)), *load_text(engine, server), server, "builtin")
+    app = create_app(
+        InprocClient(lambda: build_engine(engine)), server, "builtin", ModelParts(*load_text(engine, server))
+    )
     traces: list[set[tuple[str, str]]] = []
     async with (
         app.router.lifespan_context(app),

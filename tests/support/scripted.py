@@ -27,6 +27,7 @@ from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app
+from headrace.serve.loading import ModelParts
 from headrace.serve.process import run
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     server = ServerConfig(port=options.port, log_stats_interval=0)
     with tempfile.TemporaryDirectory() as folder:
         client, tokenizer = parts(rows, Path(folder), MAX_MODEL_LEN)
-        app: Any = create_app(client, tokenizer, ChatTemplate.of(tokenizer), server, "scripted")
+        app: Any = create_app(client, server, "scripted", ModelParts(tokenizer, ChatTemplate.of(tokenizer)))
         return run(app if options.record is None else Recorder(app, options.record), server)
 
 

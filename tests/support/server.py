@@ -23,11 +23,12 @@ from headrace.engine import logs
 from headrace.engine.client import EngineClient, InprocClient
 from headrace.engine.core import EngineCore
 from headrace.engine.links import ProcessLink
-from headrace.insight.simulated import Oracle
+from headrace.insight.simulated import Behaviour, Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app
 from headrace.serve.gates.connection import Connection
+from headrace.serve.loading import ModelParts
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -75,7 +76,8 @@ class Live:
         self.client = client
         self.stays = stays
         model, template = client if stays else None, more.pop("template", None) or ChatTemplate.of(tokenizer)
-        self.app = create_app(model, tokenizer, template, server, "fake", **more)
+        folder = more.pop("folder", None)
+        self.app = create_app(model, server, "fake", ModelParts(tokenizer, template, **more), folder)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -163,7 +165,8 @@ def brittle(num_steps: int) -> EngineClient:
 
     def build() -> EngineCore:
         core = fake.build(EngineConfig(model="fake"))
-        core.executor._fail = lambda step_id, index: step_id > num_steps  # type: ignore[attr-defined]
+        executor: Any = core.executor
+        executor.behaviour = Behaviour(fail=lambda step_id, index: step_id > num_steps)
         return core
 
     return InprocClient(build)

@@ -80,14 +80,14 @@ async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerC
     from headrace.engine.build import build_engine
     from headrace.engine.client import InprocClient
     from headrace.serve.apis.openai.storage import offline_answerer
-    from headrace.serve.loading import RunningModel, default_params, load_text
+    from headrace.serve.loading import ModelParts, RunningModel, default_params, load_text
     from headrace.serve.storage.batch_file import answer_file
 
     # Lines beyond the queue's bound wait here, and not in the engine.
     client = InprocClient(lambda: build_engine(engine), max_num_queued_reqs=2 * concurrency + 1)
     tokenizer, template = load_text(engine, server)
-    defaults = default_params(engine, server)
-    model = RunningModel(client, tokenizer, template, server, engine.model, None, defaults, engine.seed)
+    parts = ModelParts(tokenizer, template, default_params(engine, server), engine.seed)
+    model = RunningModel(client, server, engine.model, parts)
     await client.start()
     try:
         with progress_bar("Requests") as show:

@@ -12,7 +12,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -51,9 +50,15 @@ from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allo
 from headrace.serve.inspection import Inspection
 from headrace.serve.inspection import add_routes as add_inspection_routes
 from headrace.serve.lifespan import Lifespan
-from headrace.serve.loading import Loader, RunningModel, RunningModels, default_params, load_audits, load_text
-from headrace.text.templates import ChatTemplate
-from headrace.text.tokenizer import Tokenizer
+from headrace.serve.loading import (
+    Loader,
+    ModelParts,
+    RunningModel,
+    RunningModels,
+    default_params,
+    load_audits,
+    load_text,
+)
 
 logger = logging.getLogger("headrace.server")
 
@@ -62,33 +67,25 @@ MakeClient = Callable[[EngineConfig, ServerConfig], EngineClient]
 
 def create_app(
     client: EngineClient | None,
-    tokenizer: Tokenizer | None,
-    template: ChatTemplate | None,
     server: ServerConfig,
     model: str,
-    defaults: Mapping[str, Any] | None = None,
-    seed: int | None = None,
-    audits: Sequence[dict[str, Any]] = (),
-    exporter: Any = None,
-    engine: EngineConfig | None = None,
+    parts: ModelParts,
     folder: ModelFolder | None = None,
 ) -> Starlette:
     """Return the application, which starts `client` at startup and closes it at shutdown.
 
     Args:
-        client: the engine of the model that stays loaded; None: all models are those of `folder`. For its further
-            arguments, from `tokenizer` to `exporter`, see `RunningModel`.
-        engine: the settings of the engines of the folder's models; also names the files of the model that stays.
+        client: the engine of the model that stays loaded; None: all models are those of `folder`.
+        parts: of the model that stays. `parts.engine` has the settings of the engines of the folder's models too.
         folder: the models folder; None: there is none.
     """
     ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
     if server.any_model_name is None:
         server = msgspec.structs.replace(server, any_model_name=not ring and folder is None)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
-    default, explainers = None, Explainers()
+    default, explainers, engine = None, Explainers(), parts.engine
     if client is not None:
-        settings = (rates, defaults, seed, audits, exporter, engine, explainers)
-        default = RunningModel(client, tokenizer, template, server, model, *settings)
+        default = RunningModel(client, server, model, parts, rates, explainers)
     models = RunningModels(default)
     if folder is not None:
         load = Loader(engine or EngineConfig(), server, folder, rates, explainers).load
@@ -293,10 +290,10 @@ def make_app(
         if server.data_parallel_size != "1":
             bound = "1 without MODEL: models of the folder have an engine each"
             raise RequestError("data_parallel_size", server.data_parallel_size, bound)
-        return create_app(None, None, None, server, engine.model, engine=engine, folder=folder)
+        return create_app(None, server, engine.model, ModelParts(engine=engine), folder)
     exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
     tokenizer, template = load_text(engine, server)
     defaults = default_params(engine, server)
     client, audits = make_client(engine, server), load_audits(engine)
-    about = (server, engine.model, defaults, engine.seed, audits, exporter, engine, folder)
-    return create_app(client, tokenizer, template, *about)
+    parts = ModelParts(tokenizer, template, defaults, engine.seed, audits, exporter, engine)
+    return create_app(client, server, engine.model, parts, folder)

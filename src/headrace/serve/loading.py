@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -47,6 +47,24 @@ logger = logging.getLogger("headrace.server")
 STATM = "/proc/{pid}/statm"
 
 
+class ModelParts(NamedTuple):
+    """What a model is served with, beside its engine.
+
+    defaults: sampling parameters for fields that a request leaves out. seed: seeds the generator of seeds for requests
+    without one, which get them in order of arrival. audits: the reports of `insight.audit.find` on the weights.
+    exporter: an OpenTelemetry `SpanExporter` for the spans of answers; None for no spans. engine: the engine's
+    settings, which name the model's files; None: there are none.
+    """
+
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    defaults: Mapping[str, Any] | None = None
+    seed: int | None = None
+    audits: Sequence[dict[str, Any]] = ()
+    exporter: Any = None
+    engine: EngineConfig | None = None
+
+
 class RunningModel:
     """A model with what answers for it. Its engine is started by the caller.
 
@@ -54,29 +72,19 @@ class RunningModel:
         client: its engine.
         model: its name, if `server` has none.
         rates: the limits of the callers, which all models share.
-        defaults: sampling parameters for fields that a request leaves out.
-        seed: seeds the generator of seeds for requests without one, which get them in order of arrival.
-        audits: the reports of `insight.audit.find` on the weights.
-        exporter: an OpenTelemetry `SpanExporter` for the spans of answers; None for no spans.
-        engine: the engine's settings, which name the model's files; None: there are none.
         explainers: those of all models, which keep the explanations when this one is unloaded.
     """
 
     def __init__(
         self,
         client: EngineClient,
-        tokenizer: Tokenizer | None,
-        template: ChatTemplate | None,
         server: ServerConfig,
         model: str,
+        parts: ModelParts,
         rates: Rates | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        audits: Sequence[dict[str, Any]] = (),
-        exporter: Any = None,
-        engine: EngineConfig | None = None,
         explainers: Explainers | None = None,
     ) -> None:
+        tokenizer, template, defaults, seed, audits, exporter, engine = parts
         name = (server.served_model_name or [model])[0]
         self.client = client
         self._engine = engine
@@ -205,20 +213,9 @@ class Loader:
         exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
         tokenizer, template = load_text(engine, server, new_process())
         defaults = default_params(engine, server)
-        model = RunningModel(
-            ProcessClient(engine, server),
-            tokenizer,
-            template,
-            server,
-            name,
-            self._rates,
-            defaults,
-            engine.seed,
-            load_audits(engine),
-            exporter,
-            engine,
-            self._explainers,
-        )
+        parts = ModelParts(tokenizer, template, defaults, engine.seed, load_audits(engine), exporter, engine)
+        client = ProcessClient(engine, server)
+        model = RunningModel(client, server, name, parts, self._rates, self._explainers)
         model.served.stays_loaded = False
         return model
 
