@@ -89,9 +89,9 @@ class Simulation:
         self.oracle = Oracle(
             self.world.vocab_size, [0], self.world.eos_probability, self.world.forced_share, self.world.kinds
         )
+        sizes = self.world.num_blocks, self.world.block_size
         self.executor = SimulatedExecutor(
-            self.world.num_blocks,
-            self.world.block_size,
+            *sizes,
             self.oracle,
             Behaviour(
                 fingerprint_of=lambda seq_id: self.fingerprints[seq_id],
