@@ -89,14 +89,12 @@ class Simulation:
         self.oracle = Oracle(
             self.world.vocab_size, [0], self.world.eos_probability, self.world.forced_share, self.world.kinds
         )
-        sizes = self.world.num_blocks, self.world.block_size
         self.executor = SimulatedExecutor(
-            *sizes,
-            self.oracle,
+            *(self.world.num_blocks, self.world.block_size, self.oracle),
             Behaviour(
-                fingerprint_of=lambda seq_id: self.fingerprints[seq_id],
-                fail=self._fail_chunk,
-                defer=self._defer_chunk,
+                lambda seq_id: self.fingerprints[seq_id],
+                self._fail_chunk,
+                self._defer_chunk,
                 guess=self._guess if self.world.guess_share else None,
                 rest=self._draw_rest if self.world.guess_share else None,
             ),
