@@ -18,7 +18,7 @@ from headrace.engine.build import make_scheduler
 from headrace.engine.recording import RecordedEngine, Recorder
 from headrace.insight.journal import Step
 from headrace.insight.lives import Life, Lives
-from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.insight.simulated import Behaviour, Oracle, SimulatedExecutor
 from headrace.insight.without import StepTime, fitted, simulate
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
@@ -51,7 +51,8 @@ def record(path: Path, arrivals: Arrivals, config: EngineConfig = CONFIG) -> Pat
 
     oracle = Oracle(fake.VOCAB_SIZE, [fake.EOS])
     speculates = config.speculative_config is not None
-    executor = Timed(info.num_blocks, info.block_size, oracle, guess=guess if speculates else None)
+    behaviour = Behaviour(guess=guess if speculates else None)
+    executor = Timed(info.num_blocks, info.block_size, oracle, behaviour)
     scheduler = make_scheduler(config, info, speculates)
     recorder = Recorder(str(path), 2**24, msgspec.msgpack.encode(config), info, 1.5)
     core = RecordedEngine(recorder, None, None, scheduler, executor, info, lambda: executor.now)
