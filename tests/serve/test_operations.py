@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import itertools
 import subprocess
 import sys
@@ -245,8 +244,7 @@ def test_the_servers_seed_decides_the_seeds_that_it_draws(tokenizer: Tokenizer) 
 
 def test_serve_hands_the_seed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[object] = []
-    signature = inspect.signature(app.create_app)
-    monkeypatch.setattr(app, "create_app", lambda *args: seeds.append(signature.bind(*args).arguments["seed"]))
+    monkeypatch.setattr(app, "create_app", lambda client, server, model, parts, folder: seeds.append(parts.seed))
     monkeypatch.setattr(app.process, "run", lambda app, server, sockets: 0)
     app.serve(EngineConfig(seed=7), ServerConfig(port=0, uvicorn_log_level="critical"))
     assert seeds == [7]
