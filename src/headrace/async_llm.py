@@ -21,7 +21,7 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Stats
 from headrace.text.beams import BeamSearchOutput, beam_output
-from headrace.text.inputs import Prompt, new_request_id, seed_source
+from headrace.text.inputs import Prompt, RequestOptions, new_request_id, seed_source
 from headrace.text.outputs import RequestOutput, request_output
 from headrace.text.tokenizer import Tokenizer
 
@@ -103,7 +103,7 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         await self._front.check(params, cache_salt)
         async with await self._front.open(
-            [token_ids], params, priority=priority, cache_salt=cache_salt, draw=self._draw
+            [token_ids], params, RequestOptions(priority, cache_salt, self._draw)
         ) as generation:
             self._streams.setdefault(name, []).append(generation)
             try:
@@ -125,7 +125,7 @@ class AsyncLLM:
         text, token_ids = await self._front.prompt_ids(prompt)
         sampling = params.sampling_params()
         async with await self._front.open(
-            [token_ids], sampling, priority=priority, cache_salt=cache_salt, beam=params
+            [token_ids], sampling, RequestOptions(priority, cache_salt), beam=params
         ) as generation:
             async for _ in generation:
                 pass

@@ -153,7 +153,7 @@ class LLM:
         for prompt in _as_list(prompts):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, info)
             texts.append(text)
-            [request] = inputs.make_requests(token_ids, EMBEDDING_PARAMS, info, pooling=kind)
+            [request] = inputs.make_requests(token_ids, EMBEDDING_PARAMS, info, inputs.RequestOptions(pooling=kind))
             groups.append([RequestState(request, self._tokenizer, 0)])
         self._run(groups, use_tqdm)
         outputs = []
@@ -287,9 +287,8 @@ class LLM:
 
     def _states(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> list[RequestState]:
         """Return the states of the requests that answer one prompt."""
-        requests = inputs.make_requests(
-            token_ids, params, self.core.info, priority=priority, draw=self._draw, tokenizer=self._tokenizer
-        )
+        options = inputs.RequestOptions(priority=priority, draw=self._draw, tokenizer=self._tokenizer)
+        requests = inputs.make_requests(token_ids, params, self.core.info, options)
         self._grammars.check(params)
         return [RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)]
 

@@ -19,12 +19,12 @@ from headrace.engine.records.blind import notes_of, open_recording
 from headrace.engine.records.recording import RecordedEngine, Recorder
 from headrace.insight.counterfactual import StepTime, fitted, simulate
 from headrace.insight.lives import Life, Lives
-from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.insight.simulated import Behaviour, Oracle, SimulatedExecutor
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, Request, ScheduledBatch, StepResult
-from headrace.text.inputs import make_requests
+from headrace.text.inputs import RequestOptions, make_requests
 
 TIMES = StepTime(0.01, 0.002, 0.0001, 0.0)
 Arrivals = list[tuple[float, Request]]
@@ -51,7 +51,8 @@ def record(path: Path, arrivals: Arrivals, config: EngineConfig = CONFIG) -> Pat
 
     oracle = Oracle(fake.VOCAB_SIZE, [fake.EOS])
     speculates = config.speculative_config is not None
-    executor = Timed(info.num_blocks, info.block_size, oracle, guess=guess if speculates else None)
+    behaviour = Behaviour(guess=guess if speculates else None)
+    executor = Timed(info.num_blocks, info.block_size, oracle, behaviour)
     scheduler = make_scheduler(config, info, speculates)
     recorder = Recorder(str(path), 2**24, msgspec.msgpack.encode(config), info, 1.5)
     core = RecordedEngine(recorder, None, None, scheduler, executor, info, lambda: executor.now)
@@ -151,7 +152,9 @@ def test_the_command_shows_recorded_and_simulated_times(tmp_path: Path) -> None:
 
 def test_a_recorded_request_is_found_by_the_id_of_its_reply(tmp_path: Path) -> None:
     call_id = "3f2b1c9a-0000-4000-8000-00000000000a"
-    requests = make_requests([1, 2, 3], SamplingParams(max_tokens=2, n=2), fake.build(CONFIG).info, call_id=call_id)
+    requests = make_requests(
+        [1, 2, 3], SamplingParams(max_tokens=2, n=2), fake.build(CONFIG).info, RequestOptions(call_id=call_id)
+    )
     (other,) = make_requests([1, 2, 3], SamplingParams(max_tokens=2), fake.build(CONFIG).info)
     assert len({each.request_id for each in requests}) == 2
     log = record(tmp_path / "log", [(0.0, requests[0]), (0.1, other)])

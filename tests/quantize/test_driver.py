@@ -18,6 +18,7 @@ from tests.support.shallow import shallow
 
 from headrace.llm import LLM
 from headrace.models import find
+from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.quantize import driver
@@ -199,12 +200,12 @@ def test_rows_in_another_order_are_traced_in_the_models() -> None:
 
 
 def test_plain_layers_stay_to_the_bit(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = LazyWeights.linear
+    matrix = LazyWeights.matrix
 
-    def plain_down(weights: LazyWeights, names: Sequence[str], *sizes: Any, **flags: bool) -> Any:
-        return linear(weights, names, *sizes, **flags | {"plain": names[0].endswith("down_proj")})
+    def plain_down(weights: LazyWeights, linear: Linear) -> Any:
+        return matrix(weights, linear._replace(plain=linear.names[0].endswith("down_proj")))
 
-    monkeypatch.setattr(LazyWeights, "linear", plain_down)
+    monkeypatch.setattr(LazyWeights, "matrix", plain_down)
     quantise_checkpoint(small, tmp_path / "out", Options(group_size=32), "compressed-tensors")
     before = load_file(small / "model.safetensors")
     after = load_file(tmp_path / "out" / "model-00001-of-00003.safetensors")

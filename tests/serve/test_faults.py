@@ -26,6 +26,7 @@ from tests.support.server import HTTP, Live, child, inproc, write_tokenizer
 
 from headrace.engine.client import InprocClient
 from headrace.engine.core import EngineCore
+from headrace.insight.simulated import Behaviour
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.serve import routing
 from headrace.text.templates import ChatTemplate
@@ -222,7 +223,8 @@ def test_R_17_a_request_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
 
     def build() -> EngineCore:
         core = fake.build(EngineConfig(model="fake"), delay=0.003)
-        core.executor._fail = fail_once  # type: ignore[attr-defined]
+        executor: Any = core.executor
+        executor.behaviour = Behaviour(fail=fail_once)
         return core
 
     with Live(InprocClient(build), tokenizer, ServerConfig(log_stats_interval=0)) as live:

@@ -22,6 +22,7 @@ from headrace.engine import context
 from headrace.engine.client import InprocClient
 from headrace.engine.core import EngineCore
 from headrace.engine.library.model_settings import advised_params
+from headrace.insight.simulated import Behaviour
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, RequestError
 from headrace.protocol.params import SamplingParams
@@ -124,7 +125,8 @@ def test_R_27_not_ready_before_a_token_was_made(tokenizer: Tokenizer) -> None:
 
     def build() -> EngineCore:
         core = fake.build(EngineConfig(model="fake"))
-        core.executor._fail = lambda step_id, index: not started.wait(60)  # type: ignore[attr-defined]
+        executor: Any = core.executor
+        executor.behaviour = Behaviour(fail=lambda step_id, index: not started.wait(60))
         return core
 
     client = InprocClient(build)

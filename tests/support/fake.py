@@ -13,7 +13,7 @@ from pathlib import Path
 from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.engine.child import main
 from headrace.engine.core import EngineCore
-from headrace.insight.simulated import HIDDEN_SIZE, Oracle, SimulatedExecutor
+from headrace.insight.simulated import HIDDEN_SIZE, Behaviour, Oracle, SimulatedExecutor
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.step import EngineInfo
 
@@ -55,7 +55,9 @@ def build(
         backend="simulated",
         device="cpu",
     )
-    executor = SimulatedExecutor(num_blocks, config.block_size, oracle or Oracle(vocab_size, [EOS]), delay=delay)
+    executor = SimulatedExecutor(
+        num_blocks, config.block_size, oracle or Oracle(vocab_size, [EOS]), Behaviour(delay=delay)
+    )
     return EngineCore(scheduler, executor, info, time.monotonic, check_every=8)
 
 

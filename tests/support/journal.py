@@ -16,7 +16,7 @@ from headrace.core.journal import Note, decode_note
 from headrace.engine.build import make_scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.records.recording import RecordedEngine, Recorder
-from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.insight.simulated import Behaviour, Oracle, SimulatedExecutor
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, Request, StepOutput
@@ -50,9 +50,11 @@ def recorded(path: Path, config: EngineConfig = CONFIG, seed: int = 3) -> Record
         core.info.num_blocks,
         core.info.block_size,
         Oracle(fake.VOCAB_SIZE, [fake.EOS]),
-        guess=guess if config.speculative_config is not None else None,
-        fail=lambda step_id, index: rng.random() < 0.01,
-        defer=lambda step_id, index: rng.random() < 0.05,
+        Behaviour(
+            guess=guess if config.speculative_config is not None else None,
+            fail=lambda step_id, index: rng.random() < 0.01,
+            defer=lambda step_id, index: rng.random() < 0.05,
+        ),
     )
     scheduler = make_scheduler(config, core.info, speculates=config.speculative_config is not None)
     recorder = Recorder(str(path), 2**24, msgspec.msgpack.encode(config), core.info, 1.5)

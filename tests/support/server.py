@@ -23,7 +23,7 @@ from headrace.engine import logs
 from headrace.engine.client import EngineClient, InprocClient
 from headrace.engine.core import EngineCore
 from headrace.engine.links import ProcessLink
-from headrace.insight.simulated import Oracle
+from headrace.insight.simulated import Behaviour, Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app
@@ -165,7 +165,8 @@ def brittle(num_steps: int) -> EngineClient:
 
     def build() -> EngineCore:
         core = fake.build(EngineConfig(model="fake"))
-        core.executor._fail = lambda step_id, index: step_id > num_steps  # type: ignore[attr-defined]
+        executor: Any = core.executor
+        executor.behaviour = Behaviour(fail=lambda step_id, index: step_id > num_steps)
         return core
 
     return InprocClient(build)

@@ -13,7 +13,7 @@ from tests.support import fake
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Request, StepOutput, TokenLogprob
-from headrace.text.inputs import SEED_LIMIT, draw_seed, make_requests, prompt_ids
+from headrace.text.inputs import SEED_LIMIT, RequestOptions, draw_seed, make_requests, prompt_ids
 from headrace.text.outputs import Delta, RequestState, deltas_of, request_output
 from headrace.text.tokenizer import Tokenizer
 
@@ -149,7 +149,7 @@ def test_a_step_is_cut_into_one_delta_for_each_request() -> None:
 
 def test_n_answers_are_n_requests_of_one_group_with_seeds_in_a_row() -> None:
     ranked = msgspec.structs.replace(INFO, scheduling_policy="priority")
-    made = make_requests([1, 2], SamplingParams(n=3, seed=10, max_tokens=None), ranked, priority=2, cache_salt="s")
+    made = make_requests([1, 2], SamplingParams(n=3, seed=10, max_tokens=None), ranked, RequestOptions(2, "s"))
     assert [one.params.seed for one in made] == [10, 11, 12]
     assert {one.params.max_tokens for one in made} == {62}
     assert len({one.request_id for one in made}) == 3

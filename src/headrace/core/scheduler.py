@@ -36,10 +36,9 @@ MAX_PREEMPTIONS = 2
 
 
 class SchedulerOptions(NamedTuple):
-    """What a scheduler schedules over, and by which rules.
+    """The cache has `num_blocks` blocks of `block_size` slots; the pools of further kinds of cache have `more_blocks`.
 
-    The cache has `num_blocks` blocks of `block_size` slots; the pools of further kinds of cache have `more_blocks`. A
-    step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
+    A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
     `long_prefill_token_threshold` of one (0: no limit). `max_model_len` is lowered to what the pools can hold. With
     `enable_chunked_prefill` off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival
     ("fcfs"), by priority, or by tenants' shares ("fair"), then arrival; a sequence that was overtaken `max_overtaking`
@@ -67,8 +66,7 @@ class SchedulerOptions(NamedTuple):
 
 
 class Scheduler:
-    """Continuous batching over pools of blocks. Not more sequences run than a step has tokens. Raises `ValueError` for
-    a number out of its range."""
+    """Continuous batching. Not more sequences run than a step has tokens. Raises `ValueError` for a wrong number."""
 
     def __init__(self, options: SchedulerOptions) -> None:
         parts = make_kinds(options.kinds, (options.num_blocks, *options.more_blocks), options.block_size)
@@ -79,13 +77,12 @@ class Scheduler:
         longest, max_chunk = fit_windows(parts, most if chunks else NEVER)
         # The last token of a sequence is never computed, so it needs no slot.
         self.max_model_len = min(options.max_model_len, longest + 1)
-        chunk = options.long_prefill_token_threshold
-        verify_numbers(options.max_num_seqs, most, self.max_model_len, chunk, chunks)
+        verify_numbers(options.max_num_seqs, most, self.max_model_len, options.long_prefill_token_threshold, chunks)
         self.block_size = options.block_size
         self.max_num_seqs = min(options.max_num_seqs, most)
         self.eos_token_ids = frozenset(options.eos_token_ids)
         self.ranks = Ranks(options.policy)
-        self.chunk_limit = chunk or NEVER
+        self.chunk_limit = options.long_prefill_token_threshold or NEVER
 
         self.sequences: dict[str, Sequence] = {}
         self.waiting: WaitingQueue[Sequence] = WaitingQueue(options.max_overtaking)

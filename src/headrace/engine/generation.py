@@ -26,10 +26,17 @@ from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import DeadlineError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import EngineInfo, Finish, Pooling, Request
+from headrace.protocol.step import EngineInfo, Finish, Request
 from headrace.text.beams import make_search, parts_of
 from headrace.text.grammars import GrammarChecker
-from headrace.text.inputs import Prompt, draw_seed, make_requests, prompt_ids, prompt_size, with_token_ids
+from headrace.text.inputs import (
+    Prompt,
+    RequestOptions,
+    make_requests,
+    prompt_ids,
+    prompt_size,
+    with_token_ids,
+)
 from headrace.text.outputs import PART_TOKENS, Delta, RequestState, TextDelta, best
 from headrace.text.reasoning import THINK
 from headrace.text.tokenizer import TextRules, Tokenizer
@@ -197,28 +204,27 @@ class TextClient:
         self,
         prompts: Sequence[list[int]],
         params: SamplingParams,
+        options: RequestOptions = RequestOptions(),
         *,
-        priority: int = 0,
-        cache_salt: str = "",
         arrival_time: float | None = None,
-        draw: Callable[[], int] | None = None,
-        pooling: Pooling = "",
         beam: BeamSearchParams | None = None,
         rules: TextRules = TextRules(),
     ) -> Generation:
-        """Request `params.n` answers to each prompt: all of them are accepted, or none. With `pooling` the result is
-        each prompt's hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched. `rules`:
-        the checks that the answers' reader makes itself; where it looks for stop strings, it gets one token at a time.
+        """Request `params.n` answers to each prompt: all of them are accepted, or none. With `options.pooling` the
+        result is each prompt's hidden state instead (`RequestState.pooled`); with `beam` its best answers are searched.
+        Tokenizer, marks and call_id are set here. `rules`: the checks that the answers' reader makes itself; where it
+        looks for stop strings, it gets one token at a time.
 
         Raises `RequestError`, `QueueFullError` (a `RateLimitError` too), `DeadlineError` or `EngineDeadError`. The
         caller must close the generation.
         """
         if params.structured_outputs is not None:
-            params = with_salt(params, cache_salt)
+            params = with_salt(params, options.cache_salt)
             self.grammars.require(params)
         arrival = time.monotonic() if arrival_time is None else arrival_time
-        options: dict[str, Any] = {"priority": priority, "cache_salt": salted(cache_salt), "tokenizer": self.tokenizer}
-        options["call_id"] = fresh_id()
+        options = options._replace(
+            cache_salt=salted(options.cache_salt), tokenizer=self.tokenizer, marks=self.marks, call_id=fresh_id()
+        )
         num_tokens = sum(map(len, prompts))
         self.rates.check_tokens(num_tokens)
         meter = self.rates.meter()
@@ -228,17 +234,16 @@ class TextClient:
             num_answers = num_returned = per_request = beam.num_answers
         else:
             num_answers, num_returned, per_request = params.best_of or params.n, params.n, 1
-            options |= {"draw": draw or draw_seed, "pooling": pooling, "marks": self.marks}
 
         def prepare() -> tuple[list[Request], list[RequestState]]:
             groups = []
             # Once: its texts are the same for all prompts.
-            complete = with_token_ids(params, self.tokenizer, self.info.vocab_size, self.marks, options["cache_salt"])
+            complete = with_token_ids(params, self.tokenizer, self.info.vocab_size, self.marks, options.cache_salt)
             for token_ids in prompts:
                 if beam is not None:
-                    groups.append([make_search(token_ids, beam, complete, self.info, **options)])
+                    groups.append([make_search(token_ids, beam, complete, self.info, options)])
                 else:
-                    groups.append(make_requests(token_ids, complete, self.info, **options))
+                    groups.append(make_requests(token_ids, complete, self.info, options))
                 self.client.verify(groups[-1])
             states = [
                 RequestState(group[index // per_request], self.tokenizer, index, arrival, rules)

@@ -26,7 +26,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.records.blind import Recording, notes_of
 from headrace.engine.records.recording import Record, StepEnd, StepPlan, StepTimes
 from headrace.insight.lives import Life, Lives
-from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.insight.simulated import Behaviour, Oracle, SimulatedExecutor
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Abort, Add, Draft, EngineInfo, ResetPrefixCache, ScheduledBatch, StepResult
@@ -239,8 +239,7 @@ class Estimated(SimulatedExecutor):
         super().__init__(
             *sizes,
             oracle,
-            fingerprint_of=lambda seq_id: seq_id,
-            guess=oracle.guess,
+            Behaviour(lambda seq_id: seq_id, guess=oracle.guess),
             kinds=info.kinds,
             more_blocks=info.more_blocks,
         )

@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -139,28 +140,34 @@ def state_of(context: array[int], before: int = 0) -> int:
 Guess = Callable[[int, int, Callable[[list[int]], int]], Draft | None]
 
 
-class SimulatedExecutor:
-    """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots.
+class Behaviour(NamedTuple):
+    """How a simulated executor behaves.
 
     `fingerprint_of` maps a sequence id to the salt, on which a slot depends besides token and position.
     `fail(step id, chunk index)` makes that chunk fail after it has spoilt its slots; `defer` makes it sample nothing in
     this step. `guess(step id, chunk index, next_token)` may return a draft; `next_token` maps further tokens to the one
-    after them; `rest` returns `StepResult.rest`. `delay` is slept in each step, in seconds. The further `kinds` of
-    cache have `more_blocks`. Raises `InvariantError` for batches that contradict themselves.
+    after them; `rest` returns `StepResult.rest`. `delay` is slept in each step, in seconds.
     """
+
+    fingerprint_of: Callable[[int], int] = lambda seq_id: 0
+    fail: Callable[[int, int], bool] | None = None
+    defer: Callable[[int, int], bool] | None = None
+    guess: Guess | None = None
+    rest: Callable[[], int] | None = None
+    delay: float = 0.0
+
+
+class SimulatedExecutor:
+    """Runs a `ScheduledBatch` on `num_blocks` * `block_size` simulated slots. The further `kinds` of cache have
+    `more_blocks`. Raises `InvariantError` for batches that contradict themselves."""
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
         oracle: Oracle,
+        behaviour: Behaviour = Behaviour(),
         *,
-        fingerprint_of: Callable[[int], int] = lambda seq_id: 0,
-        fail: Callable[[int, int], bool] | None = None,
-        defer: Callable[[int, int], bool] | None = None,
-        guess: Guess | None = None,
-        rest: Callable[[], int] | None = None,
-        delay: float = 0.0,
         kinds: Sequence[CacheKind] = (CacheKind(),),
         more_blocks: Sequence[int] = (),
     ) -> None:
@@ -173,15 +180,11 @@ class SimulatedExecutor:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.oracle = oracle
-        self.delay = delay
+        self.delay = behaviour.delay
         # Three numbers per slot, for each kind: fingerprint, token, position.
         sizes = (num_blocks, *more_blocks)[: len(self.kinds)]
         self.memory = [array("q", [_EMPTY]) * (3 * size * block_size) for size in sizes]
-        self._fingerprint_of = fingerprint_of
-        self._fail = fail
-        self._defer = defer
-        self._guess = guess
-        self._rest = rest
+        self.behaviour = behaviour
         # By sequence id: the token that the step before drew, or why it drew none.
         self._last_tokens: dict[int, int | str] = {}
 
@@ -217,7 +220,7 @@ class SimulatedExecutor:
                 token = self._last_tokens.get(seq_id, "late")
                 tokens = [token] if isinstance(token, int) else [0]
             chunks.append(tokens)
-            fingerprint = self._fingerprint_of(seq_id)
+            fingerprint = self.behaviour.fingerprint_of(seq_id)
             for table, guesses in self._paths(batch, index):
                 self._write(table, start, tokens + guesses, fingerprint)
                 for kind, tables in enumerate(batch.more_tables, 1):
@@ -235,7 +238,7 @@ class SimulatedExecutor:
                 # There is nothing that it could follow.
                 result.deferred.add(index)
                 continue
-            if self._fail is not None and self._fail(batch.step_id, index):
+            if self.behaviour.fail is not None and self.behaviour.fail(batch.step_id, index):
                 for kind, tables in enumerate([batch.block_tables, *batch.more_tables]):
                     self._write(tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY, kind)
                 result.errors[index] = "simulated failure"
@@ -245,8 +248,8 @@ class SimulatedExecutor:
                     result.deferred.add(index)
                 self._sample(batch, index, tokens, result)
                 self._last_tokens[seq_id] = "late" if index in result.deferred else result.token_ids[index]
-        if batch.asks and self._rest is not None:
-            result.rest = self._rest()
+        if batch.asks and self.behaviour.rest is not None:
+            result.rest = self.behaviour.rest()
         return result
 
     def close(self) -> None:
@@ -345,14 +348,15 @@ class SimulatedExecutor:
             result.logprobs[index] = logprobs[0]
             if further:
                 result.further_logprobs[index] = logprobs[1:]
-        if batch.asks and self._guess is not None and params.speculation:
+        if batch.asks and self.behaviour.guess is not None and params.speculation:
             self._draft(batch, index, table, tokens + result.forced.get(index, []), result)
 
     def _draft(
         self, batch: ScheduledBatch, index: int, table: list[int], tokens: list[int], result: StepResult
     ) -> None:
         num = batch.starts[index] + batch.lens[index]
-        context, fingerprint = self._read_all(batch, index, table, num), self._fingerprint_of(batch.seq_ids[index])
+        context = self._read_all(batch, index, table, num)
+        fingerprint = self.behaviour.fingerprint_of(batch.seq_ids[index])
         recurrent = self._after[index][num] if self.has_state else 0
 
         def next_token(more: list[int]) -> int:
@@ -363,12 +367,12 @@ class SimulatedExecutor:
             state = (state_of(further, recurrent),) if self.has_state else ()
             return self.oracle.next_token(context + further, batch.params[index], num_generated, *state)
 
-        draft = self._guess(batch.step_id, index, next_token) if self._guess is not None else None
+        draft = self.behaviour.guess(batch.step_id, index, next_token) if self.behaviour.guess is not None else None
         if draft is not None:
             result.drafts[index] = draft
 
     def _is_late(self, batch: ScheduledBatch, index: int) -> bool:
-        return self._defer is not None and self._defer(batch.step_id, index)
+        return self.behaviour.defer is not None and self.behaviour.defer(batch.step_id, index)
 
     def _sample(self, batch: ScheduledBatch, index: int, tokens: list[int], result: StepResult) -> None:
         start, num_prompt, params = batch.starts[index], batch.num_prompts[index], batch.params[index]

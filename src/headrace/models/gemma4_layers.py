@@ -7,19 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.backends.base import (
-    Array,
-    Cache,
-    HeadForm,
-    HeadNorm,
-    Heads,
-    LayerShape,
-    Ops,
-    RopeTable,
-    Routing,
-    Rows,
-    Scoring,
-)
+from headrace.backends import base
+from headrace.backends.base import Array, Cache, HeadNorm, Heads, LayerShape, Ops, RopeTable, Routing, Rows
 from headrace.models import gemma2
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import MAX_EXPERTS, Experts, GatedMLP, RMSNorm
@@ -44,9 +33,8 @@ class Frame(gemma2.Model):
         if width:
             vocab = config.integer("vocab_size_per_layer_input", self.vocab_size)
             self.extra = weights.table(f"{root}embed_tokens_per_layer.weight", (vocab, num * width))
-            self.to_extra = weights.matrix(
-                Linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
-            )
+            to_extra = Linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
+            self.to_extra = weights.matrix(to_extra)
             self.extra_norm = RMSNorm(weights, ops, f"{root}per_layer_projection_norm", width, self.eps).of_head
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
@@ -86,13 +74,12 @@ class Attention:
     def __init__(self, model: Frame, name: str, layer_id: int) -> None:
         weights, ops, hidden, heads = model.weights, model.ops, model.hidden_size, model.num_heads
         self.ops, self.layer_id, window = ops, layer_id, model.window(layer_id)
-        is_full, self.source, self.scoring = window is None, model.source(layer_id), Scoring(1.0, window)
+        is_full, self.source, self.scoring = window is None, model.source(layer_id), base.Scoring(1.0, window)
         size, kv_heads = model.sizes(layer_id, is_full)
-        rope_table = model.full_rope_table if is_full else model.rope_table
+        self.rope_table = model.full_rope_table if is_full else model.rope_table
         self.heads = Heads(heads, kv_heads, size)
         model.keep(layer_id, LayerShape(kv_heads, size, source=self.source), window)
-        bias = model.config.flag("attention_bias", False)
-        names, outs, k_norm = ["q"], [heads * size], None
+        bias, names, outs, k_norm = model.config.flag("attention_bias", False), ["q"], [heads * size], None
         if self.source is None:
             values = "k" if is_full and model.config.flag("attention_k_eq_v", False) else "v"
             names, outs = ["q", "k", values], [heads * size, kv_heads * size, kv_heads * size]
@@ -100,7 +87,7 @@ class Attention:
             self.v_norm = HeadNorm(weights.constant(np.ones(size, np.float32)), model.eps, 0.0)
         self.qkv = weights.matrix(Linear([f"{name}.{part}_proj" for part in names], hidden, outs, bias=bias))
         self.q_norm = RMSNorm(weights, ops, f"{name}.q_norm", size, model.eps).of_head
-        self.rope_table, self.form = rope_table, HeadForm(rope_table, self.q_norm, k_norm)
+        self.form = base.HeadForm(self.rope_table, self.q_norm, k_norm)
         self.out = weights.matrix(Linear([f"{name}.o_proj"], heads * size, [hidden], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:

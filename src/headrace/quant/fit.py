@@ -6,7 +6,7 @@ scale, or code * scale + minimum, with codes -128 ... 127. Scales are float16 fo
 minimums) one float32 for each output. 8-bit floats (E4M3) keep their float32 scales, for backends that declare them.
 Codes of other lengths, other zero points and larger groups are converted to these forms where that loses nothing;
 scales, minimums and tables that the kernels cannot hold are rounded, by `Fit.rounding` at most. All other weights have
-no kernel and are dequantised. Knows no checkpoints and no backends. Called by `checkpoint.loader`.
+no kernel and are dequantised. Knows no checkpoints and no backends. Called by `checkpoint.stacks`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Logs after loading which kernels the matrices of a quantised checkpoint run on, and their cost in bytes.
 
-Owns the counts and their wording. Called by `checkpoint.loader`.
+Owns the counts and their wording. Called by `checkpoint.stacks`.
 """
 
 from __future__ import annotations

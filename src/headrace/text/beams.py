@@ -13,7 +13,7 @@ from headrace.protocol.beam import BeamSearchParams, check_combination
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Request
-from headrace.text.inputs import make_requests
+from headrace.text.inputs import RequestOptions, make_requests
 from headrace.text.outputs import Delta, RequestState
 from headrace.text.tokenizer import Tokenizer
 
@@ -43,18 +43,12 @@ def make_search(
     beam: BeamSearchParams,
     params: SamplingParams,
     info: EngineInfo,
-    *,
-    priority: int = 0,
-    cache_salt: str = "",
-    tokenizer: Tokenizer | None = None,
-    call_id: str = "",
+    options: RequestOptions = RequestOptions(),
 ) -> Request:
     """Return the request that searches for answers to one prompt. Raises `RequestError`."""
     check_combination(params)
     # Nothing is drawn, so the seed has no effect; but a complete request has one.
-    options: dict[str, object] = {"draw": lambda: 0, "priority": priority, "cache_salt": cache_salt}
-    options |= {"tokenizer": tokenizer, "call_id": call_id}
-    (request,) = make_requests(token_ids, params, info, **options)  # type: ignore[arg-type]
+    (request,) = make_requests(token_ids, params, info, options._replace(draw=lambda: 0))
     return msgspec.structs.replace(request, beam=beam)
 
 

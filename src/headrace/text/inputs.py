@@ -13,7 +13,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
@@ -142,28 +142,35 @@ def _check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
         raise ContextLengthError("prompt", f"{num_bytes} bytes", bound, max_model_len, least)
 
 
+class RequestOptions(NamedTuple):
+    """What the requests of a call have beside prompt and parameters.
+
+    draw: returns a seed where a call has none. tokenizer: for the texts in the parameters. marks: of the model's
+    reasoning. call_id: the beginning of the requests' ids, which no client chose, so that a recording has them under
+    the reply's id.
+    """
+
+    priority: int = 0
+    cache_salt: str = ""
+    draw: Callable[[], int] = draw_seed
+    pooling: Pooling = ""
+    tokenizer: Tokenizer | None = None
+    marks: tuple[str, str] = THINK
+    call_id: str = ""
+
+
 def make_requests(
-    token_ids: list[int],
-    params: SamplingParams,
-    info: EngineInfo,
-    *,
-    priority: int = 0,
-    cache_salt: str = "",
-    draw: Callable[[], int] = draw_seed,
-    pooling: Pooling = "",
-    tokenizer: Tokenizer | None = None,
-    marks: tuple[str, str] = THINK,
-    call_id: str = "",
+    token_ids: list[int], params: SamplingParams, info: EngineInfo, options: RequestOptions = RequestOptions()
 ) -> list[Request]:
     """Return the `n` requests that answer one prompt: answer i has seed + i, and none depends on the others.
 
     With `best_of` there are that many, with log-probabilities, so that `outputs.best` can choose. Fills in the seed
-    (drawn if there is none), max_tokens (None is the rest of the context), and token ids for the texts in `params`;
-    `marks` are those of the model's reasoning. The ids of the requests begin with `call_id`, which no client chose, so
-    that a recording has them under the reply's id. Raises `RequestError`.
+    (drawn if there is none), max_tokens (None is the rest of the context), and token ids for the texts in `params`.
+    Raises `RequestError`.
     """
     if not isinstance(params, SamplingParams):
         raise RequestError("sampling_params", params, "a SamplingParams, or a list of them")
+    priority, cache_salt, call_id = options.priority, options.cache_salt, options.call_id
     bounds.check("priority", priority)
     if priority and info.scheduling_policy != "priority":
         raise RequestError("priority", priority, "0 or left out, unless the engine has --scheduling-policy priority")
@@ -171,11 +178,11 @@ def make_requests(
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     # A context that ends before min_tokens ends the answer all the same.
     min_tokens = min(params.min_tokens, max_tokens)
-    seed = draw() if params.seed is None else params.seed
+    seed = options.draw() if params.seed is None else params.seed
     count = params.best_of or params.n
     group = new_request_id() if count > 1 else ""
     logprobs = 0 if count > params.n and params.logprobs is None else params.logprobs
-    params = with_token_ids(params, tokenizer, info.vocab_size, marks, cache_salt)
+    params = with_token_ids(params, options.tokenizer, info.vocab_size, options.marks, cache_salt)
     params = msgspec.structs.replace(
         params, n=1, best_of=None, max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs
     )
@@ -187,7 +194,7 @@ def make_requests(
             priority=priority,
             cache_salt=cache_salt,
             group=group,
-            pooling=pooling,
+            pooling=options.pooling,
         )
         for index in range(count)
     ]

@@ -276,7 +276,7 @@ def test_a_step_that_raised_is_taken_back_with_its_copies():
 def test_a_late_sampler_costs_a_step_and_no_block():
     bench = Bench(num_blocks=4, max_model_len=16)
     late = {(2, 0)}
-    bench.executor._defer = lambda step_id, index: (step_id, index) in late
+    bench.executor.behaviour = bench.executor.behaviour._replace(defer=lambda step_id, index: (step_id, index) in late)
     _, expected = bench.add("a", 8, max_tokens=4)
     bench.step()
     assert bench.step() == {"a": (8, 1)}

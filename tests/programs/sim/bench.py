@@ -1,7 +1,7 @@
 """`Bench`: a scheduler over the oracle runner, driven step by step by tests that can be followed by hand."""
 
 from headrace.core.scheduler import Scheduler, SchedulerOptions
-from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.insight.simulated import Behaviour, Oracle, SimulatedExecutor
 from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
@@ -25,7 +25,7 @@ class Bench:
         pool = self.scheduler.pool
         kinds = {name: numbers[name] for name in ("kinds", "more_blocks") if name in numbers}
         self.oracle = Oracle(1000, [EOS], kinds=kinds.get("kinds", (CacheKind(),)))
-        self.executor = SimulatedExecutor(pool.num_blocks, pool.block_size, self.oracle, fail=fail, **kinds)
+        self.executor = SimulatedExecutor(pool.num_blocks, pool.block_size, self.oracle, Behaviour(fail=fail), **kinds)
         self.tokens, self.finished, self.started = {}, {}, {}
         self.prompt_logprobs = {}
 

@@ -21,7 +21,7 @@ from tests.programs.sim.world import World, draw_draft, draw_params, draw_reques
 from headrace.core.invariants import used_by
 from headrace.core.scheduler import Scheduler, SchedulerOptions
 from headrace.core.sequence import Status
-from headrace.insight.simulated import Oracle, SimulatedExecutor
+from headrace.insight.simulated import Behaviour, Oracle, SimulatedExecutor
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.step import BeamResult, Draft, Finish, Request, ScheduledBatch, StepOutput
 
@@ -90,14 +90,14 @@ class Simulation:
             self.world.vocab_size, [0], self.world.eos_probability, self.world.forced_share, self.world.kinds
         )
         self.executor = SimulatedExecutor(
-            self.world.num_blocks,
-            self.world.block_size,
-            self.oracle,
-            fingerprint_of=lambda seq_id: self.fingerprints[seq_id],
-            fail=self._fail_chunk,
-            defer=self._defer_chunk,
-            guess=self._guess if self.world.guess_share else None,
-            rest=self._draw_rest if self.world.guess_share else None,
+            *(self.world.num_blocks, self.world.block_size, self.oracle),
+            Behaviour(
+                lambda seq_id: self.fingerprints[seq_id],
+                self._fail_chunk,
+                self._defer_chunk,
+                guess=self._guess if self.world.guess_share else None,
+                rest=self._draw_rest if self.world.guess_share else None,
+            ),
             kinds=self.world.kinds,
             more_blocks=self.world.more_blocks,
         )

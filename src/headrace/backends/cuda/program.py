@@ -142,16 +142,16 @@ class CudaProgram:
     def _stage(self, most: StepSizes, max_len: int, features: Value | None) -> StepRows:
         """Make the step's inputs; return their images on the device."""
         lengths: list[int] = []
-        given = self.kinds, self.block_size, most
-        make_step_rows(lengths.append, *given)
+        shape = self.kinds, self.block_size, most
+        make_step_rows(lengths.append, *shape)
         num_items = spans.ITEM * spans.max_items(self.max_rows, max_len)
         self._staging = Staging([3, self.max_logits, num_items, self.max_rows, *lengths], self._device)
         host, device = iter(self._staging.host), iter(self._staging.device)
         self._sizes, self._logit_rows, self._items, self._carry = (next(host) for _ in range(4))
         sizes, self._logit_rows_image, items, self._carry_image = (next(device) for _ in range(4))
         self._step = StepTensors(sizes, items.view(-1, spans.ITEM))
-        self.inputs = make_step_rows(lambda _: next(host), *given)
-        image = make_step_rows(lambda _: next(device), *given, features)
+        self.inputs = make_step_rows(lambda _: next(host), *shape)
+        image = make_step_rows(lambda _: next(device), *shape, features)
         self._token_ids: Tensor = image.token_ids
         self._arrival = Mark(self._device)
         # The tokens that `start` drew last.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from headrace.engine.generation import TextClient, off_loop
 from headrace.protocol import bounds
-from headrace.text.inputs import Prompt
+from headrace.text.inputs import Prompt, RequestOptions
 from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished
 
 
@@ -28,20 +28,26 @@ class Vectors(NamedTuple):
         return sum(map(len, self.rows))
 
 
+class VectorOptions(NamedTuple):
+    """What a call says of its vectors and prompts."""
+
+    pooling: str | None = None
+    dimensions: int | None = None
+    normalize: bool = True
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+
 async def vectors(
     front: TextClient,
     texts: Sequence[Prompt],
-    *,
-    pooling: str | None = None,
-    dimensions: int | None = None,
-    normalize: bool = True,
+    options: VectorOptions = VectorOptions(),
     field: str = "input",
-    add_special_tokens: bool = True,
-    truncate_prompt_tokens: int | None = None,
-    priority: int = 0,
-    cache_salt: str = "",
 ) -> Vectors:
     """Return the vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
+    pooling, dimensions, normalize, add_special_tokens, truncate_prompt_tokens, priority, cache_salt = options
     kind = check_form(pooling, dimensions, front.info.hidden_size)
     bounds.check("prompt_list", texts, field)
     if truncate_prompt_tokens is not None:
@@ -56,7 +62,7 @@ async def vectors(
         )
         prompts.append(token_ids)
     async with await front.open(
-        prompts, EMBEDDING_PARAMS, priority=priority, cache_salt=cache_salt, draw=lambda: 0, pooling=kind
+        prompts, EMBEDDING_PARAMS, RequestOptions(priority, cache_salt, lambda: 0, kind)
     ) as generation:
         async for _ in generation:
             pass

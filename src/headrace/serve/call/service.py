@@ -29,7 +29,7 @@ from headrace.protocol.step import EngineInfo
 from headrace.serve.call.call import Answer, Call, ChatCall, TextCall, spelled
 from headrace.serve.call.dialect import OTHER_FORM, Dialect
 from headrace.serve.call.replies import FollowPrompt
-from headrace.text.inputs import draw_seed
+from headrace.text.inputs import RequestOptions, draw_seed
 from headrace.text.messages import ChatMessage
 from headrace.text.named_templates import with_ends
 from headrace.text.outputs import MessageParser
@@ -376,10 +376,8 @@ class ServedModel:
         generation = await self.front.open(
             prompts,
             params,
-            priority=call.priority,
-            cache_salt=call.cache_salt,
+            RequestOptions(call.priority, call.cache_salt, self.draw),
             arrival_time=call.arrival_time,
-            draw=self.draw,
             beam=call.beam,
             rules=rules,
         )

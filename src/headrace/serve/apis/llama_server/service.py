@@ -33,7 +33,7 @@ from headrace.serve.apis.llama_server.request import (
 )
 from headrace.serve.apis.llama_server.slots import Slots
 from headrace.serve.call.call import TextCall, chat_of, spelled
-from headrace.serve.call.embedding import vectors
+from headrace.serve.call.embedding import VectorOptions, vectors
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.replies import Tokenized, TokenPiece
 from headrace.serve.call.sampling import NONES, sampling_of, spelling_of
@@ -185,7 +185,8 @@ class LlamaServer:
             raise RequestError("embd_normalize", request.embd_normalize, "2 (length 1) or -1 (as they are)")
         prompts = await self._prompts(request.content, "content")
         with spelled({"prompt": "content"}):
-            embedded = await vectors(self.model.front, prompts, normalize=request.embd_normalize != -1, field="content")
+            options = VectorOptions(normalize=request.embd_normalize != -1)
+            embedded = await vectors(self.model.front, prompts, options, "content")
         return [reply.LlamaVector(index=index, embedding=[row]) for index, row in enumerate(embedded.rows)]
 
     def props(self, query: Mapping[str, str]) -> reply.LlamaProps:

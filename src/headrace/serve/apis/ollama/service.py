@@ -33,7 +33,7 @@ from headrace.serve.apis.ollama.request import (
     warn_of,
 )
 from headrace.serve.call.call import ChatCall, TextCall, spelled
-from headrace.serve.call.embedding import vectors
+from headrace.serve.call.embedding import VectorOptions, vectors
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Warnings, convert, seconds_of
 from headrace.serve.call.sampling import sampling_of, spelling_of
@@ -139,14 +139,9 @@ class Ollama:
                 warnings=request.warnings.reply(),
             )
         with spelled({"prompt": field}):
-            embedded = await vectors(
-                self.model.front,
-                [value] if isinstance(value, str) else value,
-                dimensions=request.dimensions,
-                normalize=not older,
-                field=field,
-                truncate_prompt_tokens=None if request.truncate is False else -1,
-            )
+            most = None if request.truncate is False else -1
+            options = VectorOptions(None, request.dimensions, normalize=not older, truncate_prompt_tokens=most)
+            embedded = await vectors(self.model.front, [value] if isinstance(value, str) else value, options, field)
         warnings = request.warnings.reply()
         if older:
             return reply.EmbeddingReply(embedding=embedded.rows[0], warnings=warnings)

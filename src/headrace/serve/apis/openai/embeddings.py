@@ -17,7 +17,7 @@ from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
 from headrace.serve.apis.openai.reply import Explanations
-from headrace.serve.call.embedding import Vectors, vectors
+from headrace.serve.call.embedding import VectorOptions, Vectors, vectors
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_labels
 from headrace.serve.call.service import ServedModel
@@ -177,9 +177,7 @@ class Embeddings:
         self.model.check_model(request.model)
         if request.encoding_format not in (None, "float", "base64"):
             raise RequestError("encoding_format", request.encoding_format, "float or base64")
-        embedded = await vectors(
-            self.model.front,
-            as_prompts(request.input, "input"),
+        options = VectorOptions(
             pooling=request.pooling,
             dimensions=request.dimensions,
             normalize=request.normalize is not False,
@@ -188,6 +186,7 @@ class Embeddings:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
         )
+        embedded = await vectors(self.model.front, as_prompts(request.input, "input"), options)
         if request.encoding_format != "base64":
             return list(embedded.rows), embedded
         return await off_loop(embedded.size, lambda: [packed(row) for row in embedded.rows]), embedded
@@ -228,8 +227,8 @@ class Embeddings:
         return RerankReply(id=f"rerank-{new_request_id()}", results=results, **tail)
 
     async def _vectors(self, request: ScoreRequest | RerankRequest, texts: list[str], field: str) -> Vectors:
-        options: dict[str, Any] = {"pooling": request.pooling, "truncate_prompt_tokens": request.truncate_prompt_tokens}
-        return await vectors(self.model.front, texts, field=field, **options)
+        options = VectorOptions(request.pooling, truncate_prompt_tokens=request.truncate_prompt_tokens)
+        return await vectors(self.model.front, texts, options, field)
 
     def _tail(self, request: EmbeddingRequest | ScoreRequest | RerankRequest, *parts: Vectors) -> dict[str, Any]:
         """The last fields of every reply."""
