@@ -85,7 +85,7 @@ def reads_shown(name: str, traits: Traits) -> bool:
 def _rest(name: str, traits: Traits) -> int | None:
     """Return the number of characters beside the call that the template wrote, if the format's reader reads it."""
     tool_format, text = FORMATS[name], traits.call
-    if tool_format.starts:
+    if tool_format.starts or tool_format.starts_with_name:
         # Such a call is one only at the start of an answer.
         if not text.startswith(traits.opening):
             return None
