@@ -142,8 +142,12 @@ def style_name(name: str) -> str:
 
 def detect(templates: Iterable[str]) -> str | None:
     """Return the key of the style that chat templates show, or None."""
-    text = "\n".join(templates)
-    return next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
+    return shown(_SIGNS, "\n".join(templates))
+
+
+def shown(rows: Iterable[tuple[tuple[str, ...], str]], text: str) -> str | None:
+    """Return the name of the first row whose texts are all in `text`, or None."""
+    return next((name for signs, name in rows if all(sign in text for sign in signs)), None)
 
 
 def marks(name: str) -> tuple[str, ...]:

@@ -74,46 +74,30 @@ class Dialect(NamedTuple):
         tool_call_parser = None if tool_call_parser in FOUND else tool_call_parser
         reasoning_parser = None if reasoning_parser in FOUND else reasoning_parser
         sources = [] if template is None else template.sources
-        tools, style = None, reasoning.detect(sources)
         traits = Traits() if template is None else _traits(template)
-        if template is not None and tool_call_parser is None:
-            tools = detection.detect(traits, sources)
-            if tools is None:
-                reason = "writes calls in a form that is not known here" if traits.call else "shows no form of calls"
-                logger.warning(
-                    "tool calls: none, the chat template %s; %s is used unless --tool-call-parser is given",
-                    reason,
-                    FALLBACK,
-                )
-        if tool_call_parser is not None:
-            enable_auto_tool_choice = enable_auto_tool_choice and tool_call_parser != NONE
-            tools = None if tool_call_parser == NONE else formats.format_name(tool_call_parser)
-        if reasoning_parser is not None:
-            style = None if reasoning_parser in (NONE, "") else reasoning.style_name(reasoning_parser)
+        tools, style = _format(template, traits, tool_call_parser), _style(sources, reasoning_parser)
         for what, name, flag in (("tool calls", tools, tool_call_parser), ("reasoning", style, reasoning_parser)):
             if name is not None:
                 logger.info("%s: %s, %s", what, name, "found in the chat template" if flag is None else "as configured")
         reads_shown = tools is None or detection.reads_shown(tools, traits)
         if not reads_shown:
             logger.warning("tools: %s", OTHER_FORM)
+        token_ids = _special(tokenizer, _marks(tools or FALLBACK, style))
         response = _response_template(tokenizer, (tool_call_parser, reasoning_parser))
-        if response is not None:
+        if response is not None and tokenizer is not None:
             rows = AnswerForm(formats.FORMATS[tools or FALLBACK], reasoning.STYLES[style] if style else NO_STYLE)
             if detection.same_as_rows(response, rows, traits):
                 logger.info("the tokenizer's response_template: read as the calls and the reasoning above")
                 response = None
             else:
                 logger.info("the tokenizer's response_template: answers are read with it, at their end, and sent then")
-        mark_ids = {} if response is None or tokenizer is None else tokenizer.special_ids()
-        mark_ids = {
-            text: token_id for text, token_id in mark_ids.items() if response is not None and text in response.texts
-        }
+                token_ids |= {text: i for text, i in tokenizer.special_ids().items() if text in response.texts}
         return cls(
             tools,
             style,
-            enable_auto_tool_choice,
+            enable_auto_tool_choice and tool_call_parser != NONE,
             reads_shown=reads_shown,
-            token_ids=_special(tokenizer, _marks(tools or FALLBACK, style)) | mark_ids,
+            token_ids=token_ids,
             response=response,
             template="\n".join(sources),
             effort=Effort.of(sources, traits.refused_levels),
@@ -238,6 +222,27 @@ class Dialect(NamedTuple):
         form = AnswerForm(calls, self._style, frozenset(self.marks(use)), use.schemas if name else {})
         bounds = Bounds(enforced, not use.parallel, distinct=use.mode == "required")
         return lambda: new_parser(form, bounds, prompt=prompt)
+
+
+def _format(template: ChatTemplate | None, traits: Traits, named: str | None) -> str | None:
+    """Return the format of calls that is `named`, or that the template shows. Raises `RequestError`."""
+    if named is not None:
+        return None if named == NONE else formats.format_name(named)
+    if template is None:
+        return None
+    found = detection.detect(traits, template.sources)
+    if found is None:
+        reason = "writes calls in a form that is not known here" if traits.call else "shows no form of calls"
+        text = "tool calls: none, the chat template %s; %s is used unless --tool-call-parser is given"
+        logger.warning(text, reason, FALLBACK)
+    return found
+
+
+def _style(sources: list[str], named: str | None) -> str | None:
+    """Return the style of reasoning that is `named`, or that the sources show. Raises `RequestError`."""
+    if named is None:
+        return reasoning.detect(sources)
+    return None if named in (NONE, "") else reasoning.style_name(named)
 
 
 def _traits(template: ChatTemplate) -> Traits:

@@ -29,7 +29,7 @@ NONES: dict[str, dict[str, tuple[int, ...]]] = {
     OLLAMA: {"seed": _SEEDS, "max_tokens": (-2, -1, 0)},
     LLAMA_SERVER: {"seed": _SEEDS, "max_tokens": (-2, -1)},
 }
-LEAST: dict[str, float] = dict.fromkeys(SHARES, 0.0) | {"seed": -1}
+LEAST: dict[str, float] = dict.fromkeys(SHARES, 0.0) | {"seed": -1, "max_tokens": 0}
 """The least values of parameters in the APIs of which the table says more."""
 WIDER = frozenset(names_in(api)[field] for api in (OLLAMA, LLAMA_SERVER) for field in (*SHARES, *NONES[api]))
 """The options, by llama.cpp's names, whose range is wider than the engine's."""

@@ -12,9 +12,7 @@ from typing import Any
 
 from headrace.text.messages import ToolCall
 
-EXAMPLE = (
-    '<tool_call>\n{"name": "name of the function", "arguments": {"name of an argument": "its value"}}\n</tool_call>'
-)
+EXAMPLE = '<tool_call>\n{"name": "name of the function", "arguments": {"argument": "value"}}\n</tool_call>'
 """A call in the form that `call_text` writes."""
 
 
@@ -22,10 +20,10 @@ def tools_text(tools: Sequence[Mapping[str, Any]], example: str = EXAMPLE) -> st
     """Return what the system message says of tools. `example`: a call as the model is to write it."""
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     return (
-        f"You can call functions. They are, one a line, as JSON with the schema of the arguments:\n<tools>\n{lines}\n"
+        f"You can call functions, here one a line, as JSON with the schema of the arguments:\n<tools>\n{lines}\n"
         f"</tools>\n\nTo call one, write its name and arguments in exactly this form:\n{example}\n\n"
-        "Write one such block for each call, and nothing after the last one. The results come in the next message. "
-        "Call a function only where it helps; otherwise answer in plain text."
+        "Write one such block for each call, and nothing after the last. The results come in the next message. "
+        "Call one only where it helps; else answer in plain text."
     )
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from headrace.text.histories import plain
 from headrace.text.messages import ToolCall
 from headrace.text.outputs import MessageBuilder, MessageParser
+from headrace.text.reasoning import shown
 from headrace.text.tools.answers import new_parser
 from headrace.text.tools.formats import FORMATS
 from headrace.text.tools.parser import AnswerForm
@@ -63,7 +64,7 @@ def detect(traits: Traits, sources: Iterable[str]) -> str | None:
 
     Of several that read its call, it is the one that leaves the least text beside it."""
     text = "\n".join(sources)
-    named = next((name for signs, name in _SIGNS if all(sign in text for sign in signs)), None)
+    named = shown(_SIGNS, text)
     if not traits.call:
         return named if named is None or reads_shown(named, traits) else None
     rests = {name: rest for name in FORMATS if (rest := _rest(name, traits)) is not None}
@@ -85,7 +86,7 @@ def reads_shown(name: str, traits: Traits) -> bool:
 def _rest(name: str, traits: Traits) -> int | None:
     """Return the number of characters beside the call that the template wrote, if the format's reader reads it."""
     tool_format, text = FORMATS[name], traits.call
-    if tool_format.starts:
+    if tool_format.starts or tool_format.starts_with_name:
         # Such a call is one only at the start of an answer.
         if not text.startswith(traits.opening):
             return None
