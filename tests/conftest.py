@@ -74,6 +74,20 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+_num_modules = 0
+MANY_MODULES = 100
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    """Leave out the modules too that tests import, such as models of transformers: a walk takes a second with them."""
+    global _num_modules
+    if len(sys.modules) >= _num_modules + MANY_MODULES:
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 _places: dict[pytest.Item, int] = {}
 """The order in which tests were collected, whatever a plugin makes of it."""
 

@@ -237,7 +237,7 @@ def gone_on_with(live: Live) -> None:
 
 
 def in_the_background(live: Live) -> None:
-    body = RESPONSE | {"max_output_tokens": 300, "background": True}
+    body = RESPONSE | {"max_output_tokens": 60, "background": True}
     made = HTTP.post(f"{live.url}/v1/responses", json=body).json()
     url = f"{live.url}/v1/responses/{made['id']}"
     events = [json.loads(line[6:]) for line in HTTP.get(url + "?stream=true").text.split("\n") if line[:5] == "data:"]
