@@ -102,7 +102,6 @@ class Scheduler:
         self._refused: tuple[Sequence | None, list[int]] = None, []
         # Sequences in the system when the last step was scheduled, if that step is empty.
         self.num_stalled = 0
-
         self.num_added = self.num_finished = 0
         self.counters = Stats(num_blocks=options.num_blocks)
         self.drafts = Drafts(self.tables, self.counters, options.speculates)

@@ -33,8 +33,7 @@ class Frame(gemma2.Model):
         if width:
             vocab = config.integer("vocab_size_per_layer_input", self.vocab_size)
             self.extra = weights.table(f"{root}embed_tokens_per_layer.weight", (vocab, num * width))
-            to_extra = Linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
-            self.to_extra = weights.matrix(to_extra)
+            self.to_extra = weights.matrix(Linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width]))
             self.extra_norm = RMSNorm(weights, ops, f"{root}per_layer_projection_norm", width, self.eps).of_head
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
