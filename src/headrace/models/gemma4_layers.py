@@ -33,7 +33,8 @@ class Frame(gemma2.Model):
         if width:
             vocab = config.integer("vocab_size_per_layer_input", self.vocab_size)
             self.extra = weights.table(f"{root}embed_tokens_per_layer.weight", (vocab, num * width))
-            self.to_extra = weights.matrix(Linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width]))
+            to_extra = Linear([f"{root}per_layer_model_projection"], self.hidden_size, [num * width])
+            self.to_extra = weights.matrix(to_extra)
             self.extra_norm = RMSNorm(weights, ops, f"{root}per_layer_projection_norm", width, self.eps).of_head
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
@@ -127,9 +128,8 @@ class Layer:
         weights, hidden, width, wide = model.weights, model.hidden_size, model.extra_width, model.intermediate_size
         self.ops, self.kind, norm = model.ops, model.activation, model.make_norm
         self.attention = Attention(model, f"{name}.self_attn", layer_id)
-        if self.attention.source is not None and model.config.flag("use_double_wide_mlp", False):
-            wide *= 2
-        self.mlp = GatedMLP(model, f"{name}.mlp", inner=wide)
+        is_double = self.attention.source is not None and model.config.flag("use_double_wide_mlp", False)
+        self.mlp = GatedMLP(model, f"{name}.mlp", inner=2 * wide if is_double else wide)
         self.mixture = Mixture(model, name) if model.config.flag("enable_moe_block", False) else None
         self.norms = [norm(f"{name}.{part}_layernorm") for part in ("input", "post_attention", "pre_feedforward")]
         self.last_norm = norm(f"{name}.post_feedforward_layernorm")
