@@ -100,6 +100,8 @@ class Tokenizer:
         config = _json(directory / "tokenizer_config.json")
         for role, text in _json(directory / "special_tokens_map.json").items():
             config.setdefault(role, text)
+        if not file.is_whole:
+            _add_listed(config, _json(directory / "added_tokens.json"))
         return tokenizer_files.guarded(lambda folder: cls(file, config, _chat_templates(folder, config)), directory)
 
     @classmethod
@@ -245,7 +247,10 @@ class Tokenizer:
                 )
 
     def _set_ends(self, file: TokenizerFile, config: dict[str, Any]) -> None:
-        """Make `encode` add begin and end of text as tokenizer_config.json says, else as the tokenizer's file does."""
+        """Make `encode` add begin and end of text as the tokenizer's file does; a file that is not whole, as
+        tokenizer_config.json says (as transformers has it)."""
+        if file.is_whole:
+            return
         ids = self._tokenizer.encode("", add_special_tokens=True).ids
         adds_bos = bool(ids and ids[0] == self.bos_token_id) or file.adds_bos
         adds_eos = len(ids) > 0 and ids[-1] == self.eos_token_id and (len(ids) > 1 or not adds_bos)
@@ -423,6 +428,22 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
 def _content(token: object) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
+
+
+def _add_listed(config: dict[str, Any], listed: dict[str, Any]) -> None:
+    """Add the tokens of added_tokens.json, ids by text, to the `added_tokens_decoder` of tokenizer_config.json. Special
+    are those with a role. Raises `CheckpointError` for an id that is none."""
+    texts = [config.get(role) for role in _ROLES]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name) or []
+        texts += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    special = {_content(text) for text in texts}
+    decoder = dict(config.get("added_tokens_decoder") or {})
+    for text, token_id in listed.items():
+        if type(token_id) is not int or token_id < 0:
+            raise CheckpointError(f"added_tokens.json puts {text!r:.80} at {token_id!r:.80}, expected a token id")
+        decoder.setdefault(str(token_id), {"content": text, "special": text in special})
+    config["added_tokens_decoder"] = decoder
 
 
 def _json(path: Path) -> dict[str, Any]:
