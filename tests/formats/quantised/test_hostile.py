@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -151,6 +152,19 @@ def test_a_group_index_out_of_range_is_refused(wrong: int) -> None:
     g_idx[5] = wrong
     with pytest.raises(CheckpointError, match=r"l\.g_idx has groups .* shape \[128\], expected 0 to 1"):
         read((config, tensors | {"l.g_idx": g_idx}))
+
+
+@pytest.mark.parametrize("unfilled", [0, -1])
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_a_group_index_that_was_never_filled_has_no_effect(method: str, unfilled: int) -> None:
+    """Of writers without act-order. Every input with the scale of group 0 would be another model."""
+    config, tensors = good()[method]
+    name = "l.g_idx" if method == "gptq" else "l.weight_g_idx"
+    plain = read((config, {key: value for key, value in tensors.items() if key != name}))
+    index = torch.full((128,), unfilled, dtype=torch.int32)
+    assert np.array_equal(read((config, tensors | {name: index})).dequantize(), plain.dequantize())
+    swapped = torch.arange(128, dtype=torch.int32).flip(0) // 64
+    assert not np.array_equal(read((config, tensors | {name: swapped})).dequantize(), plain.dequantize())
 
 
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
