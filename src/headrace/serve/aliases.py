@@ -1,4 +1,4 @@
-"""The second names of routes: the paths under which other servers have what is served here under another.
+"""The second names of routes: the paths under which other servers offer a route that has another path here.
 
 `add_routes` puts them on an application that has all other routes. Called by `serve.app`.
 """
@@ -21,8 +21,8 @@ ALIASES = {
     "/v2/rerank": "/v1/rerank",
     "/v1/health": "/health",
 }
-"""Each alias, and the path that it is another name of: llama-server's, vLLM's and Cohere's. `/completions` and
-`/embeddings` are none: llama-server has its own API there."""
+"""Each alias (llama-server's, vLLM's and Cohere's), and the path that it stands for. `/completions` and `/embeddings`
+are not aliases: there llama-server has an API with other bodies."""
 
 
 def add_routes(app: Starlette) -> None:

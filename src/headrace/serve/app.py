@@ -66,9 +66,10 @@ def create_app(
     """Return the application, which starts `client` at startup and closes it at shutdown.
 
     Args:
-        client: the engine of the model that stays loaded; None: all models are those of `folder`.
+        client: the engine of the model that stays loaded; None: all models are in `folder`.
         model: the name of the model, if `server` has none.
-        parts: all else of the model that stays. Its `engine` has the settings of the engines of the folder's models.
+        parts: the other parts of the model that stays. Their `engine` holds the settings for engines of the folder's
+            models.
         folder: the models folder; None: there is none.
     """
     parts = parts or ModelParts()
@@ -204,7 +205,7 @@ def _add_operations(
             return Response(render(metrics), media_type=CONTENT_TYPE_LATEST)
         text = llama_metrics.render(each.totals() for each in metrics)
         reply = Response(render(metrics) + text, media_type=CONTENT_TYPE_LATEST)
-        # In llama-server's own letters, for readers that tell capital letters from small ones.
+        # Capital letters as llama-server has them, for readers of metrics that compare names letter by letter.
         reply.raw_headers.append((b"Process-Start-Time-Unix", str(started).encode()))
         return reply
 
@@ -224,7 +225,7 @@ def _add_operations(
         return Response(media_type="text/plain")
 
     def is_sleeping() -> Sleeping:
-        """Whether the server sleeps."""
+        """Return whether the server sleeps."""
         return Sleeping(is_sleeping=models.is_sleeping)
 
     routing.get(app, "/health/live", live, gives=Status)
@@ -250,7 +251,7 @@ def serve(
     """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
 
     `notes` are warnings about the command line; they are logged first. Without `has_model`, no model is loaded at the
-    start: all are those of the models folder. `make_client` makes the client of the model that stays.
+    start: all are in the models folder. `make_client` makes the client of the model that stays.
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
@@ -259,7 +260,7 @@ def serve(
         logger.warning("%s", note)
     try:
         with contextlib.ExitStack() as stack:
-            # First: a port in use is known at once, and a client that connects from now on waits for its answer.
+            # First: a port in use ends the start at once, and a client that connects from now on waits for its answer.
             sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
             status = process.run(make_app(engine, server, has_model, make_client), server, sockets)
     except HeadraceError as error:
@@ -275,7 +276,8 @@ def serve(
 def make_app(
     engine: EngineConfig, server: ServerConfig, has_model: bool = True, make_client: MakeClient = client_of
 ) -> Starlette:
-    """Load what an application needs beside its engine, and return it. For the arguments see `serve`.
+    """Load the tokenizer, template and other parts of the model, and return the application. For the arguments see
+    `serve`.
 
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """

@@ -83,7 +83,7 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def _contents(content: dict[str, Any]) -> str:
-    """Return the media types as HTML, each with its schema, or with that of a stream's items."""
+    """Return the media types as HTML, each with its schema, or with the schema of a stream's items."""
     entries = []
     for media_type, each in content.items():
         schema = each.get("schema", each.get("x-itemSchema", {}))

@@ -22,7 +22,7 @@ from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestE
 logger = logging.getLogger("headrace.server")
 
 ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
-"""Exceptions that end a task or the process, and that no reply is made of."""
+"""Exceptions that end a task or the process; none of them becomes a reply."""
 
 
 class Status(NamedTuple):
@@ -72,7 +72,8 @@ class CallError(HeadraceError):
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
-    """The last two, which llama-server has too, where the context is too small for the prompt: the tokens of both."""
+    """The body of an error. The last two fields, which llama-server has too, hold the tokens of the prompt and of the
+    context where the prompt is longer than the context."""
 
     message: str
     type: str
@@ -83,7 +84,7 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 
 class Error(msgspec.Struct, kw_only=True):
-    """OpenAI's."""
+    """OpenAI's reply to a call that failed."""
 
     error: ErrorBody
 
@@ -98,8 +99,8 @@ class Api(NamedTuple):
     """The shape of an API's errors.
 
     `shape` returns the struct, an `error_type`, for an HTTP status and OpenAI's body; `encode` writes it as the end of
-    a broken stream. `prefixes` are those of the API's paths; all other paths are OpenAI's. `overflow` words a prompt or
-    answer that does not fit the context. `heartbeat` is sent in a stream that is silent, if there is one.
+    a broken stream. `prefixes` begin the API's paths; all other paths are OpenAI's. `overflow` words a prompt or answer
+    that does not fit the context. `heartbeat` is sent in a stream that is silent, if there is one.
     """
 
     error_type: type[msgspec.Struct]

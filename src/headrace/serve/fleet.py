@@ -1,8 +1,8 @@
 """`GET /fleet`: the engines behind the server, a row for each; `POST /fleet/update`: new ones in their place, while
 requests run (`fleet.engines.update`).
 
-Where keys are set, the first needs one of the class metrics, the second an administrator's. Both are about the model
-that stays loaded, whose engines they are.
+Where keys are set, the first needs one of the class metrics, the second an administrator's. Both concern the engines of
+the model that stays loaded.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from headrace.serve.loading import RunningModel, RunningModels
 
 
 class UpdateRequest(Body, kw_only=True):
-    """The body of `POST /fleet/update`. `settings` are those of the new engines that differ from the server's, by the
-    names of the flags: {"max_num_seqs": 64}. For `patience` seconds requests may end in an old engine before they go on
-    in another one. With `wait` the reply comes when the update has ended, without it at once."""
+    """The body of `POST /fleet/update`. `settings` are the settings in which the new engines differ from the server's,
+    by the names of the flags: {"max_num_seqs": 64}. For `patience` seconds requests may end in an old engine before
+    they go on in another one. With `wait` the reply comes when the update has ended, without it at once."""
 
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
     patience: float = PATIENCE_S
@@ -46,7 +46,7 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
         return models.default
 
     def state() -> FleetState:
-        """The engines of the server, a row for each, and how far an update is."""
+        """The engines of the server, a row for each, and the progress of an update."""
         model = default()
         return state_of(model.client, model.served.name)
 
@@ -67,7 +67,7 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
             if not task.cancelled() and task.exception() is None:
                 model.forget_files()
 
-        # It goes on if the caller leaves, and belongs to no call.
+        # The update goes on if the caller leaves, and belongs to no call.
         work = updates.run(request.settings, request.patience)
         task = asyncio.create_task(work, context=contextvars.Context())
         tasks.add(task)
@@ -83,7 +83,7 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
 
 
 def updates_of(client: EngineClient) -> RollingUpdate:
-    """Return what replaces a client's engines. Raises `CallError` where that can not be."""
+    """Return the rolling update of a client's engines. Raises `CallError` where they cannot be replaced."""
     if isinstance(client, LocalFleet):
         return client.updates
     if isinstance(client, Fleet):

@@ -1,7 +1,7 @@
 """The data of the inspector's views that are not live: `GET /inspect/requests`, `/cache`, `/numbers` and `/limits`, and
 `POST /inspect/recording`. Where keys are set they need an administrator's.
 
-What takes numpy or much processor time is done by processes of its own (`quantize.samples`, `insight.replay_worker`).
+Work that takes numpy or much processor time runs in separate processes (`quantize.samples`, `insight.replay_worker`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 class Inspection:
-    """What the routes need of all models, and the processes that help."""
+    """The state of the routes: the models, and the processes that do the long work."""
 
     def __init__(self, models: RunningModels) -> None:
         self._models = models
@@ -72,14 +72,14 @@ class Inspection:
     # -- the machine
 
     def measure(self) -> asyncio.Task[None]:
-        """Begin to measure the machine. Nothing is done if that was done, while requests are open, or if the engine
-        does not know what its steps read."""
+        """Begin to measure the machine. Do nothing if it was measured before, while requests are open, or if the engine
+        does not count the bytes that its steps read."""
         if self._measuring is None or self._measuring.done():
             self._measuring = asyncio.create_task(self._measure())
         return self._measuring
 
     async def machine(self) -> Machine:
-        """Return what was measured of the machine, and measure it first if that can be done now."""
+        """Return the measured rates of the machine; measure it first if that is possible now."""
         await self.measure()
         return self._machine
 
@@ -87,7 +87,7 @@ class Inspection:
         return not any(model.client.num_unfinished for model in self._models.running)
 
     async def _measure(self) -> None:
-        """A request that comes meanwhile ends the measurement."""
+        """Measure the machine; a request that comes meanwhile ends the measurement."""
         client = self.model.client
         if self._machine.bandwidth or not self._is_idle() or not (client.is_alive and client.info.weight_bytes):
             return
@@ -111,15 +111,15 @@ class Inspection:
         return summaries.requests_of(self.model.explainer.lives, time.monotonic())
 
     async def cache(self) -> Cache:
-        """The prefix cache as a tree, and why its latest misses were."""
+        """The prefix cache as a tree, and the reasons of its latest misses."""
         explainer, orders = self.model.explainer, self.model.client.orders
         tree = await orders.give(ReadCache(summaries.MAX_BLOCKS), CacheTree)
         misses = summaries.misses_of(explainer.lives, name_of, explainer.calls.text_of)
-        # The texts of 2,000 nodes are decoded beside the event loop.
+        # On a thread, for decoding the texts of 2,000 nodes would hold the event loop.
         return await asyncio.to_thread(summaries.cache_of, tree, misses, explainer.calls.text_of, time.monotonic())
 
     async def limits(self) -> Limits:
-        """How near decoding is to what the machine's memory and arithmetic allow."""
+        """How near decoding is to the limits of the machine's memory and arithmetic."""
         await self.measure()
         model = self.model
         facts = await asyncio.to_thread(model.facts)
@@ -145,12 +145,13 @@ class Inspection:
         return cast("Names | Sample", msgspec.msgpack.decode(reply, type=Sample if name else Names))
 
     async def recording(self, file: IO[bytes]) -> Response:
-        """A recording of the schedule, replayed without the model: what a viewer had seen, and each request's times."""
+        """A recording of the schedule, replayed without the model: the events of the live view, and each request's
+        times."""
         try:
             reply = await asyncio.to_thread(self._replays.run, file.name, Replayed)
         finally:
             file.close()
-            # It holds the memory of what it replayed.
+            # The process would hold the memory of the replayed steps.
             await asyncio.to_thread(self._replays.close)
         error = reply if isinstance(reply, str) else reply.error.replace(file.name, "the file")
         if error or isinstance(reply, str):

@@ -37,9 +37,9 @@ class Lifespan:
     draining. Without a model that stays loaded it is ready at once, for it can load others.
 
     Args:
-        models: what is served; `Lifespan` starts and ends the model that stays, and ends the others.
+        models: the served models; `Lifespan` starts and ends the model that stays, and ends the others.
         log_stats_interval: seconds between two log lines of statistics; 0 for none.
-        policy: the order of waiting requests; None: what the engine of the model that stays says.
+        policy: the order of waiting requests; None: the policy of the engine of the model that stays.
         idle: lets idle models sleep; None: they stay awake.
 
     Functions in `at_end` are called when the application ends.
@@ -100,8 +100,8 @@ class Lifespan:
     def drain(self, seconds: float) -> None:
         """Refuse new requests, and end the open ones with an error after `seconds`.
 
-        `draining` may be set earlier: then the probes fail and connections end with their replies, and all calls are
-        answered."""
+        `draining` may be set earlier: then the probes fail, each connection ends with its reply, and all calls are
+        still answered."""
         self.draining = True
         for model in self.models.running:
             model.client.is_draining = True
@@ -124,7 +124,7 @@ class Lifespan:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._default is not None:
-                # First, for it ends what waits for templates and grammars.
+                # First, for it ends the calls that wait for templates and grammars.
                 self._default.served.close()
             for close in self.at_end:
                 await asyncio.to_thread(close)
@@ -143,7 +143,7 @@ class Lifespan:
                 await default.client.start()
             policy = self._policy if default is None else default.client.info.scheduling_policy
             self.storage.start(policy)
-        except Exception as error:  # of any kind: a server that stays in loading would hide it
+        except Exception as error:  # of any kind: without an end the server would load for ever, and hide the error
             self.failure = error
             expected = isinstance(error, HeadraceError | OSError)
             logger.critical("the engine did not start: %s", error, exc_info=None if expected else error)
@@ -159,7 +159,7 @@ class Lifespan:
         self.ended.set()
 
     async def _watch_loop(self) -> None:
-        """Measure how much later than due the event loop runs: something held it, or the interpreter's lock."""
+        """Measure the delay of the event loop, which grows when a function holds the loop or the interpreter's lock."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL_S

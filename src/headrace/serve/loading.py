@@ -1,7 +1,7 @@
 """Starts models: engine client, tokenizer, template and metrics of each, put together as a `RunningModel`.
 
-The one that the server was started with, and, by `Loader`, those of the models folder. A model's processes, tokenizer
-and metrics belong to it and go with it. Called by `serve.app` and `run-batch`; nothing here imports torch.
+There is the model that the server was started with, and `Loader` starts models of the models folder. A model's
+processes, tokenizer and metrics end with it. Called by `serve.app` and `run-batch`; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STATM = "/proc/{pid}/statm"
 
 
 class ModelParts(NamedTuple):
-    """The parts of a served model beside its engine.
+    """The parts of a served model, all but its engine.
 
     `defaults` are sampling parameters for fields that a request leaves out; `seed` seeds the generator of seeds for
     requests without one, which get them in order of arrival; `audits` are the reports of `insight.audit.find` on the
@@ -75,14 +75,14 @@ class ModelParts(NamedTuple):
 
 
 class RunningModel:
-    """A model with what answers for it. Its engine is started by the caller.
+    """A model in service: its engine, tokenizer, metrics and explanations. The caller starts the engine.
 
     Args:
         client: its engine.
         model: its name, if `server` has none.
-        parts: all else of it.
+        parts: its other parts.
         rates: the limits of the callers, which all models share.
-        explainers: those of all models, which keep the explanations when this one is unloaded.
+        explainers: the explainers of all models; they keep the explanations when this model is unloaded.
     """
 
     def __init__(
@@ -131,18 +131,18 @@ class RunningModel:
         return "" if path is None else hub.digest(path)
 
     def facts(self) -> ModelFacts | None:
-        """Return what the model's files say, read once; None where there are none. Blocks."""
+        """Return the facts in the model's files, read once; None where there are no files. Blocks."""
         if self._facts is None and (path := self.weights()) is not None:
             self._facts = facts_of(path)
         return self._facts
 
     def forget_files(self) -> None:
-        """Read again what the files say: they may be others now."""
+        """Drop the facts, so that the next call reads the files again: they may be others now."""
         self._facts = None
 
     async def check_text(self) -> None:
-        """Check that the files have the tokenizer and templates that were loaded: new engines with other ones would
-        read other texts than are sent. Raises `CheckpointError`."""
+        """Check that the files still hold the tokenizer and templates that were loaded: with other ones, new engines
+        would understand the token ids as other texts. Raises `CheckpointError`."""
         old, engine = self.served.front.tokenizer, self._engine
         if old is None or engine is None:
             return
@@ -152,13 +152,14 @@ class RunningModel:
             raise CheckpointError(f"{path} has another tokenizer or chat template now: restart the server for it")
 
     def memory(self) -> int:
-        """Return the resident bytes of the engine's process and of those beside it; 0 where that is unknown."""
+        """Return the resident bytes of the model's processes, the engine's among them; 0 where the number is
+        unknown."""
         pids = [*self.client.pids, *(worker.process.pid for worker in self.served.workers)]
         return sum(_resident(pid) for pid in pids if pid is not None)
 
     async def close(self, at_once: bool = False) -> None:
         """End its engine, `at_once` in mid-step, and its other processes."""
-        # The process that renders the templates of a model that stays is shared.
+        # A model that stays loaded renders its templates in a process that other models share.
         processes = [] if self.served.stays_loaded else [worker.process for worker in self.served.workers]
         self.served.close()
         await self.client.close(at_once)
@@ -187,9 +188,9 @@ class Loader:
     """Loads models of the folder, with the settings that the server was started with.
 
     Args:
-        engine, server: the settings; name, tokenizer, revision and names of the model are those of each model.
+        engine, server: the settings, but for name, tokenizer, revision and further names, which each model has itself.
         folder: the models folder.
-        rates, explainers: what all models share; see `RunningModel`.
+        rates, explainers: shared by all models; see `RunningModel`.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ def load_text(
     engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None
 ) -> tuple[Tokenizer | None, ChatTemplate | None]:
     """Load the model's tokenizer and chat template; None for both if it has no tokenizer. `process` renders the
-    template; None: the one that all templates share. Raises `ModelNotFoundError` and `CheckpointError`."""
+    template; None: the process that all templates share. Raises `ModelNotFoundError` and `CheckpointError`."""
     if engine.skip_tokenizer_init:
         return None, None
     path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
@@ -267,14 +268,14 @@ def load_text(
 
 
 def default_params(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
-    """Return the sampling parameters for fields that a request leaves out: those of the flags precede the model's.
-    Raises `CheckpointError`."""
+    """Return the sampling parameters for fields that a request leaves out: flags precede the model's files. Raises
+    `CheckpointError`."""
     advised = model_settings.default_params(engine.model, engine.revision, server.generation_config == "auto")
     return advised | sampling_defaults(server.override_generation_config)
 
 
 def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
-    """Load the quality reports stored with the weights. A file that can not be read is logged."""
+    """Load the quality reports stored with the weights. A file that cannot be read is logged."""
     try:
         return audit.find(hub.resolve(engine.model, engine.revision, weights=False))
     except (CheckpointError, OSError) as error:
@@ -285,7 +286,7 @@ def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
 def free_memory() -> None:
     """Give memory that is free in this process back to the system."""
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # a C library without it keeps what it has
+    with contextlib.suppress(OSError, AttributeError):  # a C library without `malloc_trim` keeps the memory
         ctypes.CDLL(None).malloc_trim(0)
 
 

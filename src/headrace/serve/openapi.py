@@ -1,7 +1,7 @@
 """The OpenAPI document, from the routes that were added and the structs of their bodies: `/openapi.json` and `/docs`.
 
-Ranges of numbers come from `headrace.protocol.bounds`, so that the document and the checks agree. Unknown fields
-are allowed, for a reply has them in its `warnings`. Knows routes by `routing.operations`; `serve.app` calls it.
+Ranges of numbers come from `headrace.protocol.bounds`, so that the document and the checks agree. Unknown fields are
+allowed: the reply names them in its `warnings`. Knows routes by `routing.operations`; `serve.app` calls it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from headrace.serve.call import schema
 from headrace.serve.call.sampling import LEAST, WIDER
 from headrace.serve.errors import STATUSES
 
-# Which row of the bounds table holds for a number, where the names differ.
+# The row of the bounds table for a number, where the names differ.
 ROWS = (
     {name: field for api in APIS for field, name in names_in(api).items()}
     | schema.ROWS
     | {"max_output_tokens": "max_tokens"}
 )
 UNBOUNDED = frozenset((struct, name) for struct in ("LlamaCompletionRequest", "Options") for name in WIDER)
-# What a chat message is at least; templates may want more, and may take more.
+# The least that a chat message holds; a template may need more fields, and may take more.
 MESSAGE = {
     "type": "object",
     "properties": {"role": {"type": "string", "minLength": 1, "maxLength": 64}},
@@ -125,8 +125,8 @@ def _tidy(struct: str, value: Any) -> Any:
 
 
 def _fill_in(properties: dict[str, Any], model: str | None, least: int) -> None:
-    """Add what the types of a body's fields do not have: which model there is, what a message looks like, and of how
-    many there must be `least`."""
+    """Add facts that the types of a body's fields lack: the served model, the form of a message, and the `least` number
+    of messages."""
     if "model" in properties and model is not None:
         optional = "anyOf" in properties["model"]
         properties["model"] = {"type": ["string", "null"] if optional else "string"}

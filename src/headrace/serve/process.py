@@ -1,7 +1,7 @@
 """The server's process: its sockets, its signals, the order of its end, and its exit status.
 
-uvicorn runs the connections; what it would log about its life is logged here. Knows no routes and no model. Called by
-`serve.app`.
+uvicorn runs the connections; its start and end are logged here, in the server's own words. Knows no routes and no
+model. Called by `serve.app`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FIRST_OF_SIGNALS = 128
 
 
 class ListenError(HeadraceError):
-    """The server can not listen at its address."""
+    """The server cannot listen at its address."""
 
     code = "listen_error"
 
@@ -51,10 +51,10 @@ class Life(Protocol):
     """The application's life, as `app.state.lifespan` has it.
 
     Attributes:
-        draining: whether the probes say so.
+        draining: whether the probes reply that the server drains.
         failure: what ended the server, if no signal did.
         ended: set when the server should end by itself.
-        is_cut: whether the engine is to be ended in mid-step.
+        is_cut: whether the engine must end in mid-step.
         url: the server's address.
     """
 
@@ -128,8 +128,8 @@ class Server(uvicorn.Server):
     further signal ends the delay, one in the drain ends the drain, and one more the process.
 
     Attributes:
-        last_signal: the signal that ended the drain; None if it took its time.
-        takes_signals: whether the process is the server's, and its signals mean the server. Else `end` ends it.
+        last_signal: the signal that cut the drain short; None if none came.
+        takes_signals: whether signals to the process end the server. Otherwise only `end` does.
     """
 
     takes_signals = True
@@ -144,7 +144,7 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         loop = asyncio.get_running_loop()
-        # A signal comes while some call is served, whose id is not that of the lines about the signal.
+        # A signal comes while some call is served; log lines about the signal must not bear the call's id.
         surroundings = contextvars.copy_context()
 
         def on_signal(number: int, frame: Any) -> None:
@@ -187,7 +187,7 @@ class Server(uvicorn.Server):
         else:
             logger.info("%s: ending", name.name)
         self._life.drain(self._drain_seconds)
-        # The last events have been sent by then; calls whose clients do not read end as if these had left.
+        # The last events have been sent by then. A call whose client does not read ends as if the client had left.
         asyncio.get_running_loop().call_later(self._drain_seconds + STREAM_END_S, self._hang_up)
 
     def _hang_up(self) -> None:
@@ -197,14 +197,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit:
-            # uvicorn leaves these out, and what it cancels ends with a traceback in the log.
+            # uvicorn skips the end of the lifespan here, and each task that it cancels leaves a traceback in the log.
             await self.lifespan.shutdown()
             if self.server_state.tasks:
                 await asyncio.wait(self.server_state.tasks, timeout=LAST_TASKS_S)
 
 
 def _exit(number: int) -> None:
-    """End the process without more ado, but for the last lines of the log. The engine's process ends with it."""
+    """End the process at once, after the last lines of the log. The engine's process ends with it."""
     logging.shutdown()
     os._exit(FIRST_OF_SIGNALS + number)
 
@@ -212,7 +212,7 @@ def _exit(number: int) -> None:
 def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | None = None) -> int:
     """Serve `app` until a signal comes: drain, stop the engine, return the exit status.
 
-    `sockets` are those of `listen`; without them it listens by the config, and may raise `ListenError`."""
+    `sockets` come from `listen`; without them the server listens by the config, and may raise `ListenError`."""
     sockets = listen(server.host, server.port) if sockets is None else sockets
     uvicorn_server = server_of(app, server, sockets)
     # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and

@@ -1,4 +1,4 @@
-"""Adds functions to the application as routes, and sends what they return: a struct, or an answer, whole or streamed.
+"""Adds functions to the application as routes, and sends their results: a struct, or an answer, whole or streamed.
 
 Each API is a module with a function that adds its routes through `get`, `post` and `add`; `serve.app` calls that
 function. `operations` keeps the structs of a route's bodies for the OpenAPI document. The connection is watched while
@@ -41,7 +41,7 @@ HEARTBEAT_S = 10.0
 PIECE = 256
 """Items of a list that are written at a time."""
 LEVELS = 8
-"""Structs and short lists within each other in which long lists are looked for."""
+"""Levels of nested structs and short lists in which long lists are searched for."""
 SENT_BYTES = 2**18
 EVENT_STREAM = "text/event-stream"
 
@@ -81,7 +81,7 @@ class Version(msgspec.Struct, kw_only=True):
 class Readable(ABC):
     """An answer in the shape of an API, read once: by `whole`, or by `events` if `stream`.
 
-    `answer` is that of `serve.call`, `headers` are further ones of the reply.
+    `answer` is the `serve.call` answer behind it, `headers` are further headers of the reply.
     """
 
     headers: Mapping[str, str] = {}
@@ -101,7 +101,7 @@ class Readable(ABC):
         """Yield the reply in pieces. Raises the engine's errors."""
 
     def close(self) -> None:
-        """Abort what still runs. Nothing is read from the answer afterwards."""
+        """Abort the requests that still run. Nothing is read from the answer afterwards."""
         self.answer.close()
 
 
@@ -137,9 +137,9 @@ def add(
 ) -> None:
     """Add a route for `methods`.
 
-    `function` gets the parameters of the path, then what `read` makes of the body if the route takes one, then the
+    `function` gets the parameters of the path, then the body as `read` returns it if the route takes one, then the
     URL's parameters if the route has some. It returns a struct, a `Readable` or a `Response`, or an awaitable of one;
-    what it raises is replied in the shape of `api`. The first line of its docstring is the summary of the route.
+    an exception becomes a reply in the shape of `api`. The first line of its docstring is the summary of the route.
     `about` are fields of `Operation`.
     """
     documented = function.func if isinstance(function, functools.partial) else function
@@ -183,7 +183,7 @@ def operations(app: Starlette) -> list[Operation]:
 
 
 def no_route(app: Starlette, request: Request, status: int) -> str:
-    """Return what to tell a client that calls a path or a method that no route has."""
+    """Return the error message for a call of a path or a method that no route has."""
     path = request.url.path[:100]
     if status == 405:
         return f"{path} takes {' or '.join(methods(app, request.url.path))}, not {request.method}"
@@ -214,7 +214,7 @@ async def deliver(request: Request, answer: Readable, api: Api) -> Any:
 
 
 async def large_response(body: object, size: int, headers: Mapping[str, str] | None = None) -> Response:
-    """Return `json_response` of a body of about `size` tokens, written and freed beside the event loop if large."""
+    """Return `json_response` of a body of about `size` tokens, written and freed on a thread if it is large."""
     if size < LARGE_TEXT:
         return json_response(body, headers=headers)
     parts = await off_loop(size, lambda: _written(body, False))
@@ -224,8 +224,8 @@ async def large_response(body: object, size: int, headers: Mapping[str, str] | N
 async def large_event(
     body: object, size: int, head: bytes = b"data: ", tail: bytes = b"\n\n", keeps_body: bool = False
 ) -> bytes:
-    """Return `event` of a body of about `size` tokens, written beside the event loop if it is large, and then freed
-    unless `keeps_body`."""
+    """Return `event` of a body of about `size` tokens, written on a thread if it is large, and then freed unless
+    `keeps_body`."""
     if size < LARGE_TEXT:
         return head + msgspec.json.encode(body) + tail
     return await off_loop(size, lambda: b"".join((head, *_written(body, keeps_body), tail)))
@@ -246,7 +246,8 @@ def _written(body: object, keeps_body: bool) -> list[bytes]:
 
 
 def num_entries(value: object, levels: int = LEVELS) -> int:
-    """Return how many values the lists of a reply have, those within lists too; not all, if there are many."""
+    """Return the number of values in the lists of a reply, nested lists included; the count may stop early if there are
+    many."""
     if isinstance(value, list):
         nested = bool(value) and isinstance(value[0], list | msgspec.Struct)
         total = len(value)
@@ -261,7 +262,7 @@ def num_entries(value: object, levels: int = LEVELS) -> int:
 
 
 def free_lists(body: object) -> None:
-    """Free the long lists of a reply that is read no more, in slices; call this beside the event loop."""
+    """Free the long lists of a reply that is read no more, in slices; call this on a thread."""
     free(list(_lists(body)))
 
 
@@ -277,8 +278,9 @@ def _lists(value: Any, levels: int = LEVELS) -> Iterator[list[Any]]:
 
 
 def json_pieces(value: Any, levels: int = LEVELS) -> Iterator[bytes]:
-    """Yield what msgspec writes for `value`, with long lists in pieces, so that no call holds the interpreter's lock
-    for long (`bytes.join` releases it). Looks for such lists in as many levels of structs and short lists."""
+    """Yield the JSON that msgspec writes for `value`, with long lists in pieces, so that no call holds the
+    interpreter's lock for long (`bytes.join` releases it). Looks for such lists in as many levels of structs and short
+    lists."""
     if isinstance(value, msgspec.Raw):
         view = memoryview(value)
         for start in range(0, len(view), SENT_BYTES):
@@ -325,7 +327,7 @@ class PieceResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for part in self._parts:
             await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
-            # A client that reads as fast as this writes does not let others run.
+            # For a client that reads as fast as this writes, `send` never waits, and other tasks would not run.
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -339,7 +341,7 @@ def json_in_parts(text: msgspec.Raw) -> Response:
 def id_header(answer_id: str) -> dict[str, str]:
     """Return the header X-Request-Id with the reply's id if that is valid in a header (S-22).
 
-    Otherwise, and if the caller sent an id of its own, return no header; `gates.calls` then adds the call's id."""
+    Otherwise, and if the caller sent an id, return no header; `gates.calls` then adds the call's id."""
     if context.current().is_callers or not context.REQUEST_ID.fullmatch(answer_id):
         return {}
     return {"x-request-id": answer_id}
@@ -368,7 +370,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def stream_headers(media_type: str) -> list[tuple[bytes, bytes]]:
-    """Return the headers of every stream. Those that Starlette makes would declare a length."""
+    """Return the headers of every stream. Starlette's default headers would declare a length."""
     return [
         (b"content-type", f"{media_type}; charset=utf-8".encode()),
         (b"cache-control", b"no-cache"),

@@ -65,7 +65,7 @@ def stored_form(path: Path, info: EngineInfo) -> str:
     try:
         stored = hub.read_json(path / "config.json").get("quantization_config")
     except CheckpointError:
-        # The engine has read the file by now, or it needs none.
+        # The engine has read the file by now, or needs no file.
         stored = None
     return str(stored["quant_method"]) if isinstance(stored, dict) and "quant_method" in stored else info.dtype
 
@@ -77,6 +77,6 @@ def num_weight_bytes(path: Path) -> int:
 
 
 def readable(num_bytes: int) -> str:
-    """Return a number of bytes with a unit of people, such as 1.5 GiB."""
+    """Return a number of bytes with a unit for people, such as 1.5 GiB."""
     size, unit = next(((size, unit) for size, unit in UNITS if num_bytes >= size), (1, "bytes"))
     return f"{num_bytes / size:.1f} {unit}"

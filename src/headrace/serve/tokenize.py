@@ -20,7 +20,7 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
     """Add `/tokenize`."""
 
     async def tokenize(model: ServedModel, body: dict[str, Any]) -> Response:
-        """Text, or messages, to token ids."""
+        """Convert text, or messages, to token ids."""
         if body.get("content") is not None:
             reply = await llama_server.tokenize(model, schema.parse(schema.TokenizeRequest, body))
         else:

@@ -1,1 +1,2 @@
-"""What every call passes before its route: sizes, hosts, keys, rates, deadlines, and the connection itself."""
+"""The checks that every call passes before its route: sizes, hosts, keys, rates, deadlines, and the connection
+itself."""

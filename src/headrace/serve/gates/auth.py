@@ -1,8 +1,8 @@
 """The API keys of the server: `KeyRing` holds them, and `ApiKeyGate` requires one for every path that is not public.
 
-A key comes from the command line, the environment or a file, and only its digest is kept. A file is TOML, a table for
-each holder. The gate reads `scope["path"]` alone, as the router does, so it covers all routes, unknown ones too. Every
-path needs a class of keys; a path without a class of its own needs the administrator's. Knows keys and classes, and no
+A key comes from the command line, the environment or a file, and only its digest is kept. A file is TOML with a table
+for each holder. The gate reads `scope["path"]` alone, as the router does, so it covers all routes, unknown ones too.
+Every path needs a class of keys; a path without a class needs the administrator's key. Knows keys and classes, and no
 requests. Called by `calls.CallGate`; `serve.app` makes ring and gate.
 """
 
@@ -31,7 +31,7 @@ CLASSES = ("infer", "metrics", "admin")
 MAX_FILE_BYTES = 2**20
 HIDDEN = "(not shown)"
 
-# A page holds no data; what it shows comes from routes that need a key. `/` is the page, or says that a server runs.
+# A page holds no data: its data come from routes that need a key. `/` is the page, or a reply that a server runs.
 PUBLIC_PATHS = frozenset({"/health/live", "/", "/inspect"})
 PUBLIC_UNDER = "/inspector/"
 ANY = "any"
@@ -43,7 +43,7 @@ _ADMIN_PATHS = frozenset(
     "/api/pull /api/push /api/create /api/copy /api/delete /v1/load_lora_adapter /v1/unload_lora_adapter".split()
 )
 _ADMIN_UNDER = "/api/blobs/"
-# Read with any key that infers, changed with the administrator's.
+# Any key for inference reads these, only the administrator's changes them.
 _SETTINGS_PATHS = frozenset({"/props", "/lora-adapters"})
 _INFER_PATHS = frozenset(
     "/tokenize /detokenize /completion /completions /embedding /embeddings /apply-template /props /infill /score "
@@ -76,8 +76,8 @@ class KeyRing:
     """All keys of the server. With an empty ring every call passes.
 
     Attributes:
-        limits: rate limits of the holders that have their own, by name.
-        storage: bytes that the holders may store who have a bound of their own, by name.
+        limits: rate limits of the holders that have some, by name.
+        storage: bytes that a holder may store, by name, for the holders with such a bound.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class KeyRing:
 
     @classmethod
     def of(cls, api_key: str | Sequence[str] | None, admin_api_key: str | None, file: str | None) -> KeyRing:
-        """Return the ring of all keys. Keys of `api_key` have no class admin, unless no other key has it.
+        """Return the ring of all keys. Keys of `api_key` have the class admin only if no other key has it.
 
-        Raises `RequestError` for a key that can not stand in a header, or a file that can not be read.
+        Raises `RequestError` for a key that is not valid in a header, or a file that cannot be read.
         """
         keys: list[Key] = []
         limits: dict[str, Limits] = {}
@@ -116,8 +116,8 @@ class KeyRing:
         return cls(keys, limits, storage)
 
     def storage_shares(self, whole: int) -> dict[str, int]:
-        """Return the bytes that each holder may store, by name: its own bound, or an equal share of what the others'
-        bounds leave of `whole`. Raises `RequestError` if they leave nothing."""
+        """Return the bytes that each holder may store, by name: the holder's bound, or an equal share of the rest of
+        `whole` after all bounds. Raises `RequestError` if there is no rest."""
         names = {key.name for key in self.keys if key.classes & {"infer", "admin"}}
         sharing = names - self.storage.keys()
         rest = whole - sum(self.storage.values())
@@ -242,7 +242,7 @@ def _read(path: Path, keys: list[Key], limits: dict[str, Limits], storage: dict[
 
 
 def _holder(name: str, table: object) -> Holder:
-    # The excluded names are those of the command line's keys; an empty name means no tenant.
+    # The excluded names belong to the keys of the command line; an empty name means no tenant.
     if not re.fullmatch(r"[\w.@-]{1,80}", name, re.ASCII) or name == "admin" or name.startswith("key-"):
         raise RequestError(
             "api_key_file", name, "names of 1 to 80 of A-Z a-z 0-9 _ . @ -, other than admin and key-..."

@@ -1,10 +1,11 @@
-"""`CallGate`, the ASGI middleware around all routes: sets what a call is known by and checks it before a route runs.
+"""`CallGate`, the ASGI middleware around all routes: sets the context of a call and checks the call before a route
+runs.
 
 Every call gets its `CallContext`, and every reply X-Request-Id: the caller's if that is valid in a header (S-22), else
 a random one. Then `HeaderGate` checks the headers, `auth.ApiKeyGate` the key, and the deadline is set, from the header
 x-request-timeout.
 
-A web page in a browser on this machine can send requests to a server on localhost, and can point a host name of its own
+A web page in a browser on this machine can send requests to a server on localhost, and its owner can point a host name
 at 127.0.0.1 (DNS rebinding). The headers Host and Origin, which no page can choose, reveal both (S-33). Sizes and
 framing are S-19. Knows no routes and no requests. Added by `serve.app`.
 """
@@ -72,7 +73,8 @@ def flag_values(texts: Sequence[str] | None) -> list[str]:
 
 
 def allowed_hosts(host: str, flags: Sequence[str] | None) -> frozenset[str] | None:
-    """Return the host names of the server beside IP addresses and localhost; None for any name.
+    """Return the host names of the server, without IP addresses and localhost, which are always allowed; None for any
+    name.
 
     Without flags any name is allowed if other machines reach the server: its names are not known then, and keys keep
     strangers out.
@@ -192,12 +194,12 @@ class HeaderGate:
 
 
 class CallGate:
-    """Passes on the calls that both gates let through.
+    """Passes on the calls that both gates allow.
 
     Args:
         most: seconds that any call may take; 0 for no bound.
         apis: the APIs other than OpenAI's, whose errors have another shape.
-        is_ending: whether each connection is to end with its reply, because the server will.
+        is_ending: whether each connection must end with its reply, because the server ends.
     """
 
     def __init__(
@@ -318,7 +320,7 @@ def context_of(headers: Headers, path: str) -> CallContext:
 
 
 def _seconds(headers: Headers, most: float) -> float | None:
-    """Return the seconds that a call may take: at most `most`, or what its header says; None for no bound. Raises
+    """Return the seconds that a call may take: the value of its header, at most `most`; None for no bound. Raises
     `RequestError`."""
     values = headers.get(TIMEOUT.encode(), [])
     if not values:

@@ -13,9 +13,9 @@ read. Here a connection always waits for one thing, a `Wait`, and one timer is a
 | MIGHT_SWITCH_PROTOCOL   | -             | REPLY         | -         | -    | END                       |
 | CLOSED, ERROR, SWITCHED | END           | END           | END       | END  | END                       |
 
-A pair marked - is never left standing, and is an END too. A transport that closes is an END in any state. In REPLY
-the call has bounds of its own (`limits` for its body, its deadline); the timer checks then, as in END, that the client
-reads what is sent. A client that ends its side ends the connection.
+A pair marked - is never left standing, and is an END too. A transport that closes is an END in any state. In REPLY the
+call has other bounds (`limits` for its body, its deadline); the timer checks then, as in END, that the client reads the
+bytes sent to it. A client that ends its side ends the connection.
 
 The last `RESERVED` connections answer probes only. Knows no other routes. Passed to uvicorn by `serve.app`.
 """
@@ -51,11 +51,11 @@ RESERVED = 16
 """Connections that answer only `PROBES`: the last ones, and all that an address opens beyond its bound."""
 PROBES = frozenset({"/health", "/health/live", "/health/ready", "/health/serving", "/ping", "/metrics"})
 MIN_READ_RATE = 1024
-"""Bytes a second that a client must read, over the seconds of `Wait.REPLY` or `Wait.END`, of what is sent to it."""
+"""Bytes a second that a client must read of its reply, over the seconds of `Wait.REPLY` or `Wait.END`."""
 
 
 class Wait(enum.Enum):
-    """What a connection waits for."""
+    """The event that a connection waits for."""
 
     HEADERS = "the rest of a request's headers, or the first request"
     NEXT = "the first byte of a further request"
@@ -88,7 +88,7 @@ _ERRORS = {
     501: ("bad_http", "this transfer-encoding is not supported"),
     503: ("too_many_connections", "too many connections are open"),
 }
-# What a client sends before it shows a key is not logged, or it could fill the log.
+# Bytes of a client that has shown no key are not logged: they could fill the log.
 _LOGGER = logging.getLogger("uvicorn.error.connection")
 _LOGGER.setLevel(logging.ERROR)
 _LOOSE = re.compile(rb"(?<!\r)\n|\n[ \t]")
@@ -101,9 +101,9 @@ def max_connections() -> int:
 
 
 class Peers:
-    """The open connections of one server: how many each address has, and the reserved ones, the oldest first.
+    """The open connections of one server: their number for each address, and the reserved ones, the oldest first.
 
-    `most` bounds those of one address, an IPv4 address or an IPv6 network of 64 bits; None for half of all.
+    `most` bounds the connections of one address (an IPv4 address or an IPv6 network of 64 bits); None for half of all.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -118,7 +118,8 @@ class Peers:
         return num_open - len(self.reserved) > total - self._num_reserved() or self.counts[peer] > most
 
     def reserve(self, connection: Connection) -> bool:
-        """Reserve a connection, in place of the oldest reserved one that awaits no reply. Return False if all do."""
+        """Reserve a connection, in place of the oldest reserved one that awaits no reply. Return False if all await
+        one."""
         if len(self.reserved) >= self._num_reserved():
             idle = next((each for each in self.reserved if each.wait is not Wait.REPLY), None)
             if idle is None:
@@ -134,7 +135,7 @@ class Peers:
 
 
 def peer_of(host: str) -> str:
-    """Return what the connections of a client's address are counted under."""
+    """Return the address or network under which the connections of a client are counted."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -191,7 +192,7 @@ class Connection(H11Protocol):
 
     @classmethod
     def protocol(cls, most_per_peer: int | None) -> Callable[..., Connection]:
-        """Return what makes the connections of one server; see `Peers`."""
+        """Return the factory of one server's connections, for uvicorn; see `Peers`."""
         return functools.partial(cls, Peers(most_per_peer))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -258,13 +259,13 @@ class Connection(H11Protocol):
             for event in (reply, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:
-            # A call that began has no client any more, and must not reply.
+            # A call that has begun has no client any more, and must not reply.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._start(Wait.END)
 
     def _review(self) -> None:
-        """Arm the timer of what the connection waits for now; a wait that goes on keeps its timer."""
+        """Arm the timer of the present wait; a wait that goes on keeps its timer."""
         wait = TABLE.get((self.conn.their_state, self.conn.our_state), Wait.END)
         if self.transport.is_closing():
             wait = Wait.END

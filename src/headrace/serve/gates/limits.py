@@ -52,7 +52,7 @@ class ClientGoneError(HeadraceError):
 
 
 class _Body:
-    """One body in memory. `timeout` is that of its next bytes, None once it is whole."""
+    """One body in memory. `timeout` bounds the wait for its next bytes; None once it is whole."""
 
     def __init__(self, now: float) -> None:
         self.began = now
@@ -146,8 +146,8 @@ async def _read(scope: Scope, receive: Receive, most: int, counted: _Body, bodie
 
 
 async def body_pieces(scope: Scope, receive: Receive, most: int) -> AsyncIterator[bytes]:
-    """Yield a body of at most `most` bytes in pieces as they come, for what goes to the disk. None is kept in memory,
-    and a body must come as fast as `read_body` has it.
+    """Yield a body of at most `most` bytes in pieces as they come, for the disk. No piece is kept in memory, and a body
+    must come as fast as for `read_body`.
 
     Raises `CallError`, `ClientGoneError`."""
     too_large = CallError(413, "body_too_large", f"body: too large; there is room for {most} bytes")
@@ -195,9 +195,9 @@ def parse_json(body: bytes) -> dict[str, Any]:
             object_pairs_hook=_pairs,
             parse_constant=_constant,
             parse_float=_float,
-            parse_int=lambda text: int(text),  # a Python function, between two calls of which other threads may run
+            parse_int=lambda text: int(text),  # a Python function: between two calls of it, other threads may run
         )
-    except ValueError as error:  # also of wrong UTF-8, and of integers with thousands of digits
+    except ValueError as error:  # raised for wrong UTF-8 too, and for integers with thousands of digits
         raise RequestError("body", body[:60].decode("utf-8", "replace"), f"valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise RequestError("body", type(value).__name__, "a JSON object")
@@ -210,7 +210,8 @@ def check_size(body: bytes) -> None:
     """Raise `RequestError` for JSON with too many values or levels, before anything is parsed.
 
     The parser holds the interpreter's lock while it makes texts and lists, for a time that their number bounds. Each
-    call here is one pass over bytes, of some milliseconds. What is no JSON is left to the parser, which stops there.
+    call here is one pass over bytes, of some milliseconds. Bytes that are not JSON are left to the parser, which stops
+    there.
     """
     if b"\\" in body:
         # Without escaped quotes, every second piece between quotes is outside of texts.
@@ -256,7 +257,7 @@ def _float(text: str) -> float:
 
 
 def _check_texts(value: Any) -> None:
-    """Check all texts and keys: half a surrogate pair can not be encoded, and tokenizers fail on it."""
+    """Check all texts and keys: half a surrogate pair cannot be encoded, and tokenizers fail on it."""
     items = [value]
     while items:
         item = items.pop()

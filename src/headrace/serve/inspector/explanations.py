@@ -1,4 +1,4 @@
-"""`GET /v1/requests/{id}/explain`: where the time of a call went, for its caller and for administrators."""
+"""`GET /v1/requests/{id}/explain`: where the time of a call went; for its caller and for administrators."""
 
 from __future__ import annotations
 

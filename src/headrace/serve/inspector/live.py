@@ -42,7 +42,8 @@ class Inspected(Protocol):
 
 
 class Source:
-    """What all viewers read. The state is encoded once for all of them. `running` returns the loaded models."""
+    """The source of the events that all viewers read. The state is encoded once for all of them. `running` returns the
+    loaded models."""
 
     def __init__(self, model: Inspected, running: Callable[[], Iterable[Inspected]]) -> None:
         self.client = client = model.client

@@ -1,4 +1,4 @@
-"""Routes of the page's files. They are public: a page holds no data; what it shows comes from routes that need a key.
+"""Routes of the page's files. They are public: a page holds no data, for its data come from routes that need a key.
 
 `/` is the chat where the `Accept` header names HTML, and Ollama's reply elsewhere. Called by `serve.app`.
 """

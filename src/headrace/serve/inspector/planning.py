@@ -1,6 +1,6 @@
-"""`POST /inspect/plan`: what a model needs and whether a machine has it, as `headrace plan --json` prints it.
+"""`POST /inspect/plan`: the needs of a model, and whether a machine meets them, as `headrace plan --json` prints them.
 
-The planner runs in a process of its own (`plan.worker`), with bounds on its time and memory. A request names a model of
+The planner runs in a separate process (`plan.worker`), with bounds on its time and memory. A request names a model of
 the server or has the values of a config.json; no other file is read, and nothing from the hub. Where keys are set the
 route needs an administrator's. Called by `serve.app`.
 """
@@ -50,7 +50,7 @@ class Planning:
     """Plans for the page.
 
     Args:
-        machine: returns what was measured of this machine, and measures it first if no request is open.
+        machine: returns the measured rates of this machine, and measures it first if no request is open.
     """
 
     def __init__(self, models: ModelSet, machine: Callable[[], Awaitable[Machine]]) -> None:
@@ -63,7 +63,7 @@ class Planning:
         self._process.close()
 
     async def plan(self, body: dict[str, Any]) -> Plan:
-        """What a model needs, and whether a machine has it: the numbers of `headrace plan --json`."""
+        """The needs of a model, and whether a machine meets them: the numbers of `headrace plan --json`."""
         request = convert(PlanRequest, body)
         if request.warnings:
             raise RequestError(request.warnings[0].partition(":")[0], "given", "a field that headrace knows")
@@ -105,7 +105,7 @@ class Planning:
         return hardware.measured(machine.bandwidth, machine.peaks)
 
     def _files(self, name: str | None) -> tuple[str, str]:
-        """Return what the engine of a model calls it, and the path of its files. Blocks."""
+        """Return the engine's name for a model, and the path of its files. Blocks."""
         models, folder = self._models, self._models.files
         running = next(iter(models.running), None) if name is None else models.running_as(name)
         if running is not None and running.path is not None:

@@ -30,7 +30,7 @@ from headrace.serve.storage.batch_lines import Answerer, Line, answers, has_fail
 
 @dataclass(slots=True)
 class Report:
-    """The counts of a run. `num_failed` counts the errors in the whole output, those of earlier runs included."""
+    """The counts of a run. `num_failed` counts the errors in the whole output, which includes earlier runs."""
 
     num_lines: int = 0
     num_known: int = 0
@@ -109,7 +109,7 @@ def mend(target: Path) -> Known:
     for number, text in enumerate(lines, 1):
         output = _output(text)
         if output is None:
-            # A last line without its end was torn by a kill. Zeros are what was never written before a crash.
+            # A last line without its end was torn by a kill. Zeros stand for bytes that a crash kept from the disk.
             if text and number < len(lines) and b"\0" not in text:
                 raise RequestError("OUTPUT", f"line {number}", "an output of run-batch; this file is something else")
             continue
@@ -170,7 +170,7 @@ def _lines_to_ask(
 
 
 def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, line). A line over the limit is cut just behind it."""
+    """Yield (line number from 1, line). A line over the limit is cut one byte after the limit."""
     number = 0
     while raw := file.readline(MAX_BODY_BYTES + 2):
         number += 1

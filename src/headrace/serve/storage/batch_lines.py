@@ -29,7 +29,7 @@ MAX_CUSTOM_ID = 512
 SEEDED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 # Seconds before a line is tried again after the queue was full.
 RETRY_S = 0.2
-# How often a line is tried that fails for an unexpected reason, such as a panic in native code.
+# Tries of a line that fails for an unexpected reason, such as a panic in native code.
 MAX_TRIES = 3
 UNFORESEEN = ErrorBody(
     message=f"internal error, {MAX_TRIES} times; the server's log has more",
@@ -113,8 +113,8 @@ class Answerer:
     async def answer(
         self, line: Line, turn: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
     ) -> dict[str, Any]:
-        """Return the output of a line. Waits while the engine's queue is full, and tries a line `MAX_TRIES` times that
-        fails for an unexpected reason of any kind: then the line has failed, and no other.
+        """Return the output of a line. Waits while the engine's queue is full. A line that fails for an unexpected
+        reason, of whatever kind, is tried `MAX_TRIES` times; then this line alone has failed.
 
         Each try is made in a `turn`. Raises `EngineDeadError`; the line then has no answer and may be tried again."""
         num_tries = 0
@@ -133,7 +133,7 @@ class Answerer:
                 reply = Error(error=body_of_error)
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
                 raise
-            except BaseException as error:  # a panic of pyo3's is no Exception
+            except BaseException as error:  # pyo3 raises a panic as a BaseException
                 self._log(error)
                 num_tries += 1
                 if num_tries < MAX_TRIES:
@@ -170,8 +170,8 @@ class Answerer:
 async def answers(
     lines: Iterable[Line], answer: Callable[[Line], Awaitable[dict[str, Any]]], concurrency: int
 ) -> AsyncGenerator[list[dict[str, Any]], None]:
-    """Yield outputs in order of completion, with at most `concurrency` lines running: all that ended since the last
-    time together, so the caller can bring them to the disk at once while further lines run.
+    """Yield outputs in order of completion, with at most `concurrency` lines running: each list holds all that ended
+    since the last one, so the caller can bring them to the disk at once while further lines run.
 
     Leaving the iteration early cancels the running lines. Raises the errors of `answer`.
     """

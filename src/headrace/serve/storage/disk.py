@@ -1,4 +1,4 @@
-"""The file operations of the storage. What `create`, `write` and `truncate` did is on the disk when they return.
+"""The file operations of the storage. The changes of `create`, `write` and `truncate` are on the disk when they return.
 
 A name (of a new, renamed or deleted file) is on the disk after `sync` of its folder. All writes of `serve.storage` go
 through this module, so the tests record them here, and try every state that a crash may leave. Knows bytes and paths.
@@ -54,7 +54,7 @@ def append(descriptor: int, data: bytes) -> None:
 
 
 def sync_file(descriptor: int) -> None:
-    """Bring what was written into an open file to the disk."""
+    """Bring the written bytes of an open file to the disk."""
     os.fsync(descriptor)
 
 

@@ -18,7 +18,7 @@ MAX_PARTS = 32
 MAX_FIELD_BYTES = 4096
 MAX_NAME = 80
 
-# The reply says what is wrong with the body: the log need not repeat it.
+# The reply names the fault of the body: the log need not repeat it.
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 

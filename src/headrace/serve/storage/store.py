@@ -3,7 +3,7 @@
 An entry is a JSON object of metadata and a body of bytes. It lives in memory, or in a folder, where it outlives the
 server: a change is on the disk before its call returns. If the disk is full or fails, the call fails and no entry is
 lost: the store always agrees with the folder (R-28). Ids are random and looked up among the entries, so no text of a
-client becomes a path (S-21). An entry belongs to the tenant who made it (`engine.tenants`): other tenants can not see
+client becomes a path (S-21). An entry belongs to the tenant who made it (`engine.tenants`): other tenants cannot see
 it, and it takes room from its owner's share only. Calls that read bodies or change entries of one owner must not
 overlap: `serve.storage.writers`. Knows no HTTP and no API. Called by `serve.apis.openai.files`,
 `serve.apis.openai.batches` and `serve.apis.openai.responses`.
@@ -76,11 +76,11 @@ class Store:
         folder: the folder of the entries' files, which only this user can read; None keeps entries in memory. Entries
             in the folder are loaded; other files and symbolic links are left alone.
         max_items, max_bytes: bounds on the number of an owner's entries, and on the bytes of their metadata and bodies.
-        shares: bytes for owners who have a bound of their own, by name.
+        shares: the bytes of each owner that has a separate bound, by name.
         max_entry_bytes: a bound on the bytes of one entry.
         evict: delete the owner's oldest entries when there is no room, instead of raising `StoreFullError`.
 
-    Raises `HeadraceError` if the folder can not be used, or another server uses it.
+    Raises `HeadraceError` if the folder cannot be used, or another server uses it.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Store:
             self._lock = None
 
     def new_id(self) -> str:
-        """Return a new random id that can not be guessed."""
+        """Return a new random id that cannot be guessed."""
         return self.prefix + secrets.token_hex(16)
 
     def put(self, entry_id: str, metadata: dict[str, Any], body: bytes = b"") -> None:
@@ -188,7 +188,7 @@ class Store:
                 try:
                     disk.write(path, data, begin)
                 except OSError:
-                    # A part may be there.
+                    # A part of the file may be there.
                     with contextlib.suppress(OSError):
                         disk.truncate(path, size)
                     raise
@@ -238,7 +238,7 @@ class Store:
         return True
 
     def discard(self, entry_id: str) -> None:
-        """Delete an entry if there is one, even if its files can not be deleted."""
+        """Delete an entry if there is one, even if its files cannot be deleted."""
         try:
             self.delete(entry_id)
         except StorageError:
@@ -320,7 +320,7 @@ class Store:
                 disk.unlink(Path(item.path))
         for _, entry_id in sorted(ids_by_time):
             self._read_entry(folder, entry_id)
-        # What is shown from now on has to be there after the next crash.
+        # Entries that clients see from now on must be there after the next crash.
         disk.sync(folder)
 
     def _read_entry(self, folder: Path, entry_id: str) -> None:

@@ -1,7 +1,8 @@
-"""`Writers` runs what reads and changes the storage's files on threads: for each holder one call after the other.
+"""`Writers` runs the calls that read and change the storage's files on threads: for each holder one call after the
+other.
 
-So the event loop never waits for a disk, no holder's calls wait for another holder's, and no call meets an entry that
-another one changes. Knows no stores. Made by `serve.apis.openai.storage`.
+So the event loop never waits for a disk, no holder's calls wait for another holder's, and no call reads an entry while
+another call changes it. Knows no stores. Made by `serve.apis.openai.storage`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What of a request's body becomes text, or goes, before it is checked: blocks that the models here can not read, and
-tools that a provider runs. Each has a warning. Called by the routes in `paths`."""
+"""Replaces blocks that the models here cannot read by texts, and removes tools that a provider runs, before a request's
+body is checked. Each change has a warning. Called by the routes in `paths`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _HOSTED = re.compile(r"mcp_toolset|[a-z_]+_20\d{6}")
 
 
 def readable(body: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
-    """Return a body in which only what the user has said since the model's last turn may hold blocks that are not
-    read. Of values of the wrong type, nothing is changed."""
+    """Return a body in which only the user's turns after the model's last turn may hold blocks that the model cannot
+    read. Values of the wrong type stay as they are."""
     messages, tools = body.get("messages"), body.get("tools")
     if isinstance(messages, list):
         new = first_new([message.get("role") if isinstance(message, dict) else None for message in messages])
@@ -42,7 +42,7 @@ def _block(block: Any, field: str, is_new: bool, warnings: Warnings) -> Any:
     kind = block.get("type") if isinstance(block, dict) else None
     inner = block.get("content") if kind == "tool_result" else None
     if isinstance(inner, list):
-        # What a tool gives is not the user's: a client could not take it back.
+        # A tool's result is not the user's own text: the client could not send another one after an error.
         texts = [_block(each, f"{field}.content[{place}]", False, warnings) for place, each in enumerate(inner)]
         return {**block, "content": texts}
     if not isinstance(kind, str) or kind in READ:
@@ -77,7 +77,8 @@ def _text_of(kind: str, block: Mapping[str, Any]) -> str | None:
 
 
 def _is_hosted(tool: Any, field: str, warnings: Warnings) -> bool:
-    """Whether a tool is one of Anthropic's own, which the models here do not know and no one here runs."""
+    """Return whether a tool is one of Anthropic's own, which the models here do not know and this server does not
+    run."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str) or _HOSTED.fullmatch(kind) is None:
         return False

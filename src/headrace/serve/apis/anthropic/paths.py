@@ -24,7 +24,7 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
         return MessagesAnswer(answer, request, model.front.info.block_size)
 
     async def count_tokens(model: ServedModel, body: dict[str, Any]) -> TokenCount:
-        """How many tokens a message's prompt has."""
+        """The number of tokens in a message's prompt."""
         request = read(CountTokensRequest, body)
         call = chat_call(request)
         warnings = request.warnings.reply()

@@ -17,7 +17,7 @@ from headrace.serve.errors import Api, ErrorBody, event
 from headrace.serve.routing import Readable
 from headrace.text.outputs import Content, MessagePart, Reasoning
 
-# The statuses whose errors have another type than OpenAI's, beside "server_error".
+# The statuses whose errors have another type than OpenAI's; `_error` renames "server_error" itself.
 ERROR_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -38,7 +38,7 @@ def _error(status: int, body: ErrorBody) -> AnthropicError:
 
 
 def _overflow(error: ContextLengthError) -> str:
-    """Return Anthropic's own words, in which clients look for the numbers."""
+    """Return the error in Anthropic's own words, in which clients search for the numbers."""
     if not error.num_answer:
         return f"prompt is too long: {error.num_prompt} tokens > {error.max_model_len - 1} maximum"
     sizes = f"{error.num_prompt} + {error.num_answer} > {error.max_model_len}"
@@ -181,8 +181,8 @@ class MessagesAnswer(Readable):
     async def events(self) -> AsyncIterator[bytes]:
         """Yield message_start, the blocks one after the other, message_delta, message_stop. Raises the engine's
         errors."""
-        # At once: a long prompt takes minutes, and clients give up on a silent stream. What was cached is in the end's
-        # usage.
+        # At once: a long prompt takes minutes, and clients give up on a silent stream. The count of cached tokens is in
+        # the last event's usage.
         yield _event(MessageStart(message=self._message([], None)))
         yield _event(Ping())
         index, kind = -1, ""
@@ -190,7 +190,7 @@ class MessagesAnswer(Readable):
             for part in parts:
                 part_kind = type(part).__name__
                 gap = getattr(part, "gap", "") if part_kind == kind else ""
-                # A call's first part has its name, and begins a block even after another call.
+                # The first part of a call has the call's name, and begins a new block even after another call.
                 if part_kind != kind or getattr(part, "name", None) is not None:
                     if kind:
                         yield _event(BlockStop(index=index))
@@ -227,7 +227,8 @@ class MessagesAnswer(Readable):
         return StopDelta(stop_reason=STOP_REASONS.get(reason, "end_turn"), stop_sequence=None)
 
     def _usage(self) -> MessageUsage:
-        """Count the tokens. Whole blocks are written to the cache, shown if `cache_control` is in the request."""
+        """Count the tokens. Tokens of whole blocks count as written to the cache if `cache_control` is in the
+        request."""
         num_prompt, num_cached = len(self._state.request.prompt_token_ids), self._state.num_cached_tokens
         num_written = 0
         if marks_cache(self._request):
@@ -241,7 +242,7 @@ class MessagesAnswer(Readable):
 
 
 def _opening(part: MessagePart) -> Block:
-    """The empty block that a part begins."""
+    """Return the empty block that a part begins."""
     if isinstance(part, Content):
         return ReplyText(text="")
     if isinstance(part, Reasoning):
@@ -250,7 +251,7 @@ def _opening(part: MessagePart) -> Block:
 
 
 def _delta(part: MessagePart, gap: str) -> Delta | None:
-    """What a part adds to its block, if anything, after a `gap`."""
+    """Return the text that a part adds to its block after a `gap`, or None."""
     if isinstance(part, Content):
         return TextDelta(text=gap + part.text)
     if isinstance(part, Reasoning):

@@ -1,7 +1,7 @@
 """The bodies of Anthropic's requests, and the `ChatCall` that each becomes.
 
-What the API has and headrace has not is refused or listed in `warnings`. Called by the routes in `paths`; knows no
-HTTP.
+Fields of the API that headrace does not support are refused or listed in `warnings`. Called by the routes in `paths`;
+knows no HTTP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IGNORED = {
     "container": "there are no containers",
     "diagnostics": "usage tells what the cache had",
 }
-# The engine's fields, and those of this API that set them.
+# The engine's fields, and the fields of this API that set them.
 SPELLING = spelling_of(ANTHROPIC) | {
     "structured_outputs": "output_config",
     "reasoning_effort": "output_config.effort",
@@ -124,11 +124,11 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CountTokensRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/messages/count_tokens. Anthropic wants a model; llama-server's callers leave it out."""
+    """POST /v1/messages/count_tokens. Anthropic requires `model`; callers of llama-server leave it out."""
 
     model: str | None = None
     messages: list[Message]
-    # Images are refused; as one of two kinds a block must say which it is.
+    # Images are refused. The second type makes `type` required in every block.
     system: str | list[TextBlock | ImageBlock] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -158,7 +158,7 @@ def read(kind: type[T], body: dict[str, Any]) -> T:
 
 
 def chat_call(request: CountTokensRequest) -> ChatCall:
-    """Return the chat that a request asks for. Raises `RequestError`; may add to the request's warnings."""
+    """Return the chat call of a request. Raises `RequestError`; may add to the request's warnings."""
     messages = [ChatMessage(role="system", content=_system(request.system))] if request.system else []
     for index, turn in enumerate(request.messages):
         messages += _messages(turn, f"messages[{index}]", request)
@@ -186,7 +186,7 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
         form=form,
         reasoning_effort=effort,
         thinks=None if thinking is None else thinking.type != "disabled",
-        # A prefill: the answer goes on from the client's own beginning of it.
+        # A prefill: the client has begun the answer, which goes on from there.
         continue_final_message=bool(request.messages) and request.messages[-1].role == "assistant",
         stream=isinstance(request, MessagesRequest) and bool(request.stream),
         cuts_max_tokens=True,
@@ -234,17 +234,17 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[Ch
 
 
 def _text(texts: list[str]) -> str | list[str]:
-    """One text, or several, which the model's template puts together."""
+    """Return one text, or several, which the model's template joins."""
     return texts[0] if len(texts) == 1 else texts
 
 
 def _system(content: str | list[TextBlock | ImageBlock]) -> str:
-    """One text: a template that takes lists would write several differently."""
+    """Return the system prompt as one text: a template that takes lists would write several texts differently."""
     return content if isinstance(content, str) else "\n".join(_texts(content, "system"))
 
 
 def _result(block: ToolResultBlock, field: str) -> str | list[str]:
-    """What a tool gave; that it failed is said in words, for chat templates have no mark for it."""
+    """Return the result of a tool. A failure is put in words, for chat templates have no mark for it."""
     content = block.content or ""
     failed = "Error: " if block.is_error else ""
     if isinstance(content, str):
@@ -254,7 +254,7 @@ def _result(block: ToolResultBlock, field: str) -> str | list[str]:
 
 
 def _texts(blocks: Sequence[Block], field: str) -> list[str]:
-    """The texts of blocks that must be nothing else. Raises `RequestError`."""
+    """Return the texts of blocks that must all be texts. Raises `RequestError`."""
     texts = []
     for index, block in enumerate(blocks):
         if not isinstance(block, TextBlock):

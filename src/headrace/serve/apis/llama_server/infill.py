@@ -1,6 +1,6 @@
-"""llama-server's /infill: a prompt with the model's own marks for a gap, and the text that fills it.
+"""llama-server's /infill: a prompt with the model's own marks around a gap, and the text that fills the gap.
 
-Models are trained with marks that say what comes before the gap and what after it (Bavarian et al., arXiv:2207.14255).
+Models are trained with marks of the text before the gap and of the text after it (Bavarian et al., arXiv:2207.14255).
 `marks_of` finds them in the vocabulary by their names. Called by `paths`.
 """
 
@@ -89,8 +89,8 @@ class Infill:
         return await self._llama.answer(request, [prompt], stop_token_ids=self.marks.ends)
 
     async def _prompt(self, request: InfillRequest, marks: Marks) -> list[int]:
-        """Return the token ids of the prompt: the files around, then the gap. Files that do not fit are left out, the
-        first ones first."""
+        """Return the token ids of the prompt: the files of the context, then the text around the gap. Files that do not
+        fit are left out, the first ones first."""
         extra = await self._extra(request, marks)
         before = await self._ids(request.input_prefix, "input_prefix") + await self._ids(request.prompt, "prompt")
         after = await self._ids(request.input_suffix, "input_suffix")
@@ -107,7 +107,7 @@ class Infill:
         return [*head, *(i for part in extra for i in part), *ends]
 
     async def _extra(self, request: InfillRequest, marks: Marks) -> list[list[int]]:
-        """Return the token ids of each file around the gap."""
+        """Return the token ids of each file of the context."""
         files = request.input_extra or []
         if len(files) > MAX_EXTRA:
             raise RequestError("input_extra", len(files), f"at most {MAX_EXTRA} files")

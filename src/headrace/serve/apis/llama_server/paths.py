@@ -1,4 +1,4 @@
-"""The routes of llama-server's API, and what is there in place of those that are not served."""
+"""The routes of llama-server's API, and replies that name an alternative for routes that are not served."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INSTEAD = {
     "/slots": "start the server without --no-slots",
     "/lora-adapters": "adapters are not loaded; merge the adapter into the checkpoint",
 }
-"""What to use in place of a route that is not served; that of slots is, with the flag."""
+"""The alternative to each route that is not served. The route of slots is served with the flag."""
 ACTIONS = ("save", "restore", "erase")
 KEPT = (
     "n_erased: the slot has no tokens any more, but the prefix cache, which all slots share, keeps their blocks until "
@@ -46,8 +46,8 @@ KEPT = (
 
 def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, shows_slots: bool = True) -> None:
     """Add `/completion`, `/infill`, `/embedding`, `/apply-template`, the counters of chats, `/props`, `/slots`
-    and `/lora-adapters`. `folder` is where session files of slots are kept, if they are; `shows_slots`: `GET /slots` is
-    served."""
+    and `/lora-adapters`. `folder` keeps the session files of slots, None if there are none; `shows_slots`: `GET /slots`
+    is served."""
     slots: WeakKeyDictionary[ServedModel, Slots] = WeakKeyDictionary()
 
     def slots_of(model: ServedModel) -> Slots | None:
@@ -69,7 +69,7 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
         )
 
     async def props(query: Mapping[str, str]) -> reply.LlamaProps:
-        """What is served, and with which defaults."""
+        """The served model, and the defaults of its requests."""
         described: reply.LlamaProps = await cast(Any, sleeping.props)(query)
         described.is_sleeping = models.is_sleeping
         return described
@@ -79,7 +79,7 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
         return []
 
     async def set_props(body: dict[str, Any]) -> reply.LlamaSuccess:
-        """Change settings of the server, of which llama-server has none yet, as here."""
+        """Change settings of the server; there are none yet, as in llama-server."""
         for name, value in body.items():
             raise RequestError(name[:80], value, "left out: settings are flags of headrace serve")
         return reply.LlamaSuccess(success=True)

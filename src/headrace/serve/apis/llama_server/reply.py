@@ -1,4 +1,5 @@
-"""The replies of llama-server's API: answers, whole or as a stream of events, what describes the server, and errors."""
+"""The replies of llama-server's API: answers, whole or as a stream of events, descriptions of the server, and
+errors."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ TYPES = {code: code for code in (UNSERVED, NO_SLOT)} | {"context_length_exceeded
 
 
 class LlamaErrorBody(msgspec.Struct, kw_only=True):
-    """The last two where the context is too small."""
+    """The body of an error; the last two fields are there where the prompt does not fit the context."""
 
     code: int
     message: str
@@ -47,14 +48,14 @@ class LlamaError(msgspec.Struct, kw_only=True):
 
 
 def _error(status: int, body: ErrorBody) -> LlamaError:
-    """OpenAI's shape, but the code is the status."""
+    """Return the error in OpenAI's shape, but with the status as its code."""
     kind = TYPES.get(body.code, body.type)
     sizes = {"n_prompt_tokens": body.n_prompt_tokens, "n_ctx": body.n_ctx}
     return LlamaError(error=LlamaErrorBody(code=status, message=body.message, type=kind, **sizes))
 
 
 def _overflow(error: ContextLengthError) -> str:
-    """llama-server's own words, by which its clients find out that they have to shorten the prompt."""
+    """Return llama-server's own words, by which its clients detect that they must shorten the prompt."""
     size = f"{error.num_prompt + error.num_answer} tokens"
     return f"request ({size}) exceeds the available context size ({error.max_model_len} tokens), try increasing it"
 
@@ -84,7 +85,7 @@ Probabilities = list[LlamaTokenLogprob] | UnsetType
 
 
 class LlamaResult(msgspec.Struct, kw_only=True):
-    """POST /completion: a whole answer, or the last event of one. With `response_fields`, those of the fields alone."""
+    """POST /completion: a whole answer, or the last event of one. With `response_fields`, it has these fields alone."""
 
     index: int | UnsetType = UNSET
     id_slot: int | UnsetType = UNSET
@@ -217,7 +218,7 @@ class LlamaAnswer(Readable):
         self._follow = model.follow_prompt if request.return_progress else None
 
     def close(self) -> None:
-        """Abort what still runs, and give the slots back with the tokens that are in them."""
+        """Abort the requests that still run, and free the slots with the tokens that are in them."""
         if self._places is not None:
             self._places.give_back(self.answer.generation.states)
         super().close()
@@ -275,7 +276,7 @@ class LlamaAnswer(Readable):
         )
 
     def _result(self, place: int, state: RequestState) -> LlamaResult:
-        """The last event of an answer."""
+        """Return the last event of an answer."""
         finish = state.finish
         word = finish.stop_reason if finish is not None and isinstance(finish.stop_reason, str) else ""
         reason = finish.reason if finish is not None else ""
@@ -321,7 +322,7 @@ class LlamaAnswer(Readable):
         return {"id": token_id, "token": token_text(tokenizer, token_id), "bytes": tuple(raw)} | number
 
     def _selected(self, result: LlamaResult) -> LlamaResult | dict[str, Any]:
-        """The fields that `response_fields` names, "a/b" for b within a; all, if the request names none."""
+        """Return the fields that `response_fields` names ("a/b" is b within a), or all if the request names none."""
         if not self._request.response_fields:
             return result
         fields = msgspec.to_builtins(result)

@@ -52,7 +52,7 @@ class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 class InfillRequest(LlamaCompletionRequest, forbid_unknown_fields=True, kw_only=True):
-    """POST /infill: what comes before and after the gap. `prompt` is the last part of what comes before it."""
+    """POST /infill: the text before the gap and the text after it. `prompt` is the last part of the text before it."""
 
     input_prefix: str
     input_suffix: str
@@ -61,7 +61,7 @@ class InfillRequest(LlamaCompletionRequest, forbid_unknown_fields=True, kw_only=
 
 
 class TemplateRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /apply-template: what of a chat shapes its prompt."""
+    """POST /apply-template: the fields of a chat that shape its prompt."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -76,7 +76,7 @@ class TemplateRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 class SlotRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /slots/{slot_id}: the name of the session file, but for action=erase."""
+    """POST /slots/{slot_id}: the name of the session file, which action=erase does not need."""
 
     filename: str | None = None
 
@@ -90,8 +90,8 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 def text_in(prompt: dict[str, Any], field: str) -> str:
-    """Return the text of a prompt that is an object, as llama-server's clients send it with pictures. Raises
-    `RequestError` where it has any."""
+    """Return the text of a prompt that is an object, the form in which llama-server's clients send pictures. Raises
+    `RequestError` for one with pictures."""
     for name, value in prompt.items():
         if name not in ("prompt_string", "multimodal_data") or (name == "multimodal_data" and value):
             bound = "left out: models read text" if name == "multimodal_data" else "prompt_string"
@@ -103,5 +103,5 @@ def text_in(prompt: dict[str, Any], field: str) -> str:
 
 
 def are_many(prompt: Prompt) -> bool:
-    """A list is one prompt if it has a token id in it, and else a list of prompts."""
+    """Return whether `prompt` is a list of prompts; a list with a token id in it is one prompt."""
     return isinstance(prompt, list) and not any(isinstance(piece, int) for piece in prompt)

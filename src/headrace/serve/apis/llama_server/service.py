@@ -63,8 +63,8 @@ class LlamaServer:
         many: bool = False,
         stop_token_ids: Sequence[int] = (),
     ) -> LlamaAnswer:
-        """Begin to go on with each prompt, which the request's own fields do not give. `many`: the reply is a list.
-        An answer ends at one of `stop_token_ids` too. Raises `HeadraceError`s of all kinds."""
+        """Start a completion of each of `prompts`; the request's own fields hold no prompt. `many`: the reply is a
+        list. An answer also ends at one of `stop_token_ids`. Raises `HeadraceError`s of all kinds."""
         if self.saved is not None:
             self.saved.check_id(request.id_slot)
         elif request.id_slot is not None:
@@ -120,7 +120,7 @@ class LlamaServer:
         ]
 
     async def _ids(self, prompt: Any, field: str) -> list[int]:
-        """One prompt: a text, an object that has it, or a list of token ids and texts mixed."""
+        """Return the token ids of a prompt: a text, an object with a text, or a mixed list of token ids and texts."""
         if isinstance(prompt, dict):
             prompt, field = text_in(prompt, field), f"{field}.prompt_string"
         if isinstance(prompt, str):
@@ -134,7 +134,7 @@ class LlamaServer:
         token_ids: list[int] = []
         for index, piece in enumerate(prompt):
             if isinstance(piece, str):
-                # Only the first begins a text.
+                # Only the first piece begins a text.
                 token_ids += await self.model.encode(piece, index == 0, f"{field}[{index}]")
             elif isinstance(piece, int) and not isinstance(piece, bool):
                 token_ids.append(piece)
@@ -143,7 +143,7 @@ class LlamaServer:
         return token_ids
 
     async def _logit_bias(self, biases: list[list[Any]] | dict[str, Any]) -> dict[int, float]:
-        """By token id or by text, whose tokens all get the bias; false forbids a token."""
+        """Return the biases by token id. All tokens of a text get its bias; false forbids a token."""
         pairs = list(biases.items()) if isinstance(biases, dict) else biases
         if len(pairs) > 1024:
             raise RequestError("logit_bias", len(pairs), "a length from 0 to 1024")
@@ -163,13 +163,13 @@ class LlamaServer:
         return by_id
 
     async def apply_template(self, body: dict[str, Any]) -> reply.LlamaPrompt:
-        """The prompt that a chat becomes."""
+        """The prompt that the template makes of a chat."""
         request = convert(TemplateRequest, body)
         text, _ = await self.model.chat_prompt(chat_of(request, model=request.model, warnings=request.warnings))
         return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
     async def count_tokens(self, body: dict[str, Any]) -> reply.LlamaTokens:
-        """How many tokens a chat's prompt has."""
+        """The number of tokens in a chat's prompt."""
         request = convert(TemplateRequest, body)
         _, token_ids = await self.model.chat_prompt(chat_of(request, model=request.model, warnings=request.warnings))
         return reply.LlamaTokens(input_tokens=len(token_ids), warnings=request.warnings.reply())
@@ -190,7 +190,7 @@ class LlamaServer:
         return [reply.LlamaVector(index=index, embedding=[row]) for index, row in enumerate(embedded.rows)]
 
     def props(self, query: Mapping[str, str]) -> reply.LlamaProps:
-        """What is served, and with which defaults."""
+        """The served model, and the defaults of its requests."""
         self.model.check_model(query.get("model"))
         info, tokenizer = self.model.front.info, self.model.front.tokenizer
         names = tokenizer.special_tokens if tokenizer is not None else {}
@@ -213,7 +213,7 @@ class LlamaServer:
     def slots(self, query: Mapping[str, str]) -> list[reply.LlamaSlot]:
         """The places of the batch.
 
-        Those in use come first. Raises `CallError` if all are and `query` has `fail_on_no_slot`.
+        Places in use come first. Raises `CallError` if all are in use and `query` has `fail_on_no_slot`.
         """
         self.model.check_model(query.get("model"))
         client, info = self.model.front.client, self.model.front.info
@@ -247,7 +247,7 @@ async def tokenize(model: ServedModel, request: TokenizeRequest) -> Tokenized:
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
-    """A token as text, or as bytes where it is a part of a character."""
+    """Return a token as text, or as bytes where it is a part of a character."""
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()

@@ -1,8 +1,9 @@
 """The tokens in llama-server's slots, and the session files that they are saved to and restored from.
 
 A slot is a number under which a client finds the tokens of its last answer again: the KV cache is the same for all.
-Each holder of a key has slots and a folder of its own. Files are named by clients, without folders in the name; the
-engine writes and reads them (`engine.sessions`). Knows no routes. Called by `service`, `reply` and `paths`.
+Each holder of a key has separate slots and a separate folder. Clients choose the names of files, without folders in
+them; the engine writes and reads the files (`engine.sessions`). Knows no routes. Called by `service`, `reply` and
+`paths`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from headrace.protocol.errors import EngineDeadError, RequestError
 from headrace.text.outputs import RequestState
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,127}")
-"""What a client may call a file: it begins with no dot, and has no slash."""
+"""The names that a client may give to a file: none begins with a dot or has a slash."""
 MAX_FILES = 1024
 """Session files of one holder."""
 MAX_TOKENS = 2**22
@@ -31,12 +32,12 @@ MAX_TOKENS = 2**22
 
 
 class Folder(NamedTuple):
-    """Where session files are kept.
+    """The folder of the session files.
 
     Attributes:
         path: the folder of all holders.
-        max_bytes: of the files of a holder that `shares` does not name.
-        shares: bytes that holders may store, by name.
+        max_bytes: bytes that a holder may store whom `shares` does not name.
+        shares: bytes that the other holders may store, by name.
     """
 
     path: Path
@@ -45,7 +46,8 @@ class Folder(NamedTuple):
 
     @classmethod
     def of(cls, path: str | None, max_bytes: int, shares: Mapping[str, int]) -> Folder | None:
-        """Return the folder of --slot-save-path, which is there then; None without a path. Raises `RequestError`."""
+        """Return the folder of --slot-save-path, which is created if need be; None without a path. Raises
+        `RequestError`."""
         if path is None:
             return None
         folder = Path(path).expanduser().absolute()
@@ -56,14 +58,14 @@ class Folder(NamedTuple):
         return cls(folder, max_bytes, shares)
 
     def of_holder(self) -> Path:
-        """Return the folder of the caller, which is there then. Raises OSError."""
+        """Return the folder of the caller, which is created if need be. Raises OSError."""
         name = tenants.current().name
         path = self.path / f"holder-{hashlib.sha256(name.encode()).hexdigest()[:32]}" if name else self.path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return path
 
     def room_for(self, path: Path) -> int:
-        """Return the bytes that the caller's file `path` may take, of which nothing else is used. Raises
+        """Return the bytes that the caller's file `path` may take: the share, less the caller's other files. Raises
         `RequestError` for one file too many."""
         share = self.shares.get(tenants.current().name, self.max_bytes)
         others = [each for each in path.parent.iterdir() if each.is_file() and each != path]
@@ -80,7 +82,7 @@ class HeldSlots(NamedTuple):
     ids: list[int]
 
     def give_back(self, states: Sequence[RequestState]) -> None:
-        """Free the slots, which then hold the tokens that were computed: all but the last. May be called twice."""
+        """Free the slots, which then hold the computed tokens: all but the last one. May be called twice."""
         for slot_id, state in zip(self.ids, states, strict=True):
             if (self.holder, slot_id) in self.slots.busy:
                 self.slots.busy.discard((self.holder, slot_id))
@@ -88,8 +90,8 @@ class HeldSlots(NamedTuple):
 
 
 class Slots:
-    """`num` slots for each holder. `client` is the engine's; `digest` returns that of the model's files, all of which
-    it reads."""
+    """`num` slots for each holder. `client` is the engine's; `digest` returns the digest of the model's files, all of
+    which it reads."""
 
     def __init__(self, client: EngineClient, folder: Folder, digest: Callable[[], str]) -> None:
         self._client, self._folder, self._digest_files = client, folder, digest
@@ -100,7 +102,7 @@ class Slots:
 
     @property
     def num(self) -> int:
-        """As many as the batch has places."""
+        """The number of slots: as many as the batch has places."""
         return self._client.info.max_num_seqs
 
     def check_id(self, slot_id: int | None, field: str = "id_slot") -> None:
@@ -119,7 +121,7 @@ class Slots:
         return HeldSlots(self, holder, ids)
 
     def put(self, holder: str, slot_id: int, token_ids: Sequence[int]) -> None:
-        """Note what a slot holds."""
+        """Note the tokens that a slot holds."""
         self._tokens.pop((holder, slot_id), None)
         self._tokens[holder, slot_id] = array("i", token_ids)
         num = sum(map(len, self._tokens.values()))
@@ -127,7 +129,8 @@ class Slots:
             num -= len(self._tokens.pop(next(iter(self._tokens))))
 
     async def save(self, slot_id: int, filename: str | None) -> tuple[SessionMoved, float]:
-        """Write the cached blocks of a slot's tokens to a file. Returns what was written, and the milliseconds.
+        """Write the cached blocks of a slot's tokens to a file. Returns the counts of tokens and bytes, and the
+        milliseconds.
 
         Raises `RequestError` and `EngineDeadError`."""
         token_ids = self._tokens.get((tenants.current().name, slot_id), array("i"))
@@ -142,7 +145,7 @@ class Slots:
         return moved, milliseconds
 
     def erase(self, slot_id: int) -> int:
-        """Forget a slot's tokens. Returns how many there were."""
+        """Forget a slot's tokens. Returns their number."""
         return len(self._tokens.pop((tenants.current().name, slot_id), ()))
 
     def _path(self, filename: str | None) -> Path:

@@ -1,1 +1,1 @@
-"""Ollama's API: generate, chat, embed, and what describes the model."""
+"""Ollama's API: generate, chat, embed, and the descriptions of the models."""

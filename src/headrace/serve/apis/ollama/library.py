@@ -1,6 +1,6 @@
-"""Ollama's routes for the models themselves: what there is and what is loaded; create, copy, delete and pull.
+"""Ollama's routes for the models themselves: the lists of all models and of loaded ones; create, copy, delete and pull.
 
-Without a models folder they describe the one model, and the rest is refused. Knows the folder by `ModelSet` only.
+Without a models folder they describe the one model, and refuse all changes. Knows the folder by `ModelSet` only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OLLAMA_VERSION = "0.21.0"
 """The version of Ollama whose API this one is; Ollama's clients compare it with the one that they need."""
 NO_FOLDER = "the model is named when the server starts: headrace serve MODEL; --models-dir names a folder of models"
 NEVER = "9999-12-31T23:59:59Z"
-"""For a model that never expires: a date that no client takes for the past."""
+"""The date for a model that never expires; no client takes it for the past."""
 FREE_BYTES = 2**28
 """Bytes of the disk that an upload leaves free."""
 PIECE_BYTES = 2**20
@@ -58,7 +58,7 @@ SHAPING = {
 }
 """Fields of Ollama's create that are not supported, and what to do instead."""
 GO_TEMPLATE = re.compile(r"\{\{-?\s*([.$]|(if|range|with|define|block|template)\b)")
-"""How actions of Go's templates begin, which Jinja does not take."""
+"""The beginning of an action in Go's templates, which Jinja does not take."""
 OLLAMA_NAMES = names_in(OLLAMA)
 
 
@@ -91,7 +91,7 @@ class ProgressAnswer(routing.Readable):
 
 
 class _Work:
-    """What a `Readable` wants to know of an answer: it has no id, is small, and there is nothing to abort."""
+    """The answer that a `Readable` needs: without an id, small, and with nothing to abort."""
 
     id = ""
     size = 0
@@ -108,7 +108,7 @@ class Library:
         self._pulls: dict[str, asyncio.Lock] = {}
 
     async def tags(self) -> reply.OllamaModels:
-        """The models that are there, loaded or not."""
+        """The models of the server, loaded or not."""
         return reply.OllamaModels(models=[await self._card(name) for name in await self.models.readable_names()])
 
     async def ps(self) -> reply.OllamaModels:
@@ -122,7 +122,7 @@ class Library:
         return reply.OllamaModels(models=cards)
 
     async def show(self, body: dict[str, Any]) -> reply.ShowReply:
-        """One model, which is not loaded for that."""
+        """The description of one model, which need not be loaded."""
         request = convert(ShowRequest, body)
         name = self._true_name(request.model or request.name)
         facts, running = await self.models.facts(name), self.models.running_as(name)
@@ -156,7 +156,7 @@ class Library:
         )
 
     async def pull(self, body: dict[str, Any]) -> ProgressAnswer:
-        """Fetch a model from the hub into the models folder; nothing to do for one that is there."""
+        """Fetch a model from the hub into the models folder; a model that is there stays as it is."""
         request = convert(ShowRequest, body)
         name = _required(request.model or request.name)
         if self.models.files is None:
@@ -164,7 +164,7 @@ class Library:
         return ProgressAnswer(self._pull(name), request.stream is not False, request.warnings.reply())
 
     async def create(self, body: dict[str, Any]) -> ProgressAnswer:
-        """A model of uploaded files, or under a second name."""
+        """Create a model from uploaded files, or under a second name."""
         request = read_options(CreateRequest, body, "parameters")
         for field, instead in SHAPING.items():
             if getattr(request, field):
@@ -187,14 +187,14 @@ class Library:
         return ProgressAnswer(lines(), request.stream is not False, request.warnings.reply())
 
     async def copy(self, body: dict[str, Any]) -> Response:
-        """A second name for a model."""
+        """Add a second name for a model."""
         request = convert(CopyRequest, body)
         source, target = self._of_folder(request.source, "source"), _new_name(request.destination, "destination")
         await self.models.change(target, self._files().copy, source, target)
         return Response()
 
     async def delete(self, body: dict[str, Any]) -> Response:
-        """Delete a model; its running answers come to their end."""
+        """Delete a model; its running answers go on to their end."""
         request = convert(ShowRequest, body)
         name = self._of_folder(_required(request.model or request.name))
         await self.models.change(name, self._files().delete, name)
@@ -243,7 +243,7 @@ class Library:
         return Response(status_code=201)
 
     def find_upload(self, digest: str) -> Response:
-        """Whether a file was uploaded."""
+        """Reply whether a file was uploaded."""
         if not self._files().blob(digest).is_file():
             raise CallError(404, "not_found", f"digest: {digest} was not uploaded")
         return Response()
@@ -322,7 +322,8 @@ class Library:
 
 
 async def _settings_of(request: CreateRequest) -> ModelSettings:
-    """Return what a request sets for the new model; what has no effect ends in its warnings. Raises `RequestError`."""
+    """Return the settings that a request has for the new model; fields without effect end in its warnings. Raises
+    `RequestError`."""
     options, system, template = request.parameters or Options(), request.system or "", request.template or ""
     bounds.check("text", system, "system")
     with spelled(spelling_of(OLLAMA, "parameters.")):
@@ -360,7 +361,7 @@ def _lines_of(sampling: Mapping[str, Any]) -> list[str]:
 
 
 def _modelfile(name: str, settings: ModelSettings) -> str:
-    """Return what was set for a model, as Ollama writes it."""
+    """Return the settings of a model, as Ollama writes them."""
     lines = [f"FROM {name}"]
     for word in ("template", "system"):
         if text := getattr(settings, word):
@@ -369,7 +370,7 @@ def _modelfile(name: str, settings: ModelSettings) -> str:
 
 
 def _facts_of_engine(running: Running) -> ModelFacts:
-    """Return what an engine without files says."""
+    """Return the facts of an engine whose model has no files."""
     info, model = running.client.info, running.served
     return ModelFacts(
         format="headrace",

@@ -1,4 +1,4 @@
-"""The replies of Ollama's API: answers as lines of JSON or as one object, and what describes the model."""
+"""The replies of Ollama's API: answers as lines of JSON or as one object, and the descriptions of the models."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class GenerateChunk(LineHead, kw_only=True):
 
 
 class ChatReply(LineHead, kw_only=True):
-    """POST /api/chat, and the last line of its stream. Durations in nanoseconds; a model that was only loaded has none,
-    and no counts."""
+    """POST /api/chat, and the last line of its stream. Durations in nanoseconds; a reply about a model that was only
+    loaded has no durations and no counts."""
 
     message: ReplyMessage
     logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
@@ -111,8 +111,8 @@ class GenerateReply(LineHead, kw_only=True):
 
 
 class LoadReply(msgspec.Struct, kw_only=True):
-    """The reply to a request that only loads the model, or unloads it. It fits the form of `ChatReply` or of
-    `GenerateReply`, by which of `message` and `response` it has."""
+    """The reply to a request that only loads the model, or unloads it. With `message` it fits the form of `ChatReply`,
+    with `response` the form of `GenerateReply`."""
 
     model: str
     created_at: str
@@ -133,7 +133,7 @@ class ModelDetails(msgspec.Struct, kw_only=True):
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
-    """The last three are those of a model that is loaded."""
+    """A model as a list shows it. Only a loaded model has the last three fields."""
 
     name: str
     model: str
@@ -232,8 +232,8 @@ class OllamaAnswer(Readable):
         return {"message": ReplyMessage(content=content, thinking=thinking or UNSET, tool_calls=calls or UNSET)}
 
     def _whole_calls(self) -> list[WholeCall]:
-        """Return the tool calls that are whole now and were not before: all but the last one, until the answer has
-        ended. Ollama sends each at once, with its arguments as an object."""
+        """Return the tool calls that have become whole since the last call of this method: all but the last tool call,
+        until the answer has ended. Ollama sends each at once, with its arguments as an object."""
         calls, begin = self.answer.message(0).calls, self._num_calls
         self._num_calls = len(calls) if self._state.finish is not None else max(len(calls) - 1, 0)
         return [

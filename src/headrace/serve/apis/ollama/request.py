@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Body)
 
 @takes_parameters(OLLAMA)
 class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What shapes an answer. Others are known and end in warnings."""
+    """The options that shape an answer. Other known options end in warnings."""
 
     num_ctx: int | None = None
     tfs_z: float | None = None
@@ -33,7 +33,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """What chat and generate have in common."""
+    """The fields that chat and generate have in common."""
 
     model: str
     stream: bool | None = None
@@ -135,7 +135,7 @@ class ShowRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_options(kind: type[T], body: dict[str, Any], field: str, ignored: Mapping[str, str] | None = None) -> T:
-    """Return a body whose `field` has options; those of `LOADING` end in warnings. For the rest see `convert`."""
+    """Return a body whose `field` has options; options of `LOADING` end in warnings. For the rest see `convert`."""
     options, warnings = body.get(field), Warnings()
     if isinstance(options, dict):
         for name in options:
@@ -146,7 +146,7 @@ def read_options(kind: type[T], body: dict[str, Any], field: str, ignored: Mappi
 
 
 def warn_of(options: Options, field: str, request: Body) -> None:
-    """Note the options that the engine has nothing for."""
+    """Add a warning for each option that has no effect in the engine."""
     if options.tfs_z not in (None, 1.0):
         request.warn(f"{field}.tfs_z", "ignored: Ollama itself dropped it")
     if options.penalize_newline is False:
@@ -154,8 +154,8 @@ def warn_of(options: Options, field: str, request: Body) -> None:
 
 
 def messages_of(turns: Sequence[Message], warnings: Warnings) -> list[ChatMessage]:
-    """Return a chat's turns as messages. Images are refused in what the user has said since the model's last turn; in
-    earlier turns a short text stands in their place, with a warning. Raises `RequestError`."""
+    """Return a chat's turns as messages. Images in the user's turns after the model's last turn are refused; in earlier
+    turns a short text takes their place, with a warning. Raises `RequestError`."""
     bounds.check("messages", turns)
     new = first_new([turn.role for turn in turns])
     messages: list[ChatMessage] = []

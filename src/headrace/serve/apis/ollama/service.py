@@ -1,6 +1,6 @@
-"""Ollama's API: generate, chat, embed, and what describes the one model that is served.
+"""Ollama's API: generate, chat, embed, and the descriptions of the served models.
 
-Options that belong to loading a model are listed in `warnings`: here the command line sets them.
+Options for loading a model are listed in `warnings`: here the command line sets them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ IGNORED = {
     "truncate": "a prompt that does not fit is refused, not cut",
     "shift": "an answer ends where the context does",
 }
-# The engine's fields, and those of Ollama's requests that set them.
+# The engine's fields, and the fields of Ollama's requests that set them.
 SPELLING = spelling_of(OLLAMA, "options.") | {
     "structured_outputs": "format",
     "reasoning_effort": "think",
@@ -69,7 +69,7 @@ class Ollama:
     async def chat(self, body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
         """Ollama's chat.
 
-        Without messages, as Ollama's clients load a model, the reply says that it is loaded.
+        Without messages, as Ollama's clients load a model, the reply states that it is loaded.
         """
         request = self._read(ChatRequest, body)
         if not request.messages:
@@ -87,7 +87,7 @@ class Ollama:
     async def generate(self, body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
         """Ollama's completion of one prompt.
 
-        Without a prompt, as Ollama's clients load a model, the reply says so.
+        Without a prompt, as Ollama's clients load a model, the reply states that it is loaded.
         """
         request = self._read(GenerateRequest, body)
         if request.images:
@@ -108,7 +108,7 @@ class Ollama:
         if request.raw:
             token_ids = await self.model.encode(request.prompt, True)
         else:
-            # What the template does not honour is no warning of this call, whose prompt is token ids.
+            # Fields that the template does not honour are no warning here: the prompt of this call is token ids.
             _, token_ids = await self.model.chat_prompt(msgspec.structs.replace(chat, warnings=Warnings()))
         call = TextCall(**fields, prompts=[[*(request.context or []), *token_ids]], fills_context=True)
         return OllamaAnswer(await self.model.complete(call), request, chat=False, ids=not request.raw)
@@ -129,7 +129,7 @@ class Ollama:
         if value is None:
             raise RequestError(field, None, "a text" if older else "a text, or a list of texts")
         if value == [] and not older:
-            # Ollama loads the model by it.
+            # By such a body Ollama's clients load the model.
             return reply.EmbedReply(
                 model=request.model,
                 embeddings=[],
@@ -159,14 +159,15 @@ class Ollama:
         return await self.embed(body, older=True)
 
     def _take_name(self, request: EmbedRequest | GenerationRequest) -> None:
-        """Give the request the model's true name, where any is taken. Raises `ModelNotFoundError` elsewhere."""
+        """Put the model's true name into the request, where the server takes any name. Raises `ModelNotFoundError`
+        elsewhere."""
         name = self._name(request.model)
         self.model.check_model(name)
         if name not in self.model.names:
             request.model = self.model.name
 
     def _stay(self, request: EmbedRequest | GenerationRequest) -> None:
-        """Note how long the model is to stay loaded. Raises `RequestError`."""
+        """Note the time that the model must stay loaded. Raises `RequestError`."""
         seconds = seconds_of(request.keep_alive)
         if seconds is not None and self.model.stays_loaded:
             request.warn("keep_alive", f"ignored: {STAYS}")
@@ -174,15 +175,15 @@ class Ollama:
             self.model.keep_alive = seconds
 
     def _name(self, name: str) -> str:
-        """Ollama's clients add the tag that Ollama takes for granted."""
+        """Return a name without the tag `latest`, which Ollama's clients add."""
         bare = name.removesuffix(":latest")
         return bare if name not in self.model.names and bare in self.model.names else name
 
     def _read(self, kind: type[T], body: dict[str, Any]) -> T:
-        """The body of a generation, its options checked. Raises `RequestError`, `ModelNotFoundError`."""
+        """Return the body of a generation, its options checked. Raises `RequestError`, `ModelNotFoundError`."""
         request = read_options(kind, body, "options", IGNORED)
         with spelled(SPELLING):
-            # Also where the request only loads the model.
+            # Checked also where the request only loads the model.
             SamplingParams(**sampling_of(request.options or Options(), OLLAMA, "options."))
         if request.top_logprobs is not None:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
@@ -191,7 +192,8 @@ class Ollama:
         return request
 
     def _fields(self, request: GenerationRequest) -> dict[str, Any]:
-        """The fields of a `Call` but its spelling; adds what is ignored to the warnings. Raises `RequestError`."""
+        """Return the fields of a `Call`, all but its spelling; ignored fields are added to the warnings. Raises
+        `RequestError`."""
         options = request.options or Options()
         sampling = sampling_of(options, OLLAMA, "options.")
         context = self.model.max_context
@@ -221,12 +223,12 @@ class Ollama:
 
 
 def _loaded(request: GenerationRequest, **answer: Any) -> reply.LoadReply:
-    """Return the reply that says that the model is loaded; `answer` is its empty answer."""
+    """Return the reply that states that the model is loaded; `answer` is its empty answer."""
     return reply.LoadReply(model=request.model, created_at=now(), warnings=request.warnings.reply(), **answer)
 
 
 def _template_fields(request: GenerationRequest) -> dict[str, Any]:
-    """The fields of a `ChatCall` that `think` sets."""
+    """Return the fields of a `ChatCall` that `think` sets."""
     if request.think is None:
         return {}
     return {
@@ -244,7 +246,8 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
         return Response("headrace is running\n", media_type="text/plain")
 
     async def unloaded(body: dict[str, Any], kind: type[T], **answer: Any) -> reply.LoadReply | None:
-        """Unload the model of a request without a prompt that says so, as Ollama's clients do; None for others."""
+        """Unload the model where a request without a prompt has a `keep_alive` of 0, as Ollama's clients send it;
+        return None for other requests."""
         if body.get("prompt") or body.get("messages") or body.get("keep_alive") in (None, ""):
             return None
         request = convert(kind, body, IGNORED)

@@ -1,7 +1,7 @@
 """OpenAI's replies to accepted calls: a whole reply, or a stream of events.
 
-A stream that has begun fails only by the engine's fault. `completions` puts a reply around an answer of
-`serve.call`; `serve.routing` sends it.
+A stream that has begun fails only by the engine's fault. `completions` wraps an answer of `serve.call` in a reply;
+`serve.routing` sends it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Reply(Readable):
 
     async def whole(self) -> Any:
         await self.answer.collect()
-        # Here, where steps are followed, and not on a thread beside.
+        # On the event loop, as the explainer's records are, and not on the thread below.
         explanations = self._explain()
         return await off_loop(self.answer.size, lambda: self._whole(explanations))
 
@@ -95,7 +95,7 @@ class Reply(Readable):
         started_places: set[int] = set()
         warnings: WarningLines = self.answer.call.warnings.reply()
         if states[0].request.params.prompt_logprobs is None:
-            # At once: a long prompt takes minutes, and clients give up on a silent stream.
+            # At once: a long prompt takes minutes, and clients close a silent stream.
             started_places.update(range(len(states)))
             for choice in (choice for place, state in enumerate(states) for choice in self._opening(place, state)):
                 chunk = self.chunk_type(**head, choices=[choice], warnings=warnings)
@@ -141,7 +141,7 @@ class Reply(Readable):
         return bool(has_details and piece.token_ids)
 
     def _ending(self, state: RequestState, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The fields that every choice has, whole or chunk."""
+        """Return the fields that every choice has, whole or chunk."""
         finish = state.finish
         fields: dict[str, Any] = {
             "finish_reason": finish.reason if finish else None,
@@ -159,11 +159,11 @@ class Reply(Readable):
         return fields
 
     def _formed(self, state: RequestState) -> str:
-        """The part of an answer's text that has a form."""
+        """Return the part of an answer's text that has a form."""
         return state.text
 
     def _prompt_fields(self, state: RequestState) -> dict[str, Any]:
-        """The fields that describe the prompt of an answer."""
+        """Return the fields that describe the prompt of an answer."""
         fields: dict[str, Any] = {}
         if self.answer.call.prompt_logprobs is not None:
             fields["prompt_logprobs"] = reply.prompt_logprobs(state)
@@ -172,20 +172,20 @@ class Reply(Readable):
         return fields
 
     def _reply_fields(self) -> dict[str, Any]:
-        """The fields of the whole reply beside those that every reply has."""
+        """Return the further fields of a whole reply, which only this kind of reply has."""
         return {}
 
     @abstractmethod
     def _choice(self, place: int, state: RequestState) -> Any:
-        """A whole answer."""
+        """Return a whole answer."""
 
     @abstractmethod
     def _pieces(self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]) -> list[Any]:
-        """The chunks that a piece adds to an answer: none, if there is nothing to show."""
+        """Return the chunks that a piece adds to an answer: none, if there is nothing to show."""
 
     @abstractmethod
     def _opening(self, place: int, state: RequestState) -> list[Any]:
-        """The chunks before an answer's first piece."""
+        """Return the chunks before an answer's first piece."""
 
 
 class CompletionReply(Reply):
@@ -206,7 +206,8 @@ class CompletionReply(Reply):
         )
 
     def _echoed(self, place: int, state: RequestState) -> str | None:
-        """The prompt as text under `echo`: as the request has it, or decoded if that has ids or it was cut."""
+        """Return the prompt as text under `echo`: the request's text, or decoded if the request has ids or the prompt
+        was cut."""
         if not self.call.echo:
             return None
         text, params = self.answer.texts[place // self.generation.n], state.request.params
@@ -244,7 +245,7 @@ class CompletionReply(Reply):
         return [reply.CompletionChunkChoice(**(empty | fields))] if fields else []
 
     def _opening_fields(self, place: int, state: RequestState) -> dict[str, Any]:
-        """The fields of the answer's beginning, which tells of the prompt alone."""
+        """Return the fields of the first chunk, which describe the prompt alone."""
         fields = self._prompt_fields(state)
         if self.call.echo:
             fields["body"] = self._echoed(place, state) or ""
@@ -275,7 +276,7 @@ class ChatReply(Reply):
         self, place: int, state: RequestState, piece: TextDelta, parts: list[MessagePart]
     ) -> list[reply.ChatChunkChoice]:
         deltas = self._deltas[place].take(parts, state.finish is not None)
-        # The end comes in a chunk of its own, without text, as OpenAI and llama-server send it.
+        # The end comes in a separate chunk without text, as OpenAI and llama-server send it.
         if state.finish or (not deltas and self._shows_tokens(piece)):
             deltas.append(reply.ChatDelta())
         choices = []
@@ -313,7 +314,8 @@ class ChatReply(Reply):
 
 
 def shortfall(constraint: StructuredOutputs | None, text: str, finish: Finish | None) -> str | None:
-    """Why an answer that has ended may not have its form, or None: it was cut off, and not by the form's own end."""
+    """Return the reason why a finished answer may not have its form, or None: it was cut off, and not by the form's own
+    end."""
     if constraint is None or finish is None or (finish.reason == "stop" and not isinstance(finish.stop_reason, str)):
         return None
     cut = "max_tokens" if finish.reason == "length" else "a stop string" if finish.reason == "stop" else finish.reason

@@ -1,10 +1,11 @@
 """OpenAI's /v1/batches: files of requests, answered in the background by the engine that serves all other requests.
 
-The batches of one holder run one at a time, oldest first; those of several holders run side by side and share the open
-lines (`serve.storage.turns`). No new line starts while other requests wait: interactive requests go first. Answers are
-on the disk, in the output files, before they are counted, all that ended meanwhile at once. With a storage folder the
-next server continues a batch that this one did not finish, behind the lines that are counted. A batch waits while the
-disk is full or fails, and while its holder's share of the storage is full. Knows files and lines, and no HTTP.
+The batches of one holder run one at a time, oldest first; batches of several holders run at the same time and share the
+open lines (`serve.storage.turns`). No new line starts while other requests wait: interactive requests go first. Answers
+are on the disk, in the output files, before they are counted; all that ended meanwhile are written at once. With a
+storage folder the next server continues a batch that this one did not finish, behind the lines that are counted. A
+batch waits while the disk is full or fails, and while its holder's share of the storage is full. Knows files and lines,
+and no HTTP.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ NONE_AT_FIRST = (
     "errors", "output_file_id", "error_file_id", "in_progress_at", "finalizing_at", "completed_at", "failed_at",
     "expired_at", "cancelling_at", "cancelled_at",
 )  # fmt: skip
-"""The fields of a batch that are None before its work comes there."""
+"""The fields of a batch that are None until its work reaches them."""
 DEFAULT_PAGE = 20
 OUTPUTS = {"_output": ("output", "completed"), "_errors": ("errors", "failed")}
 """The fields of a card that hold the ids of the output files: the ends of their names, and the counts of their lines.
@@ -71,7 +72,7 @@ class RequestCounts(msgspec.Struct, kw_only=True):
 
 
 class BatchError(msgspec.Struct, kw_only=True):
-    """`line` counts the lines of the input from 1."""
+    """An error of a line. `line` counts the lines of the input from 1."""
 
     code: str
     message: str
@@ -136,7 +137,7 @@ class Batches:
         self._turns = Turns(concurrency, num_others)
         self._wake = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
-        # By holder: the batch that runs, what oversees it, and what answers its lines.
+        # By holder: the batch that runs, the task that oversees it, and the task that answers its lines.
         self._running: dict[str, tuple[str, asyncio.Task[None], asyncio.Task[None]]] = {}
         self._given_up: set[str] = set()
 
@@ -146,7 +147,7 @@ class Batches:
         self._wake.set()
 
     async def close(self) -> None:
-        """Stop. What is not done stays as it is, for the next start."""
+        """Stop. The unanswered lines are left for the next start."""
         tasks = [] if self._worker is None else [self._worker]
         for _, overseer, work in self._running.values():
             tasks += [overseer, work]
@@ -204,7 +205,7 @@ class Batches:
     async def cancel(self, batch_id: str) -> BatchObject:
         """End a batch early.
 
-        What was answered stays. Raises `NotFoundError`, `RequestError` if it has ended.
+        The answers so far stay. Raises `NotFoundError`, `RequestError` if it has ended.
         """
 
         def begin(card: dict[str, Any]) -> None:
@@ -313,7 +314,7 @@ class Batches:
             return result
 
     def _open_files(self, batch_id: str, total: int) -> set[str]:
-        """Create the output files, or open those of an earlier server. Return the ids of the answered lines."""
+        """Create the output files, or open the files of an earlier server. Return the ids of the answered lines."""
         card = self._card(batch_id)
         sizes = card.setdefault("_sizes", {})
         done: set[str] = set()
@@ -345,7 +346,7 @@ class Batches:
         return self.files.store.body(card[name])[: card["_sizes"][name]].splitlines()
 
     def _keep(self, batch_id: str, outputs: Sequence[Mapping[str, Any]]) -> None:
-        """Write outputs, and then count them. A crash in between leaves bytes behind the size that the card has."""
+        """Write outputs, and then count them. A crash in between leaves bytes behind the size in the card."""
         card = self._card(batch_id)
         for name, (_, counted) in OUTPUTS.items():
             lines = [msgspec.json.encode(each) for each in outputs if has_failed(each) == (name == "_errors")]
@@ -368,7 +369,7 @@ class Batches:
         self._keep(batch_id, left)
 
     def _end(self, batch_id: str, status: str) -> None:
-        """Show the files that have something in them, and drop those that have not."""
+        """Show the files that have lines, and delete the empty ones."""
         card = self._card(batch_id)
         sizes = card.get("_sizes", {})
         file_ids = {}
@@ -399,7 +400,7 @@ class Batches:
         self._update(batch_id, {"status": status, f"{status}_at": int(time.time())})
 
     def _update(self, batch_id: str, changes: Mapping[str, Any]) -> None:
-        """Replace fields of a card. What a caller has cancelled stays so until it has ended."""
+        """Replace fields of a card. A batch that a caller has cancelled stays so until it has ended."""
 
         def update(card: dict[str, Any]) -> None:
             is_cancelling = card["status"] == "cancelling"
@@ -452,7 +453,7 @@ def lines_of(raw: bytes, endpoint: str, numbers: Container[int]) -> Iterator[Lin
 
 
 def _texts(raw: bytes) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers."""
+    """Yield the lines that are not blank, with their numbers."""
     with io.BytesIO(raw) as file:
         for number, text in enumerate(file, 1):
             if text.strip():

@@ -1,7 +1,7 @@
 """A chat's message, whole or in pieces, as OpenAI's chat completions have it.
 
-Calls of custom tools get their text out of the arguments that the model writes, and a request with `functions` gets its
-one call as `function_call`. Knows no engine and no HTTP; called by `answers`.
+The text of a custom tool's call is extracted from the arguments that the model writes, and a request with `functions`
+gets its one call as `function_call`. Knows no engine and no HTTP; called by `answers`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from headrace.text.tools.custom import InputText, input_of
 
 
 def whole(message: MessageBuilder, tools: ToolUse) -> reply.ChatMessage:
-    """Return a whole message: its content is None where there is something else instead. `tools`: those that the answer
-    may call."""
+    """Return a whole message: its content is None where it has only calls or reasoning. `tools`: the tools that the
+    answer may call."""
     calls = []
     for call in message.calls:
         name, arguments = call["name"], call["arguments"]
@@ -38,7 +38,7 @@ def whole(message: MessageBuilder, tools: ToolUse) -> reply.ChatMessage:
 
 
 class Deltas:
-    """The pieces of one answer in a stream. `tools`: those that it may call."""
+    """The pieces of one answer in a stream. `tools`: the tools that it may call."""
 
     def __init__(self, tools: ToolUse) -> None:
         self._tools = tools

@@ -1,4 +1,5 @@
-"""OpenAI's completions, chats and models, and vLLM's tokenize and detokenize: a JSON object in, an answer or reply out.
+"""OpenAI's completions, chats and models, and vLLM's tokenize and detokenize: each takes a JSON object and returns an
+answer or a reply.
 
 Builds a `Call` of each request, its fields under OpenAI's names. `add_routes` puts the functions on an app; `storage`
 calls them for the lines of batches, and `responses` shares `call_fields`. Knows no HTTP.
@@ -39,7 +40,7 @@ from headrace.serve.call.schema import (
 )
 from headrace.serve.call.service import ServedModel
 
-# Parameters of a beam search, with the values that ask for nothing without `use_beam_search`.
+# Parameters of a beam search, with the values that have no effect without `use_beam_search`.
 BEAM_FIELDS = {
     "beam_width": None,
     "length_penalty": 1,
@@ -54,7 +55,7 @@ CALL_FIELDS = (
     "timeout", "cache_salt", "request_id", "explain", "return_progress", "timings_per_token", "verbose",
 )  # fmt: skip
 
-# vLLM's older ways to ask for a form, and llama-server's, and the fields of `StructuredOutputs` that they are.
+# vLLM's older fields for a form, and llama-server's, with the fields of `StructuredOutputs` that they set.
 GUIDED = {
     "json_schema": "json",
     "grammar": "grammar",
@@ -179,7 +180,7 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
         activations, tags, names = "", list[str](), tuple[str, ...]()
     else:
         model, info = running.served, running.client.info
-        # A client must not learn where the folder is.
+        # The path of the folder must not reach a client.
         root = info.model if model.stays_loaded else name
         created, context, measured = model.created, info.max_model_len, model.quality(info)
         activations, tags, names = info.activations, model.tags, model.names
@@ -198,7 +199,7 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
 
 
 def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
-    """Return the fields of a `Call` that OpenAI's ways to ask for an answer share. Raises `RequestError`."""
+    """Return the fields of a `Call` that OpenAI's requests for an answer share. Raises `RequestError`."""
     if request.stream_options is not None and not stream:
         raise RequestError("stream_options", "an object", "left out unless stream is true")
     if stream and request.best_of is not None and request.best_of > (request.n or 1):
@@ -218,9 +219,9 @@ def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
 
 
 def form_of(request: Sampled) -> tuple[StructuredOutputs | None, dict[str, str]]:
-    """Return the form that a request asks for, and the spelling under which errors about it name its field.
+    """Return the form that a request requires, and the spelling by which errors about it name its field.
 
-    Raises `RequestError` for a form that is none, and for two of them.
+    Raises `RequestError` for an invalid form, and for more than one.
     """
     forms: dict[str, dict[str, Any]] = {}
     for name, kind in GUIDED.items():
@@ -245,7 +246,7 @@ def form_of(request: Sampled) -> tuple[StructuredOutputs | None, dict[str, str]]
 
 
 def _of_response_format(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The fields of a `StructuredOutputs`; None for plain text."""
+    """Return the fields of a `StructuredOutputs`; None for plain text."""
     if response_format is None:
         return None
     field = "response_format"
@@ -253,7 +254,7 @@ def _of_response_format(response_format: dict[str, Any] | None) -> dict[str, Any
         case "text":
             return None
         case "json_object":
-            # The ways of llama-server and of TGI to give a schema.
+            # The fields in which llama-server and TGI take a schema.
             schema = response_format.get("schema") or response_format.get("value")
             return {"json": schema} if schema else {"json_object": True}
         case "json_schema":
@@ -271,8 +272,8 @@ def _of_response_format(response_format: dict[str, Any] | None) -> dict[str, Any
 
 
 def beam_params(request: Sampled) -> BeamSearchParams | None:
-    """Return the beam search that a request asks for: as wide as `beam_width`, or `best_of`, or `n` (as vLLM has it),
-    with the best `n` in the reply. Raises `RequestError`; also for its parameters without `use_beam_search`."""
+    """Return the beam search of a request: as wide as `beam_width`, or `best_of`, or `n` (as vLLM has it), with the
+    best `n` in the reply. Raises `RequestError`; also for its parameters without `use_beam_search`."""
     if not request.use_beam_search:
         for name, neutral in BEAM_FIELDS.items():
             value = getattr(request, name)

@@ -1,6 +1,6 @@
-"""OpenAI's /v1/conversations: items that responses are continued from and added to, under an id that stays.
+"""OpenAI's /v1/conversations: lists of items under a lasting id, which responses continue and extend.
 
-Kept in a `Store` like responses, but never evicted: who keeps a conversation deletes it. `responses` reads `items` as
+Kept in a `Store` like responses, but never evicted: clients delete their conversations. `responses` reads `items` as
 the history of a response, and calls `append` when it has ended. `add_routes` puts the routes on an app.
 """
 
@@ -193,7 +193,7 @@ def _place(items: Sequence[msgspec.Raw], item_id: str) -> int:
 
 
 def _new_items(entries: list[Any]) -> list[dict[str, Any]]:
-    """Return a request's items with ids. Raises `RequestError` for what no response could be continued from."""
+    """Return a request's items with ids. Raises `RequestError` for items that no response could continue."""
     if len(entries) > MAX_NEW_ITEMS:
         raise RequestError("items", len(entries), f"at most {MAX_NEW_ITEMS} in one call")
     if not entries:
@@ -203,7 +203,7 @@ def _new_items(entries: list[Any]) -> list[dict[str, Any]]:
     except RequestError as error:
         raise error.renamed(error.field.replace("input", "items", 1)) from None
     named = [NamedItem(f"items[{index}]", item) for index, item in enumerate(items)]
-    # The response that is made of them has the warning.
+    # The warnings belong to the response that is made of the items later.
     messages_of(None, without_hosted(named, Warnings()), Warnings())
     return items
 

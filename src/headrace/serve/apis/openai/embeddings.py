@@ -26,7 +26,7 @@ from headrace.text.vectors import likeness, packed
 
 
 class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/embeddings. `pooling`, `normalize` and what follows are not OpenAI's."""
+    """POST /v1/embeddings. `pooling`, `normalize` and the fields after them are not OpenAI's."""
 
     input: str | list[Any]
     model: str | None = None
@@ -43,7 +43,7 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 class PoolingRequest(EmbeddingRequest, forbid_unknown_fields=True, kw_only=True):
-    """POST /pooling: `task` says what is wanted of the texts, as in vLLM."""
+    """POST /pooling: `task` names the kind of result, as in vLLM."""
 
     task: str | None = None
 
@@ -192,7 +192,7 @@ class Embeddings:
         return await off_loop(embedded.size, lambda: [packed(row) for row in embedded.rows]), embedded
 
     async def score(self, body: dict[str, Any]) -> ScoreReply:
-        """How alike texts are."""
+        """The likeness of texts."""
         request = convert(ScoreRequest, body)
         self.model.check_model(request.model)
         ones, others = _as_list(request.text_1), _as_list(request.text_2)
@@ -231,7 +231,7 @@ class Embeddings:
         return await vectors(self.model.front, texts, options, field)
 
     def _tail(self, request: EmbeddingRequest | ScoreRequest | RerankRequest, *parts: Vectors) -> dict[str, Any]:
-        """The last fields of every reply."""
+        """Return the last fields of every reply."""
         num_tokens = sum(part.num_tokens for part in parts)
         usage = VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
         request_ids = [request_id for part in parts for request_id in part.request_ids]

@@ -1,6 +1,6 @@
-"""OpenAI's /v1/files: what clients upload for batches, and what batches leave for them.
+"""OpenAI's /v1/files: the input files of batches, which clients upload, and the output files, which they fetch.
 
-Owns the names and kinds of files; bytes are `serve.storage.store`'s, whose ids are the only way to them. Raises
+Owns the names and kinds of files; `serve.storage.store` keeps the bytes, under ids of its making. Raises
 `HeadraceError`s; `add_routes` puts it on an app.
 """
 
@@ -38,7 +38,7 @@ PAGE = ("limit", "order", "after")
 
 
 class NotFoundError(HeadraceError):
-    """There is nothing under this id (HTTP 404)."""
+    """No object has this id (HTTP 404)."""
 
     status = 404
     code = "not_found"
@@ -69,7 +69,7 @@ P = TypeVar("P", bound=Page)
 
 
 class Files:
-    """Files in `store`. One that is being written is there, but hidden from clients before `reveal`."""
+    """Files in `store`. A file that is still being written is hidden from clients until `reveal`."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -94,7 +94,7 @@ class Files:
         return self._object(file_id, metadata)
 
     def content(self, file_id: str) -> bytes:
-        """Raises `NotFoundError`, `StorageError`."""
+        """Return the bytes of a file. Raises `NotFoundError`, `StorageError`."""
         self.get(file_id)
         try:
             return self.store.body(file_id)
@@ -102,7 +102,7 @@ class Files:
             raise NotFoundError("file", file_id) from error
 
     def delete(self, file_id: str) -> Deleted:
-        """Raises `NotFoundError`, `StorageError`."""
+        """Delete a file. Raises `NotFoundError`, `StorageError`."""
         self.get(file_id)
         self.store.delete(file_id)
         return Deleted(id=file_id, object="file", deleted=True)
@@ -164,15 +164,14 @@ def _id(item: Any) -> str:
 async def large_page(
     kind: type[P], items: list[msgspec.Raw], query: Mapping[str, str], default: int, **more: Any
 ) -> Response:
-    """Return the response of `page`, made and written beside the event loop if the items are large. `more` are further
-    fields."""
+    """Return the response of `page`, made and written on a thread if the items are large. `more` are further fields."""
     size = size_of(items)
     reply = await off_loop(size, functools.partial(page, kind, items, query, default))
     return await routing.large_response(msgspec.structs.replace(reply, **more), size)
 
 
 def size_of(items: Sequence[msgspec.Raw]) -> int:
-    """Return about how many tokens the text of items has."""
+    """Return an estimate of the number of tokens in the text of items."""
     return sum(map(len, items)) // 16
 
 

@@ -1,4 +1,4 @@
-"""The replies of OpenAI's API as structs, and what builds their parts from `RequestState`s.
+"""The replies of OpenAI's API as structs, and the functions that build their parts from `RequestState`s.
 
 Whole replies and chunks of a stream are built from the same parts, so that the two agree; the OpenAPI document is made
 from the same structs. A field whose type has `UnsetType` is left out of the JSON where it is `UNSET`. Called by the
@@ -33,7 +33,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Of each token; `text_offset` is its place in the text, in characters."""
+    """The log-probabilities of each token; `text_offset` is its place in the text, in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -41,7 +41,7 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
     def extend(self, more: CompletionLogprobs) -> None:
-        """Append those of the tokens that follow."""
+        """Append the log-probabilities of the tokens that follow."""
         for name in self.__struct_fields__:
             getattr(self, name).extend(getattr(more, name))
 
@@ -60,21 +60,21 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """A part of a call in a stream has a name in the first part alone."""
+    """A function call. In a stream, only its first part has a name."""
 
     name: str | UnsetType = UNSET
     arguments: str
 
 
 class CustomCall(msgspec.Struct, kw_only=True):
-    """The same of a custom tool, which takes a text."""
+    """The call of a custom tool, which takes a text."""
 
     name: str | UnsetType = UNSET
     input: str
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """`type` says which of the last two it has."""
+    """A tool call; `type` determines which of the last two fields it has."""
 
     id: str
     type: Literal["function", "custom"] = "function"
@@ -83,7 +83,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCallPart(msgspec.Struct, kw_only=True):
-    """The first part of a call has its id, type and name."""
+    """A part of a tool call in a stream. The first part has the call's id, type and name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -106,7 +106,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """The first has the role, and no content; the last has nothing."""
+    """A delta of a stream. The first has the role and no content, the last is empty."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -117,7 +117,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """An answer. Each kind has its own name for `body` in the JSON."""
+    """One answer of a reply. Each kind has another name for `body` in the JSON."""
 
     index: int
     body: Any
@@ -132,7 +132,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class CompletionChunkChoice(Choice, kw_only=True):
-    """The first chunk of an answer may tell of the prompt alone: then it has no stop reason and no seed."""
+    """The first chunk of an answer may describe the prompt alone: then it has no stop reason and no seed."""
 
     body: str = msgspec.field(name="text")
     logprobs: CompletionLogprobs | None
@@ -146,7 +146,7 @@ class CompletionChoice(CompletionChunkChoice, kw_only=True):
 
 
 class ChatChunkChoice(Choice, kw_only=True):
-    """The first chunk of an answer tells its role alone: then it has no stop reason and no seed."""
+    """The first chunk of an answer has its role alone: then it has no stop reason and no seed."""
 
     body: ChatDelta = msgspec.field(name="delta")
     logprobs: ChatLogprobs | None
@@ -162,13 +162,13 @@ class ChatChoice(Choice, kw_only=True):
 
 
 class Verbose(msgspec.Struct, kw_only=True):
-    """What llama-server tells with `verbose`: the text that the model got."""
+    """The further field of llama-server's `verbose`: the text that the model got."""
 
     prompt: str
 
 
 class Head(msgspec.Struct, kw_only=True):
-    """What every answer begins with. `created` in seconds since 1970."""
+    """The first fields of every reply. `created` in seconds since 1970."""
 
     id: str
     created: int
@@ -233,8 +233,9 @@ class ChatCompletionChunk(Head, kw_only=True):
 
 class ModelCard(msgspec.Struct, kw_only=True):
     """`type`, `display_name` and `created_at` are Anthropic's, `aliases` (all names, where there are several)
-    llama-server's; `quality` is what `headrace bench quality --save` left beside the weights, `activations` what
-    quantised weights are multiplied with (int8, 16bit, mixed, fp8), `tags` what --tags says."""
+    llama-server's; `quality` is the report that `headrace bench quality --save` wrote next to the weights,
+    `activations` the type of the numbers that quantised weights are multiplied with (int8, 16bit, mixed, fp8), `tags`
+    the value of --tags."""
 
     id: str
     object: Literal["model"] = "model"
@@ -300,12 +301,12 @@ def beam_search_memory(groups: Sequence[Sequence[RequestState]]) -> BeamSearchMe
 class CompletionLogprobsBuilder:
     """Builds `choices[].logprobs` of a text completion, piece by piece.
 
-    It keeps the place in the text, in characters: a token that the text leaves out has no length, and a token that is
-    part of a character counts as none until the character is whole.
+    It tracks the place in the text, in characters: a token that is not in the text has length 0, and a token that is
+    part of a character counts nothing until the character is whole.
 
     Args:
         num_top: alternatives of each token.
-        echoed: the prompt as the reply's text begins with it, or None if it does not: then `add` takes generated
+        echoed: the prompt as the reply's text begins with it, or None if it does not: then `add` receives generated
             tokens alone.
     """
 
@@ -323,7 +324,8 @@ class CompletionLogprobsBuilder:
             self._reader.first = self._reader.first and not before
 
     def add(self, token_ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
-        """Return those of the next tokens; an entry of None is the prompt's first token, which nothing came before."""
+        """Return the log-probabilities of the next tokens; None is the entry of the prompt's first token, before which
+        there is no token."""
         tokens = [token_text(self._tokenizer, token_id) for token_id in token_ids]
         offsets = []
         for token_id, token in zip(token_ids, tokens, strict=True):

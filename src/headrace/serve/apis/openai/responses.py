@@ -1,4 +1,4 @@
-"""OpenAI's /v1/responses: a chat as items and typed events, stored for a while, and continued by its id.
+"""OpenAI's /v1/responses: a chat as items and typed events, which is stored for a while and can be continued by its id.
 
 A request becomes a `ChatCall` in `responses_input`; its answer becomes items and events in `responses_events`. Stored
 responses live in `serve.storage.store`, bounded, the oldest giving way. Raises `HeadraceError`s. Knows no HTTP;
@@ -81,7 +81,7 @@ class InputTokens(msgspec.Struct, kw_only=True):
 
 
 class ResponseAnswer(Readable):
-    """An accepted response."""
+    """The answer to an accepted request for a response."""
 
     answer: Answer
 
@@ -98,7 +98,7 @@ class ResponseAnswer(Readable):
         self.explain: Explain = no_explanations
         self._num_reasoning = 0
         self._logprobs: list[ChatTokenLogprob] = []
-        # What reads the response: the answer itself, and streams of one in the background.
+        # The readers of the response: the answer itself, and the streams of one in the background.
         self._num_readers = 1
 
     async def whole(self) -> ResponseObject:
@@ -144,7 +144,7 @@ class ResponseAnswer(Readable):
             self.response.status = "cancelled"
             self._wake()
             self.api.keep_later(self.entry)
-        # One that ran in the background is left by its task, and a whole reply is freed when it is sent.
+        # The task of a response in the background leaves it itself, and a whole reply is freed when it is sent.
         if not self.request.background and (self.stream or self.response.status not in ("completed", "incomplete")):
             self.leave()
 
@@ -154,8 +154,8 @@ class ResponseAnswer(Readable):
         return StoredStream(self.response, self.output.cuts, after, lambda: self.change, self.leave)
 
     def leave(self) -> None:
-        """Note that the answer, or a stream of it, reads the response no more. The last one frees it, in slices beside
-        the loop, when it is stored."""
+        """Note that the answer, or a stream of it, reads the response no more. After the last reader it is freed, in
+        slices on a thread, when it is stored."""
         self._num_readers -= 1
         if not self._num_readers:
             keeping, loop = self.api.keeping.get(self.id), asyncio.get_running_loop()
@@ -165,13 +165,13 @@ class ResponseAnswer(Readable):
                 keeping.add_done_callback(lambda _: loop.run_in_executor(None, free_lists, self.response))
 
     def _wake(self) -> None:
-        """Let those go on who read the response while it runs."""
+        """Wake the readers of the response while it runs."""
         self.change.set()
         self.change = asyncio.Event()
 
     async def _take(self, piece: TextDelta, parts: list[MessagePart]) -> list[Event]:
-        """Return the events of new parts. The log-probability of a token goes with the next text that comes; a piece
-        has one token at most where there are some, so the cut of the answer into pieces does not matter."""
+        """Return the events of new parts. The log-probability of a token goes with the next text that comes; with
+        log-probabilities a piece has one token at most, so the cut of the answer into pieces does not matter."""
         if self.answer.call.logprobs is not None:
             wide = len(piece.logprobs) * width(piece.logprobs)
             self._logprobs += await off_loop(wide, lambda: chat_logprobs(self.answer.tokenizer, piece.logprobs))
@@ -182,8 +182,8 @@ class ResponseAnswer(Readable):
         return events
 
     async def _count_reasoning(self) -> None:
-        """Count the tokens of the reasoning's text. How the text came in pieces must not matter, so it is tokenised
-        again."""
+        """Count the tokens of the reasoning's text. The cut of the text into pieces must not matter, so the text is
+        tokenised again."""
         texts = [item.part.text for item in self.output.items if item.type == "reasoning"]
         tokenizer = self.answer.tokenizer
         if texts and tokenizer is not None:
@@ -194,8 +194,8 @@ class ResponseAnswer(Readable):
         """Close the response: its status, its usage, its place in the store. Returns the events that close items."""
         cut = self.answer.finish_reason(0) == "length"
         events: list[Event] = []
-        # An empty answer has a message all the same: readers look for one. The log-probabilities of tokens without
-        # text, such as the one that ends an answer, go with an empty text, as in a chat.
+        # An empty answer has a message too, for clients expect one. The log-probabilities of tokens without text, such
+        # as the one that ends an answer, go with an empty text, as in a chat.
         if not self.output.items or (self._logprobs and self.output.is_in_message):
             events = self.output.take([Content("")], self._logprobs)
         events += self.output.end("incomplete" if cut else "completed")
@@ -238,12 +238,13 @@ class ResponseAnswer(Readable):
 
 class Responses:
     """The routes. `store` keeps the responses: the metadata is empty, the body holds object, input and history. Ids are
-    the store's own: what a caller calls its request never names an entry. `conversations`: None where none are kept."""
+    made by the store: a caller's name for its request never names an entry. `conversations`: None where none are
+    kept."""
 
     def __init__(self, store: Store, writers: Writers, conversations: Conversations | None = None) -> None:
         self.conversations = conversations
         self.store, self.writers = store, writers
-        # What is on its way to the store, by id.
+        # The tasks that write responses to the store, by id.
         self.keeping: dict[str, asyncio.Task[None]] = {}
         self._background: dict[str, tuple[ResponseAnswer, asyncio.Task[None]]] = {}
         for response_id in store:
@@ -279,7 +280,7 @@ class Responses:
         return answer
 
     async def count(self, model: ServedModel, body: dict[str, Any]) -> InputTokens:
-        """How many tokens a response's prompt has."""
+        """The number of tokens in a response's prompt."""
         request, shared = read(body)
         history, named = await self._named(request, await self._referenced(input_items(request, "0")))
         call, _ = chat_call(request, shared)
@@ -287,7 +288,7 @@ class Responses:
         work = functools.partial(messages_of, request.instructions, items, call.warnings)
         call = msgspec.structs.replace(call, messages=await off_loop(size_of(history), work))
         with spelled(call.spelling):
-            # The parameters of an answer are checked, though there is none.
+            # The parameters of the answer are checked, though no answer is made.
             SamplingParams(**{"max_tokens": None, **call.sampling})
         _, token_ids = await model.chat_prompt(call)
         return InputTokens(input_tokens=len(token_ids), warnings=call.warnings.reply())
@@ -324,7 +325,7 @@ class Responses:
                 logger.info("response %s failed: %s", answer.id, error)
             except asyncio.CancelledError:
                 raise
-            except BaseException:  # a panic of pyo3's is no Exception
+            except BaseException:  # pyo3 raises a panic as a BaseException
                 logger.exception("response %s failed", answer.id)
             finally:
                 answer.close()
@@ -335,7 +336,7 @@ class Responses:
         return answer.response
 
     async def close(self) -> None:
-        """End what runs in the background."""
+        """End the responses that run in the background."""
         tasks = [task for _, task in self._background.values()]
         for task in tasks:
             task.cancel()
@@ -357,7 +358,8 @@ class Responses:
         return json_in_parts((await self.writers.run(self._read, response_id, Written)).response)
 
     async def stream(self, response_id: str, starting_after: str | None) -> StoredStream:
-        """Return the events of a response behind one with a number. Raises what `read` raises, and `RequestError`."""
+        """Return the events of a response after the one with a number. Raises the errors of `read`, and
+        `RequestError`."""
         if starting_after is not None and not re.fullmatch("[0-9]{1,9}", starting_after):
             raise RequestError("starting_after", starting_after, "the sequence_number of an event")
         after = -1 if starting_after is None else int(starting_after)
@@ -370,7 +372,8 @@ class Responses:
         return StoredStream(entry.response, entry.cuts, after)
 
     async def items(self, response_id: str) -> list[msgspec.Raw]:
-        """The input of a response, oldest first, without what came before it. Raises `NotFoundError`."""
+        """Return the input of a response, oldest first, without the items of earlier responses. Raises
+        `NotFoundError`."""
         items: Items = await self.writers.run(self._read, response_id, Items)
         return items.input
 
@@ -403,13 +406,13 @@ class Responses:
         return Deleted(id=response_id, object="response", deleted=True)
 
     async def keep(self, entry: Entry) -> None:
-        """Store what became of a response, if it is stored and still there."""
+        """Store the final state of a response, if it is stored and was not deleted."""
         if entry.response.store:
             await self.writers.run(self._keep, entry)
 
     async def add_to_conversation(self, entry: Entry) -> None:
-        """Add what a response took and gave to its conversation, if it has one. A failure is logged: the caller gets
-        its answer."""
+        """Add the input and output of a response to its conversation, if it has one. A failure is logged: the caller
+        gets its answer."""
         response = entry.response
         if self.conversations is None or not isinstance(response.conversation, ConversationRef):
             return
@@ -419,7 +422,7 @@ class Responses:
             logger.warning("response %s is not added to its conversation: %s", response.id, error)
 
     def keep_later(self, entry: Entry) -> None:
-        """Store what became of a response whose caller is gone."""
+        """Store the final state of a response whose caller is gone."""
         response_id = entry.response.id
         if entry.response.store:
             task = asyncio.ensure_future(self.keep(entry))
@@ -433,15 +436,15 @@ class Responses:
         try:
             self.store.set_body(response_id, b"".join(json_pieces(entry)))
         except (StoreFullError, StorageError) as error:
-            # The caller gets its answer; what would be read again later is not the whole of it.
+            # The caller gets its answer, but a later read would find a part of the response only.
             logger.warning("response %s is not kept: %s", response_id, error)
             self.store.discard(response_id)
 
     async def _chat(
         self, model: ServedModel, request: ResponsesRequest, call: ChatCall, items: list[NamedItem], size: int
     ) -> Answer:
-        """The chat that answers; `size` is that of the items. With truncation "auto", the oldest items go until the
-        rest fits."""
+        """Return the chat's answer; `size` is the size of the items. With truncation "auto", the oldest items go until
+        the rest fits."""
         while True:
             warnings = Warnings(call.warnings)
             messages = await off_loop(size, functools.partial(messages_of, request.instructions, items, warnings))
@@ -452,7 +455,7 @@ class Responses:
                 if not isinstance(error, ContextLengthError) or request.truncation != "auto" or len(items) < 2:
                     raise
                 items = items[max(1, len(items) // 8) :]
-                # The output of a call that is gone has nothing to answer to.
+                # The output of a tool call must go with its call.
                 while len(items) > 1 and items[0].item.get("type") in OUTPUTS:
                     items = items[1:]
 
@@ -468,13 +471,13 @@ class Responses:
         return [stored[item["id"]] if item["type"] == REFERENCE else item for item in items]
 
     def _items(self, response_id: str) -> dict[str, dict[str, Any]]:
-        """Return the items that a response took and gave, by their ids. Raises `NotFoundError`."""
+        """Return the input and output items of a response, by their ids. Raises `NotFoundError`."""
         entry = self._read(response_id, Items)
         return {item["id"]: item for item in map(past_item, [*entry.input, *entry.response.output])}
 
     def _history(self, response_id: str) -> list[msgspec.Raw]:
-        """Return the input and output of a response, and of those before it. Raises `NotFoundError`, and `RequestError`
-        if it still runs."""
+        """Return the input and output of a response, and of the responses before it. Raises `NotFoundError`, and
+        `RequestError` if it still runs."""
         entry = self._read(response_id, Items)
         if entry.response.status in RUNNING or response_id in self._background:
             raise RequestError("previous_response_id", response_id, "that of a response which has ended")
@@ -490,11 +493,11 @@ class Responses:
             raise NotFoundError("response", response_id) from error
 
     def _settle(self, response_id: str) -> None:
-        """Mark a response as failed that an earlier server did not finish."""
+        """Mark a response that an earlier server did not finish as failed."""
         try:
             entry = self._read(response_id, Kept)
         except (NotFoundError, StorageError):
-            return  # the log has why
+            return  # the log has the reason
         if entry.response.status in RUNNING:
             error = ResponseError(code="server_error", message="the server ended before this response did")
             self._keep(replace(entry, response=replace(entry.response, status="failed", error=error)))

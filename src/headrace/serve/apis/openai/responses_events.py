@@ -1,7 +1,7 @@
 """The response object of OpenAI's Responses API, its output items, and the typed events that build them up.
 
 `Output` takes an answer's parts and returns events; a reply that is read whole runs through the same code, so the two
-can not differ. Knows no engine and no HTTP; called by `serve.apis.openai.responses`.
+cannot differ. Knows no engine and no HTTP; called by `serve.apis.openai.responses`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OutputText(msgspec.Struct, kw_only=True):
 
 class OutputItem(msgspec.Struct, kw_only=True):
     """A message has role and content, reasoning has summary and content. A function call has call_id, name and
-    arguments, the call of a custom tool input instead of these; `namespace` is that of the tool, if it is in one."""
+    arguments, the call of a custom tool input instead of these; `namespace` is the tool's, if it has one."""
 
     id: str
     type: ItemType
@@ -147,7 +147,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """An event of a stream. Its type says which of the other fields it has."""
+    """An event of a stream. Its type determines which of the other fields it has."""
 
     type: Literal[
         "response.created",
@@ -190,8 +190,8 @@ Cut = tuple[int, int, int]
 class Output:
     """The output items of one response, and the events that build them up.
 
-    `response` is the response object: its `output` is kept up to date, and the events that carry the whole object
-    carry it as it is then. `tools` are the client's. Sequence numbers count from 0. `cuts` are the deltas so far, for
+    `response` is the response object: its `output` is kept up to date, and an event with the whole object has it as it
+    is at that time. `tools` are the client's. Sequence numbers count from 0. `cuts` are the deltas so far, for
     `responses_replay`.
     """
 
@@ -219,13 +219,13 @@ class Output:
         return event
 
     def whole(self, status: str, encoded: bytes | None = None) -> Event:
-        """Return the event that carries the whole object, such as `response.created` of "created"."""
-        # Encoded now: the object goes on changing.
+        """Return the event with the whole object, such as `response.created` for "created"."""
+        # Encoded now, for the object changes later.
         encoded = msgspec.json.encode(self.response) if encoded is None else encoded
         return self.event(f"response.{status}", response=msgspec.Raw(encoded))
 
     def take(self, parts: list[MessagePart], logprobs: list[ChatTokenLogprob]) -> list[Event]:
-        """Add the next parts; `logprobs` are those of the tokens that came with them, for text."""
+        """Add the next parts; `logprobs` belong to the tokens that came with the parts of text."""
         events: list[Event] = []
         for part in parts:
             if isinstance(part, Content):

@@ -1,7 +1,7 @@
 """A Responses request: its fields as a `ChatCall`, and its input items as the call's messages.
 
-A field that changes the answer and can not be honoured is refused by name; one that changes nothing ends in
-`warnings`. Pure functions; called by `serve.apis.openai.responses`.
+A field that changes the answer and cannot be honoured is refused by name; a field without effect ends in `warnings`.
+Pure functions; called by `serve.apis.openai.responses`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.text.tools.custom import arguments
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 ROLES = ("user", "assistant", "system", "developer")
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""Items that are calls, with the field of what is given to the tool."""
+"""Items that are calls, with the field that holds the tool's input."""
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 ITEMS = "message, reasoning, function_call, custom_tool_call, or the output of a call"
 REFERENCE = "item_reference"
@@ -59,7 +59,7 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/responses. The sampling parameters of chat completions are taken beside these fields."""
+    """POST /v1/responses. The sampling parameters of chat completions are accepted too (`SharedParameters`)."""
 
     input: str | list[Any]
     model: str | None = None
@@ -93,7 +93,7 @@ class ResponsesRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 class SharedParameters(Sampled, forbid_unknown_fields=True, kw_only=True):
-    """The parameters of chat completions that are taken beside the fields of a Responses request."""
+    """The parameters of chat completions that a Responses request may have in addition to its own fields."""
 
     include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -103,7 +103,7 @@ _NOT_SHARED = frozenset(
     "n stream stream_options max_tokens response_format verbosity store functions function_call return_progress".split()
 )
 SHARED = frozenset({*SharedParameters.__struct_fields__, *UNSUPPORTED, *IGNORED}) - _NOT_SHARED
-# The engine's fields, and those of this request that set them.
+# The engine's fields, and the fields of this request that set them.
 SPELLING = {
     "max_tokens": "max_output_tokens",
     "structured_outputs": "text.format",
@@ -119,7 +119,7 @@ UNSUPPORTED_HERE = {
 
 
 def read(body: Mapping[str, Any]) -> tuple[ResponsesRequest, SharedParameters]:
-    """Return the request, and what came with it of a chat's parameters. Raises `RequestError`."""
+    """Return the request, and the parameters of a chat that came with it. Raises `RequestError`."""
     own_names = frozenset(ResponsesRequest.__struct_fields__)
     more = {name: value for name, value in body.items() if name in SHARED and name not in own_names}
     request = convert(ResponsesRequest, {name: value for name, value in body.items() if name not in more})
@@ -242,7 +242,8 @@ def input_items(request: ResponsesRequest, new_id: str) -> list[dict[str, Any]]:
 
 
 def response_of_item(item_id: str) -> str | None:
-    """Return the hexadecimal part of the id of the response that an item belongs to, or None for an id of others."""
+    """Return the hexadecimal part of the id of the response that an item belongs to, or None for an id that this server
+    did not make."""
     match = _ITEM_ID.fullmatch(item_id)
     return None if match is None else match[1]
 
@@ -254,7 +255,7 @@ class PastPart(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PastItem(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a chat reads of an item."""
+    """The fields of an item that a chat reads."""
 
     type: Any
     id: Any = None
@@ -270,17 +271,18 @@ class PastItem(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def past_item(written: msgspec.Raw) -> dict[str, Any]:
-    """Return what a chat reads of a stored item. Its log-probabilities are passed over: there may be a million."""
+    """Return the fields of a stored item that a chat reads. Its log-probabilities are skipped: there may be a
+    million."""
     try:
         item: dict[str, Any] = msgspec.to_builtins(msgspec.json.decode(written, type=PastItem))
         return item
     except msgspec.ValidationError:
-        # A client made it, with odd values in fields that are not read, and it is no larger than a body.
+        # A client made the item, with unusual values in fields that are not read; it is no larger than a body.
         return msgspec.json.decode(written, type=dict[str, Any])
 
 
 class NamedItem(NamedTuple):
-    """An item, and what the request calls it, for errors."""
+    """An item, and its name in the request, for errors."""
 
     field: str
     item: Mapping[str, Any]
@@ -299,9 +301,9 @@ def without_hosted(items: Sequence[NamedItem], warnings: Warnings) -> list[Named
 def messages_of(instructions: str | None, items: Sequence[NamedItem], warnings: Warnings) -> list[ChatMessage]:
     """Return items as a chat's messages. Reasoning, text and calls of one turn of the model are one message.
 
-    A part that the model can not read is refused in what the user has said since the model's last turn. In earlier
-    items and in outputs a short text stands in its place, with a warning. Raises `RequestError` for what is no item
-    that a chat can carry.
+    A part that the model cannot read is refused in the user's items after the model's last turn. In earlier items and
+    in outputs a short text stands in its place, with a warning. Raises `RequestError` for an item that a chat cannot
+    hold.
     """
     turns = ("reasoning", *CALLS)
     new = first_new(["assistant" if item.get("type") in turns else item.get("role") for _, item in items] + [None])
@@ -344,7 +346,7 @@ def _add_message(messages: list[ChatMessage], item: Mapping[str, Any], field: st
     elif role == "user":
         messages.append(ChatMessage(role="user", content=text))
     elif len(messages) == 1 and messages[0].role == "system":
-        # Templates take one system message, and take it first.
+        # Templates take one system message, in the first place.
         messages[0].content = f"{messages[0].content}\n\n{text}"
     else:
         messages.append(ChatMessage(role="system", content=text))
@@ -361,7 +363,7 @@ def _turn(messages: list[ChatMessage], without_text: bool = False) -> ChatMessag
 
 
 def _text(content: Any, field: str, warnings: Warnings | None) -> str:
-    """Return the texts of `content`. With `warnings`, a part that the model can not read is one too."""
+    """Return the texts of `content`. With `warnings`, a short text stands for a part that the model cannot read."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -33,7 +33,7 @@ def add_routes(app: Starlette, models: ModelSet, responses: Responses) -> None:
     """/v1/responses."""
 
     async def create(model: ServedModel, body: dict[str, Any]) -> ResponseAnswer | ResponseObject | StoredStream:
-        """OpenAI's responses: items in, items or typed events out."""
+        """OpenAI's responses: takes items, replies with items or typed events."""
         answer = await responses.create(model, body)
         if not answer.request.background:
             return answer

@@ -1,7 +1,7 @@
 """A stored response, or one that runs in the background, as the events of its stream, with the same numbers and bytes.
 
-The items have all text; `Entry.cuts` says how the stream cut it into deltas. So a client that lost a stream goes on
-behind the last event that it has. Knows no engine; called by `responses`.
+The items have all text; `Entry.cuts` holds the places where the stream cut it into deltas. So a client that lost a
+stream continues after the last event that it received. Knows no engine; called by `responses`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from headrace.serve.routing import Readable, large_event
 
 RUNNING = ("queued", "in_progress")
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""Items whose text is a field of their own, by type; that of the others is in their part."""
+"""Items whose text is a field, by type; other items have their text in a part."""
 ENDS = ("completed", "incomplete", "failed")
-"""States with an event of their own; a response that was cancelled ends as incomplete."""
+"""States that have an event; a cancelled response ends with the event of an incomplete one."""
 
 
 TURN = 64
-"""Events after which the loop runs others."""
+"""The number of events after which other tasks run."""
 
 
 class Entry(msgspec.Struct, kw_only=True):
-    """A response as it is stored: the object, its input, the items that came before, and how its stream was cut."""
+    """A response as it is stored: the object, its input, the items that came before, and the cuts of its stream."""
 
     response: ResponseObject
     input: list[Any]
@@ -52,21 +52,21 @@ class KeptResponse(ResponseObject, kw_only=True):
 
 
 class Kept(Entry, kw_only=True):
-    """A stored response as it is read: log-probabilities and items stay as they were written, for to decode many
-    holds the interpreter's lock."""
+    """A stored response as it is read: log-probabilities and items stay encoded, because decoding many of them holds
+    the interpreter's lock."""
 
     response: KeptResponse
     input: list[msgspec.Raw]
 
 
 class Written(msgspec.Struct):
-    """Of a stored response, the object alone and as it was written."""
+    """The object of a stored response, still encoded."""
 
     response: msgspec.Raw
 
 
 class Items(msgspec.Struct):
-    """Of a stored response, the items: its output, its input, and those before it."""
+    """The items of a stored response: its output, its input, and the items before it."""
 
     class Response(msgspec.Struct):
         status: str
@@ -79,7 +79,7 @@ class Items(msgspec.Struct):
 
 
 def snapshot(response: ResponseObject) -> ResponseObject:
-    """Return a response that still runs as it is now. Its lists are its own, and what is in them is shared."""
+    """Return a response that still runs as it is now. Its lists are copies, their items are shared."""
 
     def copied(item: OutputItem) -> OutputItem:
         if not item.content:
@@ -101,7 +101,7 @@ class Replay:
         self._passed: tuple[int, int] | None = None
 
     def opening(self) -> Iterator[Event]:
-        """Yield the two events before the first item, with the response as it was then."""
+        """Yield the two events before the first item, with the response as it was at that time."""
         fields: dict[str, Any] = {"status": "in_progress", "output": [], "timings": UNSET, "explain": UNSET}
         fields |= dict.fromkeys(("completed_at", "error", "incomplete_details", "usage"))
         response = replace(self._response, **fields)
@@ -109,8 +109,8 @@ class Replay:
             yield self._whole(kind, response)
 
     def advance(self) -> Iterator[Event]:
-        """Yield the events of what has come since the last call; the last ones if the response has ended by then. What
-        comes while they are read is among them or among the next."""
+        """Yield the events since the last call, the final ones too if the response has ended. Text that comes meanwhile
+        is in these events or in those of the next call."""
         response, has_ended = self._response, self._response.status not in RUNNING
         while self._num_closed < len(response.output):
             item = response.output[self._num_closed]
@@ -191,7 +191,7 @@ def _text(item: OutputItem) -> str:
 
 
 def _kind(item: OutputItem) -> str:
-    """The first part of the names of an item's events."""
+    """Return the first part of the names of an item's events."""
     if item.type in CALLS:
         return f"{item.type}_{CALLS[item.type]}"
     return "output_text" if item.type == "message" else "reasoning_text"
@@ -202,8 +202,8 @@ class StoredStream(Readable):
 
     Args:
         after: the number of the last event that the client has; -1: none.
-        change: returns an event that is set when a running response has gone on.
-        leave: is called once, when nothing is read any more.
+        change: returns an `asyncio.Event` that is set when a running response has new text.
+        leave: is called once, after the last read.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class StoredStream(Readable):
         return self._response
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events behind `after`, and those that are still to come."""
+        """Yield the events behind `after`, then all further events as they come."""
         opening: Iterator[Event] = self._replay.opening()
         while True:
             change, has_ended = self._change(), self._response.status not in RUNNING
@@ -239,7 +239,7 @@ class StoredStream(Readable):
             await change.wait()
 
     def close(self) -> None:
-        """Leave the response as it is: it runs on without its readers."""
+        """Stop reading. The response goes on without its readers."""
         leave, self._leave = self._leave, None
         if leave is not None:
             leave()

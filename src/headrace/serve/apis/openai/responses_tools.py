@@ -1,4 +1,4 @@
-"""Tools of a Responses request: what of them the model gets, and what a call of the model's is for the client.
+"""Tools of a Responses request: the functions that the model gets for them, and the client's tool for each call.
 
 The model knows functions. A `namespace` becomes its functions, with the namespace's name before theirs; a `custom` tool
 becomes a function with one text (see `text.tools.custom`). Tools that a provider would run itself are left out with a
@@ -19,7 +19,7 @@ from headrace.text.tools.choice import ToolFields, ToolUse
 FIELDS = ToolFields("name", "description", "strict", "parameters", "tool_choice.name")
 OWN = ("function", "custom")
 CLIENTS = ("local_shell", "shell", "apply_patch")
-"""Tools that the client runs, in forms of which models that are served here know nothing."""
+"""Tools that the client runs, in forms that the models served here do not know."""
 HOSTED = (
     "web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11", "file_search",
     "code_interpreter", "image_generation", "mcp", "computer", "computer_use", "computer_use_preview", "tool_search",
@@ -35,7 +35,7 @@ HOSTED_ITEMS = (
 
 
 class CalledTool(NamedTuple):
-    """What the client calls a tool. `namespace` None: it is in none. `is_custom`: it takes a text."""
+    """The client's name for a tool. `namespace` None: it is in none. `is_custom`: it takes a text."""
 
     name: str
     namespace: str | None = None
@@ -43,13 +43,13 @@ class CalledTool(NamedTuple):
 
 
 class ClientTools(NamedTuple):
-    """The tools that the model may call, and by the names under which it has them, what the client calls them."""
+    """The tools that the model may call, and the client's name for each by the name that the model has."""
 
     use: ToolUse
     by_name: Mapping[str, CalledTool] = MappingProxyType({})
 
     def called(self, name: str) -> CalledTool:
-        """Return the client's tool of this name of the model's; a tool that was not given has the same name."""
+        """Return the client's tool for a name that the model wrote; the name of an unknown tool stays as it is."""
         return self.by_name.get(name) or CalledTool(name)
 
 
@@ -64,7 +64,7 @@ def flat_name(namespace: object, name: str) -> str:
 def client_tools(
     tools: Sequence[Any], choice: str | Mapping[str, Any] | None, parallel: bool, warnings: Warnings
 ) -> ClientTools:
-    """Return the tools of a request; what is left out is added to `warnings`. Raises `RequestError`."""
+    """Return the tools of a request; tools that are left out are added to `warnings`. Raises `RequestError`."""
     by_name: dict[str, CalledTool] = {}
     flat: list[dict[str, Any]] = []
     places: list[str] = []
@@ -102,7 +102,7 @@ def client_tools(
             if not isinstance(about, str):
                 raise RequestError(f"{at}.description", about, "a string")
             for place, each in enumerate(inner):
-                # Templates have no place for what all of them have in common: the first one has it.
+                # Templates have no place for the description of a namespace: its first function has it.
                 add(each, f"{at}.tools[{place}]", name, "" if place else about)
         elif kind in OWN:
             add(tool, at)

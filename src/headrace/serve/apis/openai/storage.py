@@ -1,6 +1,6 @@
-"""Everything that the server keeps for its clients, put together: files, batches, stored responses and conversations.
+"""`Storage`: the data that the server keeps for its clients: files, batches, stored responses and conversations.
 
-Handed its numbers by `serve.app`. Knows the modules beside it and no config.
+`serve.app` passes its numbers. Knows the modules beside it and no config.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ MAX_BATCH_BYTES = 16 * 2**20
 MAX_RESPONSES = 4096
 MAX_CONVERSATIONS = 4096
 MAX_KEPT_BYTES = 48 * 2**20
-"""Of one response or conversation: to look through more at once holds the interpreter's lock for too long."""
+"""Bytes of one response or conversation: a search through more of them holds the interpreter's lock for too long."""
 LATEST = 2**31 - 1
-"""The priority that goes last."""
+"""The lowest priority."""
 
 
 class Storage:
-    """What is kept, and who works on it.
+    """The stores, and the background work on them.
 
     Args:
-        folder: where it outlives the server; None keeps it in memory.
+        folder: the folder where the data outlive the server; None keeps them in memory.
         max_bytes: of files, of stored responses, and of conversations, for each of the three; a holder of a key has its
             share of `shares`.
         concurrency: lines of batches that are open at once.
@@ -69,13 +69,13 @@ class Storage:
         self.batches = Batches(batch_store, self.files, self.writers, self._answerer, concurrency, models.num_waiting)
 
     def start(self, policy: str | None) -> None:
-        """The engine is there: go on with batches. `policy` is the order of its waiting requests."""
+        """Go on with batches, now that the engine runs. `policy` is the order of its waiting requests."""
         if policy == "priority":
             self._answerer.priority = LATEST
         self.batches.start()
 
     async def close(self) -> None:
-        """Stop what runs in the background. Batches go on with the next start, if a folder keeps them."""
+        """Stop the background work. Batches go on with the next start, if a folder keeps them."""
         await self.batches.close()
         await self.responses.close()
         await asyncio.to_thread(self.writers.close)
@@ -84,7 +84,7 @@ class Storage:
 
 
 def answerer(models: ModelSet, responses: Responses) -> Answerer:
-    """Return what answers the lines of batches."""
+    """Return the `Answerer` of the lines of batches."""
 
     def whole(create: Callable[[ServedModel, dict[str, Any]], Awaitable[Readable]]) -> Route:
         async def route(model: ServedModel, body: dict[str, Any]) -> Any:
@@ -106,14 +106,14 @@ def answerer(models: ModelSet, responses: Responses) -> Answerer:
             "/v1/chat/completions": whole(completions.chat),
             "/v1/completions": whole(completions.complete),
             "/v1/embeddings": models.bound(embed),
-            # Not stored unless the line says so.
+            # Not stored unless the line has `store`.
             "/v1/responses": whole(lambda model, body: responses.create(model, {"store": False} | body)),
         }
     )
 
 
 def offline_answerer(model: Running) -> Answerer:
-    """Return the same without a server: responses are not stored."""
+    """Return the `Answerer` for use without a server: responses are not stored."""
     nowhere = Store("resp_", None, max_items=1, max_bytes=MAX_BATCH_BYTES, evict=True)
     return answerer(ModelSet(model), Responses(nowhere, Writers()))
 

@@ -1,4 +1,5 @@
-"""vLLM's routes beside OpenAI's: what the server and its tokenizer are, the prefix cache, SageMaker's `/invocations`.
+"""vLLM's routes that OpenAI has not: descriptions of server and tokenizer, the prefix cache, SageMaker's
+`/invocations`.
 
 Classes and adapters need models that are not served here: these routes reply with the reason. Knows calls and replies;
 `add_routes` puts the routes on an app.
@@ -30,7 +31,7 @@ UNSERVED = {
     "/v1/load_lora_adapter": "adapters are not loaded; merge the adapter into the checkpoint",
     "/v1/unload_lora_adapter": "adapters are not loaded; merge the adapter into the checkpoint",
 }
-"""Routes of vLLM's that are not served, and why."""
+"""Routes of vLLM's that are not served, each with the reason."""
 
 
 class InvocationRequest(Body, kw_only=True):
@@ -113,7 +114,7 @@ def tokenizer_info(model: ServedModel, query: Mapping[str, str]) -> TokenizerInf
 
 
 def add_routes(app: Starlette, models: ModelSet, embeddings: Embeddings) -> None:
-    """Add `/server_info`, `/tokenizer_info`, `/reset_prefix_cache` and `/invocations`, and what is not served."""
+    """Add `/server_info`, `/tokenizer_info`, `/reset_prefix_cache` and `/invocations`, and the routes of `UNSERVED`."""
     by_field: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
         "messages": models.bound(completions.chat),
         "prompt": models.bound(completions.complete),
@@ -123,7 +124,7 @@ def add_routes(app: Starlette, models: ModelSet, embeddings: Embeddings) -> None
     }
 
     async def invoke(body: dict[str, Any]) -> Any:
-        """SageMaker's way to call: the fields of the body say which route is meant."""
+        """Call the route that fits the fields of the body, as SageMaker does."""
         for field, route in by_field.items():
             if body.get(field) is not None:
                 return await route(body)
