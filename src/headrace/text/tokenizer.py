@@ -70,6 +70,8 @@ class Tokenizer:
         self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
             self._role_id(role) for role in _ROLES[:4]
         )
+        self.begin_of_chats = ""
+        """Text that goes before a rendered chat which does not begin with it."""
         self._set_ends(file, config)
         self._added = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -256,6 +258,8 @@ class Tokenizer:
         adds_eos = len(ids) > 0 and ids[-1] == self.eos_token_id and (len(ids) > 1 or not adds_bos)
         want_bos = config.get("add_bos_token", adds_bos) and self.bos_token_id is not None
         want_eos = config.get("add_eos_token", adds_eos) and self.eos_token_id is not None
+        if file.begins_chats and want_bos:
+            self.begin_of_chats = self.special_tokens["bos_token"]
         if (want_bos, want_eos) == (adds_bos and not file.adds_bos, adds_eos):
             return
         begin = [self.special_tokens["bos_token"]] if want_bos else []

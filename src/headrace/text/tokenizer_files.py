@@ -44,7 +44,7 @@ class TokenizerFile:
     """A tokenizer, and the begin and end of text that its file names (None: it names none).
 
     `is_whole`: the file, a tokenizer.json, has all tokens, and decides whether begin and end are added; the other files
-    of its folder decide neither.
+    of its folder decide neither. `begins_chats`: a begin that is added to prompts is added to rendered chats too.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -52,6 +52,7 @@ class TokenizerFile:
     eos_token: str | None = None
     adds_bos: bool = False
     is_whole: bool = False
+    begins_chats: bool = False
 
 
 def present(path: Path) -> bool:
