@@ -89,6 +89,7 @@ def test_each_format_has_every_text_and_opens_an_answer(name: str) -> None:
 
 def tokenizer(special: dict[str, int], templates: dict[str, str] | None = None, first: int = 5) -> Any:
     return SimpleNamespace(
+        begin_of_chats="",
         chat_templates=templates or {},
         chat_template=(templates or {}).get("default"),
         special_tokens={"bos_token": "<s>"},
