@@ -28,7 +28,7 @@ from headrace.cli import reference
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "gpu.md", *sorted((ROOT / "docs").glob("howto-*.md")))
 SHELLS = ("bash", "sh", "console")
-AGENTS = ("codex", "claude", "aider", "cn", "open-webui")
+AGENTS = ("codex", "claude", "aider", "cn", "opencode", "open-webui")
 """Programs of others, of whose words nothing is known here."""
 UsageError = typer.BadParameter.__mro__[1]
 """The base of errors of the command line: click's, or that of typer's own copy of click."""
