@@ -212,7 +212,8 @@ RECORD_LINES = {
         "hf_overrides", {"num_experts_per_tok": 4, "max_position_embeddings": 512}),
     '--hf-overrides {"a":{"b":1}} --hf-overrides.a.c 2 --hf_overrides.d true': (
         "hf_overrides", {"a": {"b": 1, "c": 2}, "d": True}),
-    "--reasoning off": ("default_chat_template_kwargs", {"enable_thinking": False, "thinking": False}),
+    "--reasoning off": (
+        "default_chat_template_kwargs", {"enable_thinking": False, "thinking": False, "thinking_mode": "disabled"}),
     '--chat-template-kwargs {"a":1} --reasoning-effort high': (
         "default_chat_template_kwargs", {"a": 1, "reasoning_effort": "high"}),
 }  # fmt: skip

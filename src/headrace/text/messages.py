@@ -151,8 +151,8 @@ def read_messages(messages: Sequence[object], warn: Warn | None = None) -> list[
     without it they are refused everywhere. Raises `RequestError`.
     """
     bounds.check("messages", messages)
-    given, messages = messages, functions.as_tool_messages(messages)
-    if warn is not None and any(one is not other for one, other in zip(given, messages, strict=True)):
+    original, messages = messages, functions.as_tool_messages(messages)
+    if warn is not None and any(one is not other for one, other in zip(original, messages, strict=True)):
         warn("messages", functions.READ_AS_TOOLS)
     new = first_new([message.get("role") if isinstance(message, Mapping) else None for message in messages])
     read: list[ChatMessage] = []
