@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 class Layout(NamedTuple):
     """Names of the parts, behind `root`. `state_first`: the matrix has the state's columns first. `feeds_normed`: the
-    next guess goes on from the state after the last norm."""
+    next guess goes on from the state after the last norm. `number`: of the layer among the model's."""
 
     root: str
     embedding_norm: str
@@ -42,6 +42,7 @@ class Layout(NamedTuple):
     block: str = ""
     state_first: bool = False
     feeds_normed: bool = False
+    number: int = 0
 
 
 LAYOUTS = (
@@ -67,7 +68,7 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             self, values: dict[str, Any], weights: SplitWeights, target: Target, layout: Layout, most: int
         ) -> None:
             self.measure(ModelConfig(values), weights, target.backend.ops, most)
-            size, root = self.hidden_size, layout.root
+            size, root, self.first_layer = self.hidden_size, layout.root, layout.number
             self.feature_size = size
             self.embedding_norm = self.make_norm(root + layout.embedding_norm)
             self.state_norm = self.make_norm(root + layout.state_norm)
@@ -99,7 +100,8 @@ def layout_of(directory: Path, num_layers: int) -> Layout | None:
     """Return the names of the checkpoint's MTP layer, None if it has none."""
     names = MappedCheckpoint(directory).names
     for layout in LAYOUTS:
-        named = layout._replace(root=layout.root.format(n=num_layers))
+        number = num_layers if "{n}" in layout.root else 0
+        named = layout._replace(root=layout.root.format(n=num_layers), number=number)
         if f"{named.root}{layout.matrix}.weight" in names:
             return named
     return None
