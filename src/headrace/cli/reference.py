@@ -189,8 +189,8 @@ FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, wh
 is a [file of holders](security.md#keys), `--seed` seeds the seeds of requests without one (`-s` is the seed of all of
 them), and the default port is 8000. Variables `LLAMA_ARG_...` are not read.
 
-- Sampling flags are the server's defaults: they take precedence over the model's `generation_config.json`, and a request
-  precedes them. A parameter without a flag has vLLM's default (temperature 1, all tokens), not llama-server's.
+- Sampling flags are the server's defaults: they take precedence over the model's `generation_config.json`, and the
+  request over them. A parameter without a flag has vLLM's default (temperature 1, all tokens), not llama-server's.
 - `-c` is the context of one request, not of all together. More than the file's own is cut to it, with a warning.
 - `--chat-template` takes llama-server's names of common formats, a Jinja source or a file. A model without a template
   takes `chatml`, with a warning; its answers end at `<|im_end|>`, whether that is a token or not.
@@ -198,7 +198,7 @@ them), and the default port is 8000. Variables `LLAMA_ARG_...` are not read.
   `--hf-overrides`.
 
 `make test-llama-server` runs llama.cpp's own tests of its server (of llama-cpp-python 0.3.36) against headrace.
-Of 391 tests, 170 need features that are not here: pictures, MCP, tools of the server, its router, or models from the network.
+Of 391 tests, 170 need absent features: pictures, MCP, tools of the server, its router, or models from the network.
 Of the other 221, 142 pass, none fails, and 78 differ for reasons that the table
 `tests/programs/llama_server/differences.toml` gives; llama.cpp skips one itself."""
 FROM_OLLAMA = """Ollama's routes (`/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` ...) are served on the port of

@@ -1,6 +1,6 @@
 """`Replica`: the life of one engine behind a `Link`: its start, watchdog, death and restart, and the requests it has.
 
-Passes the engine's messages to its `ReplicaOwner`, which owns the open requests and decides where they go after a death.
+Passes the engine's messages to its `ReplicaOwner`, which owns the open requests and sends them on after a death.
 Knows ids of requests, not their contents. `engine.client.EngineClient` holds one, a fleet several.
 """
 
