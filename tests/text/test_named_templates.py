@@ -112,8 +112,8 @@ def test_an_answer_ends_at_the_mark_as_a_token_or_as_text() -> None:
     for other in (as_word, as_text):
         ended = with_ends(params, template_of(other, "chatml"), other)
         assert (ended.stop, ended.stop_token_ids) == (["a", "<|im_end|>"], [1])
-    own = tokenizer({}, {"default": "{{ messages }}"})
-    assert with_ends(params, template_of(own), own) == params
+    default_tokenizer = tokenizer({}, {"default": "{{ messages }}"})
+    assert with_ends(params, template_of(default_tokenizer), default_tokenizer) == params
 
 
 def test_a_template_for_tools_alone_stays() -> None:
