@@ -89,7 +89,7 @@ def gguf_file(shape: Shape, level: str) -> Path:
     path = directory.with_name(f"{shape.name}.{level}.gguf")
     print("making", path, file=sys.stderr, flush=True)
     source = Tiled(directory, level)
-    gguf_writer.write(source, path, source.own, gguf_writer.LEVELS[level].number)
+    gguf_writer.write(source, path, source.own_kinds, gguf_writer.LEVELS[level].number)
     return path
 
 

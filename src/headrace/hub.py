@@ -158,10 +158,12 @@ def tokenizer_end(directory: Path) -> int | None:
         return None
     listed = config.get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, dict) else ()
-    found = [token_id for token_id, entry in entries if isinstance(entry, dict) and entry.get("content") == text]
-    found += [added[text]] if text in added else []
-    found += [entry.get("id") for entry in _added_tokens(directory / "tokenizer.json") if entry.get("content") == text]
-    for token_id in found:
+    candidates = [token_id for token_id, entry in entries if isinstance(entry, dict) and entry.get("content") == text]
+    candidates += [added[text]] if text in added else []
+    candidates += [
+        entry.get("id") for entry in _added_tokens(directory / "tokenizer.json") if entry.get("content") == text
+    ]
+    for token_id in candidates:
         if str(token_id).isdecimal():
             check_field(directory / "tokenizer_config.json", "token_id", int(token_id), "eos_token")
             return int(token_id)

@@ -74,9 +74,9 @@ def run_faults(size: tuple[int, int], seed: int, kind: str = "tensor") -> dict[s
     """For `tests.campaigns`: kills and stops."""
     report = run(*size, seed, per_round=2, kind=kind)
     counts, problems = report["counts"], report["problems"] + report["late"]
-    found = {"faults": counts.get("faults", 0), "streams_compared": counts.get("streams", 0), "by_kind": counts}
+    result = {"faults": counts.get("faults", 0), "streams_compared": counts.get("streams", 0), "by_kind": counts}
     known = {name: report[name] for name in ("streams_at_once", "restarts", "recovery_s", "noticed_s")}
-    return found | known | {"violations": len(problems), "examples": problems[:5]}
+    return result | known | {"violations": len(problems), "examples": problems[:5]}
 
 
 def run_stage_faults(size: tuple[int, int], seed: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def compare(num: int, seed: int) -> dict[str, Any]:
         form = {"model": shallow(2 if kind == "tensor" else 4)} | FORMS[name]
         requests = noise.sample(everything, 27)
         alone = make_core(**form, enable_prefix_caching=False)
-        wanted = law.run(alone, requests)
+        expected = law.run(alone, requests)
         alone.close()
         ways: dict[str, Any] = {"max_num_batched_tokens": noise.choice([17, 64, 2048])}
         if noise.random() < 0.5:
@@ -105,12 +105,12 @@ def compare(num: int, seed: int) -> dict[str, Any]:
         if noise.random() < 0.5:
             ways["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
         core = make_core(**form, **ways, **{f"{kind}_parallel_size": ranks})
-        found = law.run(core, requests, preempt_every=noise.choice([0, 7]))
+        actual = law.run(core, requests, preempt_every=noise.choice([0, 7]))
         core.close()
-        counts["generations"] += len(found)
-        counts[f"{kind} ranks: {ranks}"] += len(found)
-        counts[f"form: {name}"] += len(found)
-        wrong += [f"{name}, {ranks} {kind} ranks, {ways}: {key}" for key in found if found[key] != wanted[key]]
+        counts["generations"] += len(actual)
+        counts[f"{kind} ranks: {ranks}"] += len(actual)
+        counts[f"form: {name}"] += len(actual)
+        wrong += [f"{name}, {ranks} {kind} ranks, {ways}: {key}" for key in actual if actual[key] != expected[key]]
         print(f"{counts['generations']} generations, {len(wrong)} differ", file=sys.stderr, flush=True)
     total = counts.pop("generations")
     return {
@@ -139,16 +139,16 @@ def compare_experts(num: int, seed: int) -> dict[str, Any]:
             config, requests = case_of(name, directories[name])
             config |= FORMS.get(form, {"quantization": "int4-g32", "activations": "16bit"})
             alone = make_core(**config, enable_prefix_caching=False)
-            wanted = law.run(alone, requests)
+            expected = law.run(alone, requests)
             alone.close()
             ways: dict[str, Any] = {"max_num_batched_tokens": noise.choice([17, 64, 2048])}
             core = make_core(**config, **ways, tensor_parallel_size=ranks, enable_expert_parallel=True)
-            found = law.run(core, requests, preempt_every=noise.choice([0, 5]))
+            actual = law.run(core, requests, preempt_every=noise.choice([0, 5]))
             core.close()
-            counts["generations"] += len(found)
+            counts["generations"] += len(actual)
             for kind in (f"ranks: {ranks}", f"form: {form}", f"type: {name}"):
-                counts[kind] += len(found)
-            wrong += [f"{name}, {form}, {ranks} ranks, {ways}: {key}" for key in found if found[key] != wanted[key]]
+                counts[kind] += len(actual)
+            wrong += [f"{name}, {form}, {ranks} ranks, {ways}: {key}" for key in actual if actual[key] != expected[key]]
             print(f"{counts['generations']} generations, {len(wrong)} differ", file=sys.stderr, flush=True)
     total = counts.pop("generations")
     return {
@@ -182,13 +182,13 @@ def main() -> int:
     parser.add_argument("--per-round", type=int, default=1, help="faults while the same streams run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("arguments", nargs="*", help="further arguments of headrace serve, after --")
-    given = parser.parse_args()
+    options = parser.parse_args()
     report = run(
-        given.kills, given.stops, given.seed, given.ranks, given.timeout, given.streams, given.max_tokens,
-        given.per_round, tuple(given.arguments), given.kind,
+        options.kills, options.stops, options.seed, options.ranks, options.timeout, options.streams, options.max_tokens,
+        options.per_round, tuple(options.arguments), options.kind,
     )  # fmt: skip
     report["problems"] += report["late"]
-    return faults.concluded(report, given.out)
+    return faults.concluded(report, options.out)
 
 
 if __name__ == "__main__":

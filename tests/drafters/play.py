@@ -53,12 +53,12 @@ class Greedy:
     def draw(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[int]:
         shares = np.exp(logits - logits.max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
-        drawn = []
+        samples = []
         for row, context, tail in zip(shares, contexts, tails, strict=True):
             spot = np.random.default_rng(len(context.tokens) + len(tail)).random()
-            drawn.append(min(int(np.searchsorted(np.cumsum(row), spot)), len(row) - 1))
+            samples.append(min(int(np.searchsorted(np.cumsum(row), spot)), len(row) - 1))
             self.probs[context.seq_id] = [*self.probs.get(context.seq_id, [])[: len(tail)], row]
-        return drawn
+        return samples
 
     def take_probs(self, seq_id: int) -> F32 | None:
         probs = self.probs.pop(seq_id, None)
@@ -83,16 +83,18 @@ def target_of(
     directory: Path | None = None, backend: str = "cpu", guide: Any = None, max_num_seqs: int = 8, **fields: Any
 ) -> Target:
     directory = directory or builtin.directory()
-    own, model, config = loaded(directory, backend)
+    module, model, config = loaded(directory, backend)
 
     def load(path: Path, quantization: str | None, max_model_len: int) -> Any:
-        wanted = EngineConfig(model=str(path), backend=backend, quantization=quantization, max_model_len=max_model_len)
-        made, other, values = load_model(wanted, path, lambda done, total: None)
-        return made, other, values.values
+        engine_config = EngineConfig(
+            model=str(path), backend=backend, quantization=quantization, max_model_len=max_model_len
+        )
+        target, other, values = load_model(engine_config, path, lambda done, total: None)
+        return target, other, values.values
 
-    made = Target(
+    target = Target(
         model=model,
-        backend=own,
+        backend=module,
         directory=directory,
         config=config.values,
         vocab_size=model.vocab_size,
@@ -107,7 +109,7 @@ def target_of(
         guide=guide or Greedy(),
         load=load,
     )
-    return made._replace(**fields)
+    return target._replace(**fields)
 
 
 @cache
@@ -129,7 +131,7 @@ def stories(
         num_threads=1,
     )
     program = target.backend.program(target.model, set_up, feature_layers or ())
-    made = []
+    result = []
     for number, text in enumerate(PROMPTS):
         tokens = prompt_of(text, target.vocab_size)
         num_prompt = len(tokens)
@@ -137,15 +139,15 @@ def stories(
         rows = []
         begin = 0
         while len(tokens) < num_prompt + num_tokens:
-            own = tokens[begin:]
-            _, logits = program.forward(Chunks([begin], [own], [table]), [len(own) - 1])
+            answer = tokens[begin:]
+            _, logits = program.forward(Chunks([begin], [answer], [table]), [len(answer) - 1])
             best = logits.best[0]
-            rows.append(program.features(list(range(len(own)))))
+            rows.append(program.features(list(range(len(answer)))))
             begin = len(tokens)
             tokens.append(best)
-        made.append(Story(tokens, num_prompt, np.concatenate(rows)))
+        result.append(Story(tokens, num_prompt, np.concatenate(rows)))
     program.close()
-    return made
+    return result
 
 
 def prompt_of(text: str, vocab_size: int) -> list[int]:
@@ -185,9 +187,9 @@ def show(drafter: Drafter, play: Play, chunk: int = 10**9) -> None:
     while play.observed < play.known - 1:
         end = min(play.known - 1, play.observed + chunk)
         if drafter.feature_layers is not None:
-            own = play.story.features[play.observed : end].copy()
-            drafter.observe(play.seq_id, play.observed, play.story.tokens[play.observed : end], own)
-            own[:] = np.nan  # they were lent
+            features = play.story.features[play.observed : end].copy()
+            drafter.observe(play.seq_id, play.observed, play.story.tokens[play.observed : end], features)
+            features[:] = np.nan  # they were lent
         play.observed = end
 
 
@@ -215,11 +217,11 @@ def step(
     for play, draft, context in zip(plays, drafts, contexts, strict=True):
         verify_sound(draft, context)
         truth = play.story.tokens[play.known :]
-        kept = kept_nodes(draft, truth)
-        drafter.verified(play.seq_id, draft, [-1] * len(draft.token_ids), kept)
+        accepted = kept_nodes(draft, truth)
+        drafter.verified(play.seq_id, draft, [-1] * len(draft.token_ids), accepted)
         play.drafts.append(draft)
-        play.accepted.append(len(kept))
-        play.known = min(play.known + len(kept) + 1, len(play.story.tokens))
+        play.accepted.append(len(accepted))
+        play.known = min(play.known + len(accepted) + 1, len(play.story.tokens))
     return drafts
 
 

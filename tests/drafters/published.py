@@ -77,13 +77,13 @@ def eagle3_files(
     directory: Path, change: dict[str, Any], own_table: bool = False
 ) -> tuple[plain.Weights, dict[str, Any]]:
     config = BLOCK | {"architectures": ["LlamaForCausalLMEagle3"]} | change
-    output = config.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_config", {}).get(
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_config", {}).get(
         "eagle_aux_hidden_state_layer_ids", [0, 0, 0]
     )
     name = "layers.0" if config.pop("speculators", False) else "midlayer"
     size = config.get("draft_vocab_size", VOCAB)
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, len(output) * HIDDEN),
+        "fc.weight": (HIDDEN, len(layer_ids) * HIDDEN),
         "norm.weight": (HIDDEN,),
         "lm_head.weight": (size, HIDDEN),
         f"{name}.hidden_norm.weight": (HIDDEN,),
@@ -92,9 +92,9 @@ def eagle3_files(
     for i in range(1, config["num_hidden_layers"]):
         shapes |= plain.layer_tensors(f"layers.{i}", config)
     if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (len(told) * HIDDEN,)
+        shapes["input_norm.weight"] = (len(layer_ids) * HIDDEN,)
     if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(len(told))}
+        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(len(layer_ids))}
     if own_table:
         shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
     weights = plain.random_weights(shapes)

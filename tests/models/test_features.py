@@ -21,26 +21,28 @@ LENGTHS = [71, 5]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    found = {}
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    result = {}
     for name in models.names():
         directory = tmp_path_factory.mktemp(name)
-        found[name] = directory, save_random(models.find(name).TINY, directory)
-    return found
+        result[name] = directory, save_random(models.find(name).TINY, directory)
+    return result
 
 
 def program_of(directory: Path, backend: str, layers: tuple[int, ...] = ()) -> Any:
     """A program of the same model that keeps the streams before `layers`."""
     runner = load(directory, backend=backend)
-    own: Any = runner.program
-    ops = own.model.ops
+    program: Any = runner.program
+    ops = program.model.ops
     if backend == "cpu":
         from headrace.backends.cpu.program import TapedProgram, TapeOptions
 
-        return TapedProgram(own.model, ops, own.cache, StepSizes(96, 8, 64), TapeOptions(1), layers)
+        return TapedProgram(program.model, ops, program.cache, StepSizes(96, 8, 64), TapeOptions(1), layers)
     from headrace.backends.torch_ref.program import EagerProgram
 
-    return EagerProgram(own.model, ops, SetUp(own.pool_sizes, own.block_size, "float32", 1, 1, 1, 1), layers)
+    return EagerProgram(
+        program.model, ops, SetUp(program.pool_sizes, program.block_size, "float32", 1, 1, 1, 1), layers
+    )
 
 
 def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -57,8 +59,8 @@ def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, 
         if end == LENGTHS[0]:
             chunks = Chunks([begin, 0], [tokens[0][begin:end], tokens[1]], tables, states_in=[before, -1])
         rows = list(range(sum(map(len, chunks.token_ids))))
-        _, found = program.forward(chunks, rows[-1:])
-        logits.append(found.fetch().copy())
+        _, result = program.forward(chunks, rows[-1:])
+        logits.append(result.fetch().copy())
         features.append(program.features(rows))
     return np.concatenate(features), np.concatenate(logits)[-1:]
 
@@ -67,9 +69,9 @@ def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model_type", models.names())
 def test_features_are_those_of_transformers_and_do_not_depend_on_the_cut(
-    model_type: str, backend: str, made: dict[str, tuple[Path, Any]]
+    model_type: str, backend: str, checkpoint: dict[str, tuple[Path, Any]]
 ) -> None:
-    directory, reference = made[model_type]
+    directory, reference = checkpoint[model_type]
     plain = program_of(directory, backend)
     num_layers = len(plain.model.layers)
     layers = (0, num_layers, 1)
@@ -87,17 +89,17 @@ def test_features_are_those_of_transformers_and_do_not_depend_on_the_cut(
     for i, n in enumerate(LENGTHS):
         ids = torch.tensor([random_ids(n, plain.vocab_size, i)])
         with torch.inference_mode():
-            told = reference(ids, output_hidden_states=True).hidden_states
-        wanted = {0: told[0][0], width: None, 2 * width: told[1][0]}
-        for at, hidden in wanted.items():
+            hidden_states = reference(ids, output_hidden_states=True).hidden_states
+        expected = {0: hidden_states[0][0], width: None, 2 * width: hidden_states[1][0]}
+        for at, hidden in expected.items():
             if hidden is not None:
                 assert np.abs(streams[first : first + n, at : at + width] - hidden.numpy()).max() < 2e-3
-        assert np.abs(final[first : first + n] - told[-1][0].numpy()).max() < 2e-3
+        assert np.abs(final[first : first + n] - hidden_states[-1][0].numpy()).max() < 2e-3
         first += n
 
 
-def test_the_stream_after_the_last_layer_is_what_the_final_norm_takes(made: dict[str, tuple[Path, Any]]) -> None:
-    directory, _ = made["llama"]
+def test_the_stream_after_the_last_layer_is_what_the_final_norm_takes(checkpoint: dict[str, tuple[Path, Any]]) -> None:
+    directory, _ = checkpoint["llama"]
     program = program_of(directory, "cpu", (2,))
     streams, _ = computed(program)
     norm = program.model.norm
@@ -108,9 +110,9 @@ def test_the_stream_after_the_last_layer_is_what_the_final_norm_takes(made: dict
 
 
 def test_control_streams_whose_buffers_are_given_away_early_are_wrong(
-    made: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+    checkpoint: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, _ = made["llama"]
+    directory, _ = checkpoint["llama"]
     right, _ = computed(program_of(directory, "cpu", (0, 1)))
     plan = Graph.plan
 
@@ -125,7 +127,7 @@ def test_control_streams_whose_buffers_are_given_away_early_are_wrong(
     assert (wrong != right).any()
 
 
-def test_features_of_another_width_than_the_model_takes_are_refused(made: dict[str, tuple[Path, Any]]) -> None:
-    program = program_of(made["llama"][0], "cpu")
+def test_features_of_another_width_than_the_model_takes_are_refused(checkpoint: dict[str, tuple[Path, Any]]) -> None:
+    program = program_of(checkpoint["llama"][0], "cpu")
     with pytest.raises(ValueError, match="broadcast"):
         program.forward(Chunks([0], [[1, 2]], [[0]]), [1], np.zeros((2, 3), np.float32))

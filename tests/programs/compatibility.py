@@ -53,11 +53,11 @@ def all_tests() -> list[str]:
 
 def missing_tests(names: list[str]) -> list[str]:
     """Those that are no test function of their file."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for file in {name.partition(":")[0] for name in names}:
         tree = ast.parse((ROOT / FILES[file]).read_text(encoding="utf-8"))
-        found[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return [name for name in names if name.partition(":")[2] not in found[name.partition(":")[0]]]
+        result[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return [name for name in names if name.partition(":")[2] not in result[name.partition(":")[0]]]
 
 
 def page(results: dict[str, str]) -> str:
@@ -76,9 +76,9 @@ def tables(results: dict[str, str]) -> str:
             text += "".join(f"- *{word}*, {link(name)}: {meaning}\n" for name, (word, meaning) in RULES.items()) + "\n"
         text += "| feature | works | how | tests | result |\n|---|---|---|---|---|\n"
         for row in rows:
-            shown = ", ".join(RULES[name][0] if name in RULES else link(name) for name in row.tests)
+            links = ", ".join(RULES[name][0] if name in RULES else link(name) for name in row.tests)
             result = "; ".join(dict.fromkeys(results.get(name, "not run") for name in row.tests))
-            text += f"| {row.feature} | {row.works} | {row.how} | {shown} | {result} |\n"
+            text += f"| {row.feature} | {row.works} | {row.how} | {links} | {result} |\n"
     return text
 
 
@@ -98,12 +98,12 @@ def run(names: list[str]) -> dict[str, str]:
             kinds = {child.tag for child in case}
             outcome = "FAILED" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
             outcomes[case.get("classname", ""), case.get("name", "").partition("[")[0]].add(outcome)
-    made = {}
+    result = {}
     for name in names:
         file, _, test = node_id(name).partition("::")
         seen = outcomes[file.removesuffix(".py").replace("/", "."), test]
-        made[name] = next((each for each in ("FAILED", "passed", "skipped") if each in seen), "not run")
-    return made
+        result[name] = next((each for each in ("FAILED", "passed", "skipped") if each in seen), "not run")
+    return result
 
 
 def with_results_of(text: str, old: str) -> str:
@@ -127,8 +127,8 @@ def open_tests(text: str) -> list[str]:
 
 def write_kept(target: Path) -> None:
     """Write the page with the results that it has for rows that did not change."""
-    kept = with_results_of(tables({}), target.read_text(encoding="utf-8"))
-    target.write_text(kept + dialects.section() + clients.section(clients.load()), encoding="utf-8")
+    with_results = with_results_of(tables({}), target.read_text(encoding="utf-8"))
+    target.write_text(with_results + dialects.section() + clients.section(clients.load()), encoding="utf-8")
 
 
 def main() -> int:
@@ -136,9 +136,9 @@ def main() -> int:
     if "--keep" in sys.argv:
         write_kept(target)
         return 0
-    kept = target.read_text(encoding="utf-8") if "--again" in sys.argv else ""
-    results = run(open_tests(kept))
-    fresh = with_results_of(tables(results), settled(kept))
+    text = target.read_text(encoding="utf-8") if "--again" in sys.argv else ""
+    results = run(open_tests(text))
+    fresh = with_results_of(tables(results), settled(text))
     target.write_text(fresh + dialects.section() + clients.section(clients.load()), encoding="utf-8")
     counts = collections.Counter(results.values())
     print(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))

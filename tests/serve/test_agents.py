@@ -34,8 +34,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         if record["tool"]
     ]
     client, tokenizer = scripted.parts([*rows, scripted.Row("", SAID)], tmp_path_factory.mktemp("scripted"))
-    with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as made:
-        yield made
+    with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as result:
+        yield result
 
 
 def answer(path: str, events: list[dict[str, Any]]) -> tuple[str, str | None, str]:
@@ -111,26 +111,26 @@ def turns(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 def shares(live: Live, record: dict[str, Any], name: str) -> list[tuple[int, int]]:
     """Of each turn, the tokens of its prompt and those of them that were found in the cache."""
-    found = []
+    result = []
     for request in turns(record, name):
         reply = live.post(record["path"], request)
         assert reply.status_code == 200, reply.text
         usage = reply.json()["usage"]
         if record["path"] == "/v1/messages":
             cached = usage["cache_read_input_tokens"]
-            found.append((cached + usage["input_tokens"] + usage["cache_creation_input_tokens"], cached))
+            result.append((cached + usage["input_tokens"] + usage["cache_creation_input_tokens"], cached))
         else:
-            found.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
-    return found
+            result.append((usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    return result
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["client"].partition(" ")[0])
 def test_three_turns_of_an_agent_are_found_in_the_cache(live: Live, record: dict[str, Any]) -> None:
-    found = shares(live, record, "warm")
-    print(record["client"], found)
-    for (before, _), (_, cached) in itertools.pairwise(found):
+    result = shares(live, record, "warm")
+    print(record["client"], result)
+    for (before, _), (_, cached) in itertools.pairwise(result):
         assert cached >= before - 2 * BLOCK
-    assert found[2][1] > 0.9 * found[2][0]
+    assert result[2][1] > 0.9 * result[2][0]
 
 
 def test_control_a_line_that_changes_leaves_only_the_tools_in_the_cache(
@@ -138,5 +138,5 @@ def test_control_a_line_that_changes_leaves_only_the_tools_in_the_cache(
 ) -> None:
     record = next(record for record in RECORDS if record["path"] == "/v1/messages")
     monkeypatch.setattr(calls, "without_billing", lambda messages: messages)
-    found = shares(live, record, "cold")
-    assert found[1][1] <= found[2][1] < 0.7 * found[2][0]
+    result = shares(live, record, "cold")
+    assert result[1][1] <= result[2][1] < 0.7 * result[2][0]

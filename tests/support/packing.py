@@ -110,8 +110,8 @@ def make_model(directory: Path, weights: Any, backend: Any) -> Any:
 
 def load(directory: Path, quantization: str | None = None, backend: Any = None, writer: Any = None) -> Any:
     backend = backend or ToyBackend()
-    wanted = None if quantization is None else parse(quantization)
-    weights = SafetensorsWeights(Checkpoint(directory), backend, None, Loading(quantization=wanted, writer=writer))
+    expected = None if quantization is None else parse(quantization)
+    weights = SafetensorsWeights(Checkpoint(directory), backend, None, Loading(quantization=expected, writer=writer))
     return make_model(directory, weights, backend)
 
 
@@ -140,9 +140,9 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, np.ndarray | bytes | str):
         return {path: value.tobytes() if isinstance(value, np.ndarray) else value}
     if hasattr(value, "packed") and hasattr(value, "num_out"):
-        own = (value.scheme, value.num_in, value.num_out)
+        shape = (value.scheme, value.num_in, value.num_out)
         bias = None if value.bias is None else value.bias.tobytes()
-        return {path: (own, value.packed.tobytes(), bias)}
+        return {path: (shape, value.packed.tobytes(), bias)}
     if isinstance(value, list | tuple):
         return {k: v for i, x in enumerate(value) for k, v in leaves(x, f"{path}.{i}").items()}
     if type(value).__module__.startswith("headrace.models") and not path.endswith(".decoder"):

@@ -41,8 +41,8 @@ def sum_over_ranks(self: RankOps, x: Any, matrix: Any) -> RankValue:
     assert part is not None
     begin, end = part.bounds[rank]
     weights = cast(ranked.local.dense()[:, begin:end], "bfloat16")
-    own = self.inner.matrix(source_of([QWeight(weights)], "part"))
-    product = self.inner.linear(self.graph.columns(self.whole(x), begin, end - begin), own)
+    part_matrix = self.inner.matrix(source_of([QWeight(weights)], "part"))
+    product = self.inner.linear(self.graph.columns(self.whole(x), begin, end - begin), part_matrix)
     side_by_side = Part(world * width, tuple((r * width, (r + 1) * width) for r in range(world)))
     return added(self, product, Layout((side_by_side,)))
 
@@ -61,9 +61,9 @@ def sum_of_experts(self: RankOps, x: Any, layer: Any, seen: Any = None) -> RankV
     ranks. The weights of the other ranks' experts are zeros here, which change no sum."""
     num, world, routing = layer.router.num_out, self.plan.world, layer.routing
     first, last = self.plan.experts(num)
-    own = np.zeros(num, np.float32)
-    own[first:last] = 1 if routing.factors is None else routing.factors[first:last]
-    product = self.whole(experts(self, x, layer._replace(routing=routing._replace(factors=own)), seen))
+    values = np.zeros(num, np.float32)
+    values[first:last] = 1 if routing.factors is None else routing.factors[first:last]
+    product = self.whole(experts(self, x, layer._replace(routing=routing._replace(factors=values)), seen))
     # As a value of its own: the mixture's may have got what else is added to it.
     width = product.width
     return added(

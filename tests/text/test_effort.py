@@ -37,9 +37,9 @@ def effort_of(source: str) -> Effort:
 
 def given(effort: Effort, level: str) -> Any:
     """The value of the one variable that a level sets."""
-    made, _ = effort.at(level)
-    assert len(made) == 1
-    return next(iter(made.values()))
+    result, _ = effort.at(level)
+    assert len(result) == 1
+    return next(iter(result.values()))
 
 
 def test_a_level_that_the_template_refuses_is_the_nearest() -> None:

@@ -31,8 +31,10 @@ TEXT = "Süß ist’s — and so on: 日本語 and so on, no end"
 
 
 def state(tokenizer: Tokenizer | None, **params: object) -> RequestState:
-    made = SamplingParams(**({"seed": 1, "max_tokens": 999} | params))  # type: ignore[arg-type]
-    return RequestState(Request(request_id="r", prompt_token_ids=[65], params=made), tokenizer, arrival_time=0.0)
+    sampling_params = SamplingParams(**({"seed": 1, "max_tokens": 999} | params))  # type: ignore[arg-type]
+    return RequestState(
+        Request(request_id="r", prompt_token_ids=[65], params=sampling_params), tokenizer, arrival_time=0.0
+    )
 
 
 def delta(token_ids: list[int], finish: Finish | None = None, time: float = 1.0) -> Delta:
@@ -54,23 +56,23 @@ def test_I_14_R_15_any_cut_gives_the_same_answer(
     tokenizer: Tokenizer, places: list[int], stop: list[str], include: bool
 ) -> None:
     token_ids = list(TEXT.encode())
-    made = state(tokenizer, stop=stop, include_stop_str_in_output=include, logprobs=0)
+    actual = state(tokenizer, stop=stop, include_stop_str_in_output=include, logprobs=0)
     texts = []
     pieces = cuts(token_ids, places)
     for number, piece in enumerate(pieces):
         last = number == len(pieces) - 1
-        texts.append(made.feed(delta(piece, Finish("length") if last else None)).text)
+        texts.append(actual.feed(delta(piece, Finish("length") if last else None)).text)
     expected = TEXT
     if stop:
         ends = [(TEXT.index(s) + len(s), s) for s in stop if s in TEXT]
-        end, found = min(ends)
-        expected = TEXT[:end] if include else TEXT[: end - len(found)]
-        assert made.finish == Finish("stop", found)
-        assert bytes(made.token_ids).decode().endswith(found)
-    assert "".join(texts) == made.text == expected
-    assert [entry.token_id for entry in made.logprobs] == made.token_ids
-    output = made.completion()
-    assert output.cumulative_logprob == pytest.approx(sum(-x / 10 for x in made.token_ids))
+        end, result = min(ends)
+        expected = TEXT[:end] if include else TEXT[: end - len(result)]
+        assert actual.finish == Finish("stop", result)
+        assert bytes(actual.token_ids).decode().endswith(result)
+    assert "".join(texts) == actual.text == expected
+    assert [entry.token_id for entry in actual.logprobs] == actual.token_ids
+    output = actual.completion()
+    assert output.cumulative_logprob == pytest.approx(sum(-x / 10 for x in actual.token_ids))
 
 
 @given(st.lists(st.integers(0, 999), max_size=10))
@@ -91,39 +93,39 @@ def test_merged_deltas_are_the_same_as_single_ones(tokenizer: Tokenizer, places:
 
 
 def test_the_token_that_ends_an_answer_is_counted_and_not_shown(tokenizer: Tokenizer) -> None:
-    made = state(tokenizer)
-    made.feed(delta([72, 73, fake.EOS], Finish("stop")))
-    assert (made.text, made.token_ids) == ("HI", [72, 73, fake.EOS])
-    made = state(tokenizer, stop_token_ids=[73])
-    made.feed(delta([72, 73], Finish("stop", 73)))
-    assert made.text == "H"
-    assert made.completion().stop_reason == 73
-    made = state(tokenizer, stop_token_ids=[73], include_stop_str_in_output=True)
-    made.feed(delta([72, 73], Finish("stop", 73)))
-    assert made.text == "HI"
+    result = state(tokenizer)
+    result.feed(delta([72, 73, fake.EOS], Finish("stop")))
+    assert (result.text, result.token_ids) == ("HI", [72, 73, fake.EOS])
+    result = state(tokenizer, stop_token_ids=[73])
+    result.feed(delta([72, 73], Finish("stop", 73)))
+    assert result.text == "H"
+    assert result.completion().stop_reason == 73
+    result = state(tokenizer, stop_token_ids=[73], include_stop_str_in_output=True)
+    result.feed(delta([72, 73], Finish("stop", 73)))
+    assert result.text == "HI"
 
 
 def test_after_the_end_nothing_is_added(tokenizer: Tokenizer) -> None:
-    made = state(tokenizer, stop=["H"])
-    assert made.feed(delta([71, 72])).text == "G"
-    assert made.feed(delta([73, 74])) == ("", [], [])
-    assert made.token_ids == [71, 72]
+    result = state(tokenizer, stop=["H"])
+    assert result.feed(delta([71, 72])).text == "G"
+    assert result.feed(delta([73, 74])) == ("", [], [])
+    assert result.token_ids == [71, 72]
 
 
 def test_after_the_engines_own_end_nothing_is_added(tokenizer: Tokenizer) -> None:
-    made = state(tokenizer)
-    made.feed(delta([71], Finish("length"), time=1.0))
-    before = made.completion()
+    result = state(tokenizer)
+    result.feed(delta([71], Finish("length"), time=1.0))
+    before = result.completion()
     late = delta([72], Finish("stop"), time=9.0)
-    assert made.feed(late) == ("", [], [])
-    assert made.completion() == before
-    assert (made.metrics.last_token_time, made.metrics.finished_time) == (1.0, 1.0)
+    assert result.feed(late) == ("", [], [])
+    assert result.completion() == before
+    assert (result.metrics.last_token_time, result.metrics.finished_time) == (1.0, 1.0)
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
-    made = state(None, logprobs=0)
-    made.feed(delta([1, 2], Finish("length")))
-    output = request_output([made], "name", None, SamplingParams())
+    result = state(None, logprobs=0)
+    result.feed(delta([1, 2], Finish("length")))
+    output = request_output([result], "name", None, SamplingParams())
     assert (output.outputs[0].text, output.outputs[0].token_ids, output.finished) == ("", [1, 2], True)
     assert output.outputs[0].logprobs is not None
     assert output.outputs[0].logprobs[0][1].decoded_token is None
@@ -140,22 +142,22 @@ def test_a_step_is_cut_into_one_delta_for_each_request() -> None:
         finished={"b": Finish("length"), "d": Finish("abort")},
         prompt_logprobs={"c": [TokenLogprob(1, -1.0, 1, ())]},
     )
-    made = dict(deltas_of(output))
-    assert list(made) == ["a", "b", "c", "d"]
-    assert (made["a"].num_cached_tokens, made["a"].start_time, made["b"].num_cached_tokens) == (4, 1.0, None)
-    assert (made["b"].finish, made["d"].finish) == (Finish("length"), Finish("abort"))
-    assert len(made["c"].prompt_logprobs) == 1
+    deltas = dict(deltas_of(output))
+    assert list(deltas) == ["a", "b", "c", "d"]
+    assert (deltas["a"].num_cached_tokens, deltas["a"].start_time, deltas["b"].num_cached_tokens) == (4, 1.0, None)
+    assert (deltas["b"].finish, deltas["d"].finish) == (Finish("length"), Finish("abort"))
+    assert len(deltas["c"].prompt_logprobs) == 1
 
 
 def test_n_answers_are_n_requests_of_one_group_with_seeds_in_a_row() -> None:
     ranked = msgspec.structs.replace(INFO, scheduling_policy="priority")
-    made = make_requests([1, 2], SamplingParams(n=3, seed=10, max_tokens=None), ranked, RequestOptions(2, "s"))
-    assert [one.params.seed for one in made] == [10, 11, 12]
-    assert {one.params.max_tokens for one in made} == {62}
-    assert len({one.request_id for one in made}) == 3
-    assert len({one.group for one in made}) == 1
-    assert made[0].group
-    assert {(one.params.n, one.priority, one.cache_salt) for one in made} == {(1, 2, "s")}
+    requests = make_requests([1, 2], SamplingParams(n=3, seed=10, max_tokens=None), ranked, RequestOptions(2, "s"))
+    assert [one.params.seed for one in requests] == [10, 11, 12]
+    assert {one.params.max_tokens for one in requests} == {62}
+    assert len({one.request_id for one in requests}) == 3
+    assert len({one.group for one in requests}) == 1
+    assert requests[0].group
+    assert {(one.params.n, one.priority, one.cache_salt) for one in requests} == {(1, 2, "s")}
     assert make_requests([1], SamplingParams(seed=2**63 - 1, n=2), INFO)[1].params.seed == 0
 
 

@@ -1,4 +1,4 @@
-"""The packed form beside the model: what is mapped is what was packed; what does not fit is told of and not used."""
+"""The packed form beside the model: what was packed is mapped; a file that does not fit is named in the log and not used."""
 
 from __future__ import annotations
 
@@ -128,15 +128,15 @@ def test_reading_copies_every_matrix(cached: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "preadv", read_cached)
     monkeypatch.setattr("headrace.checkpoint.packed.NO_WAIT", 0 if cached == "unknown" else 8)
     save(directory)
-    kept, read = found(directory), found(directory)
-    assert kept is not None
+    first_read, read = found(directory), found(directory)
+    assert first_read is not None
     assert read is not None
     monkeypatch.setattr("headrace.checkpoint.packed.PIECE_BYTES", 4096)
     before = {name: matrix.data for name, matrix in read.matrices.items()}
     read.read(lambda size: np.zeros(size, np.uint8))
-    assert read.matrices.keys() == kept.matrices.keys()
+    assert read.matrices.keys() == first_read.matrices.keys()
     for name, matrix in read.matrices.items():
-        assert np.array_equal(matrix.data, kept.matrices[name].data)
+        assert np.array_equal(matrix.data, first_read.matrices[name].data)
         assert not np.shares_memory(matrix.data, before[name])
     assert order == sorted(order, reverse=True)
     assert (0 in order) == (cached != "all")
@@ -290,9 +290,9 @@ def test_sizes_that_would_lead_a_kernel_out_of_the_file_are_refused(
 ) -> None:
     directory = write_llama(tmp_path)
     path = save(directory)
-    rewritten(path, lambda header, own: None)
+    rewritten(path, lambda header, head: None)
     assert found(directory) is not None  # the way of changing it is sound
-    rewritten(path, lambda header, own: own["matrices"].update({QKV: facts}))
+    rewritten(path, lambda header, head: head["matrices"].update({QKV: facts}))
     unused(directory, caplog, QKV)
 
 
@@ -310,7 +310,7 @@ def test_a_model_that_asks_for_something_else_is_told(tmp_path: Path) -> None:
     assert file is not None
     weights = PackedWeights(file, MappedCheckpoint(directory), ToyBackend())
     q, k = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
-    for asked in (
+    for requests in (
         lambda: weights.matrix(Linear([q], 32, [32])),
         lambda: weights.matrix(Linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 17])),
         lambda: weights.matrix(Linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16], bias=True)),
@@ -322,7 +322,7 @@ def test_a_model_that_asks_for_something_else_is_told(tmp_path: Path) -> None:
         weights.finish,
     ):
         with pytest.raises(CheckpointError):
-            asked()
+            requests()
     assert weights.matrix(Linear([q, k, q.replace("q_", "v_")], 32, [32, 16, 16])).num_out == 64
 
 

@@ -101,32 +101,32 @@ CASES: dict[str, tuple[Callable[[Path], Written], str, float]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make, said, most = CASES[case]
+    make, text, most = CASES[case]
     written = make(tmp_path)
     for backend in ("torch_ref", "cpu"):
         caplog.clear()
         with caplog.at_level(logging.INFO, "headrace"):
             runner = load(written.directory, backend=backend, dtype="float32")
         lines = [record.getMessage() for record in caplog.records if " stored, " in record.getMessage()]
-        is_f8 = said == "fp8"
+        is_f8 = text == "fp8"
         assert len(lines) == 1 or is_f8  # in groups, and where a row is one group
-        assert all(said in line for line in lines)
-        assert is_f8 or f"on the {said} kernels" in lines[0] or "dequantised" in said
+        assert all(text in line for line in lines)
+        assert is_f8 or f"on the {text} kernels" in lines[0] or "dequantised" in text
         logits = follow(runner, TOKEN_IDS, [len(TOKEN_IDS)])
-        native = backend == "cpu" and "dequantised" not in said and not is_f8
-        found = distance(logits, written.logits)
-        assert found < (most + 2 * MOST if native else most)
+        native = backend == "cpu" and "dequantised" not in text and not is_f8
+        result = distance(logits, written.logits)
+        assert result < (most + 2 * MOST if native else most)
 
 
 @pytest.mark.parametrize("case", ["gptq-4-asym", "awq", "ct-int6-group", "bnb-int8", "bnb-nf4", "fp8-block"])
 def test_both_backends_have_the_same_weights(case: str, tmp_path: Path) -> None:
     written = CASES[case][0](tmp_path)
-    own, reference = (
+    native, reference = (
         matrices(load(written.directory, backend=backend, dtype="float32").program.model)
         for backend in ("cpu", "torch_ref")
     )
-    assert len(own) == len(reference) >= 9
-    assert all(torch.equal(a, b) for a, b in zip(own, reference, strict=True))
+    assert len(native) == len(reference) >= 9
+    assert all(torch.equal(a, b) for a, b in zip(native, reference, strict=True))
 
 
 def test_control_the_two_versions_of_gptq_differ(tmp_path: Path) -> None:
@@ -295,11 +295,11 @@ def test_8_bit_floats_reach_a_backend_that_declares_them_with_their_scales(decla
     backend.ops.matrix = matrix  # type: ignore[method-assign]
     config = {"quant_method": "fp8", "weight_block_size": [32, 128]}
     weights = loader.SafetensorsWeights(Checkpoint(tmp_path), backend, config)
-    made: Any = weights.matrix(Linear(["gate"], 256, [64]))
+    result: Any = weights.matrix(Linear(["gate"], 256, [64]))
     weights.finish()
     wide = codes.float() * scales.repeat_interleave(32, 0).repeat_interleave(128, 1)
-    assert torch.equal(made.dense(), wide if declares else wide.bfloat16().float())
-    assert made.scheme == (Scheme("f8", 128, dtype=E4M3) if declares else Scheme("f", dtype="bfloat16"))
+    assert torch.equal(result.dense(), wide if declares else wide.bfloat16().float())
+    assert result.scheme == (Scheme("f8", 128, dtype=E4M3) if declares else Scheme("f", dtype="bfloat16"))
     if declares:
         assert slabs[0].scales is not None
         assert (slabs[0].codes.dtype, slabs[0].scales.dtype) == (torch.float8_e4m3fn, torch.float32)

@@ -193,8 +193,8 @@ def test_the_line_for_billing_is_for_no_model_of_the_other_apis(role: str) -> No
     replaced = replace(ChatCall(messages=[]), messages=[ChatMessage(role=role, content=f"{line}\nBe brief.")])
     assert [plain(message) for message in replaced.messages] == ["Be brief."]
     # Control: a user's words stay.
-    said = [ChatMessage(role="user", content=line)]
-    assert ChatCall(messages=said).messages == said
+    text = [ChatMessage(role="user", content=line)]
+    assert ChatCall(messages=text).messages == text
 
 
 def test_a_system_text_is_the_same_as_blocks() -> None:

@@ -101,15 +101,15 @@ def test_a_chat_of_no_tokens_fills_the_cache(live: Live, path: str, name: str, e
     turns = [
         {"role": "user", "content": f"{name} of {path}: rules at some length, so that they fill more than a block"}
     ]
-    asked = {"model": "fake", "input" if path == "/v1/responses" else "messages": turns}
+    requests = {"model": "fake", "input" if path == "/v1/responses" else "messages": turns}
     for stream in (False, True):
-        shown = live.post(path, asked | {name: 0, "stream": stream})
-        assert shown.status_code == 200, shown.text
-        assert ends in shown.text
-        assert re.search(r'"(completion_tokens|output_tokens|predicted_n)":0\b', shown.text)
+        response = live.post(path, requests | {name: 0, "stream": stream})
+        assert response.status_code == 200, response.text
+        assert ends in response.text
+        assert re.search(r'"(completion_tokens|output_tokens|predicted_n)":0\b', response.text)
         # No text comes, as content, delta or block.
-        assert not re.search(r'"(content|text|delta)":"[^"]', shown.text)
-    usage = live.post(path, asked | {name: 1}).json()["usage"]
+        assert not re.search(r'"(content|text|delta)":"[^"]', response.text)
+    usage = live.post(path, requests | {name: 1}).json()["usage"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     assert usage.get("cache_read_input_tokens", details.get("cached_tokens")) > len(turns[0]["content"]) // 2
 

@@ -66,14 +66,14 @@ class Said(Oracle):
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = write_tokenizer(tmp_path_factory.mktemp("response"))
-    made = json.loads((folder / "tokenizer.json").read_text())
+    data = json.loads((folder / "tokenizer.json").read_text())
     for number, mark in enumerate(MARKS, fake.VOCAB_SIZE):
-        made["added_tokens"].append(made["added_tokens"][0] | {"id": number, "content": mark})
-    (folder / "tokenizer.json").write_text(json.dumps(made))
+        data["added_tokens"].append(data["added_tokens"][0] | {"id": number, "content": mark})
+    (folder / "tokenizer.json").write_text(json.dumps(data))
     config = {"eos_token": "<eos>", "chat_template": TEMPLATE, "response_template": RESPONSE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(folder)
-    answers = {name.encode(): tokenizer.encode(said, add_special_tokens=False) for name, said in ANSWERS.items()}
+    answers = {name.encode(): tokenizer.encode(text, add_special_tokens=False) for name, text in ANSWERS.items()}
     assert len(answers[b"calls"]) == len(CALL) - len("[CALL][/CALL]") + 2
     size = fake.VOCAB_SIZE + len(MARKS)
     build = lambda: fake.build(EngineConfig(model="fake"), oracle=Said(answers), vocab_size=size)  # noqa: E731

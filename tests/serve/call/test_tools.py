@@ -42,8 +42,8 @@ class Echo(Oracle):
         if BEGIN not in prompt:
             return fake.EOS
         start = len(prompt) - prompt[::-1].index(BEGIN)
-        said = prompt[start : prompt.index(END, start)]
-        return said[num_generated] if num_generated < len(said) else fake.EOS
+        text = prompt[start : prompt.index(END, start)]
+        return text[num_generated] if num_generated < len(text) else fake.EOS
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,14 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     client = InprocClient(lambda: fake.build(EngineConfig(model="fake"), oracle=Echo(fake.VOCAB_SIZE, [fake.EOS])))
-    with Live(client, Tokenizer.load(folder), ServerConfig(log_stats_interval=0)) as made:
-        yield made
+    with Live(client, Tokenizer.load(folder), ServerConfig(log_stats_interval=0)) as live:
+        yield live
 
 
 @pytest.fixture(scope="module")
 def client(echo: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=echo.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=echo.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+        yield openai_client
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -73,8 +73,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</to
 
 def asked(say: str, **more: Any) -> dict[str, Any]:
     """A chat whose answer is `say`."""
-    given = {"model": "fake", "messages": [{"role": "user", "content": f"Say {chr(BEGIN)}{say}{chr(END)}."}]}
-    return given | {"tools": TOOLS, "max_tokens": 400, "seed": 1} | more
+    inputs = {"model": "fake", "messages": [{"role": "user", "content": f"Say {chr(BEGIN)}{say}{chr(END)}."}]}
+    return inputs | {"tools": TOOLS, "max_tokens": 400, "seed": 1} | more
 
 
 def streamed(client: openai.OpenAI, say: str, **more: Any) -> dict[str, Any]:
@@ -116,20 +116,20 @@ def whole(client: openai.OpenAI, say: str, **more: Any) -> dict[str, Any]:
 
 def both(client: openai.OpenAI, say: str, **more: Any) -> dict[str, Any]:
     """The answer, which is the same streamed and not, but for the ids of its calls."""
-    made, parts = whole(client, say, **more), streamed(client, say, **more)
-    for answer in (made, parts):
+    result, parts = whole(client, say, **more), streamed(client, say, **more)
+    for answer in (result, parts):
         ids = [call.pop("id") for call in answer["calls"]]
         assert len(set(ids)) == len(ids)
         assert all(ids)
-    assert made == parts
-    return made
+    assert result == parts
+    return result
 
 
 def test_tool_choice_auto(client: openai.OpenAI) -> None:
     call = {"name": "weather", "arguments": '{"city": "Zürich"}'}
     assert both(client, CALL) == {"content": "", "reasoning": "", "calls": [call], "finish": "tool_calls"}
-    made = both(client, f"Let me see.\n{CALL}\n{CALL}")
-    assert made == {"content": "Let me see.", "reasoning": "", "calls": [call, call], "finish": "tool_calls"}
+    result = both(client, f"Let me see.\n{CALL}\n{CALL}")
+    assert result == {"content": "Let me see.", "reasoning": "", "calls": [call, call], "finish": "tool_calls"}
     assert both(client, "No tools.")["finish"] == "stop"
 
 
@@ -145,18 +145,18 @@ def test_an_ill_formed_call_is_content(client: openai.OpenAI) -> None:
 
 def test_a_call_cut_by_max_tokens_is_length(client: openai.OpenAI) -> None:
     assert both(client, CALL, max_tokens=40) == {"content": "", "reasoning": "", "calls": [], "finish": "length"}
-    made = both(client, CALL, max_tokens=56)
-    assert (made["content"], made["finish"]) == ("", "length")
-    assert made["calls"] == [{"name": "weather", "arguments": '{"city": "Z'}]
+    result = both(client, CALL, max_tokens=56)
+    assert (result["content"], result["finish"]) == ("", "length")
+    assert result["calls"] == [{"name": "weather", "arguments": '{"city": "Z'}]
     long = CALL.replace("Zürich", "x" * 600)
-    made = both(client, long, max_tokens=500)
-    assert made["finish"] == "length"
-    assert long.encode()[:500].decode().endswith(made["calls"][0]["arguments"])
+    result = both(client, long, max_tokens=500)
+    assert result["finish"] == "length"
+    assert long.encode()[:500].decode().endswith(result["calls"][0]["arguments"])
 
 
 def test_tool_choice_none_has_no_calls_and_no_tools(client: openai.OpenAI) -> None:
-    made = both(client, CALL, tool_choice="none")
-    assert (made["content"], made["calls"], made["finish"]) == (CALL, [], "stop")
+    result = both(client, CALL, tool_choice="none")
+    assert (result["content"], result["calls"], result["finish"]) == (CALL, [], "stop")
     with_tools, without = (
         client.chat.completions.create(**asked("x", tool_choice=choice)).usage for choice in ("auto", "none")
     )
@@ -166,9 +166,9 @@ def test_tool_choice_none_has_no_calls_and_no_tools(client: openai.OpenAI) -> No
 
 
 def test_parallel_tool_calls_off_ends_with_the_first(client: openai.OpenAI) -> None:
-    made = both(client, CALL + CALL + "!", parallel_tool_calls=False)
-    assert (len(made["calls"]), made["content"], made["finish"]) == (1, "", "tool_calls")
-    # Without it both are told.
+    result = both(client, CALL + CALL + "!", parallel_tool_calls=False)
+    assert (len(result["calls"]), result["content"], result["finish"]) == (1, "", "tool_calls")
+    # Without it the reply has both.
     assert len(both(client, CALL + CALL)["calls"]) == 2
 
 
@@ -180,9 +180,9 @@ def test_n_answers_have_their_own_calls(client: openai.OpenAI) -> None:
 
 def test_reasoning_apart_from_content_and_calls(client: openai.OpenAI) -> None:
     say = f"<think>\nhm {CALL}\n</think>\n\nWell.\n{CALL}"
-    made = both(client, say)
+    result = both(client, say)
     # The call in the reasoning is one, and it is not made once more after it.
-    assert (made["reasoning"], made["content"], len(made["calls"])) == ("hm", "Well.", 1)
+    assert (result["reasoning"], result["content"], len(result["calls"])) == ("hm", "Well.", 1)
     quiet: Any = {"include_reasoning": False}
     assert both(client, say, extra_body=quiet)["reasoning"] == ""
     plain = both(client, "<think>a</think>b", tools=openai.omit)
@@ -195,16 +195,16 @@ def test_reasoning_apart_from_content_and_calls(client: openai.OpenAI) -> None:
 
 def test_reasoning_that_the_template_opened(client: openai.OpenAI) -> None:
     thinking: Any = {"chat_template_kwargs": {"enable_thinking": True}}
-    made = both(client, f"hm\n</think>\n{CALL}", extra_body=thinking)
-    assert (made["reasoning"], made["content"], len(made["calls"])) == ("hm", "", 1)
+    result = both(client, f"hm\n</think>\n{CALL}", extra_body=thinking)
+    assert (result["reasoning"], result["content"], len(result["calls"])) == ("hm", "", 1)
 
 
 def test_stop_strings_look_at_the_content(client: openai.OpenAI) -> None:
     say = "<think>one STOP two</think>three STOP four"
-    made = both(client, say, tools=openai.omit, stop="STOP")
-    assert (made["reasoning"], made["content"], made["finish"]) == ("one STOP two", "three ", "stop")
-    kept = both(client, say, tools=openai.omit, stop="STOP", extra_body={"include_stop_str_in_output": True})
-    assert kept["content"] == "three STOP"
+    result = both(client, say, tools=openai.omit, stop="STOP")
+    assert (result["reasoning"], result["content"], result["finish"]) == ("one STOP two", "three ", "stop")
+    with_stop = both(client, say, tools=openai.omit, stop="STOP", extra_body={"include_stop_str_in_output": True})
+    assert with_stop["content"] == "three STOP"
     everywhere = both(client, say, tools=openai.omit, stop="STOP", extra_body={"stop_in_reasoning": True})
     assert (everywhere["reasoning"], everywhere["content"], everywhere["finish"]) == ("one ", "", "stop")
     # They end nothing in a call.
@@ -219,8 +219,8 @@ def test_tool_results_go_through_the_template(client: openai.OpenAI) -> None:
         reply.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": (reply.tool_calls or [])[0].id, "content": f"{chr(BEGIN)}Sunny.{chr(END)}"},
     ]
-    made = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, max_tokens=50)  # type: ignore[arg-type]
-    assert made.choices[0].message.content == "Sunny."
+    result = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, max_tokens=50)  # type: ignore[arg-type]
+    assert result.choices[0].message.content == "Sunny."
 
 
 def test_reasoning_effort_is_a_variable_of_the_template(echo: Live) -> None:

@@ -155,21 +155,21 @@ class LongEvent(routing.Readable):
 
 def test_an_event_is_sent_in_parts_and_heartbeats_stand_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "HEARTBEAT_S", 0.005)
-    answer, sent = LongEvent(), []
+    answer, messages = LongEvent(), []
 
     async def send(message: dict[str, Any]) -> None:
         # The client reads slowly, so that a heartbeat is due between two parts.
         await asyncio.sleep(0.02)
-        sent.append(message.get("body", b""))
+        messages.append(message.get("body", b""))
 
     async def receive() -> dict[str, Any]:
         await asyncio.sleep(60)
         return {}
 
     asyncio.run(routing.EventStream(answer, {}, OPENAI)({}, receive, send))
-    assert max(map(len, sent)) == routing.SENT_BYTES
-    assert answer.event in b"".join(sent)
-    assert OPENAI.heartbeat in sent
+    assert max(map(len, messages)) == routing.SENT_BYTES
+    assert answer.event in b"".join(messages)
+    assert OPENAI.heartbeat in messages
 
 
 @contextlib.contextmanager
@@ -211,9 +211,9 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def in_a_conversation(live: Live) -> None:
-    made = HTTP.post(f"{live.url}/v1/conversations", json={"items": [{"role": "user", "content": "b"}]}).json()
-    url = f"{live.url}/v1/conversations/{made['id']}"
-    body = RESPONSE | {"max_output_tokens": 30, "conversation": made["id"]}
+    result = HTTP.post(f"{live.url}/v1/conversations", json={"items": [{"role": "user", "content": "b"}]}).json()
+    url = f"{live.url}/v1/conversations/{result['id']}"
+    body = RESPONSE | {"max_output_tokens": 30, "conversation": result["id"]}
     first = HTTP.post(f"{live.url}/v1/responses", json=body).json()
     items = HTTP.get(f"{url}/items?order=asc").json()["data"]
     assert [item["type"] for item in items] == ["message"] * 3
@@ -238,8 +238,8 @@ def gone_on_with(live: Live) -> None:
 
 def in_the_background(live: Live) -> None:
     body = RESPONSE | {"max_output_tokens": 60, "background": True}
-    made = HTTP.post(f"{live.url}/v1/responses", json=body).json()
-    url = f"{live.url}/v1/responses/{made['id']}"
+    result = HTTP.post(f"{live.url}/v1/responses", json=body).json()
+    url = f"{live.url}/v1/responses/{result['id']}"
     events = [json.loads(line[6:]) for line in HTTP.get(url + "?stream=true").text.split("\n") if line[:5] == "data:"]
     rows = [row for event in events if event["type"] == "response.output_text.delta" for row in event["logprobs"]]
     assert rows == HTTP.get(url).json()["output"][0]["content"][0]["logprobs"]
@@ -250,8 +250,8 @@ def in_a_batch(live: Live) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT | {"max_tokens": 30}}
     form = {"files": {"file": ("a.jsonl", json.dumps(line))}, "data": {"purpose": "batch"}}
     file_id = HTTP.post(f"{live.url}/v1/files", **form).json()["id"]  # type: ignore[arg-type]
-    wanted = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "1h"}
-    batch_id = HTTP.post(f"{live.url}/v1/batches", json=wanted).json()["id"]
+    expected = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "1h"}
+    batch_id = HTTP.post(f"{live.url}/v1/batches", json=expected).json()["id"]
     Live.wait(lambda: HTTP.get(f"{live.url}/v1/batches/{batch_id}").json()["status"] == "completed")
     output_id = HTTP.get(f"{live.url}/v1/batches/{batch_id}").json()["output_file_id"]
     output = HTTP.get(f"{live.url}/v1/files/{output_id}/content").json()

@@ -113,11 +113,11 @@ def test_a_call_that_a_limit_cuts_is_none_of_the_content(tools: str) -> None:
     whole = read(parser(tools, style), [text])[2]
     assert whole == [("f", '{"a": 12}'), ("f", '{"a": 34}')]
     for end in range(len(text)):
-        said, _, calls = read(parser(tools, style), [text[:end]], cut=True)
-        assert read(parser(tools, style), list(text[:end]), cut=True)[::2] == (said, calls)
-        if calls or not content.startswith(said):
+        reply, _, calls = read(parser(tools, style), [text[:end]], cut=True)
+        assert read(parser(tools, style), list(text[:end]), cut=True)[::2] == (reply, calls)
+        if calls or not content.startswith(reply):
             # Before the first call, what is less than a mark may still be a word.
-            rest = said.removeprefix(content).strip()
+            rest = reply.removeprefix(content).strip()
             assert not rest or (not calls and any(mark.startswith(rest) for mark in begins(tool_format))), text[:end]
         for (_, arguments), (_, full) in zip(calls, whole, strict=False):
             assert arguments == full or not is_json(arguments), text[:end]

@@ -154,8 +154,7 @@ class ResponseAnswer(Readable):
         return StoredStream(self.response, self.output.cuts, after, lambda: self.change, self.leave)
 
     def leave(self) -> None:
-        """Note that the answer, or a stream of it, reads the response no more. After the last reader it is freed, in
-        slices on a thread, when it is stored."""
+        """Note the end of a reader, the answer or a stream. The last one frees a stored response in slices, on a thread."""
         self._num_readers -= 1
         if not self._num_readers:
             keeping, loop = self.api.keeping.get(self.id), asyncio.get_running_loop()
@@ -182,8 +181,7 @@ class ResponseAnswer(Readable):
         return events
 
     async def _count_reasoning(self) -> None:
-        """Count the tokens of the reasoning's text. The cut of the text into pieces must not matter, so the text is
-        tokenised again."""
+        """Count the tokens of the reasoning, whose text is tokenised again: its cut into pieces must not matter."""
         texts = [item.part.text for item in self.output.items if item.type == "reasoning"]
         tokenizer = self.answer.tokenizer
         if texts and tokenizer is not None:
@@ -411,8 +409,7 @@ class Responses:
             await self.writers.run(self._keep, entry)
 
     async def add_to_conversation(self, entry: Entry) -> None:
-        """Add the input and output of a response to its conversation, if it has one. A failure is logged: the caller
-        gets its answer."""
+        """Add the input and output of a response to its conversation, if it has one. A failure is logged alone."""
         response = entry.response
         if self.conversations is None or not isinstance(response.conversation, ConversationRef):
             return
