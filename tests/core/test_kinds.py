@@ -45,8 +45,12 @@ def test_I_1_to_I_22_hold_with_drawn_kinds(first, overlapping):
 
 
 def test_the_slice_meets_windows_states_and_their_hits():
-    seen = {name for seed in range(NUM_SEEDS) for name, count in events(seed).items() if count}
-    assert seen >= {"block behind a window", "state written", "hit at a state", "guess kept", "beams found", "copy"}
+    missing = {"block behind a window", "state written", "hit at a state", "guess kept", "beams found", "copy"}
+    for seed in range(NUM_SEEDS):
+        missing -= {name for name, count in events(seed).items() if count}
+        if not missing:
+            break
+    assert not missing
 
 
 # -- windows -----------------------------------------------------------------------------------------------------
@@ -164,12 +168,12 @@ def recurrent(**numbers):
 def test_requests_that_share_1500_tokens_hit_from_the_third_on():
     bench = recurrent(num_blocks=4096)
     shared = [3 + i % 500 for i in range(1500)]
-    for number in range(64):
+    for number in range(16):
         own = [3 + (i * 31 + number) % 700 for i in range(700)]
         bench.add(f"{number}", [*shared, *own], max_tokens=2)
         bench.drain()
     hits = [num for num in bench.started.values() if num]
-    assert len(hits) >= 62
+    assert len(hits) >= 14
     assert set(hits) == {1488}
 
 
