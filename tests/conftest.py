@@ -74,18 +74,15 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
-_num_modules = 0
-MANY_MODULES = 100
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_logfinish() -> None:
-    """Leave out the modules too that tests import, such as models of transformers: a walk takes a second with them."""
-    global _num_modules
-    if len(sys.modules) >= _num_modules + MANY_MODULES:
-        _num_modules = len(sys.modules)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+    """Leave out too what the tests of a file have imported and cached: models of transformers, trees of all sources. A
+    walk takes a second with them, and there are many walks."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+    return result
 
 
 _places: dict[pytest.Item, int] = {}

@@ -45,8 +45,12 @@ def test_I_1_to_I_22_hold_with_drawn_kinds(first, overlapping):
 
 
 def test_the_slice_meets_windows_states_and_their_hits():
-    seen = {name for seed in range(NUM_SEEDS) for name, count in events(seed).items() if count}
-    assert seen >= {"block behind a window", "state written", "hit at a state", "guess kept", "beams found", "copy"}
+    missing = {"block behind a window", "state written", "hit at a state", "guess kept", "beams found", "copy"}
+    for seed in range(NUM_SEEDS):
+        missing -= {name for name, count in events(seed).items() if count}
+        if not missing:
+            break
+    assert not missing
 
 
 # -- windows -----------------------------------------------------------------------------------------------------
@@ -126,9 +130,7 @@ def test_a_prefix_without_its_window_is_cut_to_where_it_has_one():
 
 def test_a_draft_is_no_longer_than_the_window_kinds_pool_has_room_for():
     bench = windowed(num_blocks=5, speculates=True, enable_prefix_caching=False)
-    bench.executor.behaviour = bench.executor.behaviour._replace(
-        guess=lambda step_id, index, next_token: Draft([next_token([])] * 4)
-    )
+    bench.executor._guess = lambda step_id, index, next_token: Draft([next_token([])] * 4)
     _, stream = bench.add("a", 90, max_tokens=40, ignore_eos=True)
     rows = set()
     while bench.scheduler.has_work():
@@ -166,12 +168,12 @@ def recurrent(**numbers):
 def test_requests_that_share_1500_tokens_hit_from_the_third_on():
     bench = recurrent(num_blocks=4096)
     shared = [3 + i % 500 for i in range(1500)]
-    for number in range(64):
+    for number in range(16):
         suffix = [3 + (i * 31 + number) % 700 for i in range(700)]
         bench.add(f"{number}", [*shared, *suffix], max_tokens=2)
         bench.drain()
     hits = [num for num in bench.started.values() if num]
-    assert len(hits) >= 62
+    assert len(hits) >= 14
     assert set(hits) == {1488}
 
 

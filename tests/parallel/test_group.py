@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.checkpoints import CONFIG, llama_tensors, write_llama
 from tests.support.law import make_core, make_requests, run
 from tests.support.shallow import shallow
 
@@ -131,13 +133,22 @@ def test_a_model_that_can_not_be_loaded_is_an_error_of_its_own(tmp_path: Any) ->
         ({"backend": "torch_ref"}, "tensor_parallel_size: 2 is not allowed; it must be 1 on backend torch_ref"),
         ({"save_packed": True}, "save_packed"),
         ({"speculative_config": {"method": "early_exit", "num_speculative_tokens": 2}}, "speculative_config.method"),
-        ({"tensor_parallel_size": 9}, "tensor_parallel_size: 9 is not allowed; it must be at most 8, the attention"),
         ({"tensor_parallel_size": 65}, "tensor_parallel_size: 65 is not allowed; it must be at most 64"),
     ],
 )
 def test_what_ranks_can_not_do_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         make_core(**({"model": shallow(1), "tensor_parallel_size": 2} | fields))
+
+
+def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
+    """Each rank reads the config before it can refuse it, so the model has few heads."""
+    sizes = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    write_llama(tmp_path, llama_tensors(CONFIG | sizes), **sizes)
+    with pytest.raises(
+        RequestError, match="tensor_parallel_size: 2 is not allowed; it must be at most 1, the attention"
+    ):
+        make_core(model=str(tmp_path), skip_tokenizer_init=True, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("field", [{"tensor_parallel_size": 0}, {"distributed_timeout": 0.0}])

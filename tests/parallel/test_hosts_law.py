@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -52,29 +53,33 @@ def bits(core: EngineCore) -> dict[str, Bits]:
         core.close()
 
 
+@functools.cache
+def alone(form: str = "bfloat16") -> dict[str, Bits]:
+    """The bits of one process."""
+    return bits(make_core(model=shallow(2), **FORMS[form]))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
     """Greedy and drawn, with log-probabilities, penalties and grammars, as `make_requests` has them."""
-    alone = bits(make_core(model=shallow(2), **FORMS[form]))
-    assert_same(bits(core_at(host[1], **FORMS[form])), alone)
+    assert_same(bits(core_at(host[1], **FORMS[form])), alone(form))
     assert host[0].error is None
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_stages_on_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
-    alone = bits(make_core(model=shallow(2), **FORMS[form]))
-    assert_same(bits(stages_at(host[1], 2, **FORMS[form])), alone)
+    assert_same(bits(stages_at(host[1], 2, **FORMS[form])), alone(form))
     assert host[0].error is None
 
 
 def test_rank_0_hands_on_the_rows_of_three_stages_and_no_interface_is_needed() -> None:
-    port, alone = free_port(), bits(make_core(model=shallow(4)))
+    port, expected = free_port(), bits(make_core(model=shallow(4)))
     with (
         rank_host(port, shallow(4), rank=1, world=3, interface=None),
         rank_host(port, shallow(4), rank=2, world=3, interface=None),
     ):
-        assert_same(bits(stages_at(port, 3, model=shallow(4))), alone)
+        assert_same(bits(stages_at(port, 3, model=shallow(4))), expected)
 
 
 def test_a_stage_on_a_host_that_dies_ends_the_group(host: tuple[RankHost, int]) -> None:
@@ -84,7 +89,7 @@ def test_a_stage_on_a_host_that_dies_ends_the_group(host: tuple[RankHost, int]) 
     with pytest.raises(RankLostError, match="SIGKILL"):
         core.step()
     core.close()
-    assert_same(bits(stages_at(host[1], 2)), bits(make_core(model=shallow(2))))
+    assert_same(bits(stages_at(host[1], 2)), alone())
 
 
 def test_a_rank_that_gathers_needs_an_interface_of_its_host() -> None:
@@ -101,7 +106,7 @@ def test_three_hosts_with_uneven_shares_change_no_bit() -> None:
     port = free_port()
     with rank_host(port, shallow(2), rank=1, world=3), rank_host(port, shallow(2), rank=2, world=3):
         result = bits(core_at(port, tensor_parallel_size=3))
-    assert_same(result, bits(make_core(model=shallow(2))))
+    assert_same(result, alone())
 
 
 def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,21 +119,20 @@ def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     with rank_host(port, shallow(2), command=(sys.executable, "-m", "tests.support.small_slots")):
         result = bits(core_at(port))
     assert small_slots.SLOT_BYTES / 4 < max(sizes) <= small_slots.SLOT_BYTES + 64
-    assert_same(result, bits(make_core(model=shallow(2))))
+    assert_same(result, alone())
 
 
 @pytest.mark.parametrize("mode", [pytest.param("right", marks=pytest.mark.slow), "reverse"])
 def test_control_parts_in_the_wrong_place_are_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = bits(make_core(model=shallow(2)))
-    port = free_port()
+    expected, port = alone(), free_port()  # before the law is broken in this process
     with rank_host(port, shallow(2), command=(sys.executable, "-m", "tests.support.wrong_ranks", mode)):
         wrong_ranks.patch(mode, monkeypatch.setattr)
-        result = bits(core_at(port))
+        actual = bits(core_at(port))
     if mode == "right":
-        assert_same(result, alone)
+        assert_same(actual, expected)
     else:
         with pytest.raises(AssertionError, match="differ"):
-            assert_same(result, alone)
+            assert_same(actual, expected)
 
 
 def child() -> int:
@@ -167,8 +171,7 @@ def test_a_rank_that_ends_or_stands_still_ends_the_group_and_the_host_serves_the
         again.step()
     again.close()
     until(lambda: is_gone(stopped))
-    alone = bits(make_core(model=shallow(2)))
-    assert_same(bits(core_at(host[1])), alone)
+    assert_same(bits(core_at(host[1])), alone())
 
 
 def test_ranks_out_of_step_find_it_out(host: tuple[RankHost, int]) -> None:
@@ -192,7 +195,7 @@ def test_a_rank_with_other_weights_is_refused_by_both() -> None:
     port = free_port()
     with rank_host(port, shallow(2), weights=lambda: "others") as host:
         with pytest.raises(CheckpointError, match=r"rank 1 has other weights \(digest others\) than rank 0 \(digest "):
-            core_at(port)
+            stages_at(port, 2)
         host.thread.join(20)
         assert "rank 1 has other weights (digest others)" in str(host.error)
 
@@ -201,6 +204,6 @@ def test_a_model_that_the_rank_can_not_load_is_an_error_of_both(tmp_path: Any) -
     port = free_port()
     with rank_host(port, str(tmp_path), weights=lambda: "") as host:
         with pytest.raises(CheckpointError, match=r"config\.json"):
-            core_at(port)
+            stages_at(port, 2)
         host.thread.join(20)
         assert isinstance(host.error, CheckpointError)

@@ -58,12 +58,12 @@ PROGRAMS = {"tensor_parallel_size": RankedProgram, "pipeline_parallel_size": Pip
 
 
 def bits(requests: list[Request], ranks: int = 1, field: str = "tensor_parallel_size", **form: Any) -> dict[str, Bits]:
-    """All together, then in groups, whose prefixes are cached."""
+    """All together; over ranks then in groups too, whose prefixes are cached."""
     core = make_core(**{field: ranks}, **form)
     try:
         assert (type(core.executor.program) is PROGRAMS[field]) == (ranks > 1)  # type: ignore[attr-defined]
         result = run(core, requests)
-        for part in groups_of(requests, 3):
+        for part in groups_of(requests, 3) if ranks > 1 else ():
             assert_same(run(core, part), result)
     finally:
         core.close()
@@ -188,14 +188,24 @@ def test_hidden_states_and_prompt_logprobs() -> None:
     assert result[0] == result[1]
 
 
+@functools.cache
+def alone() -> dict[str, Bits]:
+    return bits(list(few()), model=shallow(2))
+
+
+WRONG_RANKS = (sys.executable, "-m", "tests.support.wrong_ranks")
+
+
 @pytest.mark.parametrize("mode", ["reverse", "sum"])
 def test_control_what_breaks_the_law_is_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathers in another order, and a product split by its inputs whose parts are summed over the ranks."""
-    alone = bits(list(few()), model=shallow(2))
-    program = (sys.executable, "-m", "tests.support.wrong_ranks")
-    monkeypatch.setattr(group, "COMMAND", (*program, "right"))
-    assert_same(bits(list(few()), 2, model=shallow(2)), alone)
-    monkeypatch.setattr(group, "COMMAND", (*program, mode))
+    expected = alone()
+    monkeypatch.setattr(group, "COMMAND", (*WRONG_RANKS, mode))
     wrong_ranks.patch(mode, monkeypatch.setattr)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same(bits(list(few()), 2, model=shallow(2)), alone)
+        assert_same(bits(list(few()), 2, model=shallow(2)), expected)
+
+
+def test_the_program_of_the_control_breaks_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "COMMAND", (*WRONG_RANKS, "right"))
+    assert_same(bits(list(few()), 2, model=shallow(2)), alone())

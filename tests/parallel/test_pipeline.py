@@ -105,17 +105,22 @@ def test_offline_with_hidden_states_and_prompt_logprobs() -> None:
     assert result[0] == result[1]
 
 
+WRONG_STAGES = (sys.executable, "-m", "tests.support.wrong_stages")
+
+
 @pytest.mark.parametrize("mode", ["rounded", "reverse"])
 def test_control_what_breaks_the_law_is_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden rows in bfloat16 between the stages, and pieces in the wrong order."""
-    alone = bits(list(few()), model=shallow(2))
-    program = (sys.executable, "-m", "tests.support.wrong_stages")
-    monkeypatch.setattr(group, "COMMAND", (*program, "right"))
-    assert_same(bits(list(few()), 2, model=shallow(2)), alone)
-    monkeypatch.setattr(group, "COMMAND", (*program, mode))
+    expected = test_law.alone()
+    monkeypatch.setattr(group, "COMMAND", (*WRONG_STAGES, mode))
     wrong_stages.patch(mode, monkeypatch.setattr)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same(bits(list(few()), 2, model=shallow(2)), alone)
+        assert_same(bits(list(few()), 2, model=shallow(2)), expected)
+
+
+def test_the_program_of_the_control_breaks_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "COMMAND", (*WRONG_STAGES, "right"))
+    assert_same(bits(list(few()), 2, model=shallow(2)), test_law.alone())
 
 
 # Faults.

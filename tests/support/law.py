@@ -4,6 +4,7 @@ configuration: `HEADRACE_ISA` is read once in a process.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -78,7 +79,8 @@ def run(core: EngineCore, requests: list[Request], preempt_every: int = 0) -> di
     return {r.request_id: bits_of(tokens[r.request_id], logprobs[r.request_id]) for r in requests}
 
 
-def make_requests() -> list[Request]:
+@functools.cache
+def _requests() -> tuple[Request, ...]:
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
     result = []
     for (i, text), temperature in itertools.product(enumerate(PROMPTS), TEMPERATURES):
@@ -87,7 +89,11 @@ def make_requests() -> list[Request]:
             top_k=40 if i % 3 == 1 else 0, top_p=0.9 if i % 3 == 2 else 1.0,
         )  # fmt: skip
         result.append(Request(request_id=f"{i}@{temperature}", prompt_token_ids=tokenizer.encode(text), params=params))
-    return result
+    return tuple(result)
+
+
+def make_requests() -> list[Request]:
+    return list(_requests())
 
 
 def run_alone(requests: list[Request], **options: object) -> dict[str, Bits]:

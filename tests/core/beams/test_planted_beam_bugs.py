@@ -95,7 +95,7 @@ def beams_left_behind_by_a_preemption(s, monkeypatch):
     monkeypatch.setattr(Search, "retire", lambda self: self.live[0])
 
 
-@bug("I-10", "I-15")
+@bug("I-10", "I-15", first_seed=73)
 def beams_without_room_to_run(s, _):
     s.searches.num_absent = lambda: 0
 

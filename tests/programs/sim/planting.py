@@ -17,26 +17,27 @@ Plant = Callable[[Any, pytest.MonkeyPatch], None]
 
 
 class Bug(NamedTuple):
-    """How it is planted, who may catch it, whether the scheduler's `check()` looks too, whether steps overlap, and
-    whether the model has several kinds of cache."""
+    """How it is planted, who may catch it, whether the scheduler's `check()` looks too, whether steps overlap, whether
+    the model has several kinds of cache, and the seed to begin with."""
 
     plant: Plant
     invariants: tuple[str, ...]
     checking: bool
     overlapping: bool = False
     kinds: bool = False
+    first_seed: int = 0
 
 
 Bugs = dict[str, Bug]
 
 
 def register(
-    bugs: Bugs, *invariants: str, checking: bool = True, overlapping: bool = False, kinds: bool = False
+    bugs: Bugs, *invariants: str, checking: bool = True, first_seed: int = 0, **more: bool
 ) -> Callable[[Plant], Plant]:
     """A decorator that puts a function, which plants its bug in a scheduler, among `bugs`."""
 
     def put(plant: Plant) -> Plant:
-        bugs[plant.__name__] = Bug(plant, invariants, checking, overlapping, kinds)
+        bugs[plant.__name__] = Bug(plant, invariants, checking, first_seed=first_seed, **more)
         return plant
 
     return put
@@ -50,7 +51,7 @@ def expect_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
         bug.plant(scheduler, monkeypatch)
         return scheduler
 
-    for seed in range(NUM_SEEDS):
+    for seed in (*range(bug.first_seed, NUM_SEEDS), *range(bug.first_seed)):
         simulation = Simulation(
             seed,
             make_scheduler=make_scheduler,

@@ -24,8 +24,8 @@ from headrace.text.tools.reader import SPACE, Reader
 def test_each_format_whatever_the_pieces(form: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     for enforced in (False, True):
         assert read(tool_parser(form, SCHEMAS), [text]) == (content, "", calls)
+        whole = read(tool_parser(form, SCHEMAS, enforced), [text])
         for pieces in splits(text):
-            whole = read(tool_parser(form, SCHEMAS, enforced), [text])
             assert read(tool_parser(form, SCHEMAS, enforced), pieces) == whole, pieces
     assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
 
