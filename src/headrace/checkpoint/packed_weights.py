@@ -76,8 +76,8 @@ class PackedWeights(Reader):
             begin = end
         return matrices[0] if len(matrices) == 1 else self._backend.ops.stacked(stacked_name(names), matrices)
 
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        return ByHead.apart(self, name, num_in, num_heads, turned, straight)
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        return ByHead.separate(self, name, num_in, num_heads, key_dim, value_dim)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Any, Any]:
         first, last = f"{embedding}.weight", f"{head}.weight"

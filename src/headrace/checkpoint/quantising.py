@@ -141,16 +141,16 @@ class QuantisingReader(Reader, Generic[L]):
         bias = self._format.bias(linear) if linear.bias else None
         return self._stacked(linear.names, layers, self._scheme(linear.plain), bias, linear.plain)
 
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        """As `Weights.by_head`. What is transposed can not keep codes, whose scales go along the other side."""
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        """As `Weights.by_head`. Transposed parts cannot keep codes, whose scales go along the other side."""
         if self.has(ByHead.names(name, 0)[0] + ".weight"):
-            # GGUF files of today have the two apart, and the one transposed.
-            return ByHead.apart(self, name, num_in, num_heads, turned, straight)
-        each = turned + straight
+            # GGUF files of today have keys and values in separate tensors, with the keys transposed.
+            return ByHead.separate(self, name, num_in, num_heads, key_dim, value_dim)
+        each = key_dim + value_dim
         (layer,) = self._format.layers(Linear([name], num_in, [num_heads * each]))
         matrices = ByHead([], [])
         for head in range(num_heads):
-            first, middle, last = head * each, head * each + turned, (head + 1) * each
+            first, middle, last = head * each, head * each + key_dim, (head + 1) * each
             spans = (first, middle, True), (middle, last, False)
             for part, of_head, span in zip(matrices, ByHead.names(name, head), spans, strict=True):
                 part.append(self._stacked([of_head], [self._stacks.piece(layer, *span)], self._scheme()))

@@ -15,13 +15,13 @@ from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
 
 MAX_SEQS = 1024
-MAX_PLACES = 64
+MAX_CANDIDATES = 64
 """Equal places that are compared for a longer match, the latest first."""
 MAX_MATCH = 32
 """Tokens of a match that count for the length of the draft."""
 
 
-class NGramPlaces:
+class NGramIndex:
     """Where the runs of `size` tokens of a growing list ended: `before[end]` is the place before with the same run."""
 
     def __init__(self, size: int) -> None:
@@ -52,27 +52,27 @@ class NgramDrafter(Drafter):
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min = min_tokens
         self._max = max_tokens
-        self._places: OrderedDict[int, NGramPlaces] = OrderedDict()
+        self._indexes: OrderedDict[int, NGramIndex] = OrderedDict()
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         return [Draft(self._guess(context)) for context in contexts]
 
     def drop(self, seq_id: int) -> None:
-        self._places.pop(seq_id, None)
+        self._indexes.pop(seq_id, None)
 
     def close(self) -> None:
-        self._places.clear()
+        self._indexes.clear()
 
     def _guess(self, context: Context) -> list[int]:
         tokens = context.tokens
-        places = self._places.get(context.seq_id)
-        if places is None or len(places.before) > len(tokens):
-            places = self._places[context.seq_id] = NGramPlaces(self._min)
-            if len(self._places) > MAX_SEQS:
-                self._places.popitem(last=False)
-        self._places.move_to_end(context.seq_id)
-        places.extend(tokens)
-        end = self._find(places, tokens)
+        index = self._indexes.get(context.seq_id)
+        if index is None or len(index.before) > len(tokens):
+            index = self._indexes[context.seq_id] = NGramIndex(self._min)
+            if len(self._indexes) > MAX_SEQS:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(context.seq_id)
+        index.extend(tokens)
+        end = self._find(index, tokens)
         if not end:
             return []
         length, most = self._min, min(MAX_MATCH, end)
@@ -82,14 +82,14 @@ class NgramDrafter(Drafter):
         period = len(tokens) - end
         return [tokens[end + i % period] for i in range(min(context.num_drafts, 2 * length))]
 
-    def _find(self, places: NGramPlaces, tokens: list[int]) -> int:
+    def _find(self, index: NGramIndex, tokens: list[int]) -> int:
         """Return where the best match ended; 0 if there is none."""
         size = len(tokens)
         if size <= self._min:
             return 0
-        place = places.last.get(places.key(tokens, size), 0)
+        place = index.last.get(index.key(tokens, size), 0)
         best, longest = 0, self._min - 1
-        for _ in range(MAX_PLACES):
+        for _ in range(MAX_CANDIDATES):
             if not place:
                 break
             length = 0
@@ -99,7 +99,7 @@ class NgramDrafter(Drafter):
                 best, longest = place, length
                 if length == self._max:
                     break
-            place = places.before[place]
+            place = index.before[place]
         return best
 
 

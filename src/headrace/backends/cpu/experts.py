@@ -63,9 +63,9 @@ class Experts:
         logits: Value,
         gate_up: Sequence[CpuMatrix | CpuStack],
         down: Sequence[CpuMatrix | CpuStack],
-        bend: Callable[[Value], Value],
+        activation: Callable[[Value], Value],
     ) -> Value:
-        """`bend` makes of the first products what the second ones take."""
+        """Record the mixture. `activation`: takes the first products, gives the inputs of the second ones."""
         graph, routing, top_k = self.graph, self.routing, self.routing.top_k
         graph.pairs_of_row = max(graph.pairs_of_row, top_k)
         ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
@@ -93,7 +93,7 @@ class Experts:
         fields["own_begin"] = None if self.share is None else self.own_begin
         graph.put("moe_group", x.dim, None, fields)
         gathered = self._gather(x, rows, pair_weights, gate_up)
-        y = self._collected(self._each(bend(self._each(gathered, gate_up)), down))
+        y = self._collected(self._each(activation(self._each(gathered, gate_up)), down))
         out = graph.value(y.width, x.dim)
         fields = {"places": graph.touch(places), "top_k": top_k, "x": graph.read(y), "ld_x": y.ld, "width": y.width}
         fields |= {"weights": None if routing.scale_input else graph.touch(pair_weights)}

@@ -155,7 +155,7 @@ class RankOps(SplitOps):
         takes = [part for matrix in second for part in parts_of(matrix.local)]
         act = self.gated if layer.has_gate else self.activation
 
-        def bend(y: Value) -> Value:
+        def activation(y: Value) -> Value:
             return self.operand(act(self._as(y, first[0].layout), layer.kind), takes)
 
         logits = self.whole(self.linear(x if seen is None else seen, layer.router))
@@ -166,7 +166,7 @@ class RankOps(SplitOps):
             if any(matrix.layout is not None for matrix in (*first, *second)):
                 raise ValueError(f"{first[0].local.name}: the model file does not say which expert has it (`cut`)")
         mixture = Experts(self.inner, layer.routing, layer.router.num_out, share)
-        out = mixture.mix(self.whole(x), logits, [m.local for m in first], [m.local for m in second], bend)
+        out = mixture.mix(self.whole(x), logits, [m.local for m in first], [m.local for m in second], activation)
         self._gather_pairs(num_pairs)
         return self._as(out, second[0].layout)
 
