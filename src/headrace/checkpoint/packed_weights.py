@@ -18,7 +18,7 @@ from headrace.protocol.errors import CheckpointError
 class PackedWeights(Reader):
     """A packed file as `models.weights.Weights`.
 
-    Raises `CheckpointError` where the model takes something else than was packed: the file was written for another
+    Raises `CheckpointError` where the model takes other tensors than were packed: the file was written for another
     version of the model file, and the caller should load the checkpoint instead.
     """
 
@@ -52,7 +52,7 @@ class PackedWeights(Reader):
         return values
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
-        """As `Weights.table`: mapped, here if the checkpoint has it in another form, else there."""
+        """As `Weights.table`: mapped from the packed file if the checkpoint has another form, else from the latter."""
         if TABLE + name not in self._packed.tables:
             return self._backend.table(self._checkpoint.table(name, shape))
         values = self._packed.table(name)
@@ -86,7 +86,7 @@ class PackedWeights(Reader):
         return table, self.matrix(Linear([head], shape[1], [shape[0]]))
 
     def finish(self) -> None:
-        """Raise `CheckpointError` if the model did not take everything that was packed."""
+        """Raise `CheckpointError` if the model did not take all packed tensors."""
         names = self._parts.not_taken()
         if names:
             raise CheckpointError(f"{self._packed.path} has {names[0]}, which the model did not ask for")

@@ -57,8 +57,7 @@ class Frame(gemma2.Model):
         return layer.integer("head_dim", size), layer.integer("num_key_value_heads", kv_heads)
 
     def source(self, layer_id: int) -> int | None:
-        """Return the layer whose cache is read, or None. For the last `num_kv_shared_layers` layers it is the last one
-        of their type before them."""
+        """Return the earlier layer of its type whose cache one of the last `num_kv_shared_layers` reads, else None."""
         first = self.num_layers - self.config.integer("num_kv_shared_layers", 0, low=0, high=self.num_layers - 1)
         alike = [i for i in range(first) if self.layer_type(i) == self.layer_type(layer_id)]
         if layer_id >= first and not alike:
@@ -70,8 +69,7 @@ class Frame(gemma2.Model):
 
 
 class Attention:
-    """Attention with normed queries and keys, and values normed without a weight. If there is a layer `source`, its
-    keys and values are read."""
+    """Attention with normed queries, keys and, without a weight, values. A layer `source` has its keys and values."""
 
     def __init__(self, model: Frame, name: str, layer_id: int) -> None:
         weights, ops, hidden, heads = model.weights, model.ops, model.hidden_size, model.num_heads
