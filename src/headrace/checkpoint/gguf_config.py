@@ -203,7 +203,7 @@ def _gemma4(keys: Keys) -> Reading:
 
 
 def _gemma(keys: Keys, model_type: str, big: int) -> dict[str, Any]:
-    """Read Gemma 2 or 3. `big`: number of layers of the 27B model, whose scores are scaled by the width, not the head."""
+    """Read Gemma 2 or 3. `big`: layers of the 27B model, whose scores are scaled by the width, not by the head."""
     values = decoder(keys, model_type)
     by_width = values["num_hidden_layers"] == big
     scalar = values["hidden_size"] // values["num_attention_heads"] if by_width else values["head_dim"]
@@ -213,7 +213,7 @@ def _gemma(keys: Keys, model_type: str, big: int) -> dict[str, Any]:
 
 
 def _muse_glimmer(keys: Keys) -> Reading:
-    """Read Muse Glimmer. The file has the factor of the queries as the weight of their norm; the model's norm has none."""
+    """Read Muse Glimmer. The file has the queries' factor as the weight of their norm; the model's norm has none."""
     values = decoder(keys, "muse_glimmer")
     num = values["num_hidden_layers"]
     slides = keys.slides(num)

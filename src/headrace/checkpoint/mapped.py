@@ -162,7 +162,7 @@ class MappedCheckpoint:
         return (self.directory / "config.json").read_bytes()
 
     def table(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
-        """Return an embedding table [V, H], mapped. Raises `CheckpointError` for another shape, or if it is no floats."""
+        """Return an embedding table [V, H], mapped. Raises `CheckpointError` for another shape or no floats."""
         if name not in self._places:
             raise CheckpointError(f"{name} is missing from the checkpoint")
         entry, file = self.entry(name), self.file(name)

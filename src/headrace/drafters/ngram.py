@@ -1,8 +1,8 @@
-"""Prompt lookup: the draft is what followed the last few tokens when they came before (Saxena 2023; Yang et al. 2023,
-arXiv 2304.04487). Good where the answer repeats its prompt: edits, summaries, quotes.
+"""Prompt lookup: the draft is the text after an earlier occurrence of the last few tokens (Saxena 2023; Yang et al.
+2023, arXiv 2304.04487). Good where the answer repeats its prompt: edits, summaries, quotes.
 
-For every run of `min_tokens` tokens the last place where it ended is kept, and for each place the one before it with
-the same run, as in LZ77; so a draft costs a walk along equal places, however long the context is. Knows tokens only.
+For every n-gram of `min_tokens` tokens its last end is kept, and for each end the one before it of the same n-gram, as
+in LZ77; so a draft costs a walk along these ends, however long the context is. Knows tokens only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from headrace.protocol.step import Draft
 
 MAX_SEQS = 1024
 MAX_CANDIDATES = 64
-"""Equal places that are compared for a longer match, the latest first."""
+"""Occurrences of the same n-gram that are compared for a longer match, the latest first."""
 MAX_MATCH = 32
 """Tokens of a match that count for the length of the draft."""
 
 
 class NGramIndex:
-    """Where the runs of `size` tokens of a growing list ended: `before[end]` is the place before with the same run."""
+    """The ends of the n-grams of `size` tokens in a growing list: `last[n-gram]` is the last end, `before[end]` the one
+    before it of the same n-gram; 0 is none."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -33,7 +34,7 @@ class NGramIndex:
         return tokens[end - 1] if self.size == 1 else tuple(tokens[end - self.size : end])
 
     def extend(self, tokens: list[int]) -> None:
-        """Add all runs that end before the last token, which have a successor."""
+        """Add all n-grams that end before the last token: they have a successor."""
         last, before = self.last, self.before
         for end in range(len(before), len(tokens)):
             if end < self.size:
@@ -46,8 +47,8 @@ class NGramIndex:
 
 class NgramDrafter(Drafter):
     """Drafts by the longest match of at least `min_tokens` and at most `max_tokens` last tokens; of equally long ones
-    the latest. A draft has at most twice the tokens of the whole match: short matches are often chance, and a quote
-    goes on."""
+    the latest. A draft has at most twice the tokens of the whole match: a short match is often chance, a long one often
+    a quote that goes on."""
 
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min = min_tokens
@@ -78,12 +79,12 @@ class NgramDrafter(Drafter):
         length, most = self._min, min(MAX_MATCH, end)
         while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
             length += 1
-        # A match may overlap what follows it: a period goes on.
+        # A match may overlap its own continuation: then the text is periodic, and the period is repeated.
         period = len(tokens) - end
         return [tokens[end + i % period] for i in range(min(context.num_drafts, 2 * length))]
 
     def _find(self, index: NGramIndex, tokens: list[int]) -> int:
-        """Return where the best match ended; 0 if there is none."""
+        """Return the end of the best match; 0 if there is none."""
         size = len(tokens)
         if size <= self._min:
             return 0

@@ -46,7 +46,7 @@ TINY = {
 
 
 class Experts:
-    """A mixture whose scores are sigmoids, which multiply an expert's input. Matrices are [in, out] in the checkpoint."""
+    """A mixture whose scores, sigmoids, multiply an expert's input. Matrices are [in, out] in the checkpoint."""
 
     def __init__(self, decoder: Decoder, name: str) -> None:
         weights, config = decoder.weights, decoder.config
