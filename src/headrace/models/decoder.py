@@ -278,6 +278,8 @@ class Decoder(Model):
     table = "embed_tokens"
     """Name of the embedding table, behind the root."""
     final_norm = "norm"
+    head_name = "lm_head"
+    """Name of the output head, without a root."""
     roots: tuple[str, ...] = ("model.",)
     """Prefixes that the names of all tensors but the head's may have. The first that the checkpoint has is the root; a
     checkpoint without any has the root ""."""
@@ -292,7 +294,7 @@ class Decoder(Model):
         self.measure(config, weights, ops, max_model_len)
         root = next((root for root in self.roots if weights.has_prefix(root)), "")
         self.embedding, self.head = weights.ends(
-            f"{root}{self.table}", "lm_head", (self.vocab_size, self.hidden_size),
+            f"{root}{self.table}", self.head_name, (self.vocab_size, self.hidden_size),
             tied=config.flag("tie_word_embeddings", self.default_tied),
         )  # fmt: skip
         self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
