@@ -80,7 +80,7 @@ def pack(op: str, /, **values: float) -> bytes:
 
 @cache
 def op_code(op: str) -> int:
-    """Return the core's number of an operator, for those that call another one."""
+    """Return the core's number of an operator, for operators that call another one."""
     return list(require_native().schema()).index(op)
 
 

@@ -1,6 +1,6 @@
 """Checked getters for the keys of a GGUF file, and a decoder's settings under the keys that all architectures share.
 
-The readers of `gguf_config` and `gguf_hybrid` build a `Reading` with it. Reads no tensor but those with divisors of
+The readers of `gguf_config` and `gguf_hybrid` build a `Reading` with it. Reads no tensors but the divisors of
 frequencies, and imports no torch.
 """
 
@@ -21,10 +21,10 @@ MAX_SIZE = 2**24
 class Reading(NamedTuple):
     """values: a config.json. parts: the file's tensors by the model's names.
 
-    turned: rows of each head of q and k that are stored in pairs, as ggml rotates them, or 0. norm_offset: a number
-    that the file's weights of norms are greater by than the model's. offset_ends: ends of those norms' names. reorders:
-    whether rows to which a model file gives an order (`Linear.orders`) lie in the checkpoint's order; else the file's
-    converter has put them into the model's.
+    turned: rows of each head of q and k that are stored in pairs, as ggml rotates them, or 0. norm_offset: number that
+    the file's converter added to the weights of norms whose names end with `offset_ends`. reorders: whether rows to
+    which a model file gives an order (`Linear.orders`) lie in the checkpoint's order; else the file's converter has put
+    them into the model's.
     """
 
     values: dict[str, Any]

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class GGUFMatrix:
-    """A `MatrixSource` over rows of blocks or floats, in the one of `schemes` that fits all its parts best.
+    """A `MatrixSource` over rows of blocks or floats, in the scheme among `schemes` that fits all its parts best.
 
     exact: blocks are dequantised into `dtype` instead. quantization: for parts that are floats. mixed: the parts have
     different schemes with the same groups of activations, and the backend cannot hold several schemes in one matrix

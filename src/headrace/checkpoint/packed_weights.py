@@ -52,7 +52,7 @@ class PackedWeights(Reader):
         return values
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
-        """As `Weights.table`: mapped from the packed file if the checkpoint has another form, else from the latter."""
+        """As `Weights.table`: mapped from the packed file if the table was packed, else from the checkpoint."""
         if TABLE + name not in self._packed.tables:
             return self._backend.table(self._checkpoint.table(name, shape))
         values = self._packed.table(name)

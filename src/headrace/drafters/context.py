@@ -150,7 +150,7 @@ class PrivateContext:
         del line.tokens[length:]
 
     def reserve(self, line: Line, num: int, keep: Collection[int] = ()) -> bool:
-        """Add blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the one longest unused
+        """Add blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the longest unused
         first. Return False, with this line unchanged, if that is not enough or the window ends."""
         length = len(line.tokens) + num
         if length > self.window:

@@ -1,7 +1,7 @@
-"""A small model of the same vocabulary drafts (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
+"""Drafts by a small model of the same vocabulary (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
 
 It reads the tokens themselves, so it can begin with any sequence at any place: it computes the tokens that its cache
-lacks, at most its window. The begin of a window depends on the sequence's length alone, so that drafts depend on the
+lacks, at most its window. The start of a window depends on the sequence's length alone, so that drafts depend on the
 sequence alone. `TokenDrafter` serves `early_exit` as well. Called by `drafters.speculator`.
 """
 

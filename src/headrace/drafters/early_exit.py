@@ -1,4 +1,4 @@
-"""The target's own first layers draft, through its final norm and head (Draft & Verify, Zhang et al. 2024, arXiv
+"""Drafts by the target's first layers, with its final norm and head (Draft & Verify, Zhang et al. 2024, arXiv
 2309.08168; LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710).
 
 Nothing is loaded: the matrices are the target's. Good for models that were trained to exit early; in other models the

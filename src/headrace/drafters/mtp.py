@@ -1,4 +1,4 @@
-"""The multi-token prediction layer of the checkpoint itself drafts (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+"""Drafts by the checkpoint's layer for multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
 
 A decoder layer like the target's reads [norm(embedding of the next token), norm(state)] through one matrix, and
 predicts the token after it; for later draft tokens it takes its own state in place of the target's. It is in the

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 
-SHARE = 0.01  # Of all time, the most that trying the other choice may lose.
+SHARE = 0.01  # Greatest share of all time that tries of the other choice may lose.
 MARGIN = 1.03  # Drafting must look this much better than none: estimates err by some per cent.
 EVERY = 8  # Steps for which a decision holds: making one takes longer than a look-up.
 SAMPLES = 9  # Measurements that count for one number of rows: enough to outweigh disturbances.
@@ -31,7 +31,7 @@ FADE = 0.95  # Weight of past acceptances at each new draft: the last 20 or so c
 WEIGHT = 4.0  # Weight, in drafts, of all sequences' rate in the estimate of one: a new sequence starts from it.
 FIRST_RATE = 0.7  # Acceptance of a drafter without measurements: good enough to be tried.
 PROBE_DEPTH = 3  # Tokens drafted for one sequence while resting: cheap, and a rise of acceptance shows.
-MAX_REST = 2048  # Steps between two probes at most, whatever the last one lost.
+MAX_REST = 2048  # Most steps between two probes, however much the last one lost.
 
 
 class Curve:
@@ -94,7 +94,7 @@ class Pace:
         # The current decision: its step, sequences, likeliest sequence, depths, and speed relative to plain steps.
         self._step = self._chosen_step = self._num_seqs = self._likeliest = 0
         self._depths, self._gain = dict[int, int](), 1.0
-        # When the other choice is tried next; plain steps still to take; seconds lost by the probe on its way.
+        # The step of the next try of the other choice; plain steps still to take; seconds lost by the current probe.
         self._try_step = self._num_plain = 0
         self._lost: float | None = None
         self._had_drafts, self._most_rows = False, 0

@@ -18,16 +18,16 @@ from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
 
 MAX_SEQ_TOKENS = 2**16
-"""Tokens that one sequence's automaton holds, half a kilobyte each; a longer one begins again."""
+"""Most tokens of one sequence's automaton, half a kilobyte each; a longer sequence gets a new one."""
 MAX_TOKENS = 2**18
-"""Tokens in the automata of all sequences; the one longest unused is dropped."""
+"""Most tokens in the automata of all sequences; beyond it the longest unused automaton is dropped."""
 MAX_SHARED_TOKENS = 2**17
-"""Tokens of finished requests' answers."""
+"""Most tokens of finished requests' answers."""
 MAX_NEW_TOKENS = 2048
-"""Tokens added in one call: 10 ms. A long prompt is added over several steps."""
+"""Most tokens added in one call: 10 ms. A long prompt is added over several steps."""
 MAX_COUNTED = 64
 MAX_TRIED = 4
-"""Suffixes, each shorter than the one before, among which the best draft is chosen."""
+"""Number of suffixes, each shorter than the one before, among which the best draft is chosen."""
 MAX_BRANCHES = 8
 
 

@@ -86,7 +86,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> ModelConfig:
-        """The rope settings in the newer layout (`rope_parameters`), whichever layout the file has."""
+        """The rope settings in the newer layout (`rope_parameters`), also of files with the older one."""
         values = dict(self.mapping("rope_scaling").values) | dict(self.mapping("rope_parameters").values)
         for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
             if values.get(name) is None and self.values.get(name) is not None:

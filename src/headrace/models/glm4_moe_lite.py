@@ -37,7 +37,7 @@ class Layer(LatentLayer):
 
     def is_dense(self, config: ModelConfig, layer_id: int) -> bool:
         """Return whether a layer has no mixture: by `mlp_layer_types`, else only the first. The layer for multi-token
-        prediction, which follows those of the list, has one."""
+        prediction, which follows the listed layers, has one."""
         kinds = config.words("mlp_layer_types", config.integer("num_hidden_layers"))
         return layer_id == 0 if kinds is None else kinds[layer_id : layer_id + 1] == ["dense"]
 

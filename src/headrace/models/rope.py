@@ -117,7 +117,7 @@ def _dynamic(rope: ModelConfig, base: float, dim: int, max_positions: int, max_m
 
 
 def _llama3(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
-    """Llama 3.1: high frequencies stay, low ones are slowed by `factor`, those between are blended."""
+    """Llama 3.1: high frequencies stay, low ones are divided by `factor`, and the ones between are blended."""
     factor = rope.number("factor", low=1e-6)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     original = rope.integer("original_max_position_embeddings", max_positions)

@@ -1,8 +1,8 @@
 """`Group`: the processes of a model's ranks, as rank 0 has them: their start, their gathers, their end.
 
 On one host, rank 0 starts the others with a socket each, and a file in memory (memfd) that all of them map. Ranks of
-other hosts come by themselves (`Hosts`). If one ends, stands still or falls out of step, the group is of no use: it is
-killed, and the owner of rank 0 makes another. Knows messages as bytes; must not know models or requests. Called by
+other hosts connect by themselves (`Hosts`). If a rank ends, hangs or makes other calls than the rest, the whole group
+is killed, and the owner of rank 0 makes another. Knows messages as bytes; must not know models or requests. Called by
 `engine.ranks`.
 """
 

@@ -1,7 +1,7 @@
 """The program of a model whose layers several ranks share out: `PipelinedProgram` on rank 0, `follow_stage` on others.
 
 A call is cut into pieces of rows, which pass the stages one after the other, so that several stages work at a time. The
-pieces are a rule of the call alone, which every rank applies by itself; between stages go hidden rows, as float32.
+cuts depend on the call alone, so that every rank computes them by itself; hidden rows pass between stages as float32.
 Rank 0 has the last layers, so the model's outputs and everything computed from them are there. Knows programs and
 messages; must not know requests, processes or sockets. Called by `engine.ranks` and `engine.rank`.
 """
@@ -338,7 +338,7 @@ class RankNeighbours:
 class Arrivals:
     """The messages of stages while calls are made: handed on to the next one, or to rank 0, whose `take` waits.
 
-    `arrived` is called on the thread that reads the connections, `take` on the one that makes the calls.
+    `arrived` is called on the thread that reads the connections, `take` on the thread that makes the calls.
     """
 
     def __init__(self, connections: Connections, timeout: float) -> None:

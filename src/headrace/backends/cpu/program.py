@@ -36,7 +36,7 @@ F32 = NDArray[np.float32]
 
 class TapeOptions(NamedTuple):
     """How a tape runs: on `num_threads` (0: the number that suits the model), by the kernels of `isa` ("": the best).
-    check: compute every step a second time, compare each record with torch_ref, and log the differences."""
+    check: compute each record of a step with torch_ref too, and log the differences."""
 
     num_threads: int
     isa: str = ""
@@ -44,7 +44,7 @@ class TapeOptions(NamedTuple):
 
 
 class TapedProgram:
-    """`Program` of the cpu backend. layers: those whose residual streams `features` gives."""
+    """`Program` of the cpu backend. layers: `features` gives the residual streams before these."""
 
     def __init__(
         self,

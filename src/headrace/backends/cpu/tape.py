@@ -89,7 +89,7 @@ class Tape:
         return times
 
     def sizes(self, dims: list[int]) -> list[int]:
-        """Return the size of every dimension: `dims`, and those that operators wrote in the last run."""
+        """Return the size of every dimension: `dims`, and the sizes that operators wrote in the last run."""
         written = [int(size) for size in self._native.dims()[len(dims) :]]
         return dims + (written or [0])
 

@@ -49,7 +49,7 @@ CACHE_STEPS = {TYPE_CODES[name]: step for name, step in _STEPS.items()}
 """Greatest error of rounding to a type, as a share of the greatest number of a row."""
 
 FIRST_BOOK, BESIDE_INT8 = 2, 64
-"""Forms of i4 from FIRST_BOOK on have tables; HR_BESIDE_INT8 asks for the whole numbers that integer kernels have."""
+"""Forms of i4 from FIRST_BOOK on have tables; with HR_BESIDE_INT8, whole numbers as in the integer kernels."""
 
 CODES = ("q", "to_q")
 LDS = dict.fromkeys(("scales", "sums", "to_scales", "to_sums"), "ld_s") | {"out": "ld_out", "x": "ld_x"}
