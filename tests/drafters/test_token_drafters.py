@@ -177,7 +177,7 @@ def test_an_index_is_extended_and_not_made_again() -> None:
     drafter = NgramDrafter(2, 5)
     tokens = [*range(5000)]
     drafter.propose([context(tokens)])
-    places = drafter._places[1]
+    index = drafter._indexes[1]
     seen: list[int] = []
 
     class Counted(list[int]):
@@ -185,7 +185,7 @@ def test_an_index_is_extended_and_not_made_again() -> None:
             seen.append(value)
             super().append(value)
 
-    places.before = Counted(places.before)
+    index.before = Counted(index.before)
     tokens += [3, 4]
     drafter.propose([context(tokens)])
     assert len(seen) == 2

@@ -33,7 +33,7 @@ def core() -> Iterator[EngineCore]:
 
 
 def group_of(core: EngineCore) -> Any:
-    return core.executor.program._followers  # type: ignore[attr-defined]
+    return core.executor.program._others  # type: ignore[attr-defined]
 
 
 def until(condition: Any, seconds: float = 20.0) -> None:

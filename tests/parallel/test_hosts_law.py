@@ -176,7 +176,7 @@ def test_a_rank_that_ends_or_stands_still_ends_the_group_and_the_host_serves_the
 
 def test_ranks_out_of_step_find_it_out(host: tuple[RankHost, int]) -> None:
     core = core_at(host[1])
-    group = core.executor.program._followers  # type: ignore[attr-defined]
+    group = core.executor.program._others  # type: ignore[attr-defined]
     core.add(make_requests()[0])
     begin = group.begin
 

@@ -23,7 +23,7 @@ NEEDS = {"torch_ref": {"torch": "torch"}, "cuda": {"torch": "cuda", "triton": "c
 
 
 def names() -> list[str]:
-    """Return the names of the backends: the folders beside this file."""
+    """Return the names of the backends: the folders in this file's folder."""
     return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.ispkg)
 
 
@@ -68,7 +68,8 @@ def num_gpus() -> int:
 
 
 def has_cuda() -> bool:
-    """Return whether torch is there and finds a CUDA device. It takes a second to import, so only where a driver is."""
+    """Return whether torch is installed and finds a CUDA device. Import torch, which takes a second, only where there
+    is a driver."""
     if importlib.util.find_spec("torch") is None or not any(Path(node).exists() for node in GPU_NODES):
         return False
     import torch

@@ -62,8 +62,8 @@ class Times:
     """The bytes in use at each time, as a segment tree: node i has the children 2i and 2i + 1, time t is leaf
     `num_leaves` + t. A life is the few nodes that cover it.
 
-    `whole[i]` are the bytes of blocks that node i covers, `some[i]` those of all blocks that node i or one below it
-    covers: two lives overlap where a node of one is a node of the other, or lies above it.
+    `whole[i]` has the bytes of the blocks that node i covers, `some[i]` the bytes of all blocks that node i or a node
+    below it covers: two lives overlap where a node of one is a node of the other, or lies above it.
     """
 
     def __init__(self, num_times: int) -> None:

@@ -1,10 +1,10 @@
 """The protocols of a backend: memory, and the operators that models are written in.
 
 `Ops` has all operators that a model file may use; `Backend` owns the ops and makes programs with their KV cache. Both
-are protocols: a backend is a folder beside this file, found by its name, and need not inherit anything. Values between
-operators are of the backend's type `Array`: torch_ref computes torch tensors at once, cpu records what is to be
-computed. Knows shapes; must not know requests, the scheduler or the names of models. Called by `models` (ops) and by
-`runner` (memory).
+are protocols: a backend is a folder in this file's folder, found by its name, and need not inherit anything. Values
+between operators are of the backend's type `Array`: torch_ref computes torch tensors at once, cpu records the operators
+and computes later. Knows shapes; must not know requests, the scheduler or the names of models. Called by `models` (ops)
+and by `runner` (memory).
 
 Every operator keeps the determinism law: a row's bits depend on that row's problem only, never on the other rows, their
 number, the row's place among them, or the number of threads.
@@ -74,7 +74,7 @@ class RopeTable(NamedTuple):
 
 
 class HeadForm(NamedTuple):
-    """What becomes of queries and keys before keys are stored: they are normed, then rotated in pairs (first + i,
+    """The changes to queries and keys before keys are stored: they are normed, then rotated in pairs (first + i,
     first + i + P) of the table."""
 
     rope_table: RopeTable | None = None
@@ -85,10 +85,10 @@ class HeadForm(NamedTuple):
 class Scoring(NamedTuple):
     """How attention scores the positions of a sequence: by products of queries and keys, times `scale`.
 
-    window: the number of visible positions, the row's own included; None for all. chunked: they are those of the row's
-    chunk of `window` positions, counted from position 0, up to the row's own. softcap c > 0 replaces scores s by
-    c * tanh(s / c). sinks [num_heads]: for each head the score of one more key, which all rows see and whose value is
-    0.
+    window: the number of visible positions, the row's own included; None for all. chunked: positions are cut into
+    chunks of `window`, counted from position 0, and a row sees its own chunk up to its own position. softcap c > 0
+    replaces scores s by c * tanh(s / c). sinks [num_heads]: for each head the score of one more key, which all rows see
+    and whose value is 0.
     """
 
     scale: float
@@ -99,7 +99,7 @@ class Scoring(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The window as kernels have it: 0 for all positions, below 0 for those of a chunk."""
+        """The window as kernels have it: 0 for all positions, negative for chunks."""
         window = self.window or 0
         return -window if self.chunked else window
 
@@ -108,10 +108,10 @@ class Routing(NamedTuple):
     """How each row chooses its experts out of the router's logits.
 
     score: softmax over all experts, or sigmoid of each. bias [E] is added to the scores for the choice alone. groups
-    (number, chosen, top): the experts lie in `number` groups of equal size; only those `chosen` take part whose `top`
-    (1 or 2) best experts have the greatest sum. Of equal ones the lower id is chosen. renormalise: the weights of the
-    chosen are divided by their sum. scale multiplies the weights, factors [E] those of each expert. scale_input: the
-    weight multiplies what goes into the expert, and not what comes out.
+    (number, chosen, top): the experts lie in `number` groups of equal size; experts are chosen only from the `chosen`
+    groups whose `top` (1 or 2) best experts have the greatest sum. Of equal ones the lower id is chosen. renormalise:
+    the weights of the chosen are divided by their sum. scale multiplies all weights; factors [E] multiply the weights
+    of each expert. scale_input: the weight multiplies the input of the expert, and not its output.
     """
 
     top_k: int
@@ -135,7 +135,7 @@ class Matrix(Protocol):
 
 
 class ExpertLayer(NamedTuple):
-    """The experts of a layer: their matrices, how a row chooses of them, and the function between two matrices."""
+    """The experts of a layer: their matrices, their router and its rules, and the activation between two matrices."""
 
     router: Matrix
     routing: Routing
@@ -145,7 +145,7 @@ class ExpertLayer(NamedTuple):
 
     @property
     def has_gate(self) -> bool:
-        """Whether the first matrix of an expert has a gate: else it gives no more than the second takes."""
+        """Whether the first matrix of an expert has a gate: else its outputs are as many as the second one's inputs."""
         return self.gate_up[0].num_out != self.down[0].num_in
 
 
@@ -159,7 +159,7 @@ class Rows(Protocol):
     token_ids: Array
     positions: Array
     features: Array
-    """[R, F], for models with inputs beside the token ids (`models.Model.feature_size`)."""
+    """[R, F], for models with further inputs than the token ids (`models.Model.feature_size`)."""
 
 
 class Ops(RecurrentOps, Protocol):
@@ -208,18 +208,18 @@ class Ops(RecurrentOps, Protocol):
 
     def norm_columns(self, x: Array, first: int, num: int, norm: HeadNorm) -> Array:
         """x [R, W] with `num` pieces of its columns from `first` on, as wide as the norm's weight, each normed as by
-        `rms_norm`. What x was before must not be used again."""
+        `rms_norm`. The value passed as x must not be used again."""
         ...
 
     def rope(self, x: Array, num_heads: int, head_dim: int, rows: Rows, rope_table: RopeTable) -> Array:
-        """x [R, W] with its first `num_heads` heads rotated as by `rope_store`, which stores nothing. What x was before
-        must not be used again."""
+        """x [R, W] with its first `num_heads` heads rotated as by `rope_store`; nothing is stored. The value passed as
+        x must not be used again."""
         ...
 
     def rope_store(self, qkv: Array, heads: Heads, rows: Rows, cache: Cache, form: HeadForm = HeadForm()) -> Array:
         """qkv [R, heads] -> queries [R, num_heads * D]; keys and values go to the rows' slots of the cache.
 
-        There may be no queries: then nothing is returned that may be used.
+        There may be no queries: then the returned value must not be used.
         """
         ...
 
@@ -261,8 +261,7 @@ class Ops(RecurrentOps, Protocol):
 
     def experts(self, x: Array, layer: ExpertLayer, seen: Array | None = None) -> Array:
         """Sum over a row's best experts e, in ascending id, of weight * down[e](gated(gate_up[e](x))) -> [R, H], or of
-        weight * down[e](act(gate_up[e](x))) where experts have no gate. `seen`: what the router sees, where that is not
-        x.
+        weight * down[e](act(gate_up[e](x))) where experts have no gate. `seen`: the router's input, where it is not x.
 
         Raises `CheckpointError` for a routing or a form of the matrices that the backend has no kernels for.
         """
@@ -270,7 +269,7 @@ class Ops(RecurrentOps, Protocol):
 
 
 class LayerShape(NamedTuple):
-    """What the cache holds for one layer: of each position `num_kv_heads` keys of `head_dim` numbers, and values.
+    """The contents of the cache for one layer: of each position `num_kv_heads` keys of `head_dim` numbers, and values.
 
     kind: index of the layer's kind in `Model.kinds`. value_dim: numbers of a value (0: head_dim). shares_key: the
     values are the first value_dim numbers of the keys, and are not kept again. source: the layer whose cache is read;
@@ -292,10 +291,10 @@ class LayerShape(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What one call computes: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c].
+    """The input of one call: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c].
 
     `copies` are (row, slot) pairs in the rows' order: further slots to which the row's keys and values are written, in
-    all kinds. tables[c] are the blocks of kind 0, more_tables[k - 1][c] those of block kind k; without `more_tables`
+    all kinds. tables[c] has the blocks of kind 0, more_tables[k - 1][c] the blocks of kind k; without `more_tables`
     all kinds have the same. Entry i covers block i, or is -1: behind the window of the chunk's first row, never read.
     states_in: for each chunk the slot of the state before its first row; -1: its sequence begins. states_out: (row,
     slot) in the rows' order: the state after that row goes to the slot. No chunk writes a slot that another one reads.
@@ -311,7 +310,7 @@ class Chunks(NamedTuple):
 
 
 class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
-    """What a program is made for. It is also sent to each rank, as the message to make one.
+    """The settings of a program. It is also sent to each rank, as the message to make one.
 
     pool_sizes: blocks of each of the model's kinds. num_threads 0: the number that suits the model.
     """
@@ -351,7 +350,7 @@ class Program(Protocol):
     ) -> tuple[list[bool], Logits]:
         """Compute the chunks; return for each chunk whether its hidden states are finite, and the logits of `rows`.
 
-        `features` [R, F]: the input of a model with a `feature_size` F beside the token ids; it is copied.
+        `features` [R, F]: the further input of a model with a `feature_size` F; it is copied.
         """
         ...
 
@@ -374,9 +373,9 @@ class Program(Protocol):
 
 
 class DrawnRows(NamedTuple):
-    """What a step drew on the device. `sound` is of each chunk: its hidden states are finite. The others are of each
-    row of logits: they are finite, the token, and whether that is the sampler's; `logits` [n, V] are the rows whose
-    tokens the host draws, and the token of such a row is its likeliest."""
+    """The tokens that a step drew on the device. `sound`: for each chunk, whether its hidden states are finite. For
+    each row of logits: whether they are finite, the token, and whether it is surely the sampler's token. `logits`
+    [n, V] are the rows whose tokens the host draws; the token given for such a row is its likeliest."""
 
     sound: list[bool]
     finite: list[bool]
@@ -387,16 +386,17 @@ class DrawnRows(NamedTuple):
 
 @runtime_checkable
 class DrawingProgram(Program, Protocol):
-    """A program that draws tokens on its device. A step may start before the last one is finished; they are computed
+    """A program that draws tokens on its device. A step may start before the last one is finished; steps are computed
     and finished in the order of their starts."""
 
     def start(self, chunks: Chunks, rows: list[int], draws: list[Draw | None], carried: dict[int, int]) -> Any:
-        """Start to compute the chunks, and to draw a token from the logits of each of `rows`, or bring them to the host
-        (None). Row r of the chunks takes the token that the last start drew at place carried[r] of its `rows`."""
+        """Start to compute the chunks, and to draw a token from the logits of each of `rows`, or where its draw is None
+        to bring them to the host. Row r of the chunks takes the token that the last start drew at place carried[r] of
+        its `rows`."""
         ...
 
     def finish(self, ticket: Any) -> DrawnRows:
-        """Wait for what `start` returned `ticket` for. To be called before any other call but `start`."""
+        """Wait for the step for which `start` returned `ticket`. Must come before any other call but `start`."""
         ...
 
 
@@ -408,14 +408,14 @@ class Backend(Protocol):
     dtype: str
     """float32, bfloat16 or float16: of weights that are not quantised, and of a cache whose dtype is auto."""
     kv_dtypes: tuple[str, ...]
-    """Values of `kv_cache_dtype` beside auto."""
+    """Values of `kv_cache_dtype` other than auto."""
     block_tables: tuple[str, ...]
     """GGUF block types in which an embedding table is used as stored (`quant.arrays.blocks_of`)."""
     schemes: frozenset[Scheme]
-    """Schemes with kernels, beside plain floats. Weights of any other form reach the backend dequantised."""
+    """Schemes with kernels, in addition to plain floats. Weights of any other form reach the backend dequantised."""
     mixes: bool
-    """Whether one matrix may have parts of different forms (`checkpoint.packing.MixingOps`), and inputs in an order of
-    its own (act-order). Where it may not, such weights reach the backend dequantised."""
+    """Whether one matrix may have parts of different forms (`checkpoint.packing.MixingOps`), and inputs in another
+    order than the layer's (act-order). Where it may not, such weights reach the backend dequantised."""
     ops: Ops
 
     def constant(self, values: Array, is_weight: bool = False) -> Array:
@@ -436,10 +436,10 @@ class Backend(Protocol):
         ...
 
     def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
-        """Choose what the activations of each quantised matrix of `model` are in: "int8", "16bit", "fp8", or ("auto")
-        what the model itself says; once, before its first program. stated: what its checkpoint's method multiplies with
-        (`quant.base.stated_activations`). Return what was chosen: int8, 16bit, fp8, mixed, or "" where nothing is
-        quantised. Raises `RequestError` for a `mode` without kernels."""
+        """Choose the type of the activations of each quantised matrix of `model`: "int8", "16bit", "fp8", or by the
+        model itself ("auto"); once, before its first program. stated: the type that the checkpoint's quantisation
+        multiplies with (`quant.base.stated_activations`). Return the choice: int8, 16bit, fp8, mixed, or "" where
+        nothing is quantised. Raises `RequestError` for a `mode` without kernels."""
         ...
 
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
@@ -466,12 +466,12 @@ class Backend(Protocol):
         self, model: Any, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, utilization: float
     ) -> int:
         """Return the bytes that the KV cache of `model`, whose weights are loaded, may take where no size is set. The
-        other numbers are those of the program to come, which needs memory of its own. `utilization`: the share of a
-        GPU's memory that weights, program and cache may take together."""
+        other numbers describe the program to come, which needs memory too. `utilization`: the share of a GPU's memory
+        that weights, program and cache may take together."""
         ...
 
 
 def part_of_memory(available: int) -> int:
-    """Return the bytes of a KV cache on a machine that other programs use too: a quarter of what is free, at most
+    """Return the bytes of a KV cache on a machine that other programs use too: a quarter of the free memory, at most
     4 GiB."""
     return min(available // 4, 4 * 2**30)

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 from headrace.backends.arena import Block, place
 
 ROWS, SEQS, LOGITS, PAIRS, OWN_PAIRS = 0, 1, 2, 3, 4
-"""Dimensions that change from step to step, as csrc/include/kernels.h numbers them. PAIRS are those of a row and one of
-its experts, OWN_PAIRS those of a rank with some experts: operators count them on the way."""
+"""Dimensions that change from step to step, as csrc/include/kernels.h numbers them. PAIRS counts pairs of a row and one
+of its experts, OWN_PAIRS the pairs of one rank's experts: operators write both numbers during the step."""
 
 ALIGN = 64
 
@@ -97,7 +97,7 @@ class Value:
 
 
 class Graph:
-    """Nodes in the order in which they run. Values have `item_bytes` bytes a number unless they say otherwise.
+    """Nodes in the order in which they run. A number of a value has `item_bytes` bytes unless the value says otherwise.
 
     `buffer`, `touch` and `read` keep the lives of buffers: every buffer of a node must pass through them before `put`.
     """
@@ -118,15 +118,15 @@ class Graph:
         return buffer
 
     def value(self, width: int, dim: int, item_bytes: int = 0) -> Value:
-        """Return a new value that the next node fills. `item_bytes` 0: those of the graph."""
+        """Return a new value that the next node fills. `item_bytes` 0: as many as the graph's."""
         item_bytes = item_bytes or self.item_bytes
         value = Value(self, self.buffer(item_bytes * width, dim), width, item_bytes)
         self.values.append(value)
         return value
 
     def outside(self, width: int, dim: int, row_bytes: int = 0) -> Value:
-        """Return a value that lies outside the arena, and that something else than a node fills (see `keep_outside`).
-        `row_bytes` 0: those of a new buffer."""
+        """Return a value that lies outside the arena and that no node fills (see `keep_outside`). `row_bytes` 0: as
+        many as a new buffer's."""
         row_bytes = row_bytes or -(-self.item_bytes * width // ALIGN) * ALIGN
         return Value(self, Buffer(row_bytes, dim, 0, 0), width, self.item_bytes)
 
@@ -155,7 +155,7 @@ class Graph:
         return node
 
     def add(self, x: Value, y: Value) -> Value:
-        """Return x + y. If y is unread and made by the last node, and that can add a residual, it adds x."""
+        """Return x + y. If the last node made y, nothing has read y, and the node can add a residual, it adds x."""
         if self._adds_residual(y) and x.buffer is not y.buffer and x.item_bytes == y.item_bytes:
             x.num_uses += 1
             x.buffer.last = max(x.buffer.last, len(self.nodes) - 1)
@@ -193,7 +193,7 @@ class Graph:
         return codes
 
     def drop(self, buffer: Buffer) -> None:
-        """Leave `buffer` out of the arena: nothing is kept in it, or it lies elsewhere."""
+        """Leave `buffer` out of the arena: it is unused, or it lies elsewhere."""
         self.buffers.pop(buffer, None)
         buffer.offset = 0
 

@@ -1,9 +1,9 @@
-"""The mean key of each layer's heads, which an int4 cache leaves out of what it stores.
+"""The mean key of each layer's heads, which an int4 cache subtracts from the keys that it stores.
 
 Keys have channels whose numbers hardly change from token to token (KIVI, arXiv 2402.02750), so most of a code's range
 would repeat the same number. Scores of a query all move by the same amount when one vector is subtracted
-from all keys, and a softmax does not see that (SageAttention, arXiv 2410.02367, smooths its keys so). The vector is the
-model's: the mean over tokens drawn evenly from its vocabulary, measured once at load, and so no property of a request.
+from all keys, which changes no softmax (SageAttention, arXiv 2410.02367, smooths its keys so). The vector depends on
+the model alone: the mean over tokens drawn evenly from its vocabulary, measured once at load, so no request changes it.
 Knows arrays; must not know models or requests. Called by backends.
 """
 
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 NUM_SEQS, LENGTH = 8, 16
 HORIZON_BITS = 12
-"""Means are over 2^12 positions: what turns faster than that has none, what hardly turns keeps it for longer."""
+"""Means are over 2^12 positions: numbers that turn faster than that have a mean of about 0, numbers that hardly turn
+keep theirs for longer."""
 
 
 def probe_tokens(vocab_size: int, length: int = LENGTH) -> list[list[int]]:
@@ -28,11 +29,11 @@ def probe_tokens(vocab_size: int, length: int = LENGTH) -> list[list[int]]:
 def mean_key(
     keys: NDArray[np.floating[Any]], cos: NDArray[np.float32] | None, sin: NDArray[np.float32] | None
 ) -> NDArray[np.float32]:
-    """Keys [NUM_SEQS, length, kv_heads, D] from position 0 on -> [kv_heads, D]: what to subtract from every key.
+    """Keys [NUM_SEQS, length, kv_heads, D] from position 0 on -> [kv_heads, D], to be subtracted from every key.
 
-    `cos` and `sin` [positions, P] turned the first 2 * P numbers of a head. The keys are turned back, and their mean as
-    far as it stays where it is. Position 0 does not count: what lies there is looked at by all, and is like no other.
-    Sums are in a fixed order, so that the bits do not depend on the machine.
+    `cos` and `sin` [positions, P] turned the first 2 * P numbers of a head. The keys are turned back before the mean is
+    taken, and each pair of the mean is multiplied by the mean turn. Position 0 does not count: all positions attend to
+    it, and its key is like no other. Sums are in a fixed order, so that the bits do not depend on the machine.
     """
     k = np.moveaxis(keys[:, 1:].astype(np.float64), 0, 1)  # [length - 1, NUM_SEQS, kv_heads, D]
     if cos is None or sin is None or len(cos) < 2:
@@ -41,7 +42,7 @@ def mean_key(
     angles = cos.astype(np.float64) + 1j * sin.astype(np.float64)
     rotated = k[..., :pairs] + 1j * k[..., pairs : 2 * pairs]
     mean = _mean(rotated / angles[1 : len(k) + 1, None, None])
-    # The mean of 1, z, z^2, ... without a sine: each factor doubles how many of them there are.
+    # The mean of 1, z, z^2, ... without a sine: each factor doubles the number of terms.
     z, share = angles[1] / angles[0], angles[0]
     for _ in range(HORIZON_BITS):
         share, z = share * (1 + z) / 2, z * z

@@ -1,4 +1,4 @@
-"""The rows of logits that a program gives, and what is drawn from them.
+"""The rows of logits that a program gives, and the draws of tokens from them.
 
 Knows rows and numbers; must not know requests, models or devices. Called by `base`, by backends and by `runner`.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Draw(NamedTuple):
-    """How a token is drawn from a row: those of a `sampling.filters.Cut`, the key of the noise, and the allowed tokens.
+    """How a token is drawn from a row: the fields of a `sampling.filters.Cut`, the noise's key, and the allowed tokens.
 
     temperature 0: the likeliest, without noise. mask: bit t % 32 of word t // 32 is set if token t is allowed; None for
     all.

@@ -1,4 +1,4 @@
-"""The face of the native core (`headrace._native`, built from csrc/): whether it is there, and records for its tapes.
+"""The way to the native core (`headrace._native`, built from csrc/): whether it is there, and records for its tapes.
 
 Knows names and fields of operators from the core's schema; must not know models or tensors. Called by the cpu backend
 and by `headrace doctor`. The extension itself loads in a millisecond.
@@ -27,7 +27,7 @@ class NativeMissingError(HeadraceError):
 
 @cache
 def native() -> tuple[ModuleType | None, str]:
-    """Return (the extension, "") or (None, why it can not be used). Sets the ceiling of HEADRACE_ISA.
+    """Return (the extension, "") or (None, why it cannot be used). Sets the ceiling of HEADRACE_ISA.
 
     Raises RequestError if HEADRACE_ISA names no ISA of this build and machine.
     """
@@ -80,7 +80,7 @@ def pack(op: str, /, **values: float) -> bytes:
 
 @cache
 def op_code(op: str) -> int:
-    """Return the core's number of an operator, for those that call another one."""
+    """Return the core's number of an operator, for operators that call another one."""
     return list(require_native().schema()).index(op)
 
 

@@ -1,7 +1,7 @@
-"""`Neighbours`: what a process that has some layers of a model gets from those with the others, while it is loaded.
+"""`Neighbours`: the exchange between processes that have some layers of a model each, while the model is loaded.
 
-What is measured then runs a text through all layers, and is decided for the model as a whole, so that it is as one
-process would decide. Called by backends, of models that have `neighbours` (`parallel.stages.Stage`).
+Measurements at load run a text through all layers, and decide for the model as a whole, so that several processes
+decide as one would. Called by backends, for models that have `neighbours` (`parallel.stages.Stage`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ class Neighbours(Protocol):
 
 
 def neighbours_of(model: Any) -> Neighbours | None:
-    """Return the neighbours of a model that has some layers; None of one that has all."""
+    """Return the neighbours of a model that has some layers; None for one that has all."""
     neighbours: Neighbours | None = getattr(model, "neighbours", None)
     return neighbours

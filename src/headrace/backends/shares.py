@@ -18,14 +18,14 @@ small."""
 SPARE = 8
 """Units of a rank, at least, in the largest unit that may be taken: so the shares differ by an eighth at most."""
 MAX_RANKS = 64
-"""csrc/include/ranks.h has room for so many."""
+"""The most ranks for which csrc/include/ranks.h has room."""
 
 Bounds = tuple[int, int]
 """First and last + 1."""
 
 
 class Part(NamedTuple):
-    """`width` columns, of which rank r has those from bounds[r][0] to bounds[r][1] - 1. Several may have the same."""
+    """`width` columns, of which rank r has bounds[r][0] ... bounds[r][1] - 1. Several ranks may have the same."""
 
     width: int
     bounds: tuple[Bounds, ...]
@@ -49,7 +49,7 @@ class Layout(NamedTuple):
         return sum(part.num(rank) for part in self.parts)
 
     def bounds(self, rank: int) -> list[Bounds]:
-        """Return a rank's columns as places in the whole row, in the order of its own."""
+        """Return a rank's columns as places in the whole row, in the order of the rank's row."""
         places, start = [], 0
         for part in self.parts:
             begin, end = part.bounds[rank]
@@ -58,8 +58,8 @@ class Layout(NamedTuple):
         return places
 
     def spans(self, rank: int) -> list[tuple[int, int, int]]:
-        """Return what a rank gives of each row: (first column of its own, place in the whole row, number). What an
-        earlier rank has too is left to that one."""
+        """Return the columns that a rank gives of each row: (first column in the rank's row, place in the whole row,
+        number). Columns that several ranks have are given by the first of them."""
         spans, column, start = [], 0, 0
         for part in self.parts:
             begin, end = part.bounds[rank]
@@ -89,7 +89,7 @@ class HeadShare(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The shares of rank `rank` of `world`, and those of the others. whole_experts: of a mixture, a rank has some
+    """The shares of all ranks, as rank `rank` of `world` sees them. whole_experts: of a mixture, a rank has some
     experts whole instead of some columns of each."""
 
     rank: int
@@ -106,13 +106,13 @@ class Plan(NamedTuple):
         return Part(width, tuple(itertools.pairwise(ends)))
 
     def layout(self, widths: Sequence[int]) -> Layout | None:
-        """Return the shares of parts one after the other, each shared out by itself; None if one can not be."""
+        """Return the shares of parts one after the other, each shared out by itself; None if one cannot be."""
         parts = [self.part(width) for width in widths]
         return None if None in parts else Layout(tuple(part for part in parts if part is not None))
 
     def share(self, num_heads: int, num_kv_heads: int, rank: int | None = None) -> HeadShare:
-        """Return the heads of a rank, by default of this one: those of whole KV heads, or where ranks outnumber these
-        some of the heads of one.
+        """Return the heads of a rank, by default of this one: all queries of some KV heads, or where there are more
+        ranks than KV heads, some queries of one.
 
         Raises `RequestError` for fewer heads than ranks.
         """
@@ -167,7 +167,7 @@ class Seat(NamedTuple):
 
 
 class DeviceSeat(NamedTuple):
-    """As `Seat`, of a rank on a device of its own. exchange: moves numbers between the devices
+    """As `Seat`, for a rank that has a device to itself. exchange: moves numbers between the devices
     (`backends.cuda.gathers.Exchange`)."""
 
     plan: Plan

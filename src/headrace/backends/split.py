@@ -1,10 +1,10 @@
-"""`SplitOps`: the operators of one rank of several, around those of a backend: each product has some columns alone.
+"""`SplitOps`: one rank's operators, around a backend's: of each product the rank computes some columns only.
 
 A value is whole, or split: then this rank has the columns of its share (`backends.shares.Layout`). Operators on
 each number by itself, on heads, and products take or give split values; all others gather first, so that every model
-runs, whatever it is made of. No sum is cut and none crosses a rank, so no bit depends on their number (ADR 0037). What
-a backend has of its own (matrices, products, gathers) is a subclass's. Knows values, matrices and layouts; must not
-know models or processes. Called by models.
+runs, whatever its operators. No sum is cut and none crosses a rank, so no bit depends on how many there are (ADR 0037).
+A subclass has the parts that differ by backend (matrices, products, gathers). Knows values, matrices and layouts; must
+not know models or processes. Called by models.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SomeRows:
 @dataclass(slots=True, eq=False)
 class RankValue:
     """Rows that are whole (`full`), or of which this rank has the columns of `layout` (`local`), or both. `coded`: all
-    columns as codes alone, by their group."""
+    columns, as codes without floats, by the size of the codes' groups."""
 
     ops: SplitOps
     full: Value | None = None
@@ -100,7 +100,7 @@ class RankValue:
 
 
 class SplitOps(ABC):
-    """`Ops` around those that record (`inner`)."""
+    """`Ops` around recording ones (`inner`)."""
 
     inner: Any
     splits_experts = True
@@ -110,7 +110,7 @@ class SplitOps(ABC):
         # The parts of the layers that are about to be made, in order; None: they are not shared out.
         self._parts: list[Part] | None = None
 
-    # What a backend has of its own.
+    # The parts that differ by backend.
 
     @abstractmethod
     def gathered(self, x: Value, layout: Layout) -> Value:
@@ -134,7 +134,7 @@ class SplitOps(ABC):
         self.inner.begin()
 
     def cache_shapes(self, model: Any, rank: int | None = None) -> list[LayerShape]:
-        """Return what a rank's cache holds of each layer, by default this one's: its KV heads; states are whole."""
+        """Return the shapes of a rank's cache for each layer, by default this one's: its KV heads; states are whole."""
         plan = self.plan if rank is None else self.plan._replace(rank=rank)
         shapes = []
         for shape in model.cache_shapes:
@@ -143,7 +143,7 @@ class SplitOps(ABC):
         return shapes
 
     def every_cache(self, model: Any) -> list[list[LayerShape]]:
-        """Return what the caches of all ranks hold."""
+        """Return the shapes of the caches of all ranks."""
         return [self.cache_shapes(model, rank) for rank in range(self.plan.world)]
 
     # Matrices.
@@ -188,7 +188,7 @@ class SplitOps(ABC):
         return RankValue(self, local=value, layout=layout)
 
     def _aligned(self, x: RankValue, y: RankValue) -> tuple[Value, Value, Layout | None]:
-        """Return the same columns of two values of one width: this rank's, if either has no others."""
+        """Return the same columns of two values of one width: this rank's columns, if either value has no others."""
         for one, other, turned in ((y, x, False), (x, y, True)):
             if one.split is None:
                 continue

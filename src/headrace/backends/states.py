@@ -1,4 +1,4 @@
-"""Layers whose memory is a state: their operators, which are a part of `base.Ops`, and their shapes.
+"""Layers with a recurrent state: their operators, which are a part of `base.Ops`, and their shapes.
 
 A state is float32. It advances row by row in the order of positions, in prefill as in decode: there is one form, so no
 cut of a sequence changes a bit of it (ADR 0028). Called by the model files.

@@ -1,6 +1,6 @@
 """`StepRows`: the ints of a step, in arrays that keep their place and size from step to step.
 
-A recorded program reads its inputs where they always lie; `fill` writes those of the next step there. Knows chunks and
+A recorded program reads its inputs at fixed addresses; `fill` writes the next step's inputs there. Knows chunks and
 block tables; must not know models, operators or devices. Made and filled by the programs of recording backends.
 """
 
@@ -16,7 +16,7 @@ from headrace.backends.base import Array, Chunks
 from headrace.protocol.kinds import CacheKind
 
 MAX_DEPTH = 64
-"""Draft tokens on a path of a tree; what several paths share is copied to the blocks of each."""
+"""Draft tokens on a path of a tree; tokens that several paths share are copied to the blocks of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class StepRows:
     copy_begin [R + 1], copy_slots: further slots of row r are copy_slots[copy_begin[r]: copy_begin[r + 1]].
     state_in [C], state_out [R]: the slot of a chunk's state before its first row, and of the state after a row, or
     -1; None for a model without states.
-    features: the rows' floats beside their tokens, as the backend's operators take them, or None.
+    features: the rows' further inputs, as the backend's operators take them, or None.
     """
 
     token_ids: Array
@@ -49,8 +49,8 @@ class StepRows:
     features: Array = None
 
     def fill(self, chunks: Chunks) -> int:
-        """Write the ints of `chunks` and return the number of rows. The arrays must be numpy's; what lies behind the
-        step's own ints is left from earlier steps."""
+        """Write the ints of `chunks` and return the number of rows. The arrays must be numpy's; entries after the
+        step's ints are left from earlier steps."""
         size, by_kind = self.block_size, tables_by_kind(chunks, len(self.slots))
         at = blocks_at = 0
         for i, (start, token_ids) in enumerate(zip(chunks.starts, chunks.token_ids, strict=True)):
@@ -106,7 +106,7 @@ def num_block_kinds(kinds: Sequence[CacheKind]) -> int:
 
 
 def tables_by_kind(chunks: Chunks, num_kinds: int) -> list[Sequence[list[int]]]:
-    """Return the tables of each block kind. Raises ValueError if there are some, but not for each kind."""
+    """Return the tables of each block kind. Raises ValueError if there are further tables, but not for each kind."""
     if not chunks.more_tables:
         return [chunks.tables] * num_kinds
     if len(chunks.more_tables) != num_kinds - 1:
@@ -115,7 +115,7 @@ def tables_by_kind(chunks: Chunks, num_kinds: int) -> list[Sequence[list[int]]]:
 
 
 class StepSizes(NamedTuple):
-    """The most of one call of a program. max_chunks: pieces of sequences, and rows of logits. max_blocks: entries of
+    """The limits of one call of a program. max_chunks: pieces of sequences, and rows of logits. max_blocks: entries of
     all block tables of a kind together."""
 
     max_rows: int

@@ -1,4 +1,4 @@
-"""Turns the metadata of a GGUF file into a config.json, and its tensors' names into those of a model.
+"""Turns the metadata of a GGUF file into a config.json, and its tensors' names into a model's names.
 
 A file names its architecture, and its keys begin with that name. Each architecture becomes the config of a model that
 headrace has, and the tensors get the names by which the model file takes them. A value that is missing, of another type
@@ -65,7 +65,8 @@ GPT2_ENDS = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f",
 
 
 def read(file: GGUF) -> Reading:
-    """Raises `CheckpointError` for an architecture that headrace has no model for, and for values out of range."""
+    """Read the file's config and the names of its tensors. Raises `CheckpointError` for an architecture without a model
+    file, and for values out of range."""
     architecture = file.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise file.fault("general.architecture", architecture, "one of " + ", ".join(ARCHITECTURES))
@@ -76,7 +77,7 @@ def read(file: GGUF) -> Reading:
         raise file.fault("split.count", file.integer("split.count"), "1: merge the parts first (llama-gguf-split)")
     reading = ARCHITECTURES[architecture](Keys(file, architecture))
     prefix = architecture + "."
-    # The table says the size of the vocabulary; layers for multi-token prediction are left out.
+    # The table has the size of the vocabulary; layers for multi-token prediction are left out.
     harmless = {prefix + "vocab_size", prefix + "nextn_predict_layers"}
     if names := sorted(key for key in file.fields.keys() - file.read - harmless if key.startswith(prefix)):
         logger.info("%s: without effect on this model: %s", file.name, ", ".join(names))
@@ -84,7 +85,7 @@ def read(file: GGUF) -> Reading:
 
 
 def choose_dtype(dtype: str, file: GGUF) -> str:
-    """Return `dtype`, or for "auto" that of most of the float matrices; float16 where all are quantised."""
+    """Return `dtype`, or for "auto" the dtype of most of the float matrices; float16 where all are quantised."""
     if dtype != "auto":
         return dtype
     kinds = Counter(info.type for info in file.tensors.values() if len(info.shape) > 1)
@@ -95,7 +96,7 @@ def choose_dtype(dtype: str, file: GGUF) -> str:
 
 
 def _llama(keys: Keys) -> Reading:
-    """Also Mistral and Mixtral, which differ from Llama by a window and by experts."""
+    """Read Llama, and also Mistral and Mixtral, which differ by a window and by experts."""
     values = decoder(keys, "llama")
     layer = dict(DECODER)
     experts = keys.optional("expert_count", 4096, 0) or 0
@@ -114,7 +115,7 @@ def _llama(keys: Keys) -> Reading:
 
 
 def _qwen(keys: Keys) -> Reading:
-    """Of models for images the text; the tower is a file of its own."""
+    """Read Qwen's models; of models for images the text, since the tower is a separate file."""
     model_type = keys.prefix.removesuffix(".")
     model_type = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl"}.get(model_type, model_type)
     return Reading(decoder(keys, model_type), parts_of(keys.file, DECODER, DECODER_ENDS, "model.layers"))
@@ -158,7 +159,8 @@ def _gemma3(keys: Keys) -> Reading:
 
 
 def _gemma4(keys: Keys) -> Reading:
-    """Keys and values have sizes by layer; of layers with full attention the file has no rope settings but the base."""
+    """Read Gemma 4. Sizes of keys and values differ by layer; for layers with full attention the file has no rope
+    setting but the base."""
     file, num = keys.file, keys.integer("block_count", MAX_LAYERS)
     slides = keys.slides(num)
     inner, kv_heads = (keys.by_layer(name, num) for name in ("feed_forward_length", "attention.head_count_kv"))
@@ -194,14 +196,14 @@ def _gemma4(keys: Keys) -> Reading:
         values |= {"enable_moe_block": True, "num_experts": experts}
         values["top_k_experts"] = keys.integer("expert_used_count", experts)
         values["moe_intermediate_size"] = keys.integer("expert_feed_forward_length")
-    # Layers without values take the keys for them.
+    # Layers without values take the keys as values.
     first = num - values["num_kv_shared_layers"]
     values["attention_k_eq_v"] = any(f"model.layers.{i}.self_attn.v_proj.weight" not in parts for i in range(first))
     return Reading(values, parts)
 
 
 def _gemma(keys: Keys, model_type: str, big: int) -> dict[str, Any]:
-    """`big`: layers of the one size (27B) whose scores are scaled by the width and not by the head."""
+    """Read Gemma 2 or 3. `big`: layers of the 27B model, whose scores are scaled by the width, not by the head."""
     values = decoder(keys, model_type)
     by_width = values["num_hidden_layers"] == big
     scalar = values["hidden_size"] // values["num_attention_heads"] if by_width else values["head_dim"]
@@ -211,7 +213,7 @@ def _gemma(keys: Keys, model_type: str, big: int) -> dict[str, Any]:
 
 
 def _muse_glimmer(keys: Keys) -> Reading:
-    """The factor of the queries is the weight that the file gives their norm, which in the model has none."""
+    """Read Muse Glimmer. The file has the queries' factor as the weight of their norm; the model's norm has none."""
     values = decoder(keys, "muse_glimmer")
     num = values["num_hidden_layers"]
     slides = keys.slides(num)
@@ -248,7 +250,7 @@ def _gpt2(keys: Keys) -> Reading:
 
 
 def _family(keys: Keys) -> Reading:
-    """A family of the table. Layers for multi-token prediction, which come last, are left out."""
+    """Read a family of `FAMILIES`. Layers for multi-token prediction, which come last, are left out."""
     family = FAMILIES[keys.prefix.removesuffix(".")]
     values = decoder(keys, family.model_type, family.epsilon) | dict(family.constants)
     values |= {name: keys.integer(key, low=0) for name, key in family.integers.items()}
@@ -269,7 +271,7 @@ def _family(keys: Keys) -> Reading:
     if family.num_experts:
         experts = values[family.num_experts] = keys.integer("expert_count", 4096)
         if family.model_type == "llama4_text":
-            values["use_qk_norm"] = experts != 128  # as llama.cpp tells Maverick, which has none, from Scout
+            values["use_qk_norm"] = experts != 128  # as llama.cpp distinguishes Maverick, which has none, from Scout
     if family.model_type == "apertus":
         for name in ("alpha_p", "alpha_n", "beta"):
             values["xielu_" + name] = of_each_layer(keys, "xielu." + name, values["num_hidden_layers"])
@@ -280,7 +282,7 @@ def _family(keys: Keys) -> Reading:
     last = values["num_hidden_layers"]
     parts = {name: part for name, part in parts.items() if layer_of(name) < last}
     for name, part in parts.items():
-        if name.endswith("moe_statics.e_score_correction_bias"):  # the model has a dimension more
+        if name.endswith("moe_statics.e_score_correction_bias"):  # the model's tensor has one more dimension
             parts[name] = part._replace(shape=(1, part.shape[-1]))
     if family.model_type == "hy_v3":
         sparse = [f"model.layers.{i}.mlp.router.gate.weight" in parts for i in range(last)]

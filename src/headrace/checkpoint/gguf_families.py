@@ -1,4 +1,4 @@
-"""What GGUF files of families beside Llama's and Qwen's say: which key is which value, which tensor which.
+"""The keys and tensor names in GGUF files of families other than Llama's and Qwen's, and their names in headrace.
 
 One entry for each architecture of llama.cpp, by its name. Data alone; `checkpoint.gguf_config` reads files by it.
 """
@@ -18,7 +18,7 @@ ATTENTION = {
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-# The norm before the MLP, in files that name it after what comes before.
+# The norm before the MLP, in files that name it after the attention before it.
 LATE_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 LLAMA = ATTENTION | PRE_NORMS | GATED
@@ -45,14 +45,14 @@ MIXTURE = {"moe_intermediate_size": "expert_feed_forward_length"}
 
 
 class Family(NamedTuple):
-    """model_type: of the model that runs it.
+    """One architecture. model_type: the headrace model that runs it.
 
-    layer: the model's name of each tensor of a layer, or with the file's kind ("x.bias") the whole name. pairs: rows of
-    q and k lie in pairs that turn together. epsilon: the config's key; of a layer norm unless it is `rms_norm_eps`.
-    integers, optional (integers) and reals (optional too): the file's key for each of the config's. rope: reals of the
-    rope's settings. flags: true where a layer has a tensor whose name ends so. constants, rope_constants: what the file
-    does not say. expert_root and expert_parts: where experts are, whose number becomes `num_experts`.
-    norm_offset: a number that the file's weights of norms have more.
+    layer: maps the file's name of each tensor of a layer to the model's; a name with a kind ("x.bias") is mapped whole.
+    pairs: rows of q and k lie in pairs that turn together. epsilon: the config's key; of a layer norm unless it is
+    `rms_norm_eps`. integers, optional (integers) and reals (also optional): the file's key for each of the config's.
+    rope: reals of the rope's settings. flags: true if a layer has a tensor whose name ends so. constants,
+    rope_constants: values that the file lacks. expert_root and expert_parts: names of the experts' tensors;
+    num_experts: the config's key for the number of experts. norm_offset: added to weights of norms in the file.
     """
 
     model_type: str

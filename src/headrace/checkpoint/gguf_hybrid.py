@@ -1,7 +1,7 @@
-"""What GGUF files of models with states say: gated delta rules, Mamba2 and short convolutions beside attention.
+"""Reads GGUF files of models with states: gated delta rules, Mamba2 and short convolutions, with attention between.
 
-One function for each family. Which layer is what is read off the tensors or off the heads that the file gives a layer.
-Rates of decay are as the model needs them, since converters have computed -exp(A_log) already. Called by
+One function for each family. The kind of a layer is read off its tensors or its number of heads in the file. Rates of
+decay are as the model needs them, since converters have computed -exp(A_log) already. Called by
 `checkpoint.gguf_config`.
 """
 
@@ -73,9 +73,9 @@ LFM2 = ATTENTION | {
 
 
 def _delta_rules(keys: Keys) -> Reading:
-    """Qwen's models. Layers for multi-token prediction, which come last, are left out."""
+    """Read Qwen's models. Layers for multi-token prediction, which come last, are left out."""
     architecture, experts = keys.prefix.removesuffix("."), keys.optional("expert_count", 4096, 0) or 0
-    # Where all layers are mixtures, a file says no other width.
+    # Where all layers are mixtures, a file has no other width.
     values = decoder(keys, DELTA_RULES[architecture], inner=0 if architecture == "qwen35moe" else None)
     heads, num_keys, size, head_dim, conv = _state_sizes(keys)
     values |= {"linear_num_key_heads": num_keys, "linear_num_value_heads": heads, "linear_conv_kernel_dim": conv}
@@ -100,7 +100,7 @@ def _delta_rules(keys: Keys) -> Reading:
 
 
 def _nemotron_h(keys: Keys) -> Reading:
-    """Each layer is one part: Mamba2, attention, an MLP or a mixture."""
+    """Read Nemotron-H, where each layer is one part: Mamba2, attention, an MLP or a mixture."""
     file, num = keys.file, keys.integer("block_count", MAX_LAYERS)
     kv_heads, inner = (keys.of_some_layers(key, num)[1] for key in ("attention.head_count_kv", "feed_forward_length"))
     values = decoder(keys, "nemotron_h", "layer_norm_epsilon", inner=inner or 1, kv_heads=kv_heads)
@@ -119,7 +119,7 @@ def _nemotron_h(keys: Keys) -> Reading:
             "norm_topk_prob": bool(keys.flag("expert_weights_norm")),
             "routed_scaling_factor": keys.real("expert_weights_scale") or 1.0,
             "n_group": num_groups,
-            # A file that does not say how many are chosen has all of them take part.
+            # Without a number of chosen groups in the file, all take part.
             "topk_group": keys.optional("expert_group_used_count") or num_groups,
         }
     layer = NEMOTRON | _below("mixer", MAMBA)
@@ -144,7 +144,7 @@ def _granite(keys: Keys) -> Reading:
     values |= {"mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": size, "mamba_d_head": head_dim}
     values |= {"mamba_d_conv": conv, "mamba_expand": heads * head_dim // values["hidden_size"]}
     values["layer_types"] = ["full_attention" if one else "linear_attention" for one in attends]
-    # Files say by this key whether anything turns.
+    # This key is false in files of models without a rope.
     values["position_embedding_type"] = "nope" if keys.flag("rope.scaling.finetuned") is False else "rope"
     for name, key in (
         ("embedding_multiplier", "embedding_scale"), ("attention_multiplier", "attention.scale"),
@@ -166,7 +166,7 @@ def _granite(keys: Keys) -> Reading:
 
 
 def _falcon_h1(keys: Keys) -> Reading:
-    """Its constant factors are in the file's weights."""
+    """Read Falcon-H1, whose constant factors are multiplied into the file's weights."""
     values = decoder(keys, "falcon_h1")
     heads, groups, size, head_dim, conv = _state_sizes(keys)
     values |= {"mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": size, "mamba_d_head": head_dim}
@@ -215,7 +215,8 @@ ARCHITECTURES: dict[str, Callable[[Keys], Reading]] = {
 
 
 def _state_sizes(keys: Keys) -> tuple[int, int, int, int, int]:
-    """Heads of a state, groups (or heads of keys), numbers of a key, numbers of a head, and those of a convolution."""
+    """Return the number of heads of a state, of groups (or heads of keys), and the sizes of a key, of a head, and of
+    the convolution's kernel."""
     heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
     if inner % heads:
         keys.refuse("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {heads}")
@@ -236,8 +237,8 @@ def _any_ends(parts: Mapping[str, Part], end: str) -> bool:
 
 
 def _of_states(parts: Mapping[str, Part], root: str, mixer: str, num_layers: int) -> dict[str, Part]:
-    """The parts of the first `num_layers` layers, with the model's names and shapes of those of a `mixer` with a state:
-    files leave out the kind of some names, and have a dimension of one more or less."""
+    """Return the parts of the first `num_layers` layers. Parts of a `mixer` with a state get the model's names and
+    shapes: files leave out the kind in some names, and have a dimension of size one more or less."""
     named: dict[str, Part] = {}
     for name, part in parts.items():
         if layer_of(name) >= num_layers:

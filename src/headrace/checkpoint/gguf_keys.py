@@ -1,6 +1,6 @@
-"""What GGUF files of all architectures say alike: checked getters for the keys, and a decoder's settings out of them.
+"""Checked getters for the keys of a GGUF file, and a decoder's settings under the keys that all architectures share.
 
-The readers of `gguf_config` and `gguf_hybrid` build a `Reading` with it. Reads no tensor but those with divisors of
+The readers of `gguf_config` and `gguf_hybrid` build a `Reading` with it. Reads no tensors but the divisors of
 frequencies, and imports no torch.
 """
 
@@ -21,10 +21,10 @@ MAX_SIZE = 2**24
 class Reading(NamedTuple):
     """values: a config.json. parts: the file's tensors by the model's names.
 
-    turned: rows of each head of q and k that are stored in pairs, as ggml rotates them, or 0. norm_offset: a number
-    that the file's weights of norms have more than the model's. reorders: whether rows that a model file asks for in
-    another order lie in the checkpoint's; elsewhere the file's converter put them in the model's. offset_ends: how the
-    names of those norms end.
+    turned: rows of each head of q and k that are stored in pairs, as ggml rotates them, or 0. norm_offset: number that
+    the file's converter added to the weights of norms whose names end with `offset_ends`. reorders: whether rows to
+    which a model file gives an order (`Linear.orders`) lie in the checkpoint's order; else the file's converter has put
+    them into the model's.
     """
 
     values: dict[str, Any]
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
 
 class Keys:
-    """Metadata of one architecture; every getter names the whole key in what it raises."""
+    """Metadata of one architecture; every getter names the whole key in its errors."""
 
     def __init__(self, file: GGUF, architecture: str) -> None:
         self.file = file
@@ -49,7 +49,7 @@ class Keys:
         return value
 
     def optional(self, name: str, high: int = MAX_SIZE, low: int = 1) -> int | None:
-        """An integer, or None. An array with one for each layer is accepted if all are the same."""
+        """Return an integer, or None. An array with one for each layer is accepted if all are the same."""
         field = self.file.fields.get(self.prefix + name)
         if field is None or not field.is_array:
             return self.file.integer(self.prefix + name, low, high)
@@ -62,7 +62,7 @@ class Keys:
         return value
 
     def by_layer(self, name: str, num_layers: int, low: int = 1) -> list[int]:
-        """An integer for each layer, all the same where the file has but one."""
+        """Return an integer for each layer, all the same where the file has only one."""
         field = self.file.fields.get(self.prefix + name)
         if field is None or not field.is_array:
             return [self.integer(name, low=low)] * num_layers
@@ -72,7 +72,7 @@ class Keys:
         return values
 
     def of_some_layers(self, name: str, num_layers: int) -> tuple[list[bool], int]:
-        """Which layers have it, and the one number that those have (0 if none has): the others say 0."""
+        """Return whether each layer's number is above 0, and the number, which all such layers share, or 0 if none."""
         values = self.by_layer(name, num_layers, low=0)
         distinct = sorted({value for value in values if value})
         if len(distinct) > 1:
@@ -80,7 +80,7 @@ class Keys:
         return [value > 0 for value in values], distinct[0] if distinct else 0
 
     def slides(self, num_layers: int) -> list[bool]:
-        """Whether each layer has a window."""
+        """Return whether each layer has a window."""
         name = "attention.sliding_window_pattern"
         flags = self.file.flags(self.prefix + name, MAX_LAYERS)
         if flags is None or len(flags) != num_layers:
@@ -98,7 +98,7 @@ class Keys:
 
 
 def of_each_layer(keys: Keys, key: str, num_layers: int) -> list[float]:
-    """Reals under a key without the architecture's name."""
+    """Return a real for each layer, under a key without the architecture's name."""
     values = keys.file.reals(key, MAX_LAYERS)
     if values is None or len(values) != num_layers:
         raise keys.file.fault(key, None if values is None else f"{len(values)} numbers", f"{num_layers} numbers")
@@ -119,10 +119,10 @@ def decoder(
     inner: int | None = None,
     kv_heads: int | None = None,
 ) -> dict[str, Any]:
-    """A decoder's settings by the names of config.json.
+    """Return a decoder's settings by the names of config.json.
 
-    `head_dim`: where that is not the file's length of keys, which then need not be that of values. `inner` and
-    `kv_heads`: width of the MLP and heads of keys, where the file has them by layer.
+    `head_dim`: in place of the file's length of keys; then the length of values may differ from it. `inner` and
+    `kv_heads`: width of the MLP and number of KV heads, where the file has them by layer.
     """
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     is_latent, head_dim = head_dim > 0, head_dim or keys.optional("attention.key_length") or hidden // heads
@@ -145,7 +145,7 @@ def decoder(
         "num_key_value_heads": kv_heads or keys.optional("attention.head_count_kv") or heads,
         "head_dim": head_dim,
         epsilon_name: epsilon,
-        # A quarter too much, which is cut off where the product with head_dim becomes an integer.
+        # Too much by a quarter of a number, which is cut off when the product with head_dim becomes an integer.
         "partial_rotary_factor": min((turned + 0.25) / head_dim, 1.0),
         "rope_theta": keys.real("rope.freq_base") or 10000.0,
         "rope_scaling": rope(keys, turned),
@@ -162,7 +162,7 @@ def vocabulary(keys: Keys) -> dict[str, Any]:
 
 
 def rope(keys: Keys, turned: int) -> dict[str, Any] | None:
-    """`rope_scaling`: from the metadata, or from a tensor with a divisor for each frequency (Llama 3.1)."""
+    """Return `rope_scaling`: from the metadata, or from a tensor with a divisor for each frequency (Llama 3.1)."""
     same = divisors(keys.file, "rope_freqs.weight", turned)
     if same is not None:
         return {"rope_type": "longrope", "short_factor": same, "long_factor": same, "attention_factor": 1.0}

@@ -1,7 +1,7 @@
 """The names and keys that GGUF files have for models with latent attention. `gguf_config` reads by it.
 
-Files of today have the layer that makes keys and values of a latent as two tensors with a matrix for each head, the
-keys' transposed; older ones have it as one, as checkpoints do. Called by `checkpoint.gguf_config`.
+Newer files have the layer that makes keys and values of a latent as two tensors with a matrix for each head, the keys'
+transposed; older files have it as one tensor, as checkpoints do. Called by `checkpoint.gguf_config`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYER = (
 )
 OF_EXPERT = PARTS | {"ffn_gate_up": "gate_up_proj"}
 SIGMOID = 2
-"""What `expert_gating_func` has for it; 1 is the softmax."""
+"""The value of `expert_gating_func` for sigmoids; 1 is the softmax."""
 
 
 class Keys(Protocol):
@@ -49,14 +49,14 @@ class Keys(Protocol):
 
 
 def model_type(keys: Keys) -> str:
-    """DeepSeek-V3 stands for all with sigmoids: GLM-4.7-Flash and Kimi K2 compute as it does."""
+    """Return the model_type. All models with sigmoids, as GLM-4.7-Flash and Kimi K2, are read as DeepSeek-V3."""
     if keys.prefix == "mistral4.":
         return "mistral4"
     return "deepseek_v3" if keys.optional("expert_gating_func") == SIGMOID else "deepseek_v2"
 
 
 def config(keys: Keys) -> dict[str, Any]:
-    """What a config.json has beside a decoder's settings."""
+    """Return the settings of a config.json that `gguf_keys.decoder` does not read."""
     turned, rank = keys.integer("rope.dimension_count"), keys.optional("attention.q_lora_rank")
     of_head = keys.optional("attention.key_length_mla") or keys.integer("attention.key_length")
     groups = keys.optional("expert_group_count") or 1
@@ -81,14 +81,14 @@ def config(keys: Keys) -> dict[str, Any]:
 
 
 def rope(keys: Keys) -> dict[str, float]:
-    """What the rope's settings have beside those of others: the file's multiplier is a tenth of the model's."""
+    """Return the rope settings that other families do not have: the file's multiplier is a tenth of the model's."""
     tenth, growth = keys.real("rope.scaling.yarn_log_multiplier"), keys.real("attention.temperature_scale")
     values = {} if tenth is None else dict.fromkeys(("mscale", "mscale_all_dim"), 10 * tenth)
     return values if growth is None else values | {"llama_4_scaling_beta": growth}
 
 
 def by_head(parts: dict[str, Part]) -> dict[str, Part]:
-    """The parts, with one for each head in place of those that hold the matrices of all."""
+    """Return the parts, with one for each head in place of a part that holds the matrices of all heads."""
     heads: dict[str, Part] = {}
     for name, part in parts.items():
         stem = name.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""A GGUF file as the origin of a packed file: what identifies it, and its embedding tables.
+"""A GGUF file as the origin of a packed file: its fingerprint, and its embedding tables.
 
 Called by `engine.library.load`.
 """
@@ -33,7 +33,8 @@ class GGUFOrigin:
         return b""
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
-        """An embedding table [V, H], mapped: floats, or rows of blocks. Raises `CheckpointError` for another shape."""
+        """Return an embedding table [V, H], mapped: floats, or rows of blocks. Raises `CheckpointError` for another
+        shape."""
         part = self._reading.parts.get(name)
         if part is None or part.shape != shape:
             raise CheckpointError(f"{self._file.name} has no {name} of shape {list(shape)}")

@@ -1,7 +1,7 @@
-"""Where the tensors of a GGUF file lie, by the names that a model file has for them.
+"""The places of tensors in a GGUF file, by the names that a model file has for them.
 
-A tensor of the file may hold the matrices of all experts; a `Part` is those rows of it that are one matrix. Called by
-`checkpoint.gguf_config`, which knows the names, and by what reads the tensors.
+A tensor of the file may hold the matrices of all experts; a `Part` is the rows of one matrix. Called by
+`checkpoint.gguf_config`, which knows the names, and by the readers of tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.gguf import GGUF, TENSOR_TYPES, TensorInfo
 from headrace.protocol.errors import CheckpointError
 
 MAX_PARTS = 2**17
-"""Matrices and vectors of a model at most, each expert's counted: one tensor of the file holds many experts."""
+"""Most matrices and vectors of a model. Each expert's are counted, though one tensor of the file holds many experts."""
 BLOCK_BYTES = {name: (elements, size) for name, elements, size in TENSOR_TYPES.values()}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 IGNORED = frozenset(("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"))
@@ -43,7 +43,7 @@ def parts_of(
     expert_root: str = "block_sparse_moe.experts",
     of_expert: Mapping[str, str] = EXPERTS,
 ) -> dict[str, Part]:
-    """Every tensor of the file under the model's name for it, or under the file's name if the model has none."""
+    """Return every tensor of the file under the model's name for it, or under the file's name if there is no other."""
     parts: dict[str, Part] = {}
 
     def add(name: str, part: Part) -> None:
@@ -84,7 +84,7 @@ def parts_of(
 
 
 def raw_rows(file: GGUF, part: Part) -> NDArray[np.uint8]:
-    """The rows of a matrix as they are stored, mapped: uint8 [rows, bytes of a row]."""
+    """Return the rows of a matrix as they are stored, mapped: uint8 [rows, bytes of a row]."""
     elements, size = BLOCK_BYTES[part.info.type]
     num_rows, num_in = part.shape
     row_bytes = num_in // elements * size
@@ -93,21 +93,21 @@ def raw_rows(file: GGUF, part: Part) -> NDArray[np.uint8]:
 
 
 def float_rows(raw: NDArray[np.uint8], kind: str) -> NDArray[Any]:
-    """Rows of floats of type `kind` (`FLOATS`), uint8 [rows, bytes of a row], as they are stored: [rows, in]."""
+    """View rows of floats of type `kind` (`FLOATS`), stored as uint8 [rows, bytes of a row], as floats [rows, in]."""
     raw = np.ascontiguousarray(raw)
-    # An alignment below the element's size is legal, but the kernels read whole numbers.
+    # An alignment below the element's size is legal in a file, but the kernels read aligned numbers.
     return (raw.copy() if raw.ctypes.data % VIEWS[kind].itemsize else raw).view(VIEWS[kind])
 
 
 def small_floats(file: GGUF, part: Part, name: str) -> list[float]:
-    """The numbers of a small tensor. Raises `CheckpointError` unless it is F32."""
+    """Return the numbers of a small tensor. Raises `CheckpointError` unless it is F32."""
     if part.info.type != "F32" or math.prod(part.shape) > MAX_PARTS:
         raise file.fault(f"type of {name}", (part.info.type, part.shape), f"F32 of at most {MAX_PARTS} numbers")
     return [float(value) for value in np.frombuffer(file.data, "<f4", math.prod(part.shape), part.info.start)]
 
 
 def divisors(file: GGUF, name: str, turned: int) -> list[float] | None:
-    """A tensor of what each frequency is divided by, or None."""
+    """Return the numbers of a tensor of frequencies' divisors, or None."""
     info = file.tensors.get(name)
     if info is None:
         return None

@@ -1,4 +1,4 @@
-"""Rows of a GGUF file, and the matrices that are made of them, in the form that a backend has kernels for.
+"""Rows of a GGUF file, and the matrices that are made of them, in a form for which a backend has kernels.
 
 Knows no names of tensors and no models. Called by `checkpoint.gguf_source` and `checkpoint.quantising`; the backend
 reads the rows.
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class GGUFMatrix:
-    """A `MatrixSource` over rows of blocks or floats, in the one of `schemes` that fits all its parts best.
+    """A `MatrixSource` over rows of blocks or floats, in the scheme among `schemes` that fits all its parts best.
 
     exact: blocks are dequantised into `dtype` instead. quantization: for parts that are floats. mixed: the parts have
-    different schemes, for which activations are quantised in the same groups, on a backend that can not hold several
-    (`backends.base.Backend.mixes`); together they are floats.
+    different schemes with the same groups of activations, and the backend cannot hold several schemes in one matrix
+    (`backends.base.Backend.mixes`): all parts become floats.
     """
 
     columns: NDArray[np.int64] | None = None
@@ -90,7 +90,7 @@ class GGUFMatrix:
 
 
 class Rows:
-    """Rows of one part of the file, mapped. order: for each row of the model its place among the part's rows."""
+    """Rows of one part of the file, mapped. order: for each row of the model, the index of the part's row."""
 
     def __init__(self, file: GGUFFile, part: Part, order: NDArray[np.int64] | None = None) -> None:
         self.file, self.kind = file, part.info.type
@@ -99,7 +99,7 @@ class Rows:
         self.order = order
 
     def read(self, first: int, last: int) -> QWeight:
-        """Rows first ... last - 1: plain floats as they are stored, or codes with exact scales."""
+        """Return rows first ... last - 1: plain floats as they are stored, or codes with exact scales."""
         raw = self.raw_rows(first, last)
         if self.kind in FLOATS:
             return QWeight(float_rows(raw, self.kind))
@@ -111,7 +111,7 @@ class Rows:
 
 
 class Transposed(Rows):
-    """Columns of a small part of the file as rows of floats."""
+    """The columns of a small part of the file, as rows of floats."""
 
     def __init__(self, file: GGUFFile, part: Part) -> None:
         super().__init__(file, part)
@@ -124,7 +124,7 @@ class Transposed(Rows):
 
 
 class GGUFFile:
-    """A mapped file, of which little is in memory at a time."""
+    """A mapped file; few of its pages are in memory at a time."""
 
     def __init__(self, file: GGUF) -> None:
         self.gguf = file
@@ -140,7 +140,7 @@ class GGUFFile:
 
 
 class FormCounts:
-    """Counts what runs in which form, and its bytes in the file and in memory. `owner`: the name of the file."""
+    """Counts the matrices of each form, and their bytes in the file and in memory. `owner`: the name of the file."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner

@@ -1,7 +1,7 @@
 """Reads the weights of a GGUF file: mapped, some rows at a time.
 
-Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; which form
-they get is logged, with its bytes. Rows of q and k, which ggml stores in pairs, are reordered into halves. Norms are
+Matrices keep their codes where the backend has kernels for them, and get the nearest form where it has not; the forms
+are logged, with their bytes. Rows of q and k, which ggml stores in pairs, are reordered into halves. Norms are
 floats, tables floats or mapped blocks. Knows no requests. Called by `engine.library.load`.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.backends.base import Backend
 
 TABLE_ROWS_WEIGHTS = 2**22
-"""Weights of a table that are read at once."""
+"""Most weights of a table that are read at once."""
 
 
 class GGUFFormat:
@@ -50,7 +50,7 @@ class GGUFFormat:
         for name, num_out, order in linear.layers():
             # The file has every matrix as [out, in], so `transposed` changes nothing.
             part = self._part(f"{name}.weight", (num_out, linear.num_in))
-            # Else the file's converter put the rows in the model's order, or `_order` does.
+            # Else the file's converter has put the rows into the model's order, or `_order` does it here.
             is_reordered = order is not None and self._reading.reorders
             layers.append(Rows(self._file, part, order if is_reordered else self._order(name, num_out)))
         return layers
@@ -78,7 +78,8 @@ class GGUFFormat:
         return blocks_of(rows.raw, rows.kind, K_TYPES[rows.kind].size), False
 
     def floats(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
-        """A table of blocks in the model's dtype, made on all cores: a packed start waits for little else."""
+        """Return a table of blocks in the model's dtype. All cores compute it: it is most of the time of a packed
+        start."""
         rows = Rows(self._file, self._part(name, shape))
         step = max(TABLE_ROWS_WEIGHTS // rows.num_in, 1)
 
@@ -104,7 +105,7 @@ class GGUFFormat:
         self._file.release()
 
     def _order(self, name: str, num_rows: int) -> NDArray[np.int64] | None:
-        """Where the rows of q and k are: ggml's pairs (2i, 2i + 1) of a head are (i, i + half) for the model."""
+        """Return the order of q's or k's rows: ggml's pairs (2i, 2i + 1) of a head are (i, i + half) for the model."""
         if not self._reading.turned or not name.endswith((".q_proj", ".k_proj")):
             return None
         return pair_order(num_rows, self._reading.values["head_dim"], self._reading.turned)
@@ -116,7 +117,7 @@ class GGUFFormat:
         return values - offset if offset else values
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """A small tensor of floats; all but two of its dimensions may be 1."""
+        """Return a small tensor of floats; all but two of its dimensions may be 1."""
         part = self._part(name, shape)
         if part.info.type not in FLOATS or len(shape) - shape.count(1) > 2:
             raise CheckpointError(
@@ -142,7 +143,7 @@ class GGUFFormat:
 class GGUFWeights(QuantisingReader[Rows]):
     """A GGUF file as `models.weights.Weights`, for one model.
 
-    loading: its quantization is for matrices that the file has as floats. exact: dequantise all blocks into the
+    loading: its quantization applies to matrices that are floats in the file. exact: dequantise all blocks into the
     backend's dtype.
     """
 

@@ -39,7 +39,7 @@ class SafetensorsFormat:
 
     Args:
         config: config.json's quantization_config.
-        spare: matches the names of tensors that the model may leave.
+        spare: matches the names of tensors that the model may leave unread.
     """
 
     owner = "the checkpoint"
@@ -85,7 +85,7 @@ class SafetensorsFormat:
         """As `Format.ends`. Tied weights are stored once, under either name, or twice."""
         first, last, has = f"{embedding}.weight", f"{head}.weight", self._tensors.has
         if tied and has(first) and has(last) and not self._have_same_bits(first, last):
-            # A fine-tune moved them apart and kept the flag; transformers reads it the same way.
+            # A fine-tune made them different and kept the flag; transformers reads them the same way.
             logger.warning("tie_word_embeddings is true, but %s and %s differ: both are used", first, last)
             tied = False
         return last if tied and not has(first) and has(last) else first, tied
@@ -122,8 +122,8 @@ class SafetensorsFormat:
 class SafetensorsWeights(QuantisingReader[StoredLayer], SplitWeights):
     """A directory of safetensors files as `models.weights.Weights`, for one model.
 
-    quantization_config: of config.json. A checkpoint that has one can not be quantised again. spare: as
-    `SafetensorsFormat` has it.
+    quantization_config: of config.json. A checkpoint that has one cannot be quantised again. spare: as in
+    `SafetensorsFormat`.
     """
 
     def __init__(

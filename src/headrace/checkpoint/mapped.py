@@ -32,7 +32,7 @@ FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 MAX_HEADER_BYTES = 100_000_000
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 STATED_DTYPES = (*DTYPE_NAMES.values(), "float64", "float8_e4m3fn", "float8_e5m2", "auto")
-"""What a config.json may state as the type of its weights."""
+"""Types of weights that a config.json may state."""
 
 VIEWS: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BF16,
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class MappedFile:
-    """One mapped file. Raises `CheckpointError` for a file that is not exactly as its header describes it."""
+    """One mapped file. Raises `CheckpointError` for a file that does not match its header exactly."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,13 +65,13 @@ class MappedFile:
         self.entries, self.metadata, self.header = self._parse()
 
     def array(self, name: str) -> NDArray[Any]:
-        """A read-only view of the mapping, of the type that `VIEWS` gives; a copy where it is not aligned."""
+        """Return a read-only view of the mapping, of the type in `VIEWS`; a copy where it is not aligned."""
         entry = self.entries[name]
         count = math.prod(entry.shape)
         if not count:
             return np.zeros(entry.shape, VIEWS[entry.dtype])
         values = np.frombuffer(self.buffer, VIEWS[entry.dtype], count, entry.begin).reshape(entry.shape)
-        # The kernels read whole numbers. An odd address is legal in the format, and never seen.
+        # The kernels read aligned numbers. Other addresses are legal in the format, but writers avoid them.
         return values.copy() if entry.begin % values.itemsize else values
 
     def release(self) -> None:
@@ -79,7 +79,7 @@ class MappedFile:
         self.buffer.madvise(mmap.MADV_DONTNEED)
 
     def advise(self, name: str, advice: int) -> None:
-        """Advise the system how a tensor will be read (mmap's MADV_ constants). Refused advice does no harm."""
+        """Advise the system how a tensor will be read (mmap's MADV_ constants). If it refuses, nothing is lost."""
         entry = self.entries[name]
         begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
         try:
@@ -145,7 +145,7 @@ class MappedCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors of the text model (`checkpoint.names`)."""
+        """The names of the text model's tensors (`checkpoint.names`)."""
         return list(self._places)
 
     @property
@@ -162,7 +162,7 @@ class MappedCheckpoint:
         return (self.directory / "config.json").read_bytes()
 
     def table(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
-        """An embedding table [V, H], mapped. Raises `CheckpointError` for another shape, and for other than floats."""
+        """Return an embedding table [V, H], mapped. Raises `CheckpointError` for another shape or no floats."""
         if name not in self._places:
             raise CheckpointError(f"{name} is missing from the checkpoint")
         entry, file = self.entry(name), self.file(name)
@@ -176,7 +176,7 @@ class MappedCheckpoint:
         return values
 
     def entry(self, name: str) -> Entry:
-        """The tensor `name`, which may be a part of one of the file."""
+        """Return the entry of tensor `name`, which may be a part of one of the file's tensors."""
         place = self._places[name]
         entry = self.file(name).entries[place.name]
         if place.part is None:
@@ -191,11 +191,11 @@ class MappedCheckpoint:
         return values if place.part is None else values[place.part]
 
     def file(self, name: str) -> MappedFile:
-        """The file that holds tensor `name`."""
+        """Return the file that holds tensor `name`."""
         return self._open(self._file_of[self._places[name].name])
 
     def release(self) -> None:
-        """Take what was read out of this process's memory; see `MappedFile.release`."""
+        """Take the pages that were read out of this process's memory; see `MappedFile.release`."""
         for file in self._files.values():
             file.release()
 
@@ -254,7 +254,7 @@ class MappedCheckpoint:
 
 
 def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
-    """config.json, refused if its model_type is not among `known`. Raises `CheckpointError`."""
+    """Return the config.json. Raises `CheckpointError`, also for a model_type that is not among `known`."""
     config = read_json(directory / "config.json")
     for field in ("dtype", "torch_dtype"):
         stated = config.get(field)
@@ -275,7 +275,7 @@ def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
 
 
 def choose_dtype(dtype: str, checkpoint: MappedCheckpoint, config: dict[str, Any] | None = None) -> str:
-    """Return `dtype`, or for "auto" that of most of the checkpoint's tensors (float32 for other kinds).
+    """Return `dtype`, or for "auto" the dtype of most of the checkpoint's tensors (float32 for other kinds).
 
     Most tensors of a quantised checkpoint are codes and scales, so there the dtype that `config` states comes first.
     """
@@ -290,7 +290,7 @@ def choose_dtype(dtype: str, checkpoint: MappedCheckpoint, config: dict[str, Any
 
 
 def verify_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raise `CheckpointError` if the tensor `name` does not have the shape that the model's config makes it."""
+    """Raise `CheckpointError` if the tensor `name` does not have the shape that follows from the model's config."""
     if shape != expected:
         raise CheckpointError(f"{name} has shape {list(shape)}, the config makes it {list(expected)}")
 

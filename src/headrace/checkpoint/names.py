@@ -1,8 +1,8 @@
-"""The names by which a model file takes tensors, and where they lie under the names that checkpoints have.
+"""The names by which a model file takes tensors, and the tensors of a checkpoint where they lie.
 
 A checkpoint of a model with a tower for images or sound has its text model below a prefix, and its experts may be one
-tensor with a dimension more. Here such names become those of a text model with an expert each. Knows names and shapes;
-must not know files or models. Called by `checkpoint.mapped`.
+tensor with one more dimension. Such names become a text model's names here, with one for each expert. Knows names and
+shapes; must not know files or models. Called by `checkpoint.mapped`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ GRANITE = {
     "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
     "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
 }
-"""Experts in one tensor that Granite's releases name otherwise."""
+"""Granite's names of tensors with all experts, and the usual names."""
 FROM_CONFIG = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "auto_map")
-"""What a config.json says of text and towers together."""
+"""Keys of a config.json that apply to text and towers together."""
 
 
 class Place(NamedTuple):
-    """The tensor `name` of a file; `part`: its place along the first dimension, or None for all of it."""
+    """The tensor `name` of a file; `part`: an index in its first dimension, or None for all of it."""
 
     name: str
     part: int | None = None
@@ -45,7 +45,7 @@ def text_name(name: str) -> str | None:
 
 
 def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[str, Place]:
-    """Return where each tensor of the text lies, of `names`. Of tensors below towers a line is logged."""
+    """Return the place of each tensor of `names` that belongs to the text. Log a line about tensors of towers."""
     places_by_name: dict[str, Place] = {}
     left = 0
     for name in names:
@@ -67,7 +67,7 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
 
 
 def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Return the config of the text model, of a config.json that may nest it. Its type is the outer one if that is
+    """Return the config of the text model from a config.json that may nest it. The model_type is the outer one if it is
     known, else the inner one."""
     inner = values.get("text_config")
     if not isinstance(inner, dict):
@@ -76,6 +76,6 @@ def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
     model_type = values.get("model_type")
     if model_type not in known and inner.get("model_type") in known:
         model_type = inner["model_type"]
-    # Whether the head is tied is said by the whole, if by any.
+    # The outer config has the flag whether the head is tied, if any has.
     tied = {name: outer[name] for name in ("tie_word_embeddings",) if name in outer}
     return outer | inner | tied | {"model_type": model_type}

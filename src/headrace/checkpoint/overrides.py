@@ -1,6 +1,6 @@
-"""Values in place of those of a config.json: --hf-overrides, and the flags of other engines that become such values.
+"""Replaces values of a config.json: by --hf-overrides, and by the flags of other engines that become such values.
 
-A rotary embedding is set in whichever layout the file has. Knows no files; called by `engine.library.load`.
+Settings of a rotary embedding are set in the layout that the file has. Knows no files; called by `engine.library.load`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ ROPE = ("rope_scaling", "rope_parameters", "rope_theta")
 
 def overridden(values: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the values of a config.json with `overrides` (--hf-overrides) in their place. Objects are merged; the
-    rotary embedding is set in whichever layout the file has. Raises `CheckpointError` for a layout that is none.
+    rotary embedding is set in the layout that the file has. Raises `CheckpointError` for an unknown layout.
 
-    A name that the file lacks may be one that the model reads all the same, so it is only logged.
+    A name that the file lacks is only logged, since the model may still read it.
     """
     if not overrides:
         return values
@@ -51,8 +51,8 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _rope_of(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the rotary embedding, changed. Where layers of several kinds have one each, that of full
-    attention is meant, unless the change names kinds itself."""
+    """Return the fields of the rotary embedding, changed. Where each kind of layer has one, full attention's is
+    changed, unless the change names kinds itself."""
     scaling: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         part = changes.get(name)
@@ -74,8 +74,8 @@ def _rope_of(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_type(scaling: dict[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rope scaling with its type under the newer name; one with a factor and no type is linear, unless the
-    file says how to scale, as in llama.cpp."""
+    """Return a rope scaling with its type under the newer name. A scaling with a factor and no type gets the file's
+    type, else linear, as in llama.cpp."""
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind is None and "factor" in scaling and old.get("rope_type", "default") == "default":
         kind = "linear"

@@ -1,8 +1,8 @@
-"""Packed files: weights in the backend's layouts, written once beside the model and mapped at every later start.
+"""Packed files: weights in the backend's layouts, written once beside the model and mapped at later starts.
 
 The file is a safetensors container whose tensors begin at pages (large ones) or cache lines: matrices in the layout of
 the native formats, biases, orders of inputs, norms, and embedding tables that the checkpoint has in another form. Other
-tables stay mapped in the checkpoint, of which the file holds a fingerprint. A file that does not fit is logged and not
+tables stay mapped in the checkpoint, whose fingerprint the file holds. A file that does not fit is logged and not
 used, and the checkpoint is read instead. Imports no torch. Called by `checkpoint.source` and `packed_weights`; the
 readers of checkpoints fill it.
 """
@@ -37,17 +37,17 @@ from headrace.quant.schemes import METHOD, Scheme, native_flag, scheme_of_flag
 logger = logging.getLogger(__name__)
 
 CONTAINER = 2
-"""Version of this file format. The layouts of the matrices have names beside it."""
+"""Version of this file format. The matrices' layouts are not part of it: they have names."""
 
 PAGE, LINE = 4096, 64
 TABLE = "table/"
 LEFTOVER_SECONDS = 3600
-"""A temporary file of this age was written by a process that was killed."""
+"""The age at which a temporary file must be from a process that was killed."""
 PIECE_BYTES = 16 * 2**20
 READERS = 4
-"""Threads that read: more than two do not copy faster, and keep a disk busy."""
+"""Threads that read: more than two do not copy faster, but burden the disk."""
 NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
-"""Linux alone has it: read what the page cache has, and nothing from a disk."""
+"""Flag for reads from the page cache only, without the disk; Linux alone has it."""
 
 
 class Form(NamedTuple):
@@ -76,7 +76,7 @@ class PackedMatrix:
 
 
 def fingerprint(checkpoint: Origin) -> dict[str, Any]:
-    """Return what changes when a checkpoint does: its files' names, sizes and times, and the hash of config.json."""
+    """Return values that change with the checkpoint: its files' names, sizes and times, and the hash of config.json."""
     files = {}
     for path in checkpoint.files:
         facts = path.stat()
@@ -86,13 +86,13 @@ def fingerprint(checkpoint: Origin) -> dict[str, Any]:
 
 
 def cache_directory(directory: Path) -> Path:
-    """Return where the packed files of a model are kept whose directory can not be written to."""
+    """Return the directory for the packed files of a model whose own directory cannot be written to."""
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:32]
     return Path.home() / ".cache" / "headrace" / "packed" / name
 
 
 def measured_path(path: Path) -> Path:
-    """Return the name of the file beside a packed file that has what was measured of its weights."""
+    """Return the path of the file of measurements that belongs to a packed file."""
     return path.with_name(f"{path.name}.measured")
 
 
@@ -147,7 +147,7 @@ class PackedFile:
 
     def read(self, allocate: Callable[[int], NDArray[np.uint8]]) -> None:
         """Copy all but the tables into memory of `allocate`, by several threads: the mapping's small pages are slower
-        to read. What the page cache has comes first, or the memory that is filled would push it out before its turn.
+        to read. Cached pages are read first, before the memory that is filled pushes them out of the page cache.
 
         Raises MemoryError, and `CheckpointError` for a file that ends early.
         """
@@ -156,7 +156,7 @@ class PackedFile:
         view = memory.data
 
         def copy(pieces: Iterator[tuple[int, int]], flags: int) -> list[tuple[int, int]]:
-            """Copy pieces, of which each thread takes the next; return those that would have to be waited for."""
+            """Copy pieces, each thread the next one; return the pieces that are not in the page cache."""
             late = []
             for begin, end in pieces:
                 while begin < end:
@@ -225,7 +225,7 @@ class PackedFile:
         scheme = scheme_of_flag(kind, group, flag) if is_sound and isinstance(kind, str) else None
         if scheme is None or kind not in form.layouts:
             raise CheckpointError(f"matrix {name} is said to be {values}")
-        # The kernels read so many bytes without a check of their own.
+        # The kernels read so many bytes without a check.
         num_bytes = backend.packed_bytes(scheme, num_out, num_in)
         if entry.dtype != "U8" or entry.shape != (num_bytes,) or entry.begin % LINE:
             raise CheckpointError(f"matrix {name} has {entry.end - entry.begin} bytes, expected {num_bytes}")
@@ -253,9 +253,9 @@ class PackedFile:
 
 
 class PackedWriter:
-    """Writes a packed file while the model is loaded. Use it in `with`: at the end the file is there, whole, or not.
+    """Writes a packed file while the model is loaded. Use it in `with`: at the end there is a whole file or none.
 
-    Where the disk can not be written, a warning is logged, `path` stays None and calls do nothing.
+    Where the disk cannot be written, a warning is logged, `path` stays None and calls do nothing.
     """
 
     def __init__(self, checkpoint: Origin, form: Form) -> None:
@@ -308,7 +308,7 @@ class PackedWriter:
             self._put(f"permutation/{name}", "I32", matrix.permutation, LINE)
 
     def give_up(self, why: str) -> None:
-        """Leave no file, because the model has something that a packed file can not hold."""
+        """Leave no file, because the model has something that a packed file cannot hold."""
         if self._file is not None:
             logger.warning("the packed weights are not saved: %s", why)
             self._drop()
@@ -372,7 +372,8 @@ class PackedWriter:
         logger.info("the packed weights are in %s (%d MiB)", target, self._end >> 20)
 
     def _remove_old(self, target: Path) -> None:
-        """Remove packed files of this form that no longer fit their checkpoint, and those of killed processes."""
+        """Remove packed files of this form that no longer fit their checkpoint, and temporary files of killed
+        processes."""
         for path in target.parent.glob(f"{glob.escape(_stem(self._checkpoint, self._form))}-*.packed*"):
             try:
                 is_stale = path.suffix in (".packed", ".measured") and not path.name.startswith(self._name)
@@ -394,7 +395,7 @@ class PackedWriter:
 
 
 def _facts(checkpoint: Origin, form: Form) -> dict[str, Any]:
-    """Return what the metadata of a packed file must have for the file to be used."""
+    """Return the metadata that a packed file must have to be used."""
     return {
         "container": CONTAINER,
         "method": METHOD,

@@ -18,7 +18,7 @@ from headrace.protocol.errors import CheckpointError
 class PackedWeights(Reader):
     """A packed file as `models.weights.Weights`.
 
-    Raises `CheckpointError` where the model takes something else than was packed: the file was written for another
+    Raises `CheckpointError` where the model takes other tensors than were packed: the file was written for another
     version of the model file, and the caller should load the checkpoint instead.
     """
 
@@ -52,7 +52,7 @@ class PackedWeights(Reader):
         return values
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
-        """As `Weights.table`: mapped, here if the checkpoint has it in another form, else there."""
+        """As `Weights.table`: mapped from the packed file if the table was packed, else from the checkpoint."""
         if TABLE + name not in self._packed.tables:
             return self._backend.table(self._checkpoint.table(name, shape))
         values = self._packed.table(name)
@@ -76,8 +76,8 @@ class PackedWeights(Reader):
             begin = end
         return matrices[0] if len(matrices) == 1 else self._backend.ops.stacked(stacked_name(names), matrices)
 
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        return ByHead.apart(self, name, num_in, num_heads, turned, straight)
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        return ByHead.separate(self, name, num_in, num_heads, key_dim, value_dim)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Any, Any]:
         first, last = f"{embedding}.weight", f"{head}.weight"
@@ -86,7 +86,7 @@ class PackedWeights(Reader):
         return table, self.matrix(Linear([head], shape[1], [shape[0]]))
 
     def finish(self) -> None:
-        """Raise `CheckpointError` if the model did not take everything that was packed."""
+        """Raise `CheckpointError` if the model did not take all packed tensors."""
         names = self._parts.not_taken()
         if names:
             raise CheckpointError(f"{self._packed.path} has {names[0]}, which the model did not ask for")

@@ -1,5 +1,4 @@
-"""The protocols of `checkpoint.packed`: what it needs of a backend, of its matrices, and of the checkpoint that is
-packed.
+"""The protocols of `checkpoint.packed`: a backend with layouts, its matrices, and the checkpoint that is packed.
 
 Knows no file formats and imports no torch. Called by `checkpoint.packed` and the readers of checkpoints.
 """
@@ -41,7 +40,7 @@ class MixingOps(Ops, Protocol):
 
 
 class MixingBackend(Backend, Protocol):
-    """A backend one matrix of which may have parts of several forms."""
+    """A backend whose matrices may each have parts of several forms."""
 
     ops: MixingOps
 
@@ -54,12 +53,12 @@ class PackedOps(MixingOps, Protocol):
     """The operators of a `PackedBackend`."""
 
     def packed(self, matrix: Any) -> Any:
-        """Return a mapped matrix (`checkpoint.packed.PackedMatrix`) as one of the backend's own."""
+        """Return a mapped matrix (`checkpoint.packed.PackedMatrix`) as the backend's."""
         ...
 
 
 class PackedBackend(Backend, Protocol):
-    """What a backend with layouts has beside `Backend`: its matrices can be kept in a file and mapped."""
+    """A backend with layouts: its matrices can be kept in a file and mapped."""
 
     ops: PackedOps
 
@@ -72,8 +71,8 @@ class PackedBackend(Backend, Protocol):
         ...
 
     def keep_measured(self, path: Path, max_model_len: int, may_write: bool) -> None:
-        """Keep what is measured of the weights, in a model of `max_model_len` positions, in a file, to be read at the
-        next start; write it if `may_write`."""
+        """Keep measurements of the weights, in a model of `max_model_len` positions, in the file `path`, for the next
+        start; write it if `may_write`."""
         ...
 
 
@@ -97,5 +96,5 @@ class Origin(Protocol):
     def config(self) -> bytes: ...
 
     def table(self, name: str, shape: tuple[int, int]) -> Any:
-        """An embedding table as `PackedBackend.table` takes it."""
+        """Return an embedding table as `PackedBackend.table` takes it."""
         ...

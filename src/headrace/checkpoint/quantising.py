@@ -1,9 +1,9 @@
 """Reads the weights of a checkpoint for one model: the model's request goes in, the backend's matrix comes out.
 
 `QuantisingReader` stacks layers, quantises floats on the way, and fills a packed file. It has two parts that know the
-kind of checkpoint: a `Format`, which reads layers as they are stored, and `Stacks`, which makes the rows of several
-layers what a backend takes. Neither of them knows the reader. Made by `checkpoint.loader` and `checkpoint.gguf_source`;
-called by model files, as `models.weights.Weights`.
+kind of checkpoint: a `Format`, which reads layers as they are stored, and `Stacks`, which turns the rows of several
+layers into a backend's form. Neither of them knows the reader. Made by `checkpoint.loader` and
+`checkpoint.gguf_source`; called by model files, as `models.weights.Weights`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ L = TypeVar("L")
 
 
 class Format(Protocol[L]):
-    """A kind of checkpoint. What it reads counts as taken."""
+    """A kind of checkpoint. Tensors that it reads count as taken."""
 
     owner: str
     """The name of the checkpoint in error messages."""
@@ -44,31 +44,31 @@ class Format(Protocol[L]):
     """Its tensors."""
 
     def layers(self, linear: Linear) -> list[L]:
-        """The weights of the layers, their outputs in the model's order."""
+        """Return the weights of the layers, their outputs in the model's order."""
         ...
 
     def bias(self, linear: Linear) -> NDArray[np.float32]:
-        """The biases of the layers, one after the other."""
+        """Return the biases of the layers, one after the other."""
         ...
 
     def small(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """A norm, or another small tensor of floats."""
+        """Return a norm, or another small tensor of floats."""
         ...
 
     def table(self, name: str, shape: tuple[int, int]) -> tuple[NDArray[Any], bool]:
-        """An embedding table as `Backend.table` takes it, and whether it was computed: else it is mapped."""
+        """Return an embedding table as `Backend.table` takes it, and whether it was computed: else it is mapped."""
         ...
 
     def ends(self, embedding: str, head: str, tied: bool) -> tuple[str, bool]:
-        """The name of the table's tensor, and whether the head is of it too. `tied`: what the config says."""
+        """Return the name of the table's tensor, and whether it is the head too. `tied`: the config's flag."""
         ...
 
     def tied_head(self, name: str, shape: tuple[int, int]) -> L:
-        """The tensor of a table as the layer of the head."""
+        """Return the tensor of a table as the layer of the head."""
         ...
 
     def is_spare(self, name: str) -> bool:
-        """Whether the model may leave the tensor `name`."""
+        """Return whether the model may leave the tensor `name` unread."""
         ...
 
     def release(self) -> None:
@@ -80,20 +80,20 @@ class Stacks(Protocol[L]):
     """Makes matrices of layers, for one backend."""
 
     def forms(self, layers: Sequence[L]) -> Sequence[Hashable]:
-        """The form of each layer. Neighbours of one form may be one matrix."""
+        """Return the form of each layer. Neighbours of one form may be one matrix."""
         ...
 
     def piece(self, layer: L, first: int, last: int, transposed: bool) -> L:
-        """Outputs first ... last - 1 of the layer; transposed: as floats [num_in, last - first]."""
+        """Return outputs first ... last - 1 of the layer; transposed: as floats [num_in, last - first]."""
         ...
 
     def source(self, name: str, layers: list[L], scheme: Scheme | None, plain: bool) -> MatrixSource:
-        """The rows of the layers. scheme: what floats become; None for the backend's dtype. plain: nothing is
+        """Return the rows of the layers. scheme: for quantising floats; None for the backend's dtype. plain: nothing is
         quantised."""
         ...
 
     def log(self) -> None:
-        """Log which forms the matrices got."""
+        """Log the forms of the matrices."""
         ...
 
 
@@ -101,7 +101,7 @@ class Loading(NamedTuple):
     """How weights are loaded.
 
     quantization: of the linear layers and the head; None leaves floats in the backend's dtype.
-    writer: gets everything in the form in which it can be mapped at the next start; the backend's matrices must be
+    writer: writes all weights in the form in which they can be mapped at the next start; the backend's matrices must be
     `checkpoint.packing.Packable`.
     """
 
@@ -141,16 +141,16 @@ class QuantisingReader(Reader, Generic[L]):
         bias = self._format.bias(linear) if linear.bias else None
         return self._stacked(linear.names, layers, self._scheme(linear.plain), bias, linear.plain)
 
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        """As `Weights.by_head`. What is transposed can not keep codes, whose scales go along the other side."""
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        """As `Weights.by_head`. Transposed parts cannot keep codes, whose scales go along the other side."""
         if self.has(ByHead.names(name, 0)[0] + ".weight"):
-            # GGUF files of today have the two apart, and the one transposed.
-            return ByHead.apart(self, name, num_in, num_heads, turned, straight)
-        each = turned + straight
+            # GGUF files of today have keys and values in separate tensors, with the keys transposed.
+            return ByHead.separate(self, name, num_in, num_heads, key_dim, value_dim)
+        each = key_dim + value_dim
         (layer,) = self._format.layers(Linear([name], num_in, [num_heads * each]))
         matrices = ByHead([], [])
         for head in range(num_heads):
-            first, middle, last = head * each, head * each + turned, (head + 1) * each
+            first, middle, last = head * each, head * each + key_dim, (head + 1) * each
             spans = (first, middle, True), (middle, last, False)
             for part, of_head, span in zip(matrices, ByHead.names(name, head), spans, strict=True):
                 part.append(self._stacked([of_head], [self._stacks.piece(layer, *span)], self._scheme()))
@@ -173,7 +173,7 @@ class QuantisingReader(Reader, Generic[L]):
         self._format.release()
 
     def _small(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """A small tensor, which the packed file keeps too."""
+        """Return a small tensor, and add it to the packed file."""
         values = self._format.small(name, shape)
         if self._writer is not None:
             self._writer.tensor(name, floats(values))
@@ -190,8 +190,8 @@ class QuantisingReader(Reader, Generic[L]):
         bias: NDArray[np.float32] | None = None,
         plain: bool = False,
     ) -> Matrix:
-        """One matrix of stacked layers; of several matrices, each of neighbours of one form, if the backend can hold
-        such. scheme: what floats become; None for the backend's dtype."""
+        """Return one matrix of stacked layers; if the backend can hold such, one made of several matrices, each of
+        neighbouring layers of one form. scheme: for quantising floats; None for the backend's dtype."""
         backend = self._backend
         if plain or len(layers) == 1 or not mixes(backend):
             return self._make(self._stacks.source(stacked_name(names), layers, scheme, plain), bias)
@@ -209,7 +209,7 @@ class QuantisingReader(Reader, Generic[L]):
         return stack
 
     def _make(self, source: MatrixSource, bias: NDArray[np.float32] | None) -> Matrix:
-        """The backend's matrix of `source`, which is also written to the packed file."""
+        """Return the backend's matrix of `source`, and add it to the packed file."""
         constant = None if bias is None else self._backend.constant(bias, is_weight=True)
         matrix: Matrix = self._backend.ops.matrix(source, constant)
         if self._writer is not None and source.columns is not None:

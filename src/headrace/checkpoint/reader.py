@@ -1,4 +1,4 @@
-"""What all readers of weights share: `Parts`, which of them the model has taken, and progress.
+"""The base of all readers of weights: `Parts`, which counts the tensors that the model has taken, and progress.
 
 Also `ResidentBytes`, which keeps a mapped file from staying in memory as a whole. Knows no file formats and imports no
 torch. Called by the readers: safetensors, packed and GGUF files.
@@ -15,11 +15,11 @@ Progress = Callable[[int, int], None]
 """Called with (parts taken so far, parts in all)."""
 
 RELEASE_BYTES = 32 * 2**20
-"""Bytes of a file that may stay in memory beside the rows that are being read."""
+"""Bytes of a file that may stay in memory in addition to the rows that are being read."""
 
 
 class Parts:
-    """The parts of a checkpoint that a model has to take. Taking one costs the same however many there are."""
+    """The parts of a checkpoint that a model has to take. The time to take one does not grow with their number."""
 
     def __init__(self, names: Iterable[str], on_tensor: Progress | None = None) -> None:
         self.names = frozenset(names)
@@ -43,7 +43,7 @@ class Parts:
 
 
 class Reader(Weights):
-    """`Weights` out of some file. `names`: of the checkpoint's tensors. `parts`: what the model has to take of it."""
+    """`Weights` out of some file. `names`: the checkpoint's tensors. `parts`: the tensors that a model has to take."""
 
     def __init__(self, names: frozenset[str], parts: Parts) -> None:
         self._names, self._parts = names, parts
@@ -55,12 +55,12 @@ class Reader(Weights):
         return any(name.startswith(prefix) for name in self._names)
 
     def leave(self, is_left: Callable[[str], bool]) -> None:
-        """Count the parts for which `is_left` is true as taken, unread: another process takes them."""
+        """Count the parts for which `is_left` is true as taken without reading them: another process takes them."""
         self._parts.leave(is_left)
 
     @abstractmethod
     def finish(self) -> None:
-        """Release memory and log what was loaded. Raises `CheckpointError` if the model did not take every part."""
+        """Release memory and log a summary. Raises `CheckpointError` if the model did not take every part."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Opens what the weights of a model are read from: a packed file that fits, else the checkpoint itself.
+"""Opens the source of a model's weights: a packed file that fits, else the checkpoint itself.
 
 It must not import torch. Called by `engine.library.load`.
 """
@@ -21,16 +21,16 @@ from headrace.protocol.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 MAX_PREDICTION_LAYERS = 64
-"""Layers for multi-token prediction that a config may have."""
+"""Most layers for multi-token prediction that a config may have."""
 
 T = TypeVar("T")
 
 
 class Packing(NamedTuple):
-    """What is loaded, and what of it may be kept in a packed file.
+    """A load of a checkpoint, by a packed file where one fits.
 
-    quantization: the name of what is asked for. save_packed: a packed file is written if none fits. max_model_len: of
-    the model that is built. in_parts: the backend takes parts of the matrices, so a packed file is not read as a whole.
+    quantization: its name, as requested. save_packed: a packed file is written if none fits. max_model_len: of the
+    model that is built. in_parts: the backend takes parts of the matrices, so a packed file is not read as a whole.
     """
 
     checkpoint: Origin
@@ -43,9 +43,9 @@ class Packing(NamedTuple):
 
 
 def with_weights(build: Callable[[Reader], T], read: Callable[[PackedWriter | None], Reader], packing: Packing) -> T:
-    """Return what `build` makes of the weights of a checkpoint; it has to take all of them.
+    """Return the model that `build` makes of a checkpoint's weights; it has to take all of them.
 
-    The weights come from a packed file beside the model if one fits, else from what `read` opens. Raises
+    The weights come from a packed file beside the model if one fits, else from the reader that `read` opens. Raises
     `CheckpointError`.
     """
     checkpoint, backend, save_packed = packing.checkpoint, packing.backend, packing.save_packed
@@ -74,7 +74,7 @@ def with_weights(build: Callable[[Reader], T], read: Callable[[PackedWriter | No
 def unpacked_weights(
     build: Callable[[Reader], T], read: Callable[[PackedWriter | None], Reader], writer: PackedWriter | None = None
 ) -> T:
-    """Return what `build` makes of the weights that `read` opens, whatever packed files there are."""
+    """Return the model that `build` makes of the weights that `read` opens, without a look for packed files."""
     reader = read(writer)
     model = build(reader)
     reader.finish()
@@ -82,8 +82,8 @@ def unpacked_weights(
 
 
 def prediction_layers(values: dict[str, Any]) -> re.Pattern[str]:
-    """A pattern for tensors of the layers for multi-token prediction of a config.json, which only a drafter reads.
-    Those of Qwen's checkpoints have a root of their own, and not each config speaks of them."""
+    """Return a pattern for the tensors of layers for multi-token prediction, which only a drafter reads. In Qwen's
+    checkpoints such tensors have another root, and some configs do not mention them."""
     first, num = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
     if type(first) is not int or type(num) is not int or not 0 < num <= MAX_PREDICTION_LAYERS:
         return re.compile(r"mtp\..*")

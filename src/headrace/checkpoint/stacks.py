@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StoredLayer(NamedTuple):
-    """A linear layer, and the bytes that it has in the checkpoint."""
+    """A linear layer, and its bytes in the checkpoint."""
 
     weight: QWeight
     num_bytes: int = 0
@@ -33,7 +33,7 @@ class StoredLayer(NamedTuple):
 class CheckpointMatrix(Stacked):
     """A `MatrixSource` over mapped tensors. Its rows are quantised, fitted to a kernel, or cast as they are read.
 
-    scheme: of the rows that `slab` gives. fit: how quantised parts become `scheme`; None for parts that are floats.
+    scheme: of the rows that `slab` gives. fit: converts quantised parts to `scheme`; None for parts that are floats.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WeightStacks:
 
     def piece(self, layer: StoredLayer, first: int, last: int, transposed: bool) -> StoredLayer:
         piece = layer.weight.rows(first, last)
-        # An order of the inputs and outliers are those of the whole layer, which kernels for heads do not have.
+        # An order of inputs, or outliers, belong to the whole layer; the kernels for heads take neither.
         if piece.scales is not None and (transposed or piece.permutation is not None or isinstance(piece, SplitWeight)):
             piece = QWeight(piece.dequantize())
         return StoredLayer(QWeight(piece.codes.T) if transposed else piece)

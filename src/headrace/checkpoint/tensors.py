@@ -1,5 +1,5 @@
-"""The tensors of a directory of safetensors files, while weights are read of them: `Checkpoint` keeps little of the
-files in memory, `LayerTensors` counts what a format reads.
+"""The tensors of a directory of safetensors files, while weights are read: `Checkpoint` keeps few pages of the files in
+memory, `LayerTensors` counts the bytes that a format reads.
 
 Knows no models and no quantisation. Called by `checkpoint.loader`, `checkpoint.stacks` and `quantize`.
 """
@@ -18,7 +18,7 @@ from headrace.protocol.errors import CheckpointError
 
 
 class Checkpoint(MappedCheckpoint):
-    """The tensors of a directory by name, of whose files little is in memory at a time."""
+    """The tensors of a directory by name; few pages of their files are in memory at a time."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -31,7 +31,7 @@ class Checkpoint(MappedCheckpoint):
 
 
 class LayerTensors:
-    """`quant.base.Tensors` of one layer. num_bytes: of the tensors that were first taken for this layer."""
+    """`quant.base.Tensors` of one layer. num_bytes: of the tensors that this layer was the first to take."""
 
     def __init__(self, checkpoint: Checkpoint, parts: Parts) -> None:
         self._checkpoint, self._parts = checkpoint, parts

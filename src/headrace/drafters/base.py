@@ -1,9 +1,9 @@
-"""The interface between drafters and what calls them: `Context` goes in, a `Draft` comes out.
+"""The interface between drafters and their callers: `Context` goes in, a `Draft` comes out.
 
 Holds `Context` (a drafter's view of a sequence), `Drafter` (the protocol that each method implements), `Guide`
 (how drafters with logits choose tokens) and `Target` (the model that is drafted for). A draft cannot change the output:
 the target's own sample decides. Knows tokens and rows of numbers; must not know the scheduler, requests or the server.
-Implemented by the files beside this one, called by `drafters.speculator`.
+Implemented by the other files of this folder, called by `drafters.speculator`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Context:
 
 
 class Drafter(Protocol):
-    """One method of drafting. It raises nothing for what a sequence holds; without a guess it returns an empty draft.
+    """One method of drafting. No tokens of a sequence make it raise; without a guess it returns an empty draft.
 
     A sequence may be unknown, or have more tokens than at the last call (it was not drafted for, was preempted, or has
-    a long prompt): `tokens` is always the truth, and what a drafter keeps of a sequence only saves time. Most drafters
+    a long prompt): `tokens` is always complete, and a drafter keeps data of a sequence only to save time. Most drafters
     need neither features nor outcomes, and inherit methods that ignore them.
     """
 
@@ -90,8 +90,8 @@ class Guide(Protocol):
         """Return one token per row, of the whole vocabulary.
 
         Coupled: the token that the target's sampler, with the target's noise, would take of these logits; it is the
-        likeliest to be accepted. Rejection sampling: a token drawn from the row's filtered distribution with noise of
-        its own; the guide keeps that distribution for verification.
+        likeliest to be accepted. Rejection sampling: a token drawn from the row's filtered distribution with separate
+        noise; the guide keeps that distribution for verification.
         """
         ...
 
@@ -115,11 +115,11 @@ class Guide(Protocol):
 
 
 class Target(NamedTuple):
-    """The model that is drafted for, and what a drafter may use of the engine.
+    """The model that is drafted for, and the parts of the engine that a drafter may use.
 
     A drafter is made before the target's `Program`, which is made with the drafter's `feature_layers` and whose KV
     cache takes the memory that the drafter leaves. `directory` may be a GGUF file; `config` are the values of
-    config.json. `kv_dtype` and `quantization` are the target's own. `load` reads another model: (directory,
+    config.json. `kv_dtype` and `quantization` are the target's. `load` reads another model: (directory,
     quantization, max_model_len) -> its backend, the model, its config; it raises the errors of
     `engine.library.load.load_model`.
     """

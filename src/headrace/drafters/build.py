@@ -20,8 +20,8 @@ FILES = {"eagle3": "eagle"}
 
 
 def make_drafter(spec: SpeculativeConfig, target: Target) -> Drafter:
-    """Make the drafter of `spec.method`. Raises `RequestError` for what does not fit the target, and what reading a
-    checkpoint raises."""
+    """Make the drafter of `spec.method`. Raises `RequestError` for settings that do not fit the target, and the errors
+    of reading a checkpoint."""
     module = importlib.import_module(f"headrace.drafters.{FILES.get(spec.method, spec.method)}")
     drafter: Drafter = module.make(spec, target)
     return drafter
@@ -30,7 +30,7 @@ def make_drafter(spec: SpeculativeConfig, target: Target) -> Drafter:
 def make_speculator(
     spec: SpeculativeConfig, drafter: Drafter, target: Target, eos_token_ids: Sequence[int]
 ) -> Speculator:
-    """Make what the runner calls."""
+    """Make the `Speculator`, which the runner calls."""
     return Speculator(
         drafter,
         Pace(spec.num_drafts, spec.num_nodes, whole=spec.method == "lookahead") if spec.adaptive else None,

@@ -1,9 +1,9 @@
 """`PrivateContext`: the program and the KV cache of a drafter with a model.
 
 Holds blocks and tables (`Line`, one for each sequence and one for each branch of a tree), and runs all sequences of a
-step in one call. The tokens of a line alone decide what is in its blocks: rejected draft tokens are rewound, and their
-slots are written again before they are read. Knows token ids and rows of numbers; must not know sequences' parameters
-nor how tokens are chosen. Called by the drafters beside this file.
+step in one call. The contents of a line's blocks depend on its tokens alone: rejected draft tokens are rewound, and
+their slots are written again before they are read. Knows token ids and rows of numbers; must not know sequences'
+parameters nor how tokens are chosen. Called by the drafters of this folder.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from headrace.models import Model
 
 MAX_CACHE_BYTES = 2**30
 CACHE_SHARE = 0.1
-"""Of the free memory at the start."""
+"""Greatest share of the free memory at the start."""
 
 MAX_ROWS = 512
 MAX_LINES = 128
-"""Of one call; more take several calls."""
+"""Most rows of one call; more take several calls."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,11 +88,11 @@ class PrivateContext:
     """A model over its own cache.
 
     Args:
-        backend: the model's. The cache has the target's dtype if that backend has it, else the backend's own.
+        backend: the model's. The cache has the target's dtype if the backend has kernels for it, else the backend's.
         window: positions that a line may have.
         most_lines: most lines at a time, branches of trees included.
         feature_layers: features that the program keeps of the rows (`Backend.program`).
-        token_ids: the target's id of each of the model's own; None if they are the same.
+        token_ids: the target's id of each of the model's tokens; None if they are the same.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PrivateContext:
         kv_dtype = target.kv_dtype if target.kv_dtype in backend.kv_dtypes else backend.dtype
         self.window = window
         per_line = -(-window // size)
-        kinds = range(len(model.kinds))  # of all of them a line keeps the same blocks
+        kinds = range(len(model.kinds))  # a line has the same blocks in all of them
         bytes_each = max(1, sum(backend.block_bytes(model, kind, size, kv_dtype) for kind in kinds))
         room = min(MAX_CACHE_BYTES, int(CACHE_SHARE * backend.available_memory())) // bytes_each
         needed = target.max_num_seqs * per_line + 2 * most_lines
@@ -150,7 +150,7 @@ class PrivateContext:
         del line.tokens[length:]
 
     def reserve(self, line: Line, num: int, keep: Collection[int] = ()) -> bool:
-        """Add blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the one longest unused
+        """Add blocks for `num` more tokens. Lines of sequences that are not in `keep` make room, the longest unused
         first. Return False, with this line unchanged, if that is not enough or the window ends."""
         length = len(line.tokens) + num
         if length > self.window:
@@ -216,7 +216,8 @@ class PrivateContext:
     def _run(
         self, jobs: Sequence[LineRows], portion: list[tuple[int, int, int]], keep_features: bool, is_lent: bool = False
     ) -> tuple[Computed, list[int]]:
-        """Return logits and features of the jobs that end here, and of each piece whether it is finite; and its job."""
+        """Return logits and features of the jobs that end in this portion, and for each piece whether it is finite and
+        its job."""
         starts, pieces, tables, rows, feature_parts = [], [], [], [], []
         row = 0
         ended = []
@@ -243,7 +244,7 @@ class PrivateContext:
         return Computed(wide if is_lent else wide.copy(), row_features, finite), [i for i, _, _ in portion]
 
     def check(self, others: Sequence[Line] = ()) -> None:
-        """Check that every held block is held by a line. Raises `InvariantError`."""
+        """Check that each used block belongs to a line. Raises `InvariantError`."""
         self.pool.check([line.table for line in (*self.lines.values(), *others)])
 
     def close(self) -> None:

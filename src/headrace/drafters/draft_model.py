@@ -1,8 +1,8 @@
-"""A small model of the same vocabulary drafts (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
+"""Drafts by a small model of the same vocabulary (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
 
-It reads the tokens themselves, so it can take up any sequence anywhere: it computes the tokens that its cache lacks, at
-most its window. Where a window begins depends on the sequence's length alone, so that drafts do too. `TokenDrafter`
-serves `early_exit` as well. Called by `drafters.speculator`.
+It reads the tokens themselves, so it can begin with any sequence at any place: it computes the tokens that its cache
+lacks, at most its window. The start of a window depends on the sequence's length alone, so that drafts depend on the
+sequence alone. `TokenDrafter` serves `early_exit` as well. Called by `drafters.speculator`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenDrafter(ModelDrafter):
-    """`Drafter` with a model over the tokens, of which it reads the last, at most `window` and at least half as
-    many."""
+    """`Drafter` with a model over the last tokens of a sequence: at most `window`, at least half as many."""
 
     def __init__(self, model: Model, backend: Backend, spec: SpeculativeConfig, target: Target, window: int) -> None:
         self._half = max(1, window // 2)
@@ -49,8 +48,8 @@ class TokenDrafter(ModelDrafter):
 
 
 def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
-    """Load the model that `spec` names. Raises `CheckpointError` if it does not fit the target, and what loading a
-    model raises."""
+    """Load the model that `spec` names. Raises `CheckpointError` if it does not fit the target, and the errors of
+    loading a model."""
     directory = directory_of(spec, target, "draft_model")
     window = min(spec.max_model_len, target.max_model_len)
     if directory.is_dir():

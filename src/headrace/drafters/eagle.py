@@ -1,8 +1,8 @@
 """EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-2's trees (arXiv 2406.16858) and EAGLE-3 (arXiv 2503.01840).
 
-One decoder layer goes on from the target's own features. The first kind takes the state after the target's final norm
-and predicts the next one; the third takes residual streams of three layers, and has a norm, a head and often a
-vocabulary of its own. The tensors of a checkpoint show which it is; docs/maintainers/drafter-layouts.md has
+One decoder layer continues the target's features. The first EAGLE takes the state after the target's final norm and
+predicts the next state; EAGLE-3 takes residual streams of three layers, and has another norm, another head and often
+another vocabulary than the target. The tensors of a checkpoint show its kind; docs/maintainers/drafter-layouts.md has
 the layouts. Files of `speculators` are read too. Called by `drafters.build`.
 """
 
@@ -75,14 +75,14 @@ class Eagle1(Frame):
     def __init__(self, values: dict[str, Any], weights: SplitWeights, target: Target, max_positions: int) -> None:
         super().__init__(values, weights, target, max_positions, target.vocab_size)
         size = self.hidden_size
-        # A matrix over two vectors side by side is two matrices, whose results are added.
+        # A matrix over two vectors side by side is split into two matrices, whose results are added.
         biased = weights.has("fc.bias")
         self.of_embedding = weights.columns(Linear(["fc"], size, [size], biased), 0, 2 * size)
         self.of_feature = weights.columns(Linear(["fc"], size, [size]), size, 2 * size)
         self.layers = [llama.Layer(self, f"layers.{i}", i) for i in range(self.num_layers)]
 
     def make_norm(self, name: str) -> Callable[[Array], Array]:
-        """Return a norm. Before the attention of the first layer there is none."""
+        """Return a norm; before the attention of the first layer, the identity."""
         return super().make_norm(name) if name != "layers.0.input_layernorm" else lambda x: x
 
     def enter(self, rows: Rows) -> Array:
@@ -133,7 +133,7 @@ class Eagle3(Frame):
         self.mlp = GatedMLP(self, f"{name}.mlp", bias=self.config.flag("mlp_bias", False))
         self.normed_residual = self.config.flag("norm_before_residual", False)
         self.feeds_normed = self.config.flag("norm_output", False)
-        """Whether the next guess goes on from the state after the last norm (EAGLE-3.1)."""
+        """Whether the next guess continues the state after the last norm (EAGLE-3.1)."""
         self.layers = [llama.Layer(self, f"layers.{i}", i) for i in range(1, self.num_layers)]
         self.norm = self.make_norm("norm")
 
@@ -166,7 +166,7 @@ class Eagle3(Frame):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a checkpoint is: EAGLE-3 or not, the config in Llama's names, layers of the target that it reads."""
+    """The kind of a checkpoint: EAGLE-3 or not, the config in Llama's names, layers of the target that it reads."""
 
     third: bool
     values: Values
@@ -174,15 +174,15 @@ class Form:
 
 
 def form_of(directory: Path, target: Target) -> Form:
-    """Read what a checkpoint is. Raises `CheckpointError` for one that is no EAGLE, or not of this target's shape."""
+    """Read the kind of a checkpoint. Raises `CheckpointError` if it is no EAGLE, or does not fit the target's shape."""
     values = read_json(directory / "config.json")
     inner = values.get("transformer_layer_config")
     if isinstance(inner, dict):
-        # `speculators` keeps Llama's fields apart from its eagle_config.
+        # `speculators` has Llama's fields in an object inside its config.
         values = inner | {name: value for name, value in values.items() if name != "transformer_layer_config"}
     inner = values.get("eagle_config")
     if isinstance(inner, dict):
-        # ModelOpt and SpecForge keep some of the drafter's own fields apart.
+        # ModelOpt and SpecForge have some of the drafter's fields in an inner object.
         values = inner | {name: value for name, value in values.items() if value is not None}
     # Files for the oldest models leave these out.
     values = Values({"num_hidden_layers": 1, "max_position_embeddings": target.max_model_len} | values)

@@ -1,8 +1,8 @@
-"""The target's own first layers draft, through its final norm and head (Draft & Verify, Zhang et al. 2024, arXiv
+"""Drafts by the target's first layers, with its final norm and head (Draft & Verify, Zhang et al. 2024, arXiv
 2309.08168; LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710).
 
-Nothing is loaded: the matrices are the target's. Good for models that were trained to exit early; of others the first
-layers predict the last ones badly. Called by `drafters.speculator`.
+Nothing is loaded: the matrices are the target's. Good for models that were trained to exit early; in other models the
+first layers predict the output badly. Called by `drafters.speculator`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.speculation import FIELD, SpeculativeConfig
 
 FEWEST = 3
-"""Of a model of few layers the first one or two predict little."""
+"""Fewest layers of the default: the first one or two predict little."""
 
 
 def first_layers(model: Model, num_layers: int) -> Model:
@@ -31,8 +31,8 @@ def first_layers(model: Model, num_layers: int) -> Model:
 
 
 def exit_of(directory: Path, num_layers: int) -> int:
-    """Return the default exit: the layer that the model names, else a quarter of its layers (LayerSkip's
-    8 of Llama 2 7B's 32), and after `FEWEST` at least, but for its last.
+    """Return the default exit: the layer that the model names, else a quarter of its layers (LayerSkip's 8 of Llama 2
+    7B's 32), at least `FEWEST`, and always before the last.
 
     A checkpoint names it as transformers' `assistant_early_exit`, in generation_config.json. Raises `CheckpointError`.
     """
@@ -47,7 +47,8 @@ def exit_of(directory: Path, num_layers: int) -> int:
 
 
 def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
-    """Raises `RequestError` if `exit_layer` leaves no layer out, `CheckpointError` for a model that names a bad one."""
+    """Make the drafter. Raises `RequestError` if `exit_layer` leaves no layer out, `CheckpointError` for a model that
+    names an invalid exit."""
     num_layers = spec.exit_layer or exit_of(own_of(target, "early_exit") or target.directory, target.num_layers)
     if not 1 <= num_layers < target.num_layers:
         raise RequestError(

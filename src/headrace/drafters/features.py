@@ -1,9 +1,9 @@
 """Drafters that read the target's features: shared by `eagle` and `mtp`.
 
 Row i of such a model has the target's features of position i and token i + 1, and predicts token i + 2. Features that
-the target has computed wait here until the next token is known; for its own draft tokens the model reads its own.
-A sequence that was not observed from its beginning starts where observing did. Knows features and tokens; must not know
-how a model uses them. Called by `drafters.speculator`.
+the target has computed wait here until the next token is known; for draft tokens the model reads its own features.
+A sequence that was not observed from its beginning starts at its first observed position. Knows features and tokens;
+must not know how a model uses them. Called by `drafters.speculator`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.models import Model
 from headrace.protocol.speculation import SpeculativeConfig
 
 MAX_WAITING = 256
-"""Most rows that wait to be computed; those of a long prompt are computed as they come."""
+"""Most rows that wait to be computed; the rows of a long prompt are computed as they come."""
 
 
 class RowsOnly(Model):
@@ -55,7 +55,7 @@ class RowProgram:
         self._program = backend.program(model, set_up, feature_layers)
 
     def features(self, features: F32) -> F32:
-        """Return what the program keeps [N, G] of `features` [N, F]."""
+        """Return the features [N, G] that the program computes from `features` [N, F]."""
         parts = []
         for i in range(0, len(features), MAX_ROWS):
             part = features[i : i + MAX_ROWS]
@@ -108,8 +108,8 @@ class FeatureDrafter(ModelDrafter):
         feature_layers: see `Drafter`.
         own_layers: features that the model's program keeps for the next draft token, as `Backend.program` takes it.
         window: rows of a sequence that are seen at most; a longer one starts over.
-        token_ids: the target's id of each of the model's own; None if they are the same.
-        fuse: makes the model's features of the target's, where these are not the same.
+        token_ids: the target's id of each of the model's tokens; None if they are the same.
+        fuse: turns the target's features into the model's, where these differ.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class FeatureDrafter(ModelDrafter):
 
 
 class Fusing(RowsOnly):
-    """`matrix` over features of several layers side by side, normed or not (EAGLE-3's `fc`)."""
+    """A model of one `matrix` over features of several layers side by side, normed or not (EAGLE-3's `fc`)."""
 
     def __init__(self, backend: Backend, matrix: Any, norm: Callable[[Array], Array] | None) -> None:
         super().__init__(backend, matrix.num_in, matrix.num_out, matrix.num_out)

@@ -1,7 +1,7 @@
-"""Where a drafter's checkpoint is, and how it is read: as the target's, with tensor names of its own.
+"""Finds a drafter's checkpoint, and reads it as the target's is read, with other tensor names.
 
 No code in it is run; pickles are refused with a hint (`checkpoint.mapped`). docs/maintainers/drafter-layouts.md has the
-layouts. Called by the drafters beside this file.
+layouts. Called by the drafters of this folder.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def load(
     build: Callable[[SplitWeights], T],
     spare: str | None = None,
 ) -> T:
-    """Return what `build` makes of the weights of a checkpoint with the config `values`, in the form of the target's
-    backend. It has to take all but those whose names match `spare`. Raises `CheckpointError`, or `RequestError` for an
-    unknown quantization."""
+    """Return the model that `build` makes of the weights of a checkpoint with the config `values`, in the form of the
+    target's backend. It has to take all weights but those whose names match `spare`. Raises `CheckpointError`, or
+    `RequestError` for an unknown quantization."""
     from headrace.checkpoint.loader import SafetensorsWeights
     from headrace.checkpoint.quantising import Loading
     from headrace.checkpoint.tensors import Checkpoint

@@ -1,9 +1,9 @@
 """`ModelDrafter`: a drafter with a model grows chains and trees, one call of the model for each depth, all sequences
 together.
 
-Chains take the tokens of `Guide.choose`. Trees are those of EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): at
+Chains take the tokens of `Guide.choose`. Trees grow as in EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): at
 each depth the likeliest nodes of a sequence are expanded, and of all nodes the likeliest are kept. Knows lines and
-logits; must not know how a model computes them. The drafters beside this file say which tokens come before a draft.
+logits; must not know how a model computes them. The drafters, which are subclasses, choose the tokens before a draft.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Growth:
     """A tree that is being grown. Entry i of each list belongs to node i of `tree`.
 
     `values` are logarithms of the chance that all of a node's path is right, by the drafter's own logits. `lines` hold
-    the paths of nodes that are expanded, `features` what the model computed in the row before a node.
+    the paths of nodes that are expanded, `features` the model's features of the row before a node.
     """
 
     tree: Draft = field(default_factory=lambda: Draft([]))
@@ -60,12 +60,12 @@ def best_first(shares: F32) -> F32:
 
 
 class ModelDrafter(Drafter):
-    """A drafter with a model over a private context of `window` positions and those of a draft.
+    """A drafter with a model over a private context of `window` positions, and of a draft's positions in addition.
 
     Args:
         backend: the model's.
         feeds: the model reads its own features of the row before, which its program keeps (`feature_layers`).
-        token_ids: the target's id of each of the model's own; None if they are the same.
+        token_ids: the target's id of each of the model's tokens; None if they are the same.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class ModelDrafter(Drafter):
 
     @abstractmethod
     def job(self, context: Context, keep: set[int]) -> LineRows | None:
-        """Return what to compute before a draft: the tokens that the sequence's line lacks. None if nothing can be
-        drafted. The lines of the sequences `keep` must stay."""
+        """Return the tokens to compute before a draft, which the sequence's line lacks. None if nothing can be drafted.
+        The lines of the sequences `keep` must stay."""
         ...
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:

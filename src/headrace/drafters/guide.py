@@ -1,7 +1,7 @@
 """`SamplerGuide`: the target's own sampler, on logits of a drafter.
 
 It returns the token that the target would sample if the drafter's logits were its own: with the same filters, penalties
-and noise. What only the answer needs (log-probabilities, grammars) is left out. Called by drafters that have logits.
+and noise, without log-probabilities and grammars, which only the answer needs. Called by drafters that have logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SamplerGuide:
         self._sampler = sampler
         # The distributions of each sequence's draft tokens, until the speculator takes them.
         self._probs: dict[int, list[F32]] = {}
-        # By the id() of the parameters, which no others have while these are kept here.
+        # By the id() of the parameters, which is unique while they are kept here.
         self._params: dict[int, tuple[SamplingParams, SamplingParams]] = {}
 
     def choose(self, logits: F32, contexts: Sequence[Context], tails: Sequence[list[int]]) -> list[int]:

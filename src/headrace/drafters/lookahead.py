@@ -1,8 +1,8 @@
-"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the model drafts for itself. Beside the next token it works
-on a window of later ones by Jacobi's iteration; the resulting n-grams are kept, and verified where they fit.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): the model drafts for itself. While it computes the next token
+it improves a window of later ones by Jacobi's iteration; the resulting n-grams are kept, and verified where they fit.
 
-The paper's attention mask is that of a tree. Column i of the window is the first i + 1 tokens of its first row, then
-its own tokens of the rows below: a path from the root; columns share the first row. The target's likeliest token after
+The paper's attention mask is a tree's. Column i of the window is the first i + 1 tokens of its first row, then the
+column's tokens of the rows below: a path from the root; columns share the first row. The target's likeliest token after
 the last node of a column (`verified`) is the column's new token, and ends an n-gram. N-grams that begin with the last
 known token are further branches from the root. Knows tokens only.
 """
@@ -32,7 +32,7 @@ class Window:
         self.num_seeds = 0
         self.tokens_seen = 0
         self.ends: list[int] = []
-        """The last node of each column in the present draft; -1: it did not fit."""
+        """The last node of each column in the current draft; -1: it did not fit."""
 
     def keep(self, first: int, rest: tuple[int, ...], most: int) -> None:
         """Keep an n-gram as the latest; at most `most` with the same first token."""
@@ -100,7 +100,7 @@ class LookaheadDrafter(Drafter):
         full = len(window.rows) == self._size - 1
         for column, token in enumerate(latest):
             if token < 0:
-                # Not computed: the old token stays, and is as good a start as any.
+                # Not computed: the old token stays; any token is a valid start.
                 latest[column] = window.rows[-1][column]
             elif full:
                 path = [row[column] for row in window.rows]
@@ -124,7 +124,7 @@ class LookaheadDrafter(Drafter):
             if len(self._windows) > MAX_SEQS:
                 self._windows.popitem(last=False)
         self._windows.move_to_end(context.seq_id)
-        # Each step moves the rows by one token by itself; what was accepted beside it moves the columns.
+        # Each step moves the rows by one token; accepted draft tokens move the columns in addition.
         self._move(window, len(tokens) - window.tokens_seen - 1, tokens)
         window.tokens_seen = len(tokens)
         trie = Trie(context.num_drafts, context.num_nodes)

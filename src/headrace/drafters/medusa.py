@@ -1,7 +1,7 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last state, each for a token further ahead.
 
 It needs no cache and no text: all heads read the state after the final norm at the position before the last token. A
-tree takes the paths whose chance, the product of the heads' shares, is greatest.
+tree takes the paths of greatest probability, which is the product of the heads' shares.
 docs/maintainers/drafter-layouts.md has the layouts. Called by `drafters.build`.
 """
 
@@ -67,7 +67,7 @@ class MedusaDrafter(Drafter):
         self._heads, self._guide, self._width = heads, target.guide, spec.tree_width
         self._vocabulary = DraftVocabulary(token_ids, target.vocab_size)
         self._most = 2 * target.max_num_seqs
-        # Of each sequence the position of the last state that was observed, and the state.
+        # For each sequence the position of the last state that was observed, and the state.
         self._states: OrderedDict[int, tuple[int, F32]] = OrderedDict()
 
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
@@ -163,7 +163,7 @@ PREFIXES = ("", "medusa_heads.")
 
 
 def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
-    """Make the drafter. Raises `CheckpointError` for a checkpoint without heads, or with those of another model."""
+    """Make the drafter. Raises `CheckpointError` for a checkpoint without heads, or with another model's heads."""
     directory = directory_of(spec, target, "medusa")
     if not any(directory.glob("*.safetensors")) and any(directory.glob("medusa_lm_head.pt")):
         raise CheckpointError(

@@ -1,9 +1,9 @@
-"""The multi-token prediction layer of the checkpoint itself drafts (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
+"""Drafts by the checkpoint's layer for multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2).
 
-A decoder layer like the target's own reads [norm(embedding of the next token), norm(state)] through one matrix, and
-predicts the token after; on its own draft tokens it goes on from its own state. It is in the target's checkpoint
-(`num_nextn_predict_layers`) or in one beside it. Of several such layers the first is used at every depth. Called by
-`drafters.build`.
+A decoder layer like the target's reads [norm(embedding of the next token), norm(state)] through one matrix, and
+predicts the token after it; for later draft tokens it takes its own state in place of the target's. It is in the
+target's checkpoint (`num_nextn_predict_layers`) or in a separate one. Of several such layers the first is used at every
+depth. Called by `drafters.build`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 class Layout(NamedTuple):
     """Names of the parts, behind `root`. `state_first`: the matrix has the state's columns first. `feeds_normed`: the
-    next guess goes on from the state after the last norm. `number`: of the layer among the model's."""
+    next guess continues the state after the last norm. `number`: of the layer among the model's."""
 
     root: str
     embedding_norm: str
@@ -61,7 +61,7 @@ LAYOUTS = (
 
 
 def next_layer(base: type[Decoder]) -> type[Decoder]:
-    """Return the class of an MTP layer whose decoder layer is that of `base`, a model file's `Model`."""
+    """Return the class of an MTP layer with the decoder layer of `base`, a model file's `Model`."""
 
     class Next(base):  # type: ignore[misc, valid-type]
         def __init__(
@@ -72,7 +72,7 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             self.feature_size = size
             self.embedding_norm = self.make_norm(root + layout.embedding_norm)
             self.state_norm = self.make_norm(root + layout.state_norm)
-            # A matrix over two vectors side by side is two matrices, whose results are added.
+            # A matrix over two vectors side by side is split into two matrices, whose results are added.
             places = (size, 0) if layout.state_first else (0, size)
             self.of_embedding, self.of_state = (
                 weights.columns(Linear([root + layout.matrix], size, [size]), first, 2 * size) for first in places

@@ -1,11 +1,11 @@
-"""`Pace`: how many tokens to draft for each sequence in each step, and when to draft none.
+"""`Pace`: decides how many tokens to draft for each sequence in each step, and when to draft none.
 
 One rule: of all draft tokens that could be made, the likeliest are taken, as many as make
 
     (sequences + expected accepted tokens) / (step seconds with these rows + drafting seconds)
 
 greatest (goodput, after SmartSpec, Liu et al. 2024, arXiv 2406.14066). If none at all is best, the engine rests. From
-time to time the other choice is tried, so that the estimates stay true; a share of all time bounds what that loses.
+time to time the other choice is tried, so that the estimates stay true; at most a fixed share of all time is lost so.
 All inputs are measurements handed in by `drafters.speculator`; no clock is read here.
 """
 
@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 
-SHARE = 0.01  # Of all time, the most that trying the other choice may lose.
+SHARE = 0.01  # Greatest share of all time that tries of the other choice may lose.
 MARGIN = 1.03  # Drafting must look this much better than none: estimates err by some per cent.
 EVERY = 8  # Steps for which a decision holds: making one takes longer than a look-up.
 SAMPLES = 9  # Measurements that count for one number of rows: enough to outweigh disturbances.
 WINDOW = 256  # Measurements after which one is forgotten: the machine's speed changes.
 CHANGE = 1.25  # Where most measurements are off by this factor, the machine has become slower or faster.
 FADE = 0.95  # Weight of past acceptances at each new draft: the last 20 or so count.
-WEIGHT = 4.0  # Drafts' worth of what all sequences show in the estimate of one: new ones start from there.
-FIRST_RATE = 0.7  # Acceptance of a drafter that nothing is known of: good enough to be tried.
+WEIGHT = 4.0  # Weight, in drafts, of all sequences' rate in the estimate of one: a new sequence starts from it.
+FIRST_RATE = 0.7  # Acceptance of a drafter without measurements: good enough to be tried.
 PROBE_DEPTH = 3  # Tokens drafted for one sequence while resting: cheap, and a rise of acceptance shows.
-MAX_REST = 2048  # Steps between two probes at most, whatever the last one lost.
+MAX_REST = 2048  # Most steps between two probes, however much the last one lost.
 
 
 class Curve:
@@ -61,11 +61,11 @@ class Curve:
             if not recent:
                 del self._samples[key]
                 continue
-            # Disturbances make steps slower, never faster: the lower third counts, and more rows never take less.
+            # Disturbances make steps slower, never faster: the lower third counts, and more rows never take less time.
             points.append((key, min(recent[len(recent) // 3], points[-1][1] if points else math.inf)))
         (least, low), (most, high) = points[-1], points[0]
         if least < most:
-            # Beyond the greatest count the slope is that of the whole.
+            # Beyond the greatest count the line goes on with the slope of the whole curve.
             points.insert(0, (10 * most, high + 9 * most * (high - low) / (most - least)))
         self._counts, self._seconds = np.array(points[::-1], np.float64).T
 
@@ -89,12 +89,12 @@ class Pace:
     def __init__(self, num_drafts: int, num_nodes: int, whole: bool = False) -> None:
         self.num_drafts, self.num_nodes, self.whole = num_drafts, max(num_nodes, num_drafts), whole
         self.step_seconds, self.draft_seconds, self.plan_seconds = Curve(), Curve(), Curve()
-        # [2, num_drafts]: how often the token at each depth was accepted, and tried because those before it were.
+        # [2, num_drafts]: how often the token at each depth was accepted, and tried since all before it were accepted.
         self._all, self._counts = np.zeros((2, num_drafts)), dict[int, F64]()
-        # The decision that holds: its step, sequences, depths, speed over that without drafts, and first choice.
+        # The current decision: its step, sequences, likeliest sequence, depths, and speed relative to plain steps.
         self._step = self._chosen_step = self._num_seqs = self._likeliest = 0
         self._depths, self._gain = dict[int, int](), 1.0
-        # When the other choice is tried next; plain steps still to take; seconds lost by the probe on its way.
+        # The step of the next try of the other choice; plain steps still to take; seconds lost by the current probe.
         self._try_step = self._num_plain = 0
         self._lost: float | None = None
         self._had_drafts, self._most_rows = False, 0
@@ -109,7 +109,7 @@ class Pace:
         # The first step without drafts after one with them finds the caches full of the drafter's data.
         is_cold, self._had_drafts = self._had_drafts and not num_draft_rows, num_draft_rows > 0
         self._step, self._most_rows = step_id, max(self._most_rows, num_draft_rows)
-        # Prompts are no measure: few of their rows need logits.
+        # Steps with prompts are not measured: few of their rows need logits.
         if num_rows == num_seqs + num_draft_rows and not is_cold and 0.0 < seconds < math.inf:
             self.step_seconds.add(num_rows, seconds)
         if self._lost is not None:
@@ -137,7 +137,7 @@ class Pace:
         if not is_behind:
             self.draft_seconds.add(num_seqs, seconds / depth)
         if self._lost is not None:
-            # The usual time, not that of a disturbed step; to catch up has no usual time.
+            # Only the usual time counts: neither a disturbed step's nor the time to catch up.
             self._lost += seconds if is_behind else depth * float(self.draft_seconds.at(num_seqs))
 
     def drop(self, seq_id: int) -> None:
@@ -189,14 +189,14 @@ class Pace:
         rows = np.diff([0] + [self.nodes(depth + 1) for depth in range(self.num_drafts)])
         if self.whole:
             chances, rows = chances.sum(axis=1, keepdims=True), rows[:1]
-        # A depth comes after those before it, also where a tree grows unevenly.
+        # A depth is taken after all lesser ones, also where a tree grows unevenly.
         worth = np.minimum.accumulate(chances / rows, axis=1)
         order = np.argsort(-worth, axis=None, kind="stable")
         places, levels = np.divmod(order, len(rows))
         depth_of_level = self.num_drafts if self.whole else 1
         deepest = np.maximum.accumulate((levels + 1) * depth_of_level)
         num_rows = np.cumsum(rows[levels])
-        # Requests that lead to no draft take their time too.
+        # Calls of the drafter that give no draft take time too.
         drafting = self.draft_seconds.at(np.cumsum(levels == 0)) * self._num_requested / self._num_made
         seconds = self.step_seconds.at(num_seqs + num_rows) + deepest * drafting
         speeds = (len(limits) + np.cumsum(chances.flat[order])) / seconds
@@ -210,7 +210,8 @@ class Pace:
         self._chosen_step, self._num_seqs = self._step, num_seqs
 
     def _chances(self, limits: Sequence[tuple[int, int]]) -> F64:
-        """Return the chance that the token at each depth is accepted [sequences, num_drafts]; 0 where it has no use."""
+        """Return the probability that the token at each depth is accepted [sequences, num_drafts]; 0 at depths beyond
+        the limits."""
         mean = (self._all[0].sum() + WEIGHT * FIRST_RATE) / (self._all[1].sum() + WEIGHT)
         priors = (self._all[0] + WEIGHT * mean) / (self._all[1] + WEIGHT)
         counts = np.stack([self._counts.setdefault(seq_id, np.zeros((2, self.num_drafts))) for seq_id, _ in limits])

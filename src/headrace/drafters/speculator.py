@@ -1,4 +1,4 @@
-"""`Speculator`: the runner's one partner for speculation, called before the model runs and after it.
+"""`Speculator`: the runner's only interface to speculation, called before the model runs and after it.
 
 `begin_step` returns a record, which the runner fills in; `end_step` reads it, and adds drafts to the step's result. It
 owns the drafter, the `Pace` and the distributions that rejection sampling needs, and checks every draft: its token ids,
@@ -48,8 +48,8 @@ class Observation(NamedTuple):
 class StepRecord:
     """The runner's record of a step for the speculator.
 
-    `draft_probs` has the chunks whose drafts are verified by rejection sampling, with the distributions [n, V] that
-    the tokens were drawn from (None: chosen without chance). `needs_features`: whether `observations` are needed.
+    `draft_probs` has the chunks whose drafts are verified by rejection sampling, with the distributions [n, V] from
+    which the tokens were drawn (None: chosen without chance). `needs_features`: whether `observations` are needed.
     """
 
     draft_probs: dict[int, F32 | None] = field(default_factory=dict)
@@ -63,12 +63,12 @@ class Speculator:
 
     Args:
         drafter: makes the drafts.
-        pace: decides how deep they are; None: as deep as may be.
+        pace: decides how deep they are; None: as deep as allowed.
         vocab_size: of the target; no draft token is beyond it.
         num_drafts, num_nodes: the deepest draft, and the most tokens of a tree.
         max_model_len: no sequence is longer.
         eos_token_ids: tokens that end a sequence, after which nothing is drafted.
-        take_probs: returns and forgets what the last draft of a sequence id was drawn from [n, V] (None: chosen without
+        take_probs: returns and forgets the distributions [n, V] of a sequence's last draft (None: chosen without
             chance); drafts are then verified by rejection sampling. None: they are coupled.
         clock: seconds, monotonic.
     """
@@ -98,7 +98,7 @@ class Speculator:
         self._take_probs = take_probs
         # Under rejection sampling: the last draft of each sequence, until it is verified.
         self._proposals: dict[int, tuple[list[int], F32 | None]] = {}
-        # Length of each sequence when it was drafted for last: more new tokens than a step gives are to catch up with.
+        # Length of each sequence at its last draft: after more new tokens than a step gives, drafters have to catch up.
         self._lengths: dict[int, int] = {}
         self._start = 0.0
 
@@ -107,7 +107,7 @@ class Speculator:
         record = StepRecord(needs_features=batch.asks and self.drafter.feature_layers is not None)
         for i, draft in batch.drafts.items():
             token_ids, probs = self._proposals.get(batch.seq_ids[i], ([], None))
-            # The scheduler may have cut it. A draft from elsewhere is coupled, which is always sound.
+            # The scheduler may have cut it. Drafts from other sources are coupled, which is always sound.
             if self._take_probs is not None and token_ids[: len(draft.token_ids)] == draft.token_ids:
                 record.draft_probs[i] = probs
         self._start = self._now()

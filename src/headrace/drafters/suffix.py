@@ -1,5 +1,5 @@
-"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): the draft is what most often followed the longest suffix that
-came before; drafts of long matches are deeper than those of short ones.
+"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): the draft is the most frequent text after earlier occurrences
+of the longest possible suffix; long matches give deeper drafts than short ones.
 
 A suffix automaton (Blumer et al. 1985) with counts adds a token in constant time on average and has every suffix at
 once. Each sequence has one over its prompt and its answer. One over the answers of finished requests is kept only if
@@ -18,22 +18,23 @@ from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Draft
 
 MAX_SEQ_TOKENS = 2**16
-"""Tokens that one sequence's automaton holds, half a kilobyte each; a longer one begins again."""
+"""Most tokens of one sequence's automaton, half a kilobyte each; a longer sequence gets a new one."""
 MAX_TOKENS = 2**18
-"""Tokens in the automata of all sequences; the one longest unused is dropped."""
+"""Most tokens in the automata of all sequences; beyond it the longest unused automaton is dropped."""
 MAX_SHARED_TOKENS = 2**17
-"""Tokens of finished requests' answers."""
+"""Most tokens of finished requests' answers."""
 MAX_NEW_TOKENS = 2048
-"""Tokens added in one call: 10 ms. A long prompt is added over several steps."""
+"""Most tokens added in one call: 10 ms. A long prompt is added over several steps."""
 MAX_COUNTED = 64
 MAX_TRIED = 4
-"""Suffixes, each shorter than the one before, among which the best draft is chosen."""
+"""Number of suffixes, each shorter than the one before, among which the best draft is chosen."""
 MAX_BRANCHES = 8
 
 
 class Automaton:
     """All suffixes of the added sequences. State 0 is the empty one; a state stands for the substrings that end at
-    the same places: `length` of the longest, `link` to the state of the longest that ends at more, `count` of places.
+    the same places: `length` of the longest, `count` of the places, `link` to the state of the longest suffix that ends
+    at more places.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Automaton:
         return current
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The state and length of the longest suffix of (`length` tokens that led to `state`) + `token`."""
+        """Return the state and length of the longest suffix of (`length` tokens that led to `state`) + `token`."""
         while state and token not in self.next[state]:
             state = self.link[state]
             length = self.length[state]
@@ -79,7 +80,7 @@ class Automaton:
         return self.next[state][token], length + 1
 
     def _split(self, at: int, token: int, state: int) -> int:
-        """Give the substrings of `state` that are as long as `at` and `token` a state of their own."""
+        """Split a new state off `state`: for its substrings of at most `length[at]` + 1 tokens. Return the new one."""
         clone = self._state(dict(self.next[state]), self.link[state], self.length[at] + 1, self.count[state])
         self.link[state] = clone
         while at >= 0 and self.next[at].get(token) == state:
@@ -96,7 +97,7 @@ class Automaton:
 
 
 class History:
-    """A sequence's automaton, and where its end is in those of finished requests."""
+    """A sequence's automaton, and the states of its end in the automata of finished requests."""
 
     def __init__(self) -> None:
         self.automaton = Automaton()
@@ -183,7 +184,7 @@ class SuffixDrafter(Drafter):
                 history.answer.append(token)
             history.num_added += 1
         for automaton in self._shared:
-            # Of the tokens before the automaton began, the last few give the same match as all.
+            # The last few tokens before the automaton's begin give the same match as all.
             first = start if id(automaton) in history.places else max(0, history.num_added - 2 * self._max_match)
             state, length = history.places.get(id(automaton), (0, 0))
             for place in range(first, history.num_added):
@@ -193,7 +194,7 @@ class SuffixDrafter(Drafter):
 
     def _grow(self, automaton: Automaton, state: int, length: int, context: Context) -> tuple[Draft, float]:
         """Return the likeliest continuations of `state`, whose match has `length` tokens, the likeliest node first; and
-        how many of them are expected to be right."""
+        the expected number of correct ones."""
         draft, num_expected = Draft([]), 0.0
         most = min(context.num_drafts, int(self._factor * min(length, self._max_match)))
         wide = context.num_nodes > context.num_drafts

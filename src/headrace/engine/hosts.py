@@ -15,8 +15,9 @@ import msgspec
 
 from headrace import hub
 from headrace.engine.ranks import Start, gathers_at, go, refuse
-from headrace.parallel.group import Gathers, Group, SeparateMemory
+from headrace.parallel.group import Group, SeparateMemory
 from headrace.parallel.hosts.rendezvous import Rendezvous as Hosts
+from headrace.parallel.program import Gathers
 from headrace.protocol.config import EngineConfig, Rendezvous
 from headrace.protocol.errors import RequestError
 from headrace.protocol.frames import TransportError

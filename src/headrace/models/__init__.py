@@ -26,12 +26,12 @@ NOT_MODELS = {"config", "decoder", "gemma4_layers", "mamba", "mla", "recurrent",
 class Model(Protocol):
     """A decoder. R rows of any sequences are computed together; each attends to the cache of its sequence only.
 
-    Subclasses define the parts; how they follow each other is the same in almost all of them.
+    Subclasses define the parts; the methods here call them in the order that almost all models have.
     """
 
     ops: Ops
     cache_shapes: Sequence[LayerShape]
-    """What the cache holds for each layer."""
+    """The shapes of the cache for each layer."""
     kinds: tuple[CacheKind, ...] = (CacheKind(),)
     """The kinds of the layers: "all" first if there is one, then windows, the shortest first."""
     vocab_size: int
@@ -39,15 +39,15 @@ class Model(Protocol):
     embedding: Array
     head: Matrix
     feature_size: int = 0
-    """Width of `Rows.features`, which drafters take beside token ids; 0 for models that are no drafters."""
+    """Width of `Rows.features`, the further input of drafters; 0 for models that are no drafters."""
     layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]
-    """x [R, H] -> x [R, H] each; layer i owns cache i, or of models with layers that keep nothing the next one."""
+    """x [R, H] -> x [R, H] each; layer i owns cache i, where layers that keep nothing are not counted."""
 
     unread: Rules = ()
     """Keys of config.json that the model does not read, and that can change its output."""
 
     def enter(self, rows: Rows) -> Array:
-        """Rows -> what the first layer takes [R, H]."""
+        """Rows -> the input of the first layer [R, H]."""
         ...
 
     def forward(self, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None) -> Array:
@@ -58,7 +58,7 @@ class Model(Protocol):
     def through(
         self, layer_ids: range, x: Array, rows: Rows, kv: Sequence[Cache], streams: list[Array] | None = None
     ) -> Array:
-        """What the first of `layer_ids` takes [R, H] -> what the last of them gives; else as `forward`."""
+        """The input x [R, H] of the first of `layer_ids` -> the output of the last of them; else as `forward`."""
         for i in layer_ids:
             if streams is not None:
                 streams.append(x)
@@ -83,7 +83,7 @@ def names() -> list[str]:
 
 
 def find(model_type: object) -> Any:
-    """Return the module of `model_type`. Raises `CheckpointError` naming those that exist."""
+    """Return the module of `model_type`. Raises `CheckpointError` naming all model types."""
     known = names()
     if not isinstance(model_type, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type) or model_type not in known:
         raise CheckpointError(

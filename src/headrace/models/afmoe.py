@@ -61,7 +61,7 @@ class Layer(gemma2.Layer):
         return GatedAttention(decoder, name, layer_id, options)
 
     def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
-        """Scores are sigmoids, to which a bias is added for the choice."""
+        """Make experts chosen by sigmoids plus a bias, weighted without the bias."""
         config = decoder.config
         if layer_id < config.integer("num_dense_layers", 1, low=0):
             return GatedMLP(decoder, name)

@@ -1,4 +1,4 @@
-"""Apertus (Swiss AI Initiative 2025): Llama with a norm on each head of q and k, and xIELU, whose bends are learned."""
+"""Apertus (Swiss AI Initiative 2025): Llama with a norm on each head of q and k, and xIELU with learned factors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 """Rope where config.json has none."""
-BENT: dict[str, Activation] = {"xielu": "identity"}
-"""Its MLP has an operator of its own."""
+XIELU: dict[str, Activation] = {"xielu": "identity"}
+"""The kind that `Ops.activation` would take; xIELU has its own operator, `Ops.xielu`, which `XieluMLP` calls."""
 
 
-class BentMLP(MLP):
-    """down(xielu(up(x))). The two bends are the softplus of learned numbers, the one of negatives and beta added."""
+class XieluMLP(MLP):
+    """down(xielu(up(x))). xIELU's factors are the softplus of learned numbers; beta is added to the negative side's."""
 
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:
         super().__init__(decoder, name)
@@ -39,15 +39,15 @@ class BentMLP(MLP):
         )
         self.positive, self.negative = softplus(alpha_p), self.beta + softplus(alpha_n)
         if "xielu_beta" not in decoder.config.values:
-            # A bound just below zero for exp's argument, which changes nothing that float32 can tell.
+            # A bound just below zero for exp's argument, too close to zero to change a float32 result.
             decoder.weights.numbers(f"{name}.act_fn.eps", ())
 
-    def bend(self, x: Array) -> Array:
+    def activate(self, x: Array) -> Array:
         return self.ops.xielu(x, self.positive, self.negative, self.beta)
 
 
 def number_of(decoder: Decoder, name: str, layer_id: int, part: str) -> float:
-    """A number of the activation: a tensor, or of a list in the config that a GGUF file's metadata became."""
+    """Return a number of the activation: from a tensor, or for a GGUF file from a list in the config."""
     listed = decoder.config.values.get(f"xielu_{part}")
     if listed is None:
         return float(decoder.weights.numbers(f"{name}.{part}", () if part == "beta" else (1,)).item())
@@ -69,7 +69,7 @@ class Layer:
         options = AttentionOptions(bias, bias, qk_norm_offset=0.0)
         self.attention = Attention(decoder, f"{name}.self_attn", layer_id, options)
         self.mlp_norm = decoder.make_norm(f"{name}.feedforward_layernorm")
-        self.mlp = BentMLP(decoder, f"{name}.mlp", layer_id)
+        self.mlp = XieluMLP(decoder, f"{name}.mlp", layer_id)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         x = x + self.attention(self.attention_norm(x), rows, kv)
@@ -78,7 +78,7 @@ class Layer:
 
 class Model(Decoder):
     Layer = Layer
-    activations = BENT
+    activations = XIELU
     default_activation = "xielu"
     default_theta = 12_000_000.0
     default_eps = 1e-5

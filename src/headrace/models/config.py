@@ -20,7 +20,7 @@ MAX_NUMBER = 1e30
 class ModelConfig:
     """The values of one config.json, which note the keys that are read.
 
-    Methods raise `CheckpointError` naming the key, the value and what is allowed."""
+    Methods raise `CheckpointError` naming the key, the value and the allowed values."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values if isinstance(values, Values) else Values(values)
@@ -41,7 +41,7 @@ class ModelConfig:
 
     def number(self, name: str, default: Any = _REQUIRED, low: float = 0.0) -> float:
         value = self._get(name, default)
-        # The comparison is false for NaN, and exact for ints beyond the floats.
+        # The comparison is false for NaN, and exact for ints beyond the range of floats.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= MAX_NUMBER:
             raise CheckpointError(
                 f"config.json: {name} is {value!r:.80}, expected a finite number from {low:g} to {MAX_NUMBER:g}"
@@ -55,7 +55,7 @@ class ModelConfig:
         return value
 
     def choice(self, name: str, allowed: dict[str, Any], default: Any = _REQUIRED) -> Any:
-        """`allowed[value]`; the value must be one of the keys of `allowed`."""
+        """Return `allowed[value]`; the value must be one of the keys of `allowed`."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in allowed:
             raise CheckpointError(f"config.json: {name} is {value!r:.80}, expected one of {', '.join(allowed)}")
@@ -86,7 +86,7 @@ class ModelConfig:
 
     @property
     def rope(self) -> ModelConfig:
-        """The rope settings in the newer layout (`rope_parameters`), whichever layout the file has."""
+        """The rope settings in the newer layout (`rope_parameters`), also of files with the older one."""
         values = dict(self.mapping("rope_scaling").values) | dict(self.mapping("rope_parameters").values)
         for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
             if values.get(name) is None and self.values.get(name) is not None:

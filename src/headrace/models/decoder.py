@@ -53,7 +53,7 @@ MAX_EXPERTS = 4096
 
 
 def stacked(weights: Weights, linear: Linear, fused: str) -> Matrix:
-    """The layers as one matrix. A checkpoint may have them as one already, whose last name is `fused`."""
+    """Return the layers as one matrix. A checkpoint may have them as one layer already, whose last name is `fused`."""
     whole, outs = f"{linear.names[0].rpartition('.')[0]}.{fused}", linear.num_outs
     if weights.has(f"{whole}.weight"):
         linear = linear._replace(names=[whole], num_outs=[sum(outs)], cut=linear.cut or outs)
@@ -88,12 +88,12 @@ class RMSNorm:
 
 
 class AttentionOptions(NamedTuple):
-    """What differs between models' attention.
+    """The settings in which models' attention differs.
 
-    qk_norm_offset: of norms of q and k by head; None for no norms. window, chunked, softcap, scale: as `Scoring` has
-    them; scale None: 1 / sqrt(head size). rope_table: where it is not the model's. rotates: False for no positions at
+    qk_norm_offset: offset of the norms of q and k by head; None for no norms. window, chunked, softcap, scale: as in
+    `Scoring`; scale None: 1 / sqrt(head size). rope_table: in place of the model's. rotates: False for no positions at
     all (NoPE). paired: numbers 2i and 2i + 1 of a head turn together in the checkpoint. sinks: each head has a learned
-    score of no key. query_scale: a table of factors by position. out: the last name of the layer behind attention.
+    score without a key. query_scale: a table of factors by position. out: the last name of the output projection.
     """
 
     qkv_bias: bool = False
@@ -122,7 +122,7 @@ class Attention:
         self.heads = Heads(decoder.num_heads, decoder.num_kv_heads, size)
         decoder.keep(layer_id, LayerShape(decoder.num_kv_heads, size), window)
         rope_table = options.rope_table or decoder.rope_table
-        # Where nothing turns too, so that each layer has one order whatever its rope.
+        # Also in layers without a rope, so that q and k of all layers have one order.
         self.turned = 2 * rope_table.cos.shape[1] if options.paired else 0
         scale = size**-0.5 if options.scale is None else options.scale
         sinks = weights.tensor(f"{name}.sinks", (decoder.num_heads,)) if options.sinks else None
@@ -141,6 +141,7 @@ class Attention:
             self.form = self.form._replace(q_norm=q_norm, k_norm=k_norm)
 
     def make_qkv(self, weights: Weights, linear: Linear) -> Matrix:
+        """Return q, k and v as one matrix. Override it where the checkpoint has them under other names or orders."""
         if not self.turned:
             return stacked(weights, linear, "qkv_proj")
         q_order, k_order = (pair_order(num_rows, self.heads.head_dim, self.turned) for num_rows in linear.num_outs[:2])
@@ -153,7 +154,7 @@ class Attention:
         return self.ops.linear(self.attend(qkv, rows, kv), self.out)
 
     def attend(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
-        """qkv [R, heads] -> the mixed values [R, num_heads * D]."""
+        """qkv [R, heads] -> the sums of values that attention weights [R, num_heads * D]."""
         ops, cache = self.ops, kv[self.layer_id]
         query = ops.rope_store(qkv, self.heads, rows, cache, self.form)
         if self.query_scale is not None:
@@ -168,7 +169,7 @@ class DecoderLayer(Protocol):
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x)). `inner`: the width between them, where it is not the model's. `parts` are the last
+    """down(act(gate(x)) * up(x)). `inner`: the width between the layers, by default the model's. `parts` are the last
     names of gate, up and down."""
 
     def __init__(
@@ -190,7 +191,7 @@ class GatedMLP:
 
 
 class MLP:
-    """down(act(up(x))). `parts` are the last names of both layers. `inner`: as `GatedMLP` has it."""
+    """down(act(up(x))). `parts` are the last names of both layers. `inner`: as in `GatedMLP`."""
 
     def __init__(
         self,
@@ -206,16 +207,16 @@ class MLP:
         self.ops, self.kind = decoder.ops, decoder.activation
 
     def __call__(self, x: Array) -> Array:
-        return self.ops.linear(self.bend(self.ops.linear(x, self.up)), self.down)
+        return self.ops.linear(self.activate(self.ops.linear(x, self.up)), self.down)
 
-    def bend(self, x: Array) -> Array:
+    def activate(self, x: Array) -> Array:
         return self.ops.activation(x, self.kind)
 
 
 class Experts:
-    """The mixture of a layer: `routing` chooses `num` experts of width `inner` by the router `router`. `parts` are the
-    last names of an expert's gate, up and down, or of up and down where they have no gate. `outer`: the width of what
-    experts take and give, where it is not that of the model's rows."""
+    """The mixture of a layer: of `num` experts of width `inner`, `routing` chooses by the router `router`. `parts` are
+    the last names of an expert's gate, up and down, or of up and down where they have no gate. `outer`: the width of
+    the experts' inputs and outputs, by default the width of the model's rows."""
 
     def __init__(
         self,
@@ -245,7 +246,7 @@ class Experts:
         self.layer = ExpertLayer(chooser, routing, gate_up, [weights.matrix(d) for d in downs], decoder.activation)
 
     def __call__(self, x: Array, seen: Array | None = None) -> Array:
-        """`seen`: what the router sees, where that is not x."""
+        """Return the mixture of x. `seen`: the router's input, where it is not x."""
         return self.ops.experts(x, self.layer, seen)
 
 
@@ -275,9 +276,13 @@ class Decoder(Model):
     default_eps = 1e-6
     eps_key = "rms_norm_eps"
     table = "embed_tokens"
+    """Name of the embedding table, behind the root."""
     final_norm = "norm"
+    head_name = "lm_head"
+    """Name of the output head, without a root."""
     roots: tuple[str, ...] = ("model.",)
-    """What the names of all tensors but the head's may begin with."""
+    """Prefixes that the names of all tensors but the head's may have. The first that the checkpoint has is the root; a
+    checkpoint without any has the root ""."""
     default_window: int | None = 4096
     default_head_dim: int | None = None
     first_layer = 0
@@ -291,14 +296,14 @@ class Decoder(Model):
         self.measure(config, weights, ops, max_model_len)
         root = next((root for root in self.roots if weights.has_prefix(root)), "")
         self.embedding, self.head = weights.ends(
-            f"{root}{self.table}", "lm_head", (self.vocab_size, self.hidden_size),
+            f"{root}{self.table}", self.head_name, (self.vocab_size, self.hidden_size),
             tied=config.flag("tie_word_embeddings", self.default_tied),
         )  # fmt: skip
         self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
         self.norm = self.make_final_norm(f"{root}{self.final_norm}")
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
-        """Set sizes and angles, which the parts read in their constructors."""
+        """Set sizes and the rope table, which the parts read in their constructors."""
         verify(config.values, self.unread)
         self.config, self.weights, self.ops, self.max_model_len = config, weights, ops, max_model_len
         self._windowed: dict[int, tuple[LayerShape, int]] = {}
@@ -319,7 +324,7 @@ class Decoder(Model):
         self.rope_table = self.make_rope_table(self.global_rope(config))
 
     def keep(self, layer_id: int, shape: LayerShape, window: int | None) -> None:
-        """Have the cache keep `shape` for a layer that sees `window` positions, None for all."""
+        """Register `shape` as the cache of a layer that sees `window` positions, None for all."""
         if shape.source is not None:
             window = self._windowed[shape.source][1]
         is_short = window is not None and window < self.max_model_len
@@ -327,7 +332,7 @@ class Decoder(Model):
         self._number_kinds()
 
     def keep_states(self, layer_id: int, *states: tuple[int, ...]) -> None:
-        """Have the cache keep arrays of these shapes for a layer with a state."""
+        """Register arrays of these shapes as the cache of a layer with a state."""
         self._windowed[layer_id] = LayerShape(0, 0, states=states), STATE
         self._number_kinds()
 
@@ -344,7 +349,7 @@ class Decoder(Model):
         return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
 
     def layer_type(self, layer_id: int) -> str:
-        """One of the class's `layer_types`: what config.json's layer_types says, or the model's default."""
+        """Return one of the class's `layer_types`: from the config.json's layer_types, else the model's default."""
         kinds = self.config.words("layer_types", self.num_layers)
         kind = self.default_layer_type(layer_id) if kinds is None else kinds[layer_id]
         if kind not in self.layer_types:
@@ -357,20 +362,20 @@ class Decoder(Model):
         return "full_attention"
 
     def window(self, layer_id: int) -> int | None:
-        """Positions that layer `layer_id` sees, None for all."""
+        """Return the number of positions that layer `layer_id` sees, None for all."""
         if self.layer_type(layer_id) == "full_attention":
             return None
         return self.config.integer("sliding_window", self.default_window)
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
-        """The rope settings of all layers, or of those with full attention."""
+        """Return the rope settings of all layers, or of the layers with full attention."""
         return config.rope
 
     def make_norm(self, name: str) -> Callable[[Array], Array]:
         return RMSNorm(self.weights, self.ops, name, self.hidden_size, self.eps, self.norm_offset)
 
     def make_post_norm(self, name: str) -> Callable[[Array], Array]:
-        """The norm of what is added to the rows."""
+        """Make the norm of a part's output, before it is added to the rows."""
         return self.make_norm(name)
 
     def make_final_norm(self, name: str) -> Callable[[Array], Array]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): latent attention, mixtures of many small experts beside shared ones."""
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): latent attention, mixtures of many small experts and shared ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layer(LatentLayer):
         return LatentAttention(decoder, name, layer_id)
 
     def routing(self, decoder: Decoder, name: str, num: int) -> Routing:
-        """Weights are the softmax over all experts; groups are chosen by their best one."""
+        """Weight experts by the softmax over all experts; choose groups by their best expert."""
         config = decoder.config
         in_groups = config.choice("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
         groups = (config.integer("n_group"), config.integer("topk_group"), 1) if in_groups else None

@@ -29,7 +29,7 @@ TINY = {
 
 class Layer(ernie4_5.Layer):
     def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
-        """Weights are the softmax over all experts, divided by their sum over the chosen."""
+        """Weight experts by the softmax over all experts, divided by its sum over the chosen ones."""
         config, name = decoder.config, f"{name}.mlp"
         end = config.integer("moe_layer_end_index", -1, low=-1)
         within = (

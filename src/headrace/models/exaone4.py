@@ -30,7 +30,7 @@ class Layer(olmo2.PostNormLayer):
 
 
 def has_windows(decoder: Decoder) -> bool:
-    """Whether config.json gives a window; null is none, and without the key there is the class's."""
+    """Return whether there is a window: null in config.json is none, and without the key the class's default holds."""
     return decoder.config.values.get("sliding_window", decoder.default_window) is not None
 
 

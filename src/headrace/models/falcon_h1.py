@@ -75,7 +75,7 @@ class Layer:
         config, self.ops = decoder.config, decoder.ops
         self.first_norm = decoder.make_norm(f"{name}.input_layernorm")
         bias = config.flag("attention_bias", False)
-        # A factor of the keys is one of the scores.
+        # A factor of the keys is a factor of the scores.
         scale = decoder.head_dim**-0.5 * config.number("key_multiplier", 1.0)
         options = AttentionOptions(bias, bias, scale=scale)
         self.attention = Attention(decoder, f"{name}.self_attn", layer_id, options)

@@ -30,7 +30,7 @@ class Model(llama.Model):
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         super().measure(config, weights, ops, max_model_len)
-        if self.activation == "gelu":  # what the first releases say, and do not mean
+        if self.activation == "gelu":  # the first releases say so, and mean the tanh form
             self.activation = "gelu_tanh"
 
     def embed(self, token_ids: Array) -> Array:

@@ -1,5 +1,5 @@
-"""The layers of Gemma 4: those with full attention have heads of their own size, the last read the cache of earlier
-ones, and experts may lie beside the MLP. Called by `gemma4_text`."""
+"""The layers of Gemma 4: heads of layers with full attention have another size, the last layers read the cache of
+earlier ones, and experts may run side by side with the MLP. Called by `gemma4_text`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.protocol.errors import CheckpointError
 
 
 class Frame(gemma2.Model):
-    """What the layers read of their model."""
+    """The attributes and methods of the model that the layers read."""
 
     unread = ()
     norm_offset = 0.0
@@ -47,7 +47,7 @@ class Frame(gemma2.Model):
         return ModelConfig({"rope_type": "default"} | by_type.mapping("sliding_attention").values)
 
     def sizes(self, layer_id: int, is_full: bool) -> tuple[int, int]:
-        """Numbers of a head, and heads of keys: of the layer, else of its type."""
+        """Return the numbers of a head and the number of KV heads: of the layer, else of its type."""
         config, size, kv_heads = self.config, self.head_dim, self.num_kv_heads
         if is_full:
             size = config.integer("global_head_dim", 512)
@@ -57,7 +57,7 @@ class Frame(gemma2.Model):
         return layer.integer("head_dim", size), layer.integer("num_key_value_heads", kv_heads)
 
     def source(self, layer_id: int) -> int | None:
-        """The layer that has the cache: of the last `num_kv_shared_layers` the last one of their type before them."""
+        """Return the earlier layer of its type whose cache one of the last `num_kv_shared_layers` reads, else None."""
         first = self.num_layers - self.config.integer("num_kv_shared_layers", 0, low=0, high=self.num_layers - 1)
         alike = [i for i in range(first) if self.layer_type(i) == self.layer_type(layer_id)]
         if layer_id >= first and not alike:
@@ -69,7 +69,7 @@ class Frame(gemma2.Model):
 
 
 class Attention:
-    """Queries and keys are normed, values too, by no weight; layer `source`, if any, has the keys and values."""
+    """Attention with normed queries, keys and, without a weight, values. A layer `source` has its keys and values."""
 
     def __init__(self, model: Frame, name: str, layer_id: int) -> None:
         weights, ops, hidden, heads = model.weights, model.ops, model.hidden_size, model.num_heads
@@ -102,7 +102,7 @@ class Attention:
 
 
 class Mixture:
-    """norm(mlp(norm(x))) + norm(experts(norm(x))), of which the router sees x by a norm of its own."""
+    """norm(mlp(norm(x))) + norm(experts(norm(x))). The router reads x through another norm."""
 
     def __init__(self, model: Frame, name: str) -> None:
         config, weights, hidden = model.config, model.weights, model.hidden_size

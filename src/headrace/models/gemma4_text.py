@@ -36,7 +36,7 @@ class Model(Frame):
     ) -> Array:
         ops, width, extra = self.ops, self.extra_width, None
         if width:
-            # Of the tokens alone, so that a process which has later layers computes it by itself.
+            # Computed from the tokens alone, so that a process with later layers computes it by itself.
             entered = self.enter(rows) if layer_ids.start else x
             of_tokens = ops.embedding(rows.token_ids, self.extra, width**0.5)
             of_x = ops.scale(ops.linear(entered, self.to_extra), self.hidden_size**-0.5)

@@ -44,8 +44,8 @@ TINY = {
 def sigmoid_routing(
     decoder: Decoder, name: str, num: int, top_k: int = 8, groups: tuple[int, int] = (1, 1), scale: float = 1.0
 ) -> Routing:
-    """Scores are sigmoids; a bias is added to them for the choice, first of groups by their two best, then of experts.
-    `top_k`, `groups` and `scale` are those of a config that does not say them."""
+    """Return a routing by sigmoids; for the choice, first of groups by their two best, then of experts, a bias is added
+    to them. `top_k`, `groups` and `scale` are the defaults where the config has no such keys."""
     config = decoder.config
     num_groups, chosen = config.integer("n_group", groups[0]), config.integer("topk_group", groups[1])
     return Routing(

@@ -36,7 +36,8 @@ class Layer(LatentLayer):
     num_experts = 64
 
     def is_dense(self, config: ModelConfig, layer_id: int) -> bool:
-        """The first, if config.json has no `mlp_layer_types`; not that for multi-token prediction, which comes last."""
+        """Return whether a layer has no mixture: by `mlp_layer_types`, else only the first. The layer for multi-token
+        prediction, which follows the listed layers, has one."""
         kinds = config.words("mlp_layer_types", config.integer("num_hidden_layers"))
         return layer_id == 0 if kinds is None else kinds[layer_id : layer_id + 1] == ["dense"]
 

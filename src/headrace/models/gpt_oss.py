@@ -30,12 +30,12 @@ TINY = {
     },
 }  # fmt: skip
 ALPHA, LIMIT = 1.702, 7.0
-"""What the gate of every release has, and the kernels."""
+"""The clamp of the gate in every release, and in the kernels."""
 
 
 class Experts:
-    """Weights are the softmax over the chosen experts. Rows of gate and up alternate in the checkpoint, whose matrices
-    are [in, out] where they are floats."""
+    """A mixture weighted by the softmax over the chosen experts. Rows of gate and up alternate in the checkpoint, whose
+    matrices are [in, out] where they are floats."""
 
     def __init__(self, decoder: Decoder, name: str) -> None:
         weights, config = decoder.weights, decoder.config

@@ -1,4 +1,4 @@
-"""Granite 4 (IBM 2025): Mamba2 in most layers, attention in the others, experts beside a shared MLP, and Granite's
+"""Granite 4 (IBM 2025): Mamba2 in most layers, attention in the others, experts and a shared MLP, and Granite's
 constant factors."""
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TINY = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-"""What releases call the layers, and what transformers 5 does."""
+"""The names of layers in releases, and in transformers 5."""
 
 
 class SharedMLP:
-    """output(act(gate) * up), gate and up out of one layer, which GGUF files have as two."""
+    """output(act(gate) * up); gate and up are one layer, which GGUF files have as two."""
 
     def __init__(self, decoder: Decoder, name: str) -> None:
         inner, hidden = decoder.config.integer("shared_intermediate_size", 1024), decoder.hidden_size

@@ -22,14 +22,14 @@ TINY = {
 
 
 class LateNormAttention(Attention):
-    """Attention that norms q and k where others have stored k already."""
+    """Attention that norms q and k after the rope."""
 
     def __init__(self, decoder: Decoder, name: str, layer_id: int, bias: bool) -> None:
         super().__init__(decoder, name, layer_id, AttentionOptions(bias, bias))
         self.angles = decoder.rope_table
         parts = [(f"{name}.{part}_layernorm", self.heads.head_dim) for part in ("query", "key")]
         norms = [RMSNorm(decoder.weights, decoder.ops, *part, decoder.eps).of_head for part in parts]
-        # Turned already, they have no angles left: the store norms them alone.
+        # They are turned already, so the form for the store has norms without a rope.
         self.form = HeadForm(None, *norms)
 
     def attend(self, qkv: Array, rows: Rows, kv: Sequence[Cache]) -> Array:

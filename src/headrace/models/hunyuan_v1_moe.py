@@ -25,7 +25,7 @@ TINY = {
 
 
 def of_layer(config: ModelConfig, name: str, layer_id: int, num_layers: int, high: int) -> int:
-    """A number that is one for all layers, or a list of one for each."""
+    """Return a layer's number under a key that has one number for all layers, or a list of one for each."""
     value = config.values.get(name)
     if not isinstance(value, list):
         return config.integer(name, 1, high=high)
@@ -36,7 +36,7 @@ def of_layer(config: ModelConfig, name: str, layer_id: int, num_layers: int, hig
 
 class Layer(hunyuan_v1_dense.Layer):
     def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> SharedExperts:
-        """Weights are the softmax over the chosen experts."""
+        """Weight experts by the softmax over the chosen ones."""
         config, name = decoder.config, f"{name}.mlp"
         num = of_layer(config, "num_experts", layer_id, decoder.num_layers, MAX_EXPERTS)
         routing = Routing(of_layer(config, "moe_topk", layer_id, decoder.num_layers, num))

@@ -35,7 +35,7 @@ class Layer(llama.Layer):
         return Attention(decoder, name, layer_id, AttentionOptions(bias, bias, qk_norm_offset=0.0))
 
     def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Callable[[Array], Array]:
-        """Scores are sigmoids, to which a bias is added for the choice."""
+        """Make experts chosen by sigmoids plus a bias, weighted without the bias."""
         config, name = decoder.config, f"{name}.mlp"
         kinds = config.words("mlp_layer_types", decoder.num_layers) or ["dense"] + ["sparse"] * decoder.num_layers
         if kinds[layer_id] == "dense":

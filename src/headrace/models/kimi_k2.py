@@ -17,4 +17,4 @@ TINY = deepseek_v3.TINY | {
 
 
 class Model(deepseek_v3.Model):
-    """Its releases say all that could have another default."""
+    """As DeepSeek-V3's; config.json of the releases has all keys whose defaults could differ."""

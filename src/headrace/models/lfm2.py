@@ -79,7 +79,7 @@ class Lfm2Attention(Attention):
 
 
 def inner_size(decoder: Decoder) -> int:
-    """The MLP's width: two thirds of intermediate_size, scaled and rounded up, unless the config says not to."""
+    """Return the MLP's width: two thirds of intermediate_size, scaled and rounded up, unless the config forbids it."""
     config, inner = decoder.config, decoder.intermediate_size
     if not config.flag("block_auto_adjust_ff_dim", True):
         return inner

@@ -1,5 +1,5 @@
-"""The text of Llama 4 (Meta 2025): attention within chunks, but for layers without positions, whose queries grow with
-their position; experts whose input is scaled, beside one that all rows share."""
+"""The text of Llama 4 (Meta 2025): attention within chunks, except in layers without positions, whose queries grow with
+their position; experts whose input is scaled, and one that all rows share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TINY = {
 
 
 class Experts:
-    """Scores are sigmoids, which multiply what goes into an expert. Matrices are [in, out] in the checkpoint."""
+    """A mixture whose scores, sigmoids, multiply an expert's input. Matrices are [in, out] in the checkpoint."""
 
     def __init__(self, decoder: Decoder, name: str) -> None:
         weights, config = decoder.weights, decoder.config
@@ -97,7 +97,7 @@ class Layer(PreNormLayer):
             ),
         )
         if rotates and config.flag("use_qk_norm", True):
-            # The model norms after the rope, which changes no length.
+            # The model norms after the rope; the order does not matter, because the rope changes no length.
             ones = decoder.weights.constant(np.ones(decoder.head_dim, np.float32))
             norm = HeadNorm(ones, decoder.eps, 0.0)
             attention.form = attention.form._replace(q_norm=norm, k_norm=norm)
@@ -126,7 +126,7 @@ class Model(Decoder):
     default_window = 8192
 
     def window(self, layer_id: int) -> int | None:
-        """Positions of a chunk, None for layers that see all."""
+        """Return the number of positions of a chunk, None for layers that see all."""
         kinds = self.config.words("layer_types", self.num_layers)
         kind = kinds[layer_id] if kinds else "chunked_attention" if has_rope(self, layer_id) else "full_attention"
         if kind not in ("chunked_attention", "full_attention"):
@@ -139,7 +139,7 @@ class Model(Decoder):
         return self.config.integer("attention_chunk_size", self.default_window)
 
     def make_rope_table(self, rope: ModelConfig) -> RopeTable:
-        # The norm of queries and keys, which is behind the rope, takes the magnitude of a stretched one away.
+        # A stretched rope multiplies cos and sin; the norm of queries and keys after the rope would undo that.
         if self.config.flag("use_qk_norm", True):
             rope = ModelConfig(rope.values | {"attention_factor": 1.0})
         return super().make_rope_table(rope)

@@ -21,7 +21,7 @@ from headrace.protocol.errors import CheckpointError
 
 
 def heads_of(config: ModelConfig, names: tuple[str, str, str, str], inner: int | None = None) -> StateHeads:
-    """The sizes that a config has under `names`: heads, groups, state, numbers of a head ("auto": `inner` in all)."""
+    """Return the sizes under the keys `names`: heads, groups, state, numbers of a head ("auto": `inner` / heads)."""
     num_heads, num_groups = config.integer(names[0]), config.integer(names[1], 1)
     size, head_dim = config.integer(names[2], high=MAX_HEAD_DIM), config.values.get(names[3])
     if inner is not None and head_dim in (None, "auto"):
@@ -34,7 +34,7 @@ def heads_of(config: ModelConfig, names: tuple[str, str, str, str], inner: int |
 
 
 def step_limits(config: ModelConfig) -> tuple[float, float]:
-    """`time_step_limit`: the least and the greatest step, the latter perhaps infinite."""
+    """Return `time_step_limit`: the least and the greatest step, the latter perhaps infinite."""
     value: Any = config.values.get("time_step_limit")
     if value is None:
         return 0.0, math.inf
@@ -49,7 +49,7 @@ def step_limits(config: ModelConfig) -> tuple[float, float]:
 
 
 class MambaForm(NamedTuple):
-    """What differs between models' Mamba2 layers.
+    """The settings in which models' Mamba2 layers differ.
 
     limits: of the steps. norm_first: norm before gate; has_norm: False where there is only the gate. factors: of the
     five parts of the projection (gate, x, B, C, step). activation: of the convolution.
@@ -67,7 +67,7 @@ class MambaForm(NamedTuple):
 
 
 class Mamba2:
-    """Gate, convolved inputs and steps are one projection's; the scan's result is gated, then normed by groups."""
+    """One projection gives gate, convolution's inputs and steps; the scan's result is gated, then normed by groups."""
 
     def __init__(self, decoder: Decoder, name: str, layer_id: int, form: MambaForm) -> None:
         heads, conv_size, bias, conv_bias, limits, has_norm, norm_first, factors, activation = form
@@ -78,7 +78,7 @@ class Mamba2:
         decoder.keep_states(layer_id, (conv_size - 1, self.width), (heads.num_heads, heads.key_dim, heads.value_dim))
         total = self.inner + self.width + heads.num_heads
         self.into = weights.matrix(Linear([f"{name}.in_proj"], decoder.hidden_size, [total], bias=bias))
-        # Factors of what is convolved are those of its weights.
+        # Factors of the convolution's inputs are applied to its weights.
         self.gate_factor, self.step_factor = factors[0], factors[4]
         by_column = np.repeat(np.array(factors[1:4], np.float32), [self.inner, self.keys, self.keys])
         self.weight = conv_weight(weights, f"{name}.conv1d", self.width, conv_size, by_column)
@@ -110,7 +110,7 @@ class Mamba2:
         return ops.linear(y if self.norm_first else self.normed(y), self.out)
 
     def convolved(self, x: Array, rows: Rows, past: Array) -> Array:
-        """The convolution and its activation, in one operator where that is silu."""
+        """Return the convolution of x and its activation, in one operator if the activation is silu."""
         ops, is_silu = self.ops, self.kind == "silu"
         y = ops.conv(x, self.weight, self.bias, "silu" if is_silu else "identity", rows, past)
         return y if is_silu else ops.activation(y, self.kind)

@@ -29,7 +29,7 @@ class Layer(PreNormLayer):
         return WideNormAttention(decoder, name, layer_id)
 
     def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Experts:
-        """Scores are sigmoids, to which a bias is added for the choice."""
+        """Make experts chosen by sigmoids plus a bias, weighted without the bias."""
         config, name = decoder.config, f"{name}.block_sparse_moe"
         num = config.integer("num_local_experts", 256, high=MAX_EXPERTS)
         bias = decoder.weights.tensor(f"{name}.e_score_correction_bias", (num,))

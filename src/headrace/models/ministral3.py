@@ -27,12 +27,12 @@ TINY = {
 
 
 def query_scale(decoder: Decoder, factors: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Array:
-    """A factor for each position [max_model_len], as `Attention` takes it."""
+    """Return a factor for each position [max_model_len], as `Attention` takes it."""
     return decoder.weights.constant_table(factors.astype(np.float32)[:, None])
 
 
 def position_scale(decoder: Decoder) -> Array:
-    """The factors of queries: the logarithm's argument grows by one with each length of the pretraining."""
+    """Return the factors of queries: the logarithm's argument grows by one with each length of the pretraining."""
     rope = decoder.global_rope(decoder.config)
     length = rope.integer("original_max_position_embeddings", decoder.config.integer("max_position_embeddings"))
     times = np.arange(decoder.max_model_len) // length

@@ -42,7 +42,7 @@ ROPE = {
     "rope_type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-"""Of a config.json that has none."""
+"""Rope where config.json has none."""
 
 
 class Layer(LatentLayer):
@@ -53,10 +53,10 @@ class Layer(LatentLayer):
         return LatentAttention(decoder, name, layer_id, paired=paired, query_scale=position_scale(decoder))
 
     def routing(self, decoder: Decoder, name: str, num: int) -> Routing:
-        """Groups are chosen by the sum of their two best shares of the softmax."""
+        """Choose groups by the sum of their two best shares of the softmax."""
         config = decoder.config
         groups = config.integer("n_group", 1), config.integer("topk_group", 1), 2
-        # A bias makes the choice one among shares, and not among logits, whose sums are others.
+        # With a bias, even of zeros, groups are chosen by sums of shares; without, by sums of logits.
         shares = decoder.weights.constant(np.zeros(num, np.float32)) if groups[0] > 1 else None
         return Routing(
             config.integer("num_experts_per_tok", 4),

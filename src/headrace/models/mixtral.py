@@ -23,7 +23,7 @@ TINY = {
 
 class Layer(mistral.Layer):
     def make_mlp(self, decoder: Decoder, name: str, layer_id: int) -> Experts:
-        """Weights are the softmax over the chosen experts."""
+        """Weight experts by the softmax over the chosen ones."""
         num = decoder.config.integer("num_local_experts", 8, high=MAX_EXPERTS)
         routing = Routing(decoder.config.integer("num_experts_per_tok", 2))
         inner, parts = decoder.intermediate_size, ("w1", "w3", "w2")

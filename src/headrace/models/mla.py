@@ -1,9 +1,8 @@
 """Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1), always in the absorbed form.
 
 The cache has one row for each position, [latent | rope]: the key of all heads, whose first numbers are their value. A
-head's query goes through the transposed weights that would make its key of a latent, and what attention gives it goes
-through those that would make its value. There is no second form for prefill: it would have bits of its own. Called by
-the model files.
+head's query is multiplied by the transposed weights that make keys out of latents, and its result of attention by the
+weights that make values. There is no second form for prefill, because its bits would differ. Called by the model files.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from headrace.models.rope import make_rope_table, mscale, pair_order
 from headrace.models.weights import Linear
 
 EPS = 1e-6
-"""Of the norms of latents, whatever that of the others is."""
+"""Epsilon of the norms of latents, whatever the epsilon of the other norms."""
 
 
 class LatentAttention:
-    """`paired`: numbers 2i and 2i + 1 of what turns are turned together in the checkpoint. `query_scale`: a table of
-    factors by position."""
+    """Latent attention in one layer. `paired`: of the rotated numbers, 2i and 2i + 1 turn together in the checkpoint.
+    `query_scale`: a table of factors by position."""
 
     def __init__(
         self,
@@ -34,16 +33,16 @@ class LatentAttention:
         query_scale: Array | None = None,
     ) -> None:
         config, weights, ops = decoder.config, decoder.weights, decoder.ops
-        num, latent, turned = decoder.num_heads, config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
-        straight, value = config.integer("qk_nope_head_dim"), config.integer("v_head_dim")
-        self.ops, self.layer_id, self.turned, self.query_scale = ops, layer_id, turned, query_scale
-        self.heads = Heads(num, 1, latent + turned, latent)
+        num, latent, rope_dim = decoder.num_heads, config.integer("kv_lora_rank"), config.integer("qk_rope_head_dim")
+        nope_dim, value = config.integer("qk_nope_head_dim"), config.integer("v_head_dim")
+        self.ops, self.layer_id, self.rope_dim, self.query_scale = ops, layer_id, rope_dim, query_scale
+        self.heads = Heads(num, 1, latent + rope_dim, latent)
         self.rope_table = decoder.rope_table
-        self.scoring = Scoring((straight + turned) ** -0.5 * magnitude(decoder.global_rope(config)) ** 2)
-        decoder.keep(layer_id, LayerShape(1, latent + turned, latent, shares_key=True), None)
-        size, hidden, bias = num * (straight + turned), decoder.hidden_size, config.flag("attention_bias", False)
-        q_order = pair_order(size, straight + turned, turned, straight) if paired else None
-        kv_order = pair_order(latent + turned, latent + turned, turned, latent) if paired else None
+        self.scoring = Scoring((nope_dim + rope_dim) ** -0.5 * magnitude(decoder.global_rope(config)) ** 2)
+        decoder.keep(layer_id, LayerShape(1, latent + rope_dim, latent, shares_key=True), None)
+        size, hidden, bias = num * (nope_dim + rope_dim), decoder.hidden_size, config.flag("attention_bias", False)
+        q_order = pair_order(size, nope_dim + rope_dim, rope_dim, nope_dim) if paired else None
+        kv_order = pair_order(latent + rope_dim, latent + rope_dim, rope_dim, latent) if paired else None
         self.q_a = self.q_norm = None
         if config.values.get("q_lora_rank") is None:
             self.q = weights.matrix(Linear([f"{name}.q_proj"], hidden, [size], orders=[q_order]))
@@ -53,9 +52,9 @@ class LatentAttention:
             self.q_norm = RMSNorm(weights, ops, f"{name}.q_a_layernorm", rank, EPS)
             self.q = weights.matrix(Linear([f"{name}.q_b_proj"], rank, [size], orders=[q_order]))
         kv_a = f"{name}.kv_a_proj_with_mqa"
-        self.kv_a = weights.matrix(Linear([kv_a], hidden, [latent + turned], bias=bias, orders=[kv_order]))
+        self.kv_a = weights.matrix(Linear([kv_a], hidden, [latent + rope_dim], bias=bias, orders=[kv_order]))
         self.kv_norm = RMSNorm(weights, ops, f"{name}.kv_a_layernorm", latent, EPS).of_head
-        self.keys, self.values = weights.by_head(f"{name}.kv_b_proj", latent, num, straight, value)
+        self.keys, self.values = weights.by_head(f"{name}.kv_b_proj", latent, num, nope_dim, value)
         self.out = weights.matrix(Linear([f"{name}.o_proj"], num * value, [hidden], bias=bias))
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
@@ -64,7 +63,7 @@ class LatentAttention:
         ops.rope_store(key, self.heads._replace(num_heads=0), rows, cache, HeadForm(self.rope_table))
         if self.q_a is not None and self.q_norm is not None:
             x = self.q_norm(ops.linear(x, self.q_a))
-        query = ops.by_head(ops.linear(x, self.q), self.keys, self.turned)
+        query = ops.by_head(ops.linear(x, self.q), self.keys, self.rope_dim)
         query = ops.rope(query, self.heads.num_heads, self.heads.head_dim, rows, self.rope_table)
         if self.query_scale is not None:
             query = ops.multiply(query, ops.embedding(rows.positions, self.query_scale), "identity")
@@ -73,8 +72,8 @@ class LatentAttention:
 
 
 class LatentLayer(PreNormLayer):
-    """Latent attention, then an MLP or a mixture beside shared experts. `num_dense`: layers without a mixture, and
-    `num_experts` of one, of a config that does not say them."""
+    """Latent attention, then an MLP or a mixture with shared experts. Defaults for configs without the keys:
+    `num_dense` first layers without a mixture, `num_experts` of a mixture."""
 
     num_dense = 0
     num_experts = 256
@@ -100,16 +99,16 @@ class LatentLayer(PreNormLayer):
 
 class LatentDecoder(Decoder):
     def make_rope_table(self, rope: ModelConfig) -> RopeTable:
-        """The last numbers of a head turn, all of them."""
-        turned, longest = self.config.integer("qk_rope_head_dim"), self.config.integer("max_position_embeddings")
+        """Make the table for the rope's part of a head, which comes last and turns as a whole."""
+        rope_dim, longest = self.config.integer("qk_rope_head_dim"), self.config.integer("max_position_embeddings")
         rope = ModelConfig(rope.values | {"partial_rotary_factor": 1.0})
-        table = make_rope_table(rope, turned, longest, self.max_model_len, self.default_theta)
+        table = make_rope_table(rope, rope_dim, longest, self.max_model_len, self.default_theta)
         cos, sin = (self.weights.constant(part) for part in (table.cos, table.sin))
         return RopeTable(cos, sin, self.config.integer("kv_lora_rank"))
 
 
 def magnitude(rope: ModelConfig) -> float:
-    """What YaRN multiplies queries and keys with, beside what is in the table."""
+    """Return YaRN's factor of queries and keys in addition to the table's."""
     weight = rope.number("mscale_all_dim", 0.0)
     if not weight or rope.values["rope_type"] == "default":
         return 1.0

@@ -44,7 +44,7 @@ TINY = {
 
 
 def bases(decoder: Decoder) -> list[Any]:
-    """The base of each layer's rope, 0 where nothing turns; which else it is the global one says."""
+    """Return for each layer 0 where nothing turns, else another number; the base is in the global rope's settings."""
     num, listed = decoder.num_layers, decoder.config.values.get("layer_rope_theta")
     if listed is None:
         return [(num - 1 - i) % 4 for i in range(num)]

@@ -1,5 +1,5 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA 2025): layers of one part each, which is Mamba2, attention without
-positions, an MLP with squared ReLUs, or a mixture of such, whose experts may take and give narrower rows."""
+positions, an MLP with squared ReLUs, or a mixture of such MLPs, whose inputs and outputs may be narrower."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ TINY = {
 LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 KEEPING = ("linear_attention", "full_attention")
-"""Layers that keep something of a sequence."""
+"""Kinds of layers that keep something of a sequence in the cache."""
 
 
 class Mixture:
-    """shared(x) + out(experts(into(x))), the router seeing x; without narrow rows `into` and `out` are not there."""
+    """shared(x) + out(experts(into(x))); the router reads x. `into` and `out` are there for narrower experts only."""
 
     def __init__(self, decoder: Decoder, name: str) -> None:
         config, hidden, self.ops = decoder.config, decoder.hidden_size, decoder.ops
@@ -79,7 +79,7 @@ class Layer:
         config, kind = decoder.config, decoder.layer_type(layer_id)
         self.norm, name = decoder.make_norm(f"{name}.norm"), f"{name}.mixer"
         self.mixer: Callable[[Array, Rows, Sequence[Cache]], Array]
-        # Layers that keep nothing have no cache: those after them have the next ones.
+        # Layers that keep nothing have no cache: caches are numbered without them.
         cache_id = sum(decoder.layer_type(i) in KEEPING for i in range(layer_id))
         if kind == "linear_attention":
             heads = heads_of(config, ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim"))
@@ -124,7 +124,7 @@ class Model(Decoder):
 
 
 def kinds_of(config: ModelConfig) -> list[str]:
-    """The layers' kinds, out of `layers_block_type` (or `layer_types`), or of a letter for each layer."""
+    """Return the layers' kinds, from `layers_block_type` (or `layer_types`), or from a letter for each layer."""
     letters = config.values.get("hybrid_override_pattern")
     if isinstance(letters, str) and set(letters) <= set(LETTERS):
         return [LETTERS[letter] for letter in letters]

@@ -42,7 +42,7 @@ class Model(olmo2.Model):
         return "sliding_attention" if (layer_id + 1) % 4 else "full_attention"
 
     def global_rope(self, config: ModelConfig) -> ModelConfig:
-        # The releases have one setting, which is of the layers without windows; transformers 5 writes one of each.
+        # The releases have one setting, for the layers without windows; transformers 5 writes one for each type.
         whole = config.rope
         by_type = config.mapping("rope_parameters")
         local = {"rope_type": "default", "rope_theta": whole.number("rope_theta", self.default_theta, low=1.0)}

@@ -28,7 +28,7 @@ class Layer(PreNormLayer):
 class Model(Decoder):
     Layer = Layer
     default_first_window = 28
-    """The first layer with a window."""
+    """Return the number of the first layer with a window."""
 
     def default_layer_type(self, layer_id: int) -> str:
         slides = self.config.flag("use_sliding_window", False)

@@ -31,20 +31,20 @@ TINY = {
 
 
 def make_experts(decoder: Decoder, name: str, renormalise: bool | None = None) -> Experts:
-    """Weights are the softmax over all experts, divided by the sum over the chosen if they are to `renormalise` (None:
-    if `norm_topk_prob` says so)."""
+    """Make experts weighted by the softmax over all experts, divided by its sum over the chosen ones if `renormalise`
+    (None: as `norm_topk_prob` has it)."""
     config = decoder.config
     inner = config.integer("moe_intermediate_size")
     if renormalise is None:
         renormalise = config.flag("norm_topk_prob", False)
     routing = Routing(config.integer("num_experts_per_tok"), renormalise=renormalise)
-    # transformers 5 writes the one, the releases have the other.
+    # transformers 5 writes one of the names, the releases have the other.
     key = "num_local_experts" if config.values.get("num_experts") is None else "num_experts"
     return Experts(decoder, name, config.integer(key, high=MAX_EXPERTS), inner, routing)
 
 
 def has_experts(config: ModelConfig, layer_id: int) -> bool:
-    """Whether a layer is a mixture: each `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    """Return whether a layer is a mixture: each `decoder_sparse_step`-th is, except `mlp_only_layers`."""
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise CheckpointError(f"config.json: mlp_only_layers is {dense!r:.80}, expected a list of layers")

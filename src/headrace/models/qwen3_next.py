@@ -1,5 +1,5 @@
 """Qwen3-Next (Qwen Team 2025): the gated delta rule in three of four layers, gated attention in each fourth, and small
-experts beside a shared one."""
+experts with a shared one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ TINY = qwen3_5_text.TINY | {
 
 
 class Delta(GatedDelta):
-    """The checkpoint has the parts of each key head together: its q, k, and of its value heads v and z, or b and a."""
+    """Gated delta rule of a checkpoint whose rows lie by key head: its q, its k, and its value heads' v and z, or b and
+    a."""
 
     def make_qkvz(self, weights: Weights, name: str, hidden: int) -> Matrix:
         if weights.has(f"{name}.in_proj_qkv.weight"):  # as newer GGUF files have it
@@ -43,7 +44,7 @@ class Delta(GatedDelta):
         return weights.matrix(Linear([f"{name}.in_proj_ba"], hidden, [len(order)], plain=True, orders=[order]))
 
     def parts_of_heads(self, sizes: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """For rows that lie head by head, each with parts of `sizes`: their order part by part."""
+        """Return the order that puts rows which lie head by head, each with parts of `sizes`, part by part."""
         rows = np.arange(self.heads.num_key_heads * sum(sizes)).reshape(self.heads.num_key_heads, -1)
         return np.concatenate([part.ravel() for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)])
 

@@ -1,4 +1,4 @@
-"""Layers with a state that several families share: gated attention beside the gated delta rule (Yang et al. 2024).
+"""Layers of families with a state: the gated delta rule (Yang et al. 2024), and gated attention between such layers.
 
 Knows `Ops` and `Weights` only. Called by the model files.
 """
@@ -47,7 +47,7 @@ class GatedAttention(Attention):
 class GatedDelta:
     """Convolution of q, k and v, the gated delta rule, a norm of each head times the silu of a gate z.
 
-    Subclasses of the families differ in how the checkpoint stacks their matrices.
+    Families' subclasses read the matrices, which their checkpoints stack in different orders.
     """
 
     def __init__(self, decoder: Decoder, name: str, layer_id: int) -> None:

@@ -41,14 +41,14 @@ def make_rope_table(
             "are allowed; set max_model_len"
         )
     angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
-    # float64 leaves one right answer in float32, whatever the library.
+    # In float64, so that all libraries round to the same float32.
     wide = angles.astype(np.float64)
     return RopeTable((np.cos(wide) * magnitude).astype(np.float32), (np.sin(wide) * magnitude).astype(np.float32))
 
 
 def pair_order(num_rows: int, head_dim: int, turned: int, first: int = 0) -> NDArray[np.int64]:
-    """Return for each row of q or k its place in a checkpoint where `turned` rows of each head, from `first` on, lie in
-    pairs that turn together, (2i, 2i + 1); for the operators they are i and i + turned / 2."""
+    """Return the order (`weights.Linear.orders`) of q or k in a checkpoint where `turned` rows of each head, from
+    `first` on, lie in pairs that turn together, (2i, 2i + 1); the operators take the pairs (i, i + turned / 2)."""
     within_head = np.arange(head_dim)
     within_head[first : first + turned] = first + np.arange(turned).reshape(turned // 2, 2).T.ravel()
     order: NDArray[np.int64] = (np.arange(0, num_rows, head_dim)[:, None] + within_head).ravel()
@@ -58,7 +58,7 @@ def pair_order(num_rows: int, head_dim: int, turned: int, first: int = 0) -> NDA
 def frequencies_of(
     rope: ModelConfig, head_dim: int, max_positions: int, max_model_len: int, theta: float = 10000.0
 ) -> tuple[F32, float]:
-    """Angles by position [P] (or [max_model_len, P] where they depend on it), and what cos and sin are multiplied by.
+    """Return frequencies [P] (or [max_model_len, P] where they depend on the position), and the factor of cos and sin.
 
     Raises `CheckpointError` for a rope_type that is not known.
     """
@@ -71,7 +71,7 @@ def frequencies_of(
     base = rope.number("rope_theta", theta, low=1.0)
     kinds = {
         "default": _default,
-        # Of text the three positions of Qwen's vision models are one.
+        # The three positions of Qwen's vision models are the same for text.
         "mrope": _default,
         "linear": _linear,
         "dynamic": _dynamic,
@@ -117,7 +117,7 @@ def _dynamic(rope: ModelConfig, base: float, dim: int, max_positions: int, max_m
 
 
 def _llama3(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
-    """Llama 3.1: high frequencies stay, low ones are slowed by `factor`, those between are blended."""
+    """Llama 3.1: high frequencies stay, low ones are divided by `factor`, and the ones between are blended."""
     factor = rope.number("factor", low=1e-6)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     original = rope.integer("original_max_position_embeddings", max_positions)
@@ -130,7 +130,7 @@ def _llama3(rope: ModelConfig, base: float, dim: int, max_positions: int, max_mo
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's magnitude of what is stretched by `factor`, section 3.4."""
+    """Return YaRN's magnitude for a stretch by `factor`, section 3.4."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -33,7 +33,7 @@ class Layer(llama.Layer):
 
 
 def has_rope(decoder: Decoder, layer_id: int) -> bool:
-    """`no_rope_layers` has 1 for layers with rope, whatever its name says."""
+    """Return whether a layer has a rope: then `no_rope_layers` has 1 for it, in spite of its name."""
     flags = decoder.config.values.get("no_rope_layers")
     if flags is None:
         return (layer_id + 1) % decoder.config.integer("no_rope_layer_interval", 4) != 0

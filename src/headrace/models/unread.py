@@ -1,7 +1,7 @@
-"""Keys of config.json that a model file does not read: which of them matter, and which say nothing of the model.
+"""Keys of config.json that a model file does not read: those that would change its output, and harmless ones.
 
 `Values` notes the keys that are read. A model class lists in `unread` the keys by which transformers would compute
-something else; `verify` refuses a file that uses one of them. Other keys that nobody reads are logged. A test compares
+something else; `verify` refuses a file that uses one of them. Other unread keys are logged. A test compares
 the lists with the configuration classes of transformers. Called by `models.config`, the model files and
 `engine.library.load`.
 """
@@ -61,11 +61,11 @@ _REASONS = {
     "mtp_layers_block_type mtp_num_hidden_layers mtp_use_dedicated_embeddings",
 }
 HARMLESS = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
-"""Keys that change no output of any model at any value, and what each of them is about."""
+"""Keys that change no output of any model at any value, each with its topic."""
 
 
 class Values(dict[str, Any]):
-    """The values of a config.json, and which of them were read. What `|` makes of them notes reads in the same set."""
+    """The values of a config.json, and the set of keys that were read. The results of `|` share that set."""
 
     def __init__(self, values: Mapping[str, Any], read: set[str] | None = None) -> None:
         super().__init__(values)

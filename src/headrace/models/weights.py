@@ -1,7 +1,7 @@
-"""The weights of a model as its file takes them: by name and shape, out of whatever they are stored in.
+"""The weights of a model as its model file takes them: by name and shape, whatever the format of the checkpoint.
 
-`Weights` is all that model files and drafters see of a checkpoint; its readers implement it. Knows no files and no
-formats. Called by the model files and by `drafters`.
+`Weights` is the only view of a checkpoint that model files and drafters have; its readers implement it. Knows no files
+and no formats. Called by the model files and by `drafters`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Expert(NamedTuple):
-    """Whose layer it is: expert `expert_id` of `num`. parts: of its outputs, as `Cut` has them."""
+    """The `cut` of a layer of expert `expert_id` of `num`. parts: sizes of the parts of its outputs, as in `Cut`."""
 
     expert_id: int
     num: int
@@ -28,17 +28,17 @@ class Expert(NamedTuple):
 
 
 Cut: TypeAlias = "Heads | Expert | Sequence[int] | None"
-"""What the outputs of a layer are, where ranks share them out: queries, keys and values of heads, or parts of so many
-outputs that are shared out each by itself; those of an expert may be one rank's alone. None: each of the stacked layers
-is such a part."""
+"""How the ranks of a model may cut the outputs of a layer (`parallel.sharding`). `Heads`: between the heads of q, k and
+v. Numbers: the outputs are parts of these sizes, and each part is shared out by itself. `Expert`: the same, or one rank
+has the whole expert. None: each of the stacked layers is one part."""
 
 
 class Linear(NamedTuple):
     """Linear layers `names` [num_out, num_in] that a model takes as one matrix, stacked along their outputs.
 
     transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
-    orders: for each layer None, or if it is stored in another order: for each output its place in the checkpoint.
-    cut: how ranks share the outputs out (`parallel.sharding`); one process has all of them.
+    orders: for each layer None, or int64 [num_out]: output i of the matrix is row orders[i] of the checkpoint's tensor.
+    cut: how ranks share the outputs out; no effect in a single process.
     """
 
     names: Sequence[str]
@@ -58,21 +58,21 @@ class Linear(NamedTuple):
 class ByHead(NamedTuple):
     """Two matrices for each head, as `Weights.by_head` gives them."""
 
-    turned: list[Matrix]
-    straight: list[Matrix]
+    keys: list[Matrix]
+    values: list[Matrix]
 
     @staticmethod
     def names(name: str, head: int) -> tuple[str, str]:
-        """What the matrices of a head are called."""
+        """Return the names of the matrices of a head."""
         return f"{name}.k.{head}", f"{name}.v.{head}"
 
     @classmethod
-    def apart(cls, weights: Weights, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        """The matrices out of `weights` that have each by itself, the first ones transposed."""
+    def separate(cls, weights: Weights, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        """Read the matrices from `weights` with a tensor for each of them, the keys' already transposed."""
         names = [cls.names(name, head) for head in range(num_heads)]
         return cls(
-            [weights.matrix(Linear([first], turned, [num_in])) for first, _ in names],
-            [weights.matrix(Linear([second], num_in, [straight])) for _, second in names],
+            [weights.matrix(Linear([first], key_dim, [num_in])) for first, _ in names],
+            [weights.matrix(Linear([second], num_in, [value_dim])) for _, second in names],
         )
 
 
@@ -123,14 +123,15 @@ class Weights(Protocol):
         ...
 
     @abstractmethod
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        """The linear layer `name`, whose outputs are for each head `turned` numbers and then `straight` ones, as two
-        matrices a head: the transposed weights [num_in, turned] of the first, and [straight, num_in] of the others."""
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        """The linear layer `name`, whose outputs are for each head a key and then a value, as two matrices a head: the
+        transposed weights [num_in, key_dim] of the key, and the weights [value_dim, num_in] of the value."""
         ...
 
     @abstractmethod
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
-        """The embedding table [V, H] and the head's matrix, both of `shape`; out of one tensor if they are tied."""
+        """The embedding table [V, H] and the head's matrix, both of `shape`; out of one tensor if they are tied. The
+        names are without ".weight"."""
         ...
 
 

@@ -1,9 +1,8 @@
-"""`DeviceRanks`: the gathers of ranks on devices of their own, by `torch.distributed`: NCCL between GPUs, gloo between
+"""`DeviceRanks`: the gathers of ranks that have a device each, by `torch.distributed`: NCCL between GPUs, gloo between
 CPUs, where the GPU backend's twins run.
 
-Neither encrypts nor checks who is at the other end: ranks of one host meet on the loopback interface, those of several
-hosts in a network that is trusted. Has the face of the native group of one host (`parallel.group.Gathers`). Called by
-`engine.ranks`.
+Neither encrypts nor checks the identity of the other end: ranks of one host meet on the loopback interface, ranks of
+several hosts in a network that is trusted. Implements `parallel.program.Gathers`. Called by `engine.ranks`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class DeviceRanks:
     """This rank's gathers. Until `connect` none can be made.
 
     Args:
-        interface: of this host, through which the ranks find each other, and NCCL moves what no faster link does.
+        interface: of this host, through which the ranks find each other, and NCCL sends where no faster link is.
         timeout: seconds that a gather on CPUs waits for the others. On GPUs it waits until the group is broken.
         device: of this rank's tensors, as torch names it.
 
@@ -42,7 +41,7 @@ class DeviceRanks:
         self._reason = ""
 
     def listen(self) -> socket.socket:
-        """Return the socket by which the others find this rank, the first."""
+        """Return the socket by which the other ranks find this one, which is rank 0."""
         return listen_at(self.host)
 
     def connect(self, host: str, port: int, listener: socket.socket | None = None) -> None:
@@ -71,22 +70,22 @@ class DeviceRanks:
             raise TimeoutError(self._reason or f"the ranks did not find each other: {ranks}")
 
     def gather(self, parts: Any, part: Any) -> None:
-        """Fill `parts` [W, n] with the `part` [n] of each rank, uint8, in the order of ranks. What fails is
-        `fault`'s from then on, and nothing is gathered any more."""
+        """Fill `parts` [W, n] with the `part` [n] of each rank, uint8, in the order of ranks. After a failure `fault`
+        returns the reason, and nothing is gathered any more."""
         if self._group is None or self._reason:
             self._reason = self._reason or "the ranks are not connected"
             return
         try:
             work = self._group._allgather_base(parts.view(-1), part)
             if self._is_gpu:
-                work.wait()  # on the stream: in a graph nothing else may be waited for
+                work.wait()  # on the stream: a graph allows no other wait
             else:
                 work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as error:
             self._reason = self._reason or f"{'NCCL' if self._is_gpu else 'gloo'}: {first_line(error)}"
 
     def begin(self, call_id: int) -> None:
-        """Gathers here carry no number of their call."""
+        """Do nothing: these gathers do not carry the number of their call."""
 
     def fault(self) -> str:
         return self._reason

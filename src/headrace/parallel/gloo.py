@@ -1,8 +1,7 @@
 """`GlooRanks`: the gathers of ranks on several hosts, whose parts gloo (`torch.distributed`) moves.
 
-Has the face of the native group of one host (`parallel.group.Gathers`). gloo neither encrypts nor checks who is at the
-other end: what goes through it are numbers, between addresses that come over a connection which does. Called by
-`engine.ranks`.
+Implements `parallel.program.Gathers`. gloo neither encrypts nor checks the identity of the other end: only numbers go
+through it, between addresses that were exchanged over a connection which does both. Called by `engine.ranks`.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def listen_at(host: str) -> socket.socket:
 
 
 def store_at(host: str, port: int, world: int, patience: timedelta, listener: socket.socket | None) -> Any:
-    """Return the store at rank 0's `port` by which ranks find each other. Rank 0 has a `listener` there, which is then
-    owned."""
+    """Return the store at rank 0's `port` by which ranks find each other. Rank 0 has a `listener` there, which the
+    store then owns."""
     more = {} if listener is None else {"master_listen_fd": listener.detach()}
     return require_gloo().TCPStore(
         host, port, world, listener is not None, timeout=patience, wait_for_workers=False, **more
@@ -61,7 +60,7 @@ def store_at(host: str, port: int, world: int, patience: timedelta, listener: so
 
 
 class Exchange:
-    """Moves the parts of gathers between all ranks: each is sent to each. `reason` says why it could not."""
+    """Moves the parts of gathers between all ranks: each is sent to each. `reason`: why a move failed."""
 
     def __init__(self, rank: int, world: int, interface: str, timeout: float) -> None:
         self._rank, self._world, self._interface, self._timeout = rank, world, interface, timeout
@@ -96,8 +95,8 @@ class Exchange:
             raise TimeoutError(f"the ranks did not find each other: {first_line(error)}") from error
 
     def __call__(self, size: int) -> bool:
-        """Send the first `size` bytes of this rank's part, and receive the others' parts, of any size: gloo ends the
-        process if a message is longer than what awaits it, so all of a part does."""
+        """Send the first `size` bytes of this rank's part, and receive the others' parts, of any size. gloo ends the
+        process if a message is longer than the buffer that awaits it, so the buffers have room for a whole part."""
         group, rank, parts = self._process_group, self._rank, self._parts
         if group is None:
             self.reason = self.reason or "the ranks are not connected"
@@ -125,7 +124,7 @@ class GlooRanks:
     """This rank's gathers. Until `connect` none can be made.
 
     Args:
-        slot_bytes: of the rows of a gather at a time; longer ones go in portions.
+        slot_bytes: the most bytes of a rank that are gathered at a time; longer parts go in portions.
         timeout: seconds that a gather waits for the others.
 
     Raises `RequestError` for an interface that is not there, and where torch is missing.
@@ -138,7 +137,7 @@ class GlooRanks:
         self.address, self.begin = self._native.address, self._native.begin
 
     def listen(self) -> socket.socket:
-        """Return the socket by which the others find this rank, the first: on the interface, at a free port."""
+        """Return the socket by which the other ranks find this one, rank 0: on the interface, at a free port."""
         return listen_at(self.host)
 
     def connect(self, host: str, port: int, listener: socket.socket | None = None) -> None:

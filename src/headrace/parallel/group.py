@@ -1,8 +1,8 @@
 """`Group`: the processes of a model's ranks, as rank 0 has them: their start, their gathers, their end.
 
 On one host, rank 0 starts the others with a socket each, and a file in memory (memfd) that all of them map. Ranks of
-other hosts come by themselves (`Hosts`). If one ends, stands still or falls out of step, the group is of no use: it is
-killed, and the owner of rank 0 makes another. Knows messages as bytes; must not know models or requests. Called by
+other hosts connect by themselves (`Hosts`). If a rank ends, hangs or makes other calls than the rest, the whole group
+is killed, and the owner of rank 0 makes another. Knows messages as bytes; must not know models or requests. Called by
 `engine.ranks`.
 """
 
@@ -23,12 +23,12 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from headrace.backends.native import require_native
-from headrace.parallel.program import Call, Fault, HiddenRows, Numbers, Passed, RankLostError
+from headrace.parallel.program import Call, Fault, Gathers, HiddenRows, Numbers, Passed, RankLostError
 from headrace.protocol import frames
 from headrace.protocol.errors import HeadraceError, RequestError
 
 SLOT_BYTES = 4 * 2**20
-"""Of a gather at a time; longer ones go in portions."""
+"""The most bytes of a rank that are gathered at a time; longer parts go in portions."""
 CLOSE_TIMEOUT_S = 2.0
 LOAD_TIMEOUT_S = 3600.0
 COMMAND = (sys.executable, "-m", "headrace.engine.rank")
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """From a rank: it has its weights, of so many bytes."""
+    """From a rank: it has loaded its weights, `weight_bytes` in all."""
 
     weight_bytes: int
 
@@ -51,16 +51,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 FromRank = Loaded | Ready | frames.Failed | HiddenRows | Fault | Numbers
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-
-
-class Gathers(Protocol):
-    """Where the gathers of this rank meet those of the others: `_native.Ranks`, or `parallel.gloo.GlooRanks`."""
-
-    def begin(self, call_id: int) -> None: ...
-
-    def fault(self) -> str: ...
-
-    def break_group(self) -> None: ...
 
 
 class Hosts(Protocol):
@@ -88,29 +78,29 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 class SeparateMemory:
-    """In place of the memory of a group whose ranks share none: their calls meet where rows are handed on."""
+    """`Gathers` of a pipeline, which gathers nothing: its ranks check their calls where rows are handed on."""
 
     def begin(self, call_id: int) -> None:
-        """Nothing is gathered."""
+        """Do nothing: nothing is gathered."""
 
     def fault(self) -> str:
         return ""
 
     def break_group(self) -> None:
-        """There are no gathers to break."""
+        """Do nothing: there are no gathers to break."""
 
 
 class Group:
-    """Ranks 1 ... `world` - 1, from rank 0's side. `at_end` is called by the first `close`; `on_passed` for what a rank
-    hands on while calls are made, on the thread that watches.
+    """Ranks 1 ... `world` - 1, from rank 0's side. `at_end` is called by the first `close`; `on_passed` is called, on
+    the thread that watches, with each message that a rank hands on while calls are made.
 
     Args:
         timeout: seconds that a rank waits for the others in a gather, and for room in a socket.
-        spins: whether every rank has processors of its own.
+        spins: whether ranks wait in a busy loop, because each has processors to itself.
         first: makes the first message to a rank, of its number and the number of the memory's file.
         on_lost: called once, on the thread that watches, when the group is of no use any more; not after `close`.
         gathers: of ranks that share no memory; `first` is then called with the number -1.
-        hosts: of ranks on hosts of their own.
+        hosts: of ranks that run on other hosts.
     """
 
     def __init__(
@@ -130,7 +120,7 @@ class Group:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._buffers = [frames.FrameBuffer() for _ in range(world - 1)]
         self._messages: list[deque[FromRank]] = [deque() for _ in range(world - 1)]
-        # Calls and what is handed on are sent by two threads.
+        # Two threads send: one the calls, the other the messages that are handed on.
         self._sending = [threading.Lock() for _ in range(world - 1)]
         self.on_passed: Callable[[int, Passed], None] | None = None
         self._lock = threading.Lock()
@@ -248,7 +238,7 @@ class Group:
                 return
 
     def _heard(self, rank: int) -> str:
-        """Take what a rank sends: what it hands on, or else why the group is at its end."""
+        """Take a rank's messages: pass on those for other stages; return why the group is at its end, or ""."""
         message: Any = self._receive(rank)
         while isinstance(message, Passed) and self.on_passed is not None:
             self.on_passed(rank, message)

@@ -1,8 +1,8 @@
 """The program of a model whose layers several ranks share out: `PipelinedProgram` on rank 0, `follow_stage` on others.
 
 A call is cut into pieces of rows, which pass the stages one after the other, so that several stages work at a time. The
-pieces are a rule of the call alone, which every rank applies by itself; between stages go hidden rows, as float32.
-Rank 0 has the last layers: what comes out of the model, and all that is made of it, is there. Knows programs and
+cuts depend on the call alone, so that every rank computes them by itself; hidden rows pass between stages as float32.
+Rank 0 has the last layers, so the model's outputs and everything computed from them are there. Knows programs and
 messages; must not know requests, processes or sockets. Called by `engine.ranks` and `engine.rank`.
 """
 
@@ -26,10 +26,10 @@ from headrace.parallel.program import (
     Call,
     CopyBlocks,
     Fault,
-    Followers,
     Forward,
     HiddenRows,
     Numbers,
+    OtherRanks,
     Passed,
     RankLostError,
 )
@@ -45,11 +45,12 @@ GLANCE_S = 0.1
 """Seconds after which a rank that waits for rows looks whether the others are still there."""
 MAX_PIECES = 2**31
 READ_ROWS = 8
-"""Rows that a stage computes in the time in which it reads its weights, about (`python -m bench.ranks --pipeline`)."""
+"""About the number of rows that take a stage as long as it takes to read its weights (`python -m bench.ranks
+--pipeline`)."""
 
 
 def rows_of(message: HiddenRows, num_rows: int, width: int) -> F32:
-    """Return the rows of a message. Raises `RankLostError` if there are others than expected."""
+    """Return the rows of a message. Raises `RankLostError` for another number or width than expected."""
     if message.width != width or len(message.data) != 4 * num_rows * width:
         raise RankLostError(
             f"the ranks are apart: {len(message.data)} bytes of rows of {message.width} numbers, expected {num_rows} "
@@ -63,7 +64,7 @@ def message_of(call_id: int, piece: int, rows: F32) -> HiddenRows:
 
 
 class StageProgram(Program, Protocol):
-    """What a stage needs of a program beside its face: `backends.cpu.program.TapedProgram`."""
+    """A program with the further methods that a stage needs: `backends.cpu.program.TapedProgram`."""
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]: ...
 
@@ -71,11 +72,11 @@ class StageProgram(Program, Protocol):
 
 
 Take = Callable[[int, int], Passed]
-"""Waits for a piece of a call, by their numbers, from the stage before."""
+"""Takes a call's number and a piece's number; waits for that piece from the stage before."""
 
 
 def error_of(fault: Fault) -> Exception:
-    """Return the error of a call that another rank could not compute: lack of memory is one of its own (R-25)."""
+    """Return the error of a call that another rank could not compute: `MemoryError` for lack of memory (R-25)."""
     text = f"{fault.kind} on another rank: {fault.message}"
     return MemoryError(text) if fault.kind == "MemoryError" else RuntimeError(text)
 
@@ -93,8 +94,8 @@ class Piece(NamedTuple):
 def num_pieces(num_rows: int, world: int) -> int:
     """Return the number of pieces of a call of so many rows.
 
-    P pieces of n rows pass W stages in P + W - 1 turns of (weights + n / P rows); that is least at
-    P = sqrt((W - 1) * n / rows that take as long as the weights).
+    n rows in P pieces pass W stages in P + W - 1 turns, each of which takes the time of reading the weights and of
+    computing n / P rows; the total is least at P = sqrt((W - 1) * n / rows that take as long as the weights).
     """
     return max(1, round(math.sqrt((world - 1) * num_rows / READ_ROWS)))
 
@@ -102,8 +103,8 @@ def num_pieces(num_rows: int, world: int) -> int:
 def cut(chunks: Chunks, world: int) -> list[Piece]:
     """Cut a call into pieces of about as many rows, in order; a cut may go through a chunk.
 
-    A chunk with a state keeps it in between in the slot to which it goes next; where there is none, the piece goes on
-    to the end of the chunk.
+    If a chunk with a state is cut, the state is kept in the slot of `states_out` that follows; where there is none, the
+    piece goes on to the end of the chunk.
     """
     begins = [0, *itertools.accumulate(map(len, chunks.token_ids))]
     total = begins[-1]
@@ -156,10 +157,11 @@ def num_rows_of(chunks: Chunks) -> int:
 
 
 class PipelinedProgram:
-    """`program`, of rank 0, behind the stages of the others. `take` waits for a piece of a call, by their numbers."""
+    """Rank 0's `program`, the last stage, with the other ranks' stages before it. `take` waits for a piece of a call,
+    by their numbers."""
 
-    def __init__(self, program: StageProgram, followers: Followers, take: Take, world: int) -> None:
-        self._program, self._followers, self._take, self._world = program, followers, take, world
+    def __init__(self, program: StageProgram, others: OtherRanks, take: Take, world: int) -> None:
+        self._program, self._others, self._take, self._world = program, others, take, world
         self.model = program.model
         self.vocab_size, self.block_size = program.vocab_size, program.block_size
         self.kinds, self.pool_sizes, self.num_blocks = program.kinds, program.pool_sizes, program.num_blocks
@@ -167,18 +169,18 @@ class PipelinedProgram:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         if pairs:
-            self._followers.send(CopyBlocks(self._followers.begin(), pairs, kind))
+            self._others.send(CopyBlocks(self._others.begin(), pairs, kind))
         self._program.copy_blocks(pairs, kind)
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], Logits]:
         if features is not None:
             raise ValueError("ranks compute no drafters, which alone take features")
-        call_id = self._followers.begin()
-        self._followers.send(Forward(call_id, *chunks, []))
+        call_id = self._others.begin()
+        self._others.send(Forward(call_id, *chunks, []))
         pieces = cut(chunks, self._world)
         if len(pieces) == 1:
             return self._program.forward(chunks, rows, self._taken(call_id, 0, num_rows_of(chunks)))
-        # The program has room for the hidden states of one call: those of all pieces are put back into it at the end.
+        # The program keeps the hidden states of its last call: at the end all pieces' states are put back into it.
         hidden = np.empty((num_rows_of(chunks), self.model.hidden_size), np.float32)
         are_finite, row = [True] * len(chunks.starts), 0
         for number, piece in enumerate(pieces):
@@ -206,7 +208,7 @@ class PipelinedProgram:
         raise ValueError("ranks keep no features for drafters")
 
     def close(self) -> None:
-        self._followers.close()
+        self._others.close()
         self._program.close()
 
 
@@ -219,7 +221,7 @@ def follow_stage(
 ) -> None:
     """Make rank 0's calls until `receive` returns None, and hand on hidden rows. `take`: None for the first stage.
 
-    A call that fails here is handed on as such, and rank 0 decides what becomes of it.
+    A call that fails here is handed on as a `Fault`, and rank 0 decides how to go on.
     """
     while (call := receive()) is not None:
         match call:
@@ -254,7 +256,8 @@ def give_rows(
 
 
 def in_turn(receive: Callable[[], Passed], call_id: int, piece: int) -> Passed:
-    """Return what `receive` gives for a piece of a call. What is left of earlier calls, which failed, is dropped.
+    """Return the message that `receive` gives for a piece of a call. Messages of earlier calls, which failed, are
+    dropped.
 
     Raises `RankLostError` for anything else: the ranks make other calls.
     """
@@ -269,7 +272,7 @@ def in_turn(receive: Callable[[], Passed], call_id: int, piece: int) -> Passed:
             )
 
 
-# The connections, as rank 0 sees them, and as the others do.
+# The connections, as rank 0 sees them, and as the other ranks see them.
 
 
 class Connections(Protocol):
@@ -293,7 +296,7 @@ class Connections(Protocol):
 
 
 class FirstNeighbours:
-    """`Neighbours` of rank 0, which has the last layers; it passes on what the others give."""
+    """`Neighbours` of rank 0, which has the last layers; it passes messages between the other ranks."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -305,7 +308,7 @@ class FirstNeighbours:
         return rows_of(self._connections.receive(last, HiddenRows), num_rows, width)
 
     def give(self, rows: F32) -> None:
-        """There are no layers behind."""
+        """Do nothing: there are no layers behind."""
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
         others = [self._connections.receive(rank, Numbers).values[0] for rank in range(1, self._connections.world)]
@@ -333,9 +336,9 @@ class RankNeighbours:
 
 
 class Arrivals:
-    """What the stages give while calls are made: handed on to the next one, or to rank 0, whose `take` waits for it.
+    """The messages of stages while calls are made: handed on to the next one, or to rank 0, whose `take` waits.
 
-    `arrived` is called on the thread that reads the connections, `take` on the one that makes the calls.
+    `arrived` is called on the thread that reads the connections, `take` on the thread that makes the calls.
     """
 
     def __init__(self, connections: Connections, timeout: float) -> None:

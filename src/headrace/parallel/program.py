@@ -1,8 +1,8 @@
 """The program of a model that several ranks compute: `RankedProgram` on rank 0, `follow` on each other one.
 
-Rank 0 schedules, samples and drafts as one process does. What it sends to the others are the calls of its program, as
-ints; each rank makes the call by itself over the heads that it has, and they meet in the gathers. Knows programs and
-messages; must not know requests, processes or sockets. Called by `engine.ranks`.
+Rank 0 schedules, samples and drafts as one process does. It sends the calls of its program to the other ranks, as ints;
+each rank makes the call by itself over the heads that it has, and they exchange columns in the gathers. Knows programs
+and messages; must not know requests, processes or sockets. Called by `engine.ranks`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HiddenRows(msgspec.Struct, frozen=True, tag="hidden_rows"):
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """From one stage to the next, in place of the rows of a call that are not there: a rank could not compute it."""
+    """From one stage to the next, in place of the rows of a call that a rank could not compute."""
 
     call_id: int
     kind: str
@@ -85,49 +85,57 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class Numbers(msgspec.Struct, frozen=True, tag="numbers"):
-    """While a model is loaded: the values of one rank to rank 0, or those of all ranks from it, by stage."""
+    """While a model is loaded: one rank's values, sent to rank 0; or from rank 0 the values of all ranks, by stage."""
 
     values: list[list[float]]
 
 
 Passed = HiddenRows | Fault
-"""What goes from stage to stage."""
+"""A message from stage to stage."""
 
 
 Call = Forward | LogitsOf | HiddenStatesOf | CopyBlocks
 
 
-class Meeting(Protocol):
-    """Where this rank's gathers meet those of the others: the native group."""
+class Gathers(Protocol):
+    """One rank's side of the gathers of all ranks: `_native.Ranks`, `parallel.gloo.GlooRanks` or `DeviceRanks`."""
 
-    def begin(self, call_id: int) -> None: ...
+    def begin(self, call_id: int) -> None:
+        """Number the following gathers with their call, so that ranks in different calls notice it."""
+        ...
 
-    def fault(self) -> str: ...
+    def fault(self) -> str:
+        """Return why the gathers cannot go on, or ""."""
+        ...
+
+    def break_group(self) -> None:
+        """End the gathers on all ranks, also those that wait."""
+        ...
 
 
-class Followers(Protocol):
+class OtherRanks(Protocol):
     """The other ranks, as rank 0 sees them."""
 
     def begin(self) -> int:
-        """Number the next call, and return the number."""
+        """Begin the next call on this rank, and return its number."""
         ...
 
     def send(self, call: Call) -> None:
-        """Send a call to all of them. Raises `RankLostError`."""
+        """Send a call to all other ranks. Raises `RankLostError`."""
         ...
 
     def check(self) -> None:
-        """Raise `RankLostError` if what was gathered is of no use."""
+        """Raise `RankLostError` if gathered values are of no use."""
         ...
 
     def close(self) -> None: ...
 
 
 class RankedProgram:
-    """`program`, of rank 0, with the same calls on all other ranks."""
+    """Rank 0's `program`, each of whose calls is also made on all other ranks."""
 
-    def __init__(self, program: Program, followers: Followers) -> None:
-        self._program, self._followers = program, followers
+    def __init__(self, program: Program, others: OtherRanks) -> None:
+        self._program, self._others = program, others
         self.model = program.model
         self.vocab_size, self.block_size = program.vocab_size, program.block_size
         self.kinds, self.pool_sizes, self.num_blocks = program.kinds, program.pool_sizes, program.num_blocks
@@ -135,7 +143,7 @@ class RankedProgram:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         if pairs:
-            self._followers.send(CopyBlocks(self._followers.begin(), pairs, kind))
+            self._others.send(CopyBlocks(self._others.begin(), pairs, kind))
         self._program.copy_blocks(pairs, kind)
 
     def forward(
@@ -143,56 +151,56 @@ class RankedProgram:
     ) -> tuple[list[bool], Logits]:
         if features is not None:
             raise ValueError("ranks compute no drafters, which alone take features")
-        self._followers.send(Forward(self._followers.begin(), *chunks, rows))
+        self._others.send(Forward(self._others.begin(), *chunks, rows))
         with self._together():
             return self._program.forward(chunks, rows)
 
     def logits(self, rows: list[int]) -> Logits:
-        self._followers.send(LogitsOf(self._followers.begin(), rows))
+        self._others.send(LogitsOf(self._others.begin(), rows))
         with self._together():
             return self._program.logits(rows)
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
-        self._followers.send(HiddenStatesOf(self._followers.begin(), rows))
+        self._others.send(HiddenStatesOf(self._others.begin(), rows))
         with self._together():
             return self._program.hidden_states(rows)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Raise `RankLostError` at the end of a call, also of one that failed, if what was gathered is of no use."""
+        """Raise `RankLostError` at the end of a call, also of one that failed, if gathered values are of no use."""
         try:
             yield
         except Exception:
-            self._followers.check()
+            self._others.check()
             raise
-        self._followers.check()
+        self._others.check()
 
     def features(self, rows: list[int]) -> NDArray[np.float32]:
         raise ValueError("ranks keep no features for drafters")
 
     def close(self) -> None:
-        self._followers.close()
+        self._others.close()
         self._program.close()
 
 
-def follow(program: Any, receive: Callable[[], Call | None], meeting: Meeting) -> None:
+def follow(program: Any, receive: Callable[[], Call | None], gathers: Gathers) -> None:
     """Make rank 0's calls until `receive` returns None.
 
-    A call that fails here fails on rank 0 too, which decides what becomes of it; if it failed here alone, the gathers
-    no longer fit. Raises `RankLostError` when they do not.
+    A call that fails here fails on rank 0 too, which decides how to go on; if it failed here alone, this rank's gathers
+    no longer fit the other ranks'. Raises `RankLostError` when they do not.
     """
     while (call := receive()) is not None:
-        meeting.begin(call.call_id)
+        gathers.begin(call.call_id)
         try:
             make(program, call)
         except Exception as error:
             logger.warning("a call failed on this rank", exc_info=error)
-        if fault := meeting.fault():
+        if fault := gathers.fault():
             raise RankLostError(f"the ranks are apart: {fault}")
 
 
 def make(program: Program, call: Call) -> None:
-    """Make one call. Its results are rank 0's."""
+    """Make one call. Only rank 0 uses its results."""
     match call:
         case Forward():
             _, *fields, rows = msgspec.structs.astuple(call)

@@ -1,4 +1,4 @@
-"""The weights of a model as one rank reads them: `RankWeights` says how the outputs of each layer are shared out.
+"""The weights of a model as one rank reads them: `RankWeights` shares out the outputs of each layer.
 
 The reader behind it reads whole layers as it always does, but the rank's operators take only its rows of them. Knows
 names, shapes and layouts; must not know formats or processes. Called by `engine.library.load`.
@@ -35,7 +35,7 @@ class Sharing(Ops, Protocol):
 
 
 class PartialWeights(Weights):
-    """`weights`, of which a subclass says what this rank reads of each layer (`matrix`, `ends`)."""
+    """`weights`, whose subclasses choose this rank's part of each layer (`matrix`, `ends`)."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -61,8 +61,8 @@ class PartialWeights(Weights):
     def table(self, name: str, shape: tuple[int, int]) -> Array:
         return self._weights.table(name, shape)
 
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        return self._weights.by_head(name, num_in, num_heads, turned, straight)
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        return self._weights.by_head(name, num_in, num_heads, key_dim, value_dim)
 
 
 class RankWeights(PartialWeights):

@@ -1,8 +1,8 @@
-"""Some layers of a model, those of one rank: `Stage`, its weights, and how the layers are shared out (ADR 0038).
+"""One rank's layers of a model: `Stage`, its weights, and the division of layers between ranks (ADR 0038).
 
-The layers of other ranks are made without weights and never called; what they keep in the cache takes no memory, but
-its kinds are known everywhere, so that one block table fits all ranks. Knows models, names and shapes; must not know
-formats or processes. Called by `engine.library.stages`.
+The layers of other ranks are made without weights and never called; their caches take no memory, but every rank has the
+kinds of all layers, so that one block table fits all ranks. Knows models, names and shapes; must not know formats or
+processes. Called by `engine.library.stages`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from headrace.parallel.sharding import PartialWeights
 from headrace.protocol.errors import RequestError
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-"""Where the name of a tensor has the number of its layer: what model files and checkpoints agree on."""
+"""The number of the layer in a tensor's name, which model files and checkpoints write alike."""
 
 
 class StageSeat(NamedTuple):
-    """A rank's place in a pipeline of `world` ranks. Rank 0 has the last layers, the others those before, in order.
+    """A rank's place in a pipeline of `world` ranks. Rank 0 has the last layers, ranks 1, 2, ... the first, in order.
 
-    hosts: for each rank the number of its host; without any all ranks share one."""
+    hosts: for each rank the number of its host; if empty, all ranks share one."""
 
     rank: int
     world: int
@@ -45,8 +45,8 @@ class StageSeat(NamedTuple):
 
 
 def divide(costs: Sequence[float], head: float, world: int, joined: Collection[tuple[int, int]] = ()) -> list[range]:
-    """Return the layers of each stage: neighbouring ones, at least one, so that the most that one stage has of `costs`
-    is least. The last one has the `head` too.
+    """Return the layers of each stage: neighbouring ones, at least one, so that the greatest sum of `costs` of a stage
+    is least. The last stage has the `head` too.
 
     joined: pairs of layers (first, last) between which no stage may begin. Raises `RequestError` where there are fewer
     places to begin than stages.
@@ -63,7 +63,7 @@ def divide(costs: Sequence[float], head: float, world: int, joined: Collection[t
         raise RequestError("pipeline_parallel_size", world, bound)
     sums = [0.0, *itertools.accumulate(costs)]
     ends = [0, *begins, num]
-    # best[i]: (the most of a stage, where the stages begin) of the layers before ends[i]. Ties go to the earlier place.
+    # best[i]: (greatest cost of a stage, where the stages begin) of the layers before ends[i]. Ties: the earlier place.
     best: list[tuple[float, tuple[int, ...]]] = [(sums[end], (0,)) for end in ends]
     for stage in range(1, world):
         more = head if stage == world - 1 else 0.0
@@ -83,8 +83,8 @@ def divide(costs: Sequence[float], head: float, world: int, joined: Collection[t
 
 
 def joined_layers(caches: Sequence[Collection[int]]) -> list[tuple[int, int]]:
-    """Return the first and the last layer of those that look at one cache, for each cache with several. `caches`: of
-    each layer."""
+    """Return, for each cache that several layers use, the first and the last of them. `caches`: the caches that each
+    layer uses."""
     users: dict[int, list[int]] = {}
     for layer_id, places in enumerate(caches):
         for place in places:
@@ -94,22 +94,22 @@ def joined_layers(caches: Sequence[Collection[int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AbsentMatrix:
-    """The linear layer of another rank, by its sizes."""
+    """A linear layer of another rank: its sizes without weights."""
 
     num_in: int
     num_out: int
 
 
 class LeavingWeights(Weights, Protocol):
-    """Weights of which a model may leave some to other processes (`checkpoint.reader.Reader`)."""
+    """Weights some of which a model may leave to other processes (`checkpoint.reader.Reader`)."""
 
     def leave(self, is_left: Callable[[str], bool]) -> None: ...
 
 
 class StageWeights(PartialWeights):
-    """`weights` for the layers `layer_ids` of `num_layers`. What belongs to another layer is not read: tensors are
-    None, numbers 0, matrices sizes alone. The head is the last layers'; a table of tokens is wherever it is looked up
-    (`has_table`)."""
+    """`weights` for the layers `layer_ids` of `num_layers`. Other layers are not read: their tensors are None, their
+    numbers 0, their matrices sizes alone. The stage of the last layer has the head; each stage that looks tokens up has
+    their table (`has_table`)."""
 
     def __init__(self, weights: LeavingWeights, layer_ids: range, num_layers: int, has_table: bool) -> None:
         super().__init__(weights)
@@ -135,12 +135,12 @@ class StageWeights(PartialWeights):
             return AbsentMatrix(linear.num_in, sum(linear.num_outs))
         return self._weights.matrix(linear)
 
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
         if not self._is_absent(name):
-            return super().by_head(name, num_in, num_heads, turned, straight)
-        first: list[Matrix] = [AbsentMatrix(turned, num_in)] * num_heads
-        second: list[Matrix] = [AbsentMatrix(num_in, straight)] * num_heads
-        return ByHead(first, second)
+            return super().by_head(name, num_in, num_heads, key_dim, value_dim)
+        keys: list[Matrix] = [AbsentMatrix(key_dim, num_in)] * num_heads
+        values: list[Matrix] = [AbsentMatrix(num_in, value_dim)] * num_heads
+        return ByHead(keys, values)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Array, Matrix]:
         if self._layer_ids.stop == self._num_layers:
@@ -155,11 +155,11 @@ class StageWeights(PartialWeights):
 
 
 class Stage(Model):
-    """Layers `layer_ids` of the model `whole`, as a model of its own. If they are not its first, they take hidden rows
-    as features; if they are not its last, it has no logits.
+    """Layers `layer_ids` of the model `whole`, as a model. If they are not the first layers of `whole`, they take
+    hidden rows as features; if they are not its last, there are no logits.
 
     Args:
-        caches: for each layer of `whole` the places in its `cache_shapes` that it looks at.
+        caches: for each layer of `whole` the indices of its entries in `cache_shapes`.
         shares: the layers of each stage.
         hosts: for each stage the number of its host.
     """
@@ -186,7 +186,7 @@ class Stage(Model):
             [shape for shapes, host in zip(every, hosts, strict=True) if host == number for shape in shapes]
             for number in sorted(set(hosts))
         ]
-        """What the caches of all ranks of a host hold, for each host."""
+        """The shapes of the caches of all ranks of a host, for each host."""
 
     def enter(self, rows: Rows) -> Array:
         return self.whole.enter(rows) if not self.layer_ids.start else rows.features
@@ -195,7 +195,7 @@ class Stage(Model):
         return self.whole.through(self.layer_ids, self.enter(rows), rows, kv, streams)
 
     def logits(self, hidden: Array, rows: Array) -> Array:
-        """As `Model.logits`; before the last layers the hidden rows, which are not used."""
+        """As `Model.logits`; without the last layers, return the hidden rows, which are not used."""
         return self.whole.logits(hidden, rows) if self.is_last else self.ops.select(hidden, rows)
 
     def final(self, hidden: Array, rows: Array) -> Array:
@@ -203,5 +203,5 @@ class Stage(Model):
 
 
 def kept(shapes: Sequence[LayerShape], places: Collection[int]) -> list[LayerShape]:
-    """Return `shapes`, of which those that are not at `places` are empty."""
+    """Return `shapes`, with empty ones outside `places`."""
     return [shape if at in places else LayerShape(0, 0, kind=shape.kind) for at, shape in enumerate(shapes)]

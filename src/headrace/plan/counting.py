@@ -272,8 +272,8 @@ class CountingWeights:
         form, bits = self._forms.bits(name, linear.num_in, linear.plain)
         return self._matrix(name, linear.num_in, sum(linear.num_outs), form, bits, linear.bias)
 
-    def by_head(self, name: str, num_in: int, num_heads: int, turned: int, straight: int) -> ByHead:
-        return ByHead.apart(self, name, num_in, num_heads, turned, straight)
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        return ByHead.separate(self, name, num_in, num_heads, key_dim, value_dim)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[_Table, _Matrix]:
         form, bits = self._forms.head_bits(shape[1])

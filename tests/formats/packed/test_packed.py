@@ -1,4 +1,4 @@
-"""The packed form beside the model: what was packed is mapped; a file that does not fit is named in the log and not used."""
+"""The packed form beside the model: what was packed is mapped; the log names a file that does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native backend: kernels of csrc/ on the CPU, recorded on a tape. The default where the library was built.
+"""The native backend: kernels of csrc/ on the CPU, recorded on a tape. The default where the library is built.
 
 Values between operators are float32 whatever the model's dtype; weights are kept as the checkpoint has them or as
 `quantization` says, the cache as `kv_cache_dtype` says. Needs no torch to run.
@@ -54,14 +54,14 @@ class Cpu:
         self._measured: Measured | None = None
 
     def take_seat(self, seat: Seat) -> RankOps:
-        """Record one rank's part of all models from now on, and return the operators of it. Before any matrix."""
+        """Record one rank's part of all models from now on; return its operators. Must come before any matrix."""
         if isinstance(self.ops, RankOps):
             raise ValueError("a backend has one seat")
         self.ops = RankOps(self.ops, seat)
         return self.ops
 
     def take_stage(self) -> None:
-        """Load some layers of all models from now on. Before any matrix."""
+        """Load some layers of all models from now on. Must come before any matrix."""
         if isinstance(self.ops, RankOps):
             raise ValueError("a backend has one seat")
         self.ops.copies = True
@@ -72,7 +72,7 @@ class Cpu:
         return wide.copy() if is_weight and wide is values else wide
 
     def table(self, values: NDArray[Any]) -> Table:
-        """As it is stored, mapped where it was mapped: only the rows that are looked up come into memory."""
+        """Return the table as it is stored; of a mapped one, only the rows that are looked up come into memory."""
         if type_name(values) not in TYPE_CODES or not values.flags.c_contiguous:
             values = np.ascontiguousarray(floats(values))
         dtype, (height, width) = type_name(values), values.shape
@@ -97,7 +97,7 @@ class Cpu:
         return choose_activations(self.ops, model, mode, num_threads, stated, self._measured)
 
     def keep_measured(self, path: Path, max_model_len: int, may_write: bool) -> None:
-        """Keep what is measured of the weights in the file `path`, beside those."""
+        """Keep the measurements of the weights in the file `path`, in the weights' folder."""
         self._measured = Measured(path, max_model_len, may_write)
 
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
@@ -141,7 +141,7 @@ class Cpu:
             neighbours.give(hidden)
         stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))
         stores = [store for store in stores if store["k"] is not None]  # without `CpuOps.rope`, which stores nothing
-        # Of layers that other processes have, nothing is kept.
+        # Layers of other processes keep nothing here.
         attending = [i for i, shape in enumerate(model.cache_shapes) if shape.num_kv_heads and not shape.states]
         every = zip(attending, looks, strict=True)
         writers = [(kv.layers[i], look) for i, look in every if model.cache_shapes[i].source is None]

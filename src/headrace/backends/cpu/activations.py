@@ -1,10 +1,10 @@
-"""What the activations of quantised matrices are in: int8, or floats as they come ("16bit", W8A16).
+"""Chooses the type of the activations of quantised matrices: int8, or floats as they come ("16bit", W8A16).
 
 Int8 has one scale for 32 to 128 inputs, so one input that is much greater than its neighbours leaves them few codes
-(LLM.int8(), arXiv 2208.07339). Whether that spoils a product depends on the weights behind it, so it is measured when
-the model is loaded: a forward pass of fixed tokens computes each product both ways, and a matrix whose products differ
-by more than TOLERANCE takes floats from then on. So does one whose table of codes int8 does not hold. The choice is the
-model's, no request changes it. Called by the backend; must not know models.
+(LLM.int8(), arXiv 2208.07339). Whether that spoils a product depends on the weights, so it is measured when the model
+is loaded: a forward pass of fixed tokens computes each product both ways, and a matrix whose products differ by more
+than TOLERANCE takes floats from then on, as does a matrix with a table of codes that int8 does not hold. The choice
+depends on the model alone, no request changes it. Called by the backend; must not know models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.protocol.errors import RequestError
 from headrace.quant.schemes import ROUNDED_BOOKS
 
 TOLERANCE = 0.02
-"""Of a product's size. Gaussian inputs in groups of 128 cost 0.007."""
+"""Greatest error of int8 products, as a share of the product's size. Gaussian inputs in groups of 128 cost 0.007."""
 LENGTH = 8
 """Positions of each of the NUM_SEQS sequences of the fixed text."""
 SHOWN = 3
@@ -59,7 +59,7 @@ def choose_activations(
     num_quantised, num_able, num_rounded, num_outliers = _sums(
         neighbours, len(quantised), len(able), len(rounded), sum(part.outliers is not None for part in able)
     )
-    # Where a checkpoint has a 16-bit part of its own, that is the method's, and the rest is measured like any other.
+    # A 16-bit part in a checkpoint comes from its quantisation method; the rest is measured like any other.
     if mode == "auto" and stated == "16bit" and num_able and not num_outliers:
         logger.info("the checkpoint's method has outliers in 16 bits: all activations stay so")
         mode = stated
@@ -71,7 +71,7 @@ def choose_activations(
         raise RequestError("activations", mode, "auto: the model's weights are not quantised")
     if mode == "16bit":
         ops.wide = set(able)
-    # A model whose inputs are another's hidden states has no text of its own to be measured by.
+    # A model whose inputs are another's hidden states takes no text, by which it could be measured.
     elif mode == "auto" and num_able:
         is_measured = num_rounded < num_able and (neighbours is not None or not model.feature_size)
         losses = _losses(ops, model, num_threads, able, measured) if is_measured else {}
@@ -109,7 +109,7 @@ def _sums(neighbours: Neighbours | None, *values: int) -> list[int]:
 def _losses(
     ops: CpuOps | RankOps, model: Any, num_threads: int, able: Sequence[CpuMatrix], measured: Measured | None
 ) -> dict[CpuMatrix, float]:
-    """Return what `measure` returns, or what it returned when the weights were packed."""
+    """Return the result of `measure`, or of its call when the weights were packed."""
     # Ranks measure together, or none of them does.
     if measured is None or isinstance(ops, RankOps) or neighbours_of(model) is not None:
         return measure(ops, model, num_threads)
@@ -123,7 +123,7 @@ def _losses(
 
 def measure(ops: CpuOps | RankOps, model: Any, num_threads: int) -> dict[CpuMatrix, float]:
     """Return for each matrix of integer codes how far int8 activations move its products, as a share of their size: the
-    root of the mean square over the rows of the text. Of an expert that no row reaches it is the worst of all."""
+    root of the mean square over the rows of the text. An expert that no row reaches gets the greatest of all."""
     ops.pairs = []
     try:
         cache = KVCache(ops.cache_shapes(model), [NUM_SEQS] * len(model.kinds), LENGTH, "float32")

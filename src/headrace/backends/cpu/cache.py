@@ -34,7 +34,7 @@ F32 = NDArray[np.float32]
 class LayerCache:
     """keys [tiles, kv_heads, rows, 16] and values [tiles, kv_heads, 16, row] of one layer; bfloat16 as uint16. `rows`
     and `row` are the numbers of a key and of a value, or for int4 the bytes that they take (`packed_sizes`). Without
-    values they are the first numbers of the keys.
+    a `values` array, values are the first numbers of the keys.
 
     For int8 and fp8_e4m3 scales float32 [tiles, kv_heads, 16] of each; for int4 uint16 [tiles, kv_heads, 2, 16] (step
     and least number as bfloat16), and key_mean float32 [kv_heads, head_dim], which is subtracted from the keys.
@@ -69,7 +69,7 @@ class LayerCache:
 
 
 def packed_sizes(shape: LayerShape, dtype: str) -> tuple[int, int]:
-    """Return the elements that a token takes for one head: of its key, of its value (0 where that is a part of it)."""
+    """Return the elements that a token takes for one head: key, value (0 where the value is a part of the key)."""
     key, value = shape.head_dim, shape.value_size
     if dtype == "int4":
         key, value = (key + 1) // 2, value // 32 * 16 + min(value % 32, 16)
@@ -120,8 +120,8 @@ def widened(raw: NDArray[Any], dtype: str) -> F64:
 
 
 class KVCache:
-    """A zeroed cache for each of `shapes` over the blocks of its kind; that of its source for one that has one. Pages
-    come into memory as slots are written."""
+    """A zeroed cache for each of `shapes` over the blocks of its kind; a shape with a source shares the source's cache.
+    Pages come into memory as slots are written."""
 
     def __init__(self, shapes: Sequence[LayerShape], pool_sizes: Sequence[int], block_size: int, dtype: str) -> None:
         self.pool_sizes, self.block_size = tuple(pool_sizes), block_size
@@ -160,7 +160,7 @@ class KVCache:
         return LayerCache(dtype, shape.kind, keys, values, scales[0], scales[1], mean)
 
     def _of_kind(self, kind: int | None) -> list[NDArray[Any]]:
-        """Return all that belongs to slots of a kind, or of every kind."""
+        """Return all arrays of the slots of a kind, or of every kind."""
         layers = [layer for layer in self.layers if isinstance(layer, LayerCache) and kind in (layer.kind, None)]
         unique = {id(layer): layer for layer in layers}
         return [array for layer in unique.values() for array in layer.by_slot()]
@@ -175,15 +175,15 @@ class KVCache:
         return tile, lane
 
     def read_block(self, block: int, kind: int | None = None) -> bytes:
-        """Return all that a block holds, in one kind or in every block kind, without what is the model's (`key_mean`);
-        or what a slot of a state kind holds."""
+        """Return the bytes of a block in one kind or in every block kind, without `key_mean`, which is the model's; or
+        the bytes of a slot of a state kind."""
         if states := self._states_of(kind):
             return b"".join(array[block].tobytes() for array in states)
         at = self._at(block)
         return b"".join(array[at].tobytes() for array in self._of_kind(kind))
 
     def write_block(self, block: int, data: bytes, kind: int | None = None) -> None:
-        """Set a block to what `read_block` returned."""
+        """Set a block to bytes that `read_block` returned."""
         states = self._states_of(kind)
         at: Any = block if states else self._at(block)
         for array in states or self._of_kind(kind):

@@ -34,7 +34,7 @@ class Chooser:
                   "top_p": double, "drawn": whole, "seed": unsigned, "position": unsigned, "count": whole,
                   "total": whole}  # fmt: skip
         self._fields: dict[str, NDArray[Any]] = {name: np.zeros(max_rows, dtype) for name, dtype in dtypes.items()}
-        # Pages come into being as they are written: few, but for rows without top_k.
+        # Pages come into memory as they are written: few, except for rows without top_k.
         self._ids = np.empty((max_rows, width), np.int32)
         self._scaled = np.empty((max_rows, width), np.float64)
         addresses = {name: array.ctypes.data for name, array in self._fields.items()}

@@ -52,7 +52,7 @@ def quantised(x: Value, group: int) -> Quantised:
 
 
 def padded(width: int) -> int:
-    """Return the bytes of a row of codes: never a power of two, for rows that alias in the cache halve the speed."""
+    """Return the bytes of a row of codes: never a power of two, since rows that alias in the cache halve the speed."""
     return -(-width // 64) * 64 + 64
 
 

@@ -1,4 +1,4 @@
-"""Records a mixture of experts: a row is copied to each expert that it chose, and what they make of it is added up.
+"""Records a mixture of experts: a row is copied to each of its experts, and the experts' outputs are added up.
 
 The copies lie expert by expert, so that a layer has the same few records however many experts there are: `linear_each`
 holds a table with a product for each expert. Knows buffers and matrices; must not know models. Called by `ops`.
@@ -23,11 +23,11 @@ from headrace.protocol.errors import CheckpointError
 
 SCORES = {"softmax": 0, "sigmoid": 1}
 COUNTERS_APART = 8
-"""Numbers of 8 bytes from one counter to the next: each has a cache line of its own."""
+"""Numbers of 8 bytes from one counter to the next: each lies alone in a cache line."""
 
 
 class Recording(Protocol):
-    """What a layer's records need of `CpuOps`."""
+    """The part of `CpuOps` that a layer's records need."""
 
     graph: Graph
     pairs: list[Pair] | None
@@ -38,16 +38,16 @@ class Recording(Protocol):
 
 
 class Share(NamedTuple):
-    """The experts bounds[0] ... bounds[1] - 1 of one rank of several. `collect` makes all pairs of those that each rank
-    has, of which this rank's begin at a number that is known when the tape runs."""
+    """The experts bounds[0] ... bounds[1] - 1 of one rank of several. `collect` gathers the pairs of all ranks; the
+    place among them where this rank's pairs begin is known when the tape runs."""
 
     bounds: tuple[int, int]
     collect: Callable[[Value, NDArray[np.int32]], Value]
 
 
 class Experts:
-    """One layer's records. `begin` [E + 1]: the first pair of each expert. share: of a rank that computes the pairs of
-    some experts alone, which are numbers 0, 1, ... of dimension OWN_PAIRS; their experts begin at `own_begin`."""
+    """One layer's records. `begin` [E + 1]: the first pair of each expert. share: for a rank that computes the pairs of
+    some experts only. These are numbered 0, 1, ... in dimension OWN_PAIRS; their experts begin at `own_begin`."""
 
     def __init__(self, ops: Recording, routing: Routing, num_experts: int, share: Share | None = None) -> None:
         self.ops, self.graph, self.routing, self.num_experts = ops, ops.graph, routing, num_experts
@@ -63,9 +63,9 @@ class Experts:
         logits: Value,
         gate_up: Sequence[CpuMatrix | CpuStack],
         down: Sequence[CpuMatrix | CpuStack],
-        bend: Callable[[Value], Value],
+        activation: Callable[[Value], Value],
     ) -> Value:
-        """`bend` makes of the first products what the second ones take."""
+        """Record the mixture. `activation`: takes the first products, gives the inputs of the second ones."""
         graph, routing, top_k = self.graph, self.routing, self.routing.top_k
         graph.pairs_of_row = max(graph.pairs_of_row, top_k)
         ids, weights = graph.buffer(4 * top_k, x.dim), graph.buffer(4 * top_k, x.dim)
@@ -93,7 +93,7 @@ class Experts:
         fields["own_begin"] = None if self.share is None else self.own_begin
         graph.put("moe_group", x.dim, None, fields)
         gathered = self._gather(x, rows, pair_weights, gate_up)
-        y = self._collected(self._each(bend(self._each(gathered, gate_up)), down))
+        y = self._collected(self._each(activation(self._each(gathered, gate_up)), down))
         out = graph.value(y.width, x.dim)
         fields = {"places": graph.touch(places), "top_k": top_k, "x": graph.read(y), "ld_x": y.ld, "width": y.width}
         fields |= {"weights": None if routing.scale_input else graph.touch(pair_weights)}
@@ -101,11 +101,11 @@ class Experts:
         return out
 
     def _collected(self, y: Value) -> Value:
-        """All pairs, of those of this rank."""
+        """Return the pairs of all ranks, gathered from each rank's."""
         return y if self.share is None else self.share.collect(y, self.begin[self.first :])
 
     def _gather(self, x: Value, rows: Any, weights: Any, matrices: Sequence[CpuMatrix | CpuStack]) -> Value:
-        """The rows of all pairs: as codes where all products take the same, so that a row is quantised but once."""
+        """Return the rows of all pairs: as codes where all products take the same, so that a row is quantised once."""
         graph, ops, scales = self.graph, self.ops, self.routing.scale_input
         matrices = matrices[self.first : self.last]
         parts = [part for matrix in matrices for part in parts_of(matrix)]
@@ -128,7 +128,7 @@ class Experts:
             graph.drop(gathered.buffer)
         del fields["group"]
         graph.touch(rows)
-        # The node's q is codes that it reads, so `gathered` is the value of none.
+        # The node's `q` are codes that it reads, so it must not get to write the codes of `gathered`.
         graph.put("moe_gather", self.dim, None, fields)
         return gathered
 
@@ -137,7 +137,7 @@ class Experts:
         if pairs is None or all(self.ops.takes_floats(part) for matrix in matrices for part in parts_of(matrix)):
             return self._products(x, matrices, as_floats=False)
         narrow, wide = (self._products(x, matrices, as_floats) for as_floats in (False, True))
-        # All ranks measure the pairs of all, so that they choose as one process would.
+        # Each rank measures the pairs of all ranks, so that it chooses as one process would.
         all_narrow, all_wide = self._collected(narrow), self._collected(wide)
         last = len(self.graph.nodes) - 1
         all_narrow.buffer.last = all_wide.buffer.last = last
@@ -145,7 +145,7 @@ class Experts:
         return wide
 
     def _products(self, x: Value, matrices: Sequence[CpuMatrix | CpuStack], as_floats: bool) -> Value:
-        """Each expert's rows of x times its matrix. as_floats: of x itself, whatever the matrices take."""
+        """Multiply each expert's rows of x by its matrix. as_floats: without codes, whatever the matrices take."""
         graph = self.graph
         experts = [parts_of(matrix) for matrix in matrices]
         shapes = {tuple((part.num_in, part.num_out) for part in parts) for parts in experts}
@@ -194,7 +194,7 @@ class Experts:
         return out
 
     def _ordered(self, x: Value, matrices: Sequence[CpuMatrix]) -> Value:
-        """x, or its rows with their inputs in the orders of their experts' matrices."""
+        """Return x, or its rows with their inputs in the orders of their experts' matrices."""
         if all(matrix.permutation is None for matrix in matrices):
             return x
         plain = np.arange(x.width, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Records that put together what the ranks of a model have of a value: columns as floats or codes, or whole rows.
+"""Records that put a value together out of the parts on each rank: columns as floats or codes, or whole rows.
 
 A gather moves numbers and computes none, so no bit depends on the number of ranks (ADR 0037, 0040). Knows values and
 layouts; must not know models or processes. Called by `ranks`.
@@ -34,12 +34,12 @@ class Gathers:
         return self._floats(x, layout.width, x.dim, fields)
 
     def rows(self, x: Value, first: NDArray[np.int32]) -> Value:
-        """Return all pairs, of which each rank has some whole ones: this one those from number first[0] on, in x."""
+        """Return all pairs, of which each rank has some whole rows: this rank's are x, numbered from first[0] on."""
         fields = self._fields([(self._seat.plan.rank, 0, 0, x.width)], x.width, 4 * x.width) | {"from": first}
         return self._floats(x, x.width, PAIRS, fields)
 
     def codes(self, x: Value, layout: Layout, group: int) -> Value:
-        """As `columns`, of the codes of x alone. The ranks' columns begin at multiples of `group`."""
+        """As `columns`, for the codes of x alone. The ranks' columns begin at multiples of `group`."""
         graph, width = self._ops.graph, layout.width
         source = quantised(x, group)
         whole = graph.outside(width, x.dim)

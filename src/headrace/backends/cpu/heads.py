@@ -1,6 +1,6 @@
-"""Records a product by head: each head's numbers times a matrix of its own (the latents of MLA).
+"""Records a product by head: each head's numbers times the head's matrix (the latents of MLA).
 
-The products of all heads are one record, `linear_each` without lists of rows, so that 128 heads cost no more barriers
+The products of all heads are one record, `linear_each` without lists of rows, so that 128 heads need no more barriers
 than one. They take floats, whatever form the weights have. Knows buffers and matrices; must not know models. Called by
 `ops`.
 """

@@ -1,6 +1,6 @@
 """Weights in the kernels' layout: packed once from a `MatrixSource`, or mapped from a file that was packed before.
 
-Owns nothing but bytes and what they mean. Layouts are the native library's (csrc/format_*.cpp). Called by `ops`, and by
+Owns the bytes and their description. Layouts are the native library's (csrc/format_*.cpp). Called by `ops`, and by
 `checkpoint.packed`, which writes and maps the bytes.
 """
 
@@ -28,13 +28,13 @@ MAX_IN = 2**18
 """Inputs of a matrix whose quantised rows fit the kernels' scratch memory."""
 
 MAX_GROUP = 2**17
-"""Inputs with one scale, whose products of 8 bits add up in 32."""
+"""Most inputs with one scale: the sum of their products of 8-bit codes fits 32 bits."""
 
 EXTRAS = (("i4", "i5", "i6", "i8"), ("i4",), ("i2", "i3"))
-"""Kinds that may have minima (i8: in groups), a book, zeros."""
+"""Kinds that may have minima (i8: in groups), a codebook, zeros."""
 
 SLAB_NUMBERS = 2**22
-"""Weights that a source gives at once."""
+"""Most weights that are read from a source at once."""
 
 TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2} | {name: kind.code for name, kind in K_TYPES.items()}
 
@@ -113,7 +113,7 @@ class CpuMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that a row is multiplied with."""
+        """The bytes of all that a row is multiplied with."""
         order = 0 if self.permutation is None else self.permutation.nbytes
         return self.data.nbytes + order + (0 if self.outliers is None else self.outliers.num_bytes)
 

@@ -1,8 +1,7 @@
-"""`Measured`: what was measured of a model's products when it was loaded, kept beside its packed file.
+"""`Measured`: the measurements of a model's products at load, kept beside its packed file.
 
-The file holds for one build of headrace: any other measures again, so that what is chosen by it never depends on when
-it was written. Knows names and numbers; must not know models or matrices. Made by `checkpoint.source`, used by
-`activations`.
+The file is valid for one build of headrace: any other measures again, so that no choice depends on when the file was
+written. Knows names and numbers; must not know models or matrices. Made by `checkpoint.source`, used by `activations`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ def build() -> str:
 class Measured:
     """The losses of matrices by name, in the file `path`. may_write: whether it is written if there is none.
 
-    They are those of a model made for `max_model_len` positions, by which some turn with other frequencies."""
+    They are valid for a model made for `max_model_len` positions: some models' rope frequencies depend on it."""
 
     def __init__(self, path: Path, max_model_len: int, may_write: bool) -> None:
         self._path, self._max_model_len, self._may_write = path, max_model_len, may_write
 
     def read(self) -> dict[str, float]:
-        """Return what the file has; nothing if there is none, or one of another build."""
+        """Return the losses in the file; none if there is no file, or one of another build."""
         try:
             values = json.loads(self._path.read_text(encoding="utf-8"))
             fits = (values["build"], values["max_model_len"]) == (build(), self._max_model_len)

@@ -58,7 +58,7 @@ class CpuOps:
         self.wide: set[CpuMatrix] = set()
         """Matrices of integer codes whose activations stay floats (`activations.choose_activations`)."""
         self.copies = False
-        """Whether a packed matrix is copied out of its file, which is not read as a whole."""
+        """Whether a packed matrix is copied out of its file: then the file is not read as a whole."""
         self.pairs: list[Pair] | None = None
         """A list while products are recorded both ways."""
 
@@ -66,16 +66,16 @@ class CpuOps:
         self.graph = Graph(ITEM_BYTES)
 
     def whole(self, x: Value) -> Value:
-        """Return all columns of x, of which an operator of one rank of several may give some (`ranks.RankOps`)."""
+        """Return all columns of x, as `ranks.RankOps` does, whose values may have some columns only."""
         return x
 
     def cache_shapes(self, model: Any) -> Sequence[LayerShape]:
-        """Return what the cache holds of each layer."""
+        """Return the shapes of the cache for each layer."""
         shapes: Sequence[LayerShape] = model.cache_shapes
         return shapes
 
     def every_cache(self, model: Any) -> list[Sequence[LayerShape]]:
-        """Return what the caches of all ranks hold."""
+        """Return the shapes of the caches of all ranks."""
         return [self.cache_shapes(model)]
 
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> CpuMatrix:
@@ -86,7 +86,7 @@ class CpuOps:
 
     def stacked(self, name: str, matrices: Sequence[Matrix]) -> CpuStack:
         parts = tuple(matrix for matrix in matrices if isinstance(matrix, CpuMatrix))
-        # They were made last: to look for them among all would take a square of the number of experts.
+        # They were made last: a search among all would take time by the square of the number of experts.
         del self.matrices[len(self.matrices) - len(parts) :]
         stack = CpuStack(name, parts)
         self.matrices.append(stack)
@@ -135,7 +135,7 @@ class CpuOps:
         return out
 
     def norm_columns(self, x: Value, first: int, num: int, norm: HeadNorm) -> Value:
-        # In place: the columns beside them stay where the next operator reads them.
+        # In place: the other columns stay where the next operator reads them.
         self.graph.read(x)
         at, width = self.graph.columns(x, first, x.width - first).at, len(norm.weight)
         fields: dict[str, Any] = {"x": at, "ld_x": x.ld, "heads": num, "width": width, "out": at, "ld_out": x.ld}
@@ -193,12 +193,12 @@ class CpuOps:
         return out
 
     def _part(self, x: Value, matrix: CpuMatrix, out: Value | None = None, column: int = 0) -> Value:
-        """The product, in a value of its own, or in the columns of `out` from `column` on."""
+        """Return the product, in a new value, or in the columns of `out` from `column` on."""
         if matrix.permutation is not None:
             x = self.permuted(x, matrix.permutation)
         if matrix.outliers is None:
             return self._either(x, matrix, out, column)
-        # Outliers are multiplied in float; in what is quantised they are exactly zero.
+        # Outliers are multiplied in float; in the rows that are quantised they are exactly zero.
         outliers = self._product(x, None, matrix.outliers.pick)
         rest = x + self._product(outliers, None, matrix.outliers.back)
         product = self._either(rest, matrix, out, column)
@@ -207,7 +207,7 @@ class CpuOps:
     def permuted(
         self, x: Value, columns: NDArray[np.int32], begin: NDArray[np.int32] | None = None, count: int = 1
     ) -> Value:
-        """Each row of x in the order `columns` [count, width]; of several, the one of the expert whose row it is."""
+        """Put each row of x into the order `columns` [count, width]; if there are several, into its expert's order."""
         width = columns.size // count
         out = self.graph.value(width, x.dim)
         fields = {"columns": columns, "begin": begin, "count": count, "width": width}
@@ -215,7 +215,7 @@ class CpuOps:
         return out
 
     def _either(self, x: Value, matrix: CpuMatrix, out: Value | None, column: int) -> Value:
-        """The product with int8 activations, or with floats where the matrix has plain numbers or was chosen for it."""
+        """Return the product with int8 activations, or with floats for a matrix of plain numbers or one in `wide`."""
         if self.takes_floats(matrix):
             return self._product(x, None, matrix, out, column)
         codes = quantised(x, matrix.act_group)
@@ -237,7 +237,7 @@ class CpuOps:
         return by_head(self.graph, x, [cpu_matrix(matrix) for matrix in matrices], tail)
 
     def rope(self, x: Value, num_heads: int, head_dim: int, rows: StepRows, rope_table: RopeTable) -> Value:
-        """A record of `rope_store` without keys and values, which turns what it takes for queries."""
+        """Put a record of `rope_store` without keys and values: it takes the heads of x for queries, and turns them."""
         fields = {"x": self.graph.read(x), "ld_x": x.ld, "heads": num_heads, "kv_heads": 0, "head_dim": head_dim}
         fields |= {"cos": rope_table.cos, "sin": rope_table.sin, "pairs": rope_table.cos.shape[1]}
         fields["first"] = rope_table.first
@@ -349,7 +349,7 @@ class CpuOps:
         *,
         adds: bool = False,
     ) -> Value:
-        """Put the product into `out`, a new value by default, from `column` on; `adds`: to what is there."""
+        """Put the product into `out`, a new value by default, from `column` on. `adds`: add it to the numbers there."""
         name, fields = product(matrix, x, codes)
         if out is None:
             out = self.graph.value(matrix.num_out, x.dim)

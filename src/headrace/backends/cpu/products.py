@@ -1,4 +1,4 @@
-"""The fields of records that several operators share, and those of a product of rows with a matrix.
+"""The fields of records that several operators share, and the fields of a product of rows with a matrix.
 
 Also `Pair`, a product that is measured when the model is loaded.
 Knows the kernels' fields (csrc/include/kernels.h); must not know models. Called by `ops` and `experts`.
@@ -31,8 +31,8 @@ NO_RESIDUAL: dict[str, Any] = {"residual": None, "ld_res": 0}
 class Pair(NamedTuple):
     """A product computed both ways: with int8 activations (`narrow`) and with floats; `last` is its last node.
 
-    matrices: one, or those of experts, of which expert e has the rows begin[e] ... begin[e + 1] - 1. column: the first
-    of `wide` that the product has.
+    matrices: one, or one for each expert, where expert e has the rows begin[e] ... begin[e + 1] - 1. column: the
+    product's first column in `wide`.
     """
 
     matrices: Sequence[CpuMatrix | CpuStack]

@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 512
 """Rows of one native call. A longer step is computed in portions: reading the weights again costs less than the memory
-for more rows, and what one operator passes to the next stays in the CPU's cache."""
+for more rows, and the values that one operator passes to the next stay in the CPU's cache."""
 
 F32 = NDArray[np.float32]
 
 
 class TapeOptions(NamedTuple):
     """How a tape runs: on `num_threads` (0: the number that suits the model), by the kernels of `isa` ("": the best).
-    check: compute every step a second time beside torch_ref, and log what differs."""
+    check: compute each record of a step with torch_ref too, and log the differences."""
 
     num_threads: int
     isa: str = ""
@@ -44,7 +44,7 @@ class TapeOptions(NamedTuple):
 
 
 class TapedProgram:
-    """`Program` of the cpu backend. layers: those whose residual streams `features` gives."""
+    """`Program` of the cpu backend. layers: `features` gives the residual streams before these."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TapedProgram:
         options: TapeOptions,
         layers: Sequence[int] = (),
     ) -> None:
-        self.model = model  # it keeps the embedding table alive, whose address is on the tape
+        self.model = model  # keeps the embedding table alive, whose address is on the tape
         self.cache, self.num_threads = cache, options.num_threads
         self.vocab_size: int = model.vocab_size
         self.kinds: tuple[CacheKind, ...] = model.kinds
@@ -117,8 +117,8 @@ class TapedProgram:
         return self._are_finite(num_rows, num_chunks), self._take(len(rows))
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
-        """Compute the chunks, without logits: whether those of each are finite, and the hidden states [R, H] before the
-        final norm, which are there until the next call."""
+        """Compute the chunks, without logits. Return whether the hidden states of each chunk are finite, and the hidden
+        states [R, H] before the final norm, valid until the next call."""
         num_rows, num_chunks = self.fill(chunks, features), len(chunks.starts)
         self.tape.run_range(0, self._num_forward, [num_rows, num_chunks, 0], self.num_threads)
         return self._are_finite(num_rows, num_chunks), self.hidden_states_of(num_rows)
@@ -128,7 +128,7 @@ class TapedProgram:
         return self.tape.floats(self.hidden.buffer, num_rows)[:, : self.hidden.width]
 
     def logits_of(self, hidden: F32, rows: list[int]) -> HostLogits:
-        """Return the logits of some rows of hidden states [R, H], which are those of the last call from now on."""
+        """Return the logits of some rows of hidden states [R, H], which replace the last call's hidden states."""
         self.hidden_states_of(len(hidden))[:] = hidden
         return self.logits(rows)
 
@@ -146,7 +146,8 @@ class TapedProgram:
         return [bool(self._finite_rows[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
 
     def _verify(self, dims: list[int]) -> None:
-        """Run the step record by record, and only so: a state that was written where it is read has moved on."""
+        """Run the step record by record, instead of and not after a whole run: a state that is written in place would
+        advance twice."""
         from headrace.backends.cpu.verify import verify  # it imports torch
 
         for difference in verify(self.tape, dims):

@@ -1,7 +1,7 @@
-"""`RankOps`: the operators of one rank of several on a CPU: its matrices, its products, and what they take as codes.
+"""`RankOps`: the operators of one rank of several on a CPU: its matrices, its products, and the gathers of their codes.
 
-What follows a product and is quantised for the next one is gathered as codes (ADR 0037). Knows values, matrices and
-layouts; must not know models or processes. Called by models and by the programs of this backend.
+A value between two products that is quantised for the second one is gathered as codes (ADR 0037). Knows values,
+matrices and layouts; must not know models or processes. Called by models and by the programs of this backend.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class RankOps(SplitOps):
-    """`SplitOps` around those of this backend."""
+    """`SplitOps` around `CpuOps`."""
 
     inner: CpuOps
 
     def __init__(self, inner: CpuOps, seat: Seat) -> None:
         super().__init__(seat.plan)
         self.inner, self._gathers = inner, Gathers(inner, seat)
-        # Whether the expert whose layers are about to be made is this rank's; None: they are no such expert's.
+        # Whether the expert whose layers are about to be made is this rank's; None: no expert's layers are made.
         self._has_expert: bool | None = None
         self._layouts: dict[CpuMatrix | CpuStack, Layout] = {}
 
@@ -65,7 +65,7 @@ class RankOps(SplitOps):
 
     @contextmanager
     def of_expert(self, expert_id: int, num: int) -> Iterator[None]:
-        """The matrices that are made inside belong to one expert of `num`: whole if this rank has it, else not read.
+        """Make the matrices inside as one expert's, of `num`: whole if this rank has the expert, else not read.
 
         Raises `RequestError` for fewer experts than ranks."""
         first, last = self.plan.experts(num)
@@ -77,7 +77,7 @@ class RankOps(SplitOps):
 
     def matrix(self, source: MatrixSource, bias: F32 | None = None) -> RankMatrix:
         if self._has_expert is not None and source.columns is not None:
-            # As one process refuses them, and here on all ranks.
+            # Refused as by one process, and by all ranks.
             raise CheckpointError(f"{source.name}: the native kernels have no experts with outliers; dequantise them")
         if self._has_expert is False:
             return self._elsewhere(source)
@@ -91,7 +91,7 @@ class RankOps(SplitOps):
     def packed(self, record: PackedRecord) -> RankMatrix:
         """Return this rank's panels of a matrix that was packed before, copied.
 
-        Raises `CheckpointError` where they are no whole panels."""
+        Raises `CheckpointError` where the rank's outputs are no whole panels."""
         if self._has_expert is False:
             return self._elsewhere(record)
         layout = self._next_layout(record.num_out)
@@ -115,12 +115,12 @@ class RankOps(SplitOps):
         return RankMatrix(local, num_in, num_out, layout)
 
     def _elsewhere(self, source: MatrixSource | PackedRecord) -> RankMatrix:
-        """Return a matrix of another rank, which is here without its weights: all ranks decide by the forms of all."""
+        """Return another rank's matrix without its weights: every rank decides by the forms of all ranks' matrices."""
         local = without_weights(source)
         self.inner.matrices.append(local)
         return RankMatrix(local, source.num_in, source.num_out, None)
 
-    # Products, and what they take.
+    # Products, and their operands.
 
     def gathered(self, x: Value, layout: Layout) -> Value:
         return self._gathers.columns(x, layout)
@@ -130,7 +130,7 @@ class RankOps(SplitOps):
         return self.inner.permuted(x, columns)
 
     def operand(self, value: Any, parts: Sequence[CpuMatrix]) -> Value:
-        """Return all columns of a value as a product with `parts` takes them: as codes alone, where these will do."""
+        """Return all columns of a value as a product with `parts` takes them: as codes alone if it reads no floats."""
         x = self.value(value)
         groups = {part.act_group for part in parts}
         needs_floats = self.pairs is not None or self.inner.takes_floats(*parts)
@@ -155,7 +155,7 @@ class RankOps(SplitOps):
         takes = [part for matrix in second for part in parts_of(matrix.local)]
         act = self.gated if layer.has_gate else self.activation
 
-        def bend(y: Value) -> Value:
+        def activation(y: Value) -> Value:
             return self.operand(act(self._as(y, first[0].layout), layer.kind), takes)
 
         logits = self.whole(self.linear(x if seen is None else seen, layer.router))
@@ -166,13 +166,13 @@ class RankOps(SplitOps):
             if any(matrix.layout is not None for matrix in (*first, *second)):
                 raise ValueError(f"{first[0].local.name}: the model file does not say which expert has it (`cut`)")
         mixture = Experts(self.inner, layer.routing, layer.router.num_out, share)
-        out = mixture.mix(self.whole(x), logits, [m.local for m in first], [m.local for m in second], bend)
+        out = mixture.mix(self.whole(x), logits, [m.local for m in first], [m.local for m in second], activation)
         self._gather_pairs(num_pairs)
         return self._as(out, second[0].layout)
 
     def _gather_pairs(self, first: int) -> None:
-        """Gather both products of the pairs from `first` on: which form suits a matrix is decided by all its rows'
-        columns, so that all ranks decide alike, and as one rank would."""
+        """Gather both products of the pairs from `first` on: the form of a matrix is chosen by all columns of its rows,
+        so that all ranks choose alike, and as one rank would."""
         if self.pairs is None:
             return
         for i in range(first, len(self.pairs)):

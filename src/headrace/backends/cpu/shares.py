@@ -1,4 +1,4 @@
-"""What a rank has of a packed matrix: the panels that its layout gives it, or of the expert of another rank no weights.
+"""One rank's part of a packed matrix: the panels of its layout; of an expert on another rank, the form without weights.
 
 Knows matrices and layouts; must not know values, models or processes. Called by `ranks`.
 """

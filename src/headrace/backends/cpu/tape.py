@@ -20,7 +20,7 @@ DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits", PAIRS: "pairs", OWN_P
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """Time of one record: `seconds` (median), bytes of weights that it read, operations that it did."""
+    """Time of one record: `seconds` (median), bytes of weights that it read, and operations."""
 
     index: int
     op: str
@@ -51,11 +51,11 @@ class Tape:
             record(self._native, node.op, dim=node.dim, **self._resolved(node))
 
     def run(self, dims: list[int], num_threads: int = 0) -> None:
-        """One step: dims are [rows, seqs, logits]. The GIL is released."""
+        """Run one step: dims are [rows, seqs, logits]. The GIL is released."""
         self._native.run(dims, num_threads)
 
     def run_range(self, first: int, last: int, dims: list[int], num_threads: int = 0) -> None:
-        """Records first ... last - 1 only."""
+        """Run records first ... last - 1 only."""
         self._native.run_range(first, last, dims, num_threads)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Tape:
         return times
 
     def sizes(self, dims: list[int]) -> list[int]:
-        """Return the size of every dimension: `dims`, and those that operators wrote in the last run."""
+        """Return the size of every dimension: `dims`, and the sizes that operators wrote in the last run."""
         written = [int(size) for size in self._native.dims()[len(dims) :]]
         return dims + (written or [0])
 

@@ -1,5 +1,5 @@
-"""Runs a recorded step once more, operator by operator, beside the operators of torch_ref, and names the first that
-differs: for when an answer looks wrong.
+"""Runs a recorded step once more, compares each operator with torch_ref's, and names the first that differs: for a
+search when an answer looks wrong.
 
 Results agree to float32 rounding and not to the bit (bits are what tests/kernels compares, ISA against ISA). Knows
 nodes and their fields; must not know models. It imports torch, so `program` imports it only where it is used. Called by
@@ -46,10 +46,10 @@ CODE_STEP = 0.51
 _STEPS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 254, "int4": 1 / 15 + 2**-7,
           "fp8_e4m3": 1 / 28, "fp8_e5m2": 1 / 8}  # fmt: skip
 CACHE_STEPS = {TYPE_CODES[name]: step for name, step in _STEPS.items()}
-"""What rounding to a type may cost, of the greatest number of a row."""
+"""Greatest error of rounding to a type, as a share of the greatest number of a row."""
 
 FIRST_BOOK, BESIDE_INT8 = 2, 64
-"""Forms of i4 from FIRST_BOOK on have tables; HR_BESIDE_INT8 asks for the whole numbers that integer kernels have."""
+"""Forms of i4 from FIRST_BOOK on have tables; with HR_BESIDE_INT8, whole numbers as in the integer kernels."""
 
 CODES = ("q", "to_q")
 LDS = dict.fromkeys(("scales", "sums", "to_scales", "to_sums"), "ld_s") | {"out": "ld_out", "x": "ld_x"}
@@ -72,10 +72,10 @@ class Difference:
 
 @torch.inference_mode()
 def verify(tape: Tape, dims: list[int], tolerance: float = 2e-5) -> list[Difference]:
-    """Run the step with the inputs as they are; return what differs by more than `tolerance`, in the order of records.
+    """Run the step with the inputs as they are; return differences above `tolerance`, in the order of records.
 
-    Each record is compared given what the records before it wrote. Codes, and a cache narrower than float32, may be off
-    by the half step that rounding to them costs.
+    Each record is compared on the outputs of the records before it. Codes, and a cache narrower than float32, may be
+    off by the half step that rounding to them costs.
     """
     differences = []
     for node in tape.nodes:
@@ -112,7 +112,7 @@ class View:
             start = self.tape.resolve(value) - int(self.tape.arena.ctypes.data)
             flat = self.tape.arena[start:].view(np.uint8)
             num_bytes = num_rows * ld * np.dtype(dtype).itemsize
-            if len(flat) < num_bytes:  # columns of the last buffer: what follows the last row is not there
+            if len(flat) < num_bytes:  # columns of the last buffer: nothing follows the last row
                 flat = np.pad(flat, (0, num_bytes - len(flat)))
             flat = flat[:num_bytes].view(dtype)
         return flat[: num_rows * ld].reshape(num_rows, ld)
@@ -130,11 +130,11 @@ class View:
         return torch.from_numpy(self.array(name, np.int32, 1, self.num_rows)[0].astype(np.int64))
 
     def constant(self, name: str) -> Tensor | None:
-        """An array of the model."""
+        """An array of the model: a weight or a table."""
         return None if self[name] is None else torch.from_numpy(self[name])
 
     def error(self, name: str, expected: NDArray[Any]) -> float:
-        """Of what field `name` holds now, relative to the greatest number of each row."""
+        """The error of the numbers that field `name` holds now, relative to the greatest number of each row."""
         if name in ("k", "v"):
             cached = numbers(self.node.fields, name, self.ints("slots").numpy()).reshape(expected.shape)
             return _relative(cached, expected, CACHE_STEPS[self["kv_type"]])
@@ -150,7 +150,7 @@ class View:
         if whole:
             return float((actual != expected).any())
         if name == "out" and expected.shape[1] == 1:
-            # One number may be what is left of many that cancel: it is compared with the greatest of the column.
+            # One number may be a small rest of many that cancel: it is compared with the greatest of the column.
             actual, expected = actual.T, expected.T
         return _relative(actual.astype(np.float64), expected, 0.0)
 
@@ -195,7 +195,7 @@ def _layer_norm(view: View) -> Expected:
 
 
 def _embedding(view: View) -> Expected:
-    """The table is known by its address alone: the rows that are looked up are a table of their own here."""
+    """The record has the table's address alone: here the rows that are looked up are made a table."""
     width, kind = view["width"], next((k for k in K_TYPES if K_TYPES[k].code == view["type"]), None)
     dtype = np.dtype(STORED[TYPE_NAMES[view["type"]]] if kind is None else np.uint8)
     size = width * dtype.itemsize if kind is None else width // K_BLOCK * K_TYPES[kind].size
@@ -284,7 +284,7 @@ def _linear(view: View) -> Expected:
 
 
 def _linear_each(view: View) -> Expected:
-    """What the table's products write. Rows of experts without an entry keep what they have."""
+    """The outputs of the table's products. Rows of experts without an entry keep their numbers."""
     _, op, calls = view["args"]
     if view["begin"] is None:
         return _by_head(view, op, calls)
@@ -301,7 +301,7 @@ def _linear_each(view: View) -> Expected:
 
 
 def _by_head(view: View, op: str, calls: list[dict[str, Any]]) -> Expected:
-    """Products of all rows, in columns of their own; those between them keep what they have."""
+    """Products of all rows, each in its columns; the columns between them keep their numbers."""
     places = [call["out"][2] if isinstance(call["out"], tuple) else 0 for call in calls]
     whole = {"out": calls[0]["out"][1] if isinstance(calls[0]["out"], tuple) else calls[0]["out"]}
     nodes = [Node(op, 0, call, view.node.index) for call in calls]
@@ -363,7 +363,7 @@ def _gather(view: View) -> Expected:
     def select(name: str, dtype: Any, ld: str) -> Tensor:
         return view.ops.select(torch.from_numpy(view.array(name, dtype, height, view[ld])), rows)
 
-    # The bits of the scales: a row of them is copied with what lies beyond the last group, which may be anything.
+    # The bits of the scales: a row of them is copied whole, and beyond the last group there may be anything.
     parts = {f"to_{name}": select(name, np.int32, "ld_s") for name in ("scales", "sums")}
     return parts | {"to_q": select("q", np.int8, "ld_q")[:, :width].double()}
 

@@ -334,11 +334,11 @@ class RefOps:
         routing, kind = layer.routing, layer.kind
         weights, ids = self.route(self.linear(x if seen is None else seen, layer.router), routing)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        bend = self.gated if layer.has_gate else self.activation
+        activation = self.gated if layer.has_gate else self.activation
         for expert_id in sorted(set(ids.flatten().tolist())):
             row, place = (ids == expert_id).nonzero(as_tuple=True)
             weight = weights[row, place].unsqueeze(1)
             rows = (x[row].float() * weight).to(self.dtype) if routing.scale_input else x[row]
-            y = self.linear(bend(self.linear(rows, layer.gate_up[expert_id]), kind), layer.down[expert_id])
+            y = self.linear(activation(self.linear(rows, layer.gate_up[expert_id]), kind), layer.down[expert_id])
             out[row] += y.float() if routing.scale_input else y.float() * weight
         return out.to(self.dtype)

@@ -154,7 +154,7 @@ class ResponseAnswer(Readable):
         return StoredStream(self.response, self.output.cuts, after, lambda: self.change, self.leave)
 
     def leave(self) -> None:
-        """Note the end of a reader, the answer or a stream. The last one frees a stored response in slices, on a thread."""
+        """Note the end of a reader, the answer or a stream. The last frees a stored response in slices, on a thread."""
         self._num_readers -= 1
         if not self._num_readers:
             keeping, loop = self.api.keeping.get(self.id), asyncio.get_running_loop()
