@@ -1,7 +1,7 @@
 """Tools as plain text, for a model whose chat template has no place for them.
 
-The tools stand in the system message, calls in the assistant's text, and results in the user's. The marks are those of
-the format `hermes`, so that its reader and its grammar serve such a model too. Called by `histories`.
+The tools stand in the system message, calls in the assistant's text, and results in the user's. The marks are the marks
+of the format `hermes`, so that its reader and its grammar serve such a model too. Called by `histories`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ EXAMPLE = '<tool_call>\n{"name": "name of the function", "arguments": {"argument
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]], example: str = EXAMPLE) -> str:
-    """Return what the system message says of tools. `example`: a call as the model is to write it."""
+    """Return the text about the tools for the system message. `example`: a call in the form that the model must
+    write."""
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     return (
         f"You can call functions, here one a line, as JSON with the schema of the arguments:\n<tools>\n{lines}\n"
