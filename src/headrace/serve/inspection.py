@@ -119,7 +119,7 @@ class Inspection:
         return await asyncio.to_thread(summaries.cache_of, tree, misses, explainer.calls.text_of, time.monotonic())
 
     async def limits(self) -> Limits:
-        """How near decoding is to the limits of the machine's memory and arithmetic."""
+        """The speed of decoding against the limits of the machine's memory and arithmetic."""
         await self.measure()
         model = self.model
         facts = await asyncio.to_thread(model.facts)

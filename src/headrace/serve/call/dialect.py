@@ -105,7 +105,7 @@ class Dialect(NamedTuple):
         )
 
     def reads(self, name: str) -> bool:
-        """Whether the chat template uses a variable."""
+        """Return whether the chat template uses a variable."""
         return reads(self.template, name)
 
     def marks(self, use: ToolUse) -> dict[str, int]:

@@ -264,7 +264,7 @@ FORMATS: dict[str, ToolFormat] = {
                 header=(" to=", "<|message|>"),
             ),
         ),
-        # Without the newline before it, a grammar can tell it from a separator.
+        # Without the newline before it, a grammar can distinguish it from a separator.
         marks=("<atem:function_calls>\n", "</atem:function_calls>"),
         headers=MUSE,
     ),

@@ -295,7 +295,7 @@ def _tool(tool: Tool, field: str) -> dict[str, Any]:
 
 
 def marks_cache(request: CountTokensRequest) -> bool:
-    """Whether any part of the request carries `cache_control`."""
+    """Return whether any part of the request has `cache_control`."""
     blocks: list[Any] = [request, *(request.tools or [])]
     blocks += request.system if isinstance(request.system, list) else []
     for message in request.messages:

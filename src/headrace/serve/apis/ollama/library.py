@@ -56,7 +56,7 @@ SHAPING = {
     "modelfile": "send files, or a model in from",
     "path": "send files, or a model in from",
 }
-"""Fields of Ollama's create that are not supported, and what to do instead."""
+"""Fields of Ollama's create that are not supported, each with the alternative."""
 GO_TEMPLATE = re.compile(r"\{\{-?\s*([.$]|(if|range|with|define|block|template)\b)")
 """The beginning of an action in Go's templates, which Jinja does not take."""
 OLLAMA_NAMES = names_in(OLLAMA)

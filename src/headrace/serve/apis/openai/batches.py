@@ -342,7 +342,7 @@ class Batches:
         return done
 
     def _lines(self, card: Mapping[str, Any], name: str) -> list[bytes]:
-        """The lines of an output file that are counted."""
+        """Return the lines of an output file that are counted."""
         return self.files.store.body(card[name])[: card["_sizes"][name]].splitlines()
 
     def _keep(self, batch_id: str, outputs: Sequence[Mapping[str, Any]]) -> None:

@@ -110,7 +110,7 @@ class Replay:
 
     def advance(self) -> Iterator[Event]:
         """Yield the events since the last call, the final ones too if the response has ended. Text that comes meanwhile
-        is in these events or in those of the next call."""
+        is in these events or in the next call's."""
         response, has_ended = self._response, self._response.status not in RUNNING
         while self._num_closed < len(response.output):
             item = response.output[self._num_closed]
