@@ -52,25 +52,25 @@ class Effort(NamedTuple):
 
     def switched(self, is_on: bool) -> dict[str, Any]:
         """Return the variables that turn reasoning on or off; empty if the template has none."""
-        made = {name: SWITCHES[name][is_on] for name in self.switches}
-        if not made and self.off:
-            made = dict.fromkeys(self.dials, "high" if is_on else self.off)
-        return made
+        variables = {name: SWITCHES[name][is_on] for name in self.switches}
+        if not variables and self.off:
+            variables = dict.fromkeys(self.dials, "high" if is_on else self.off)
+        return variables
 
     def at(self, level: str) -> tuple[dict[str, Any], str]:
         """Return the variables for one of `LEVELS`, and a warning if the level is not honoured exactly."""
-        made: dict[str, Any] = {name: SWITCHES[name][level != "none"] for name in self.switches}
-        if not made and not self.dials:
+        variables: dict[str, Any] = {name: SWITCHES[name][level != "none"] for name in self.switches}
+        if not variables and not self.dials:
             return {}, UNKNOWN
         if level != "none":
             word = self._nearest(level)
         else:
             word = self.off or ("" if self.switches or not self.dials else self._nearest("low"))
         if word and self.dials:
-            made |= dict.fromkeys(self.dials, word)
+            variables |= dict.fromkeys(self.dials, word)
         if not self.dials or word in ("", level, self.off):
-            return made, ""
-        return made, f"the chat template does not know {level!r}, and gets {word!r}"
+            return variables, ""
+        return variables, f"the chat template does not know {level!r}, and gets {word!r}"
 
     def _nearest(self, level: str) -> str:
         """Return the level, or the one next to it that the dials take: of two the higher."""

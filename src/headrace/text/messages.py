@@ -25,7 +25,7 @@ Warn = Callable[[str, str], None]
 """Gets the field of a request, and the reason why it is not honoured."""
 
 
-class ToolCall(NamedTuple):
+class PastCall(NamedTuple):
     """A call of an earlier turn. `form` is OpenAI's: id, type, and a function with name and arguments, the latter as
     an object or as JSON text. `field` names the arguments in the request, for errors."""
 
@@ -33,7 +33,7 @@ class ToolCall(NamedTuple):
     field: str
 
     @classmethod
-    def of(cls, call_id: str, name: str, arguments: Any, field: str) -> ToolCall:
+    def of(cls, call_id: str, name: str, arguments: Any, field: str) -> PastCall:
         """Return a call with these fields alone."""
         return cls({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, field)
 
@@ -72,7 +72,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET
     reasoning: Any = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[PastCall] = []
     extra: dict[str, Any] = {}
 
     def template_form(self, traits: Traits) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def read_messages(messages: Sequence[object], warn: Warn | None = None) -> list[
     refused everywhere. Raises `RequestError`.
     """
     bounds.check("messages", messages)
-    given, messages = messages, functions.as_tool_messages(messages)
-    if warn is not None and any(one is not other for one, other in zip(given, messages, strict=True)):
+    original, messages = messages, functions.as_tool_messages(messages)
+    if warn is not None and any(one is not other for one, other in zip(original, messages, strict=True)):
         warn("messages", functions.READ_AS_TOOLS)
     new = first_new([message.get("role") if isinstance(message, Mapping) else None for message in messages])
     read: list[ChatMessage] = []
@@ -205,20 +205,20 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _tool_calls(calls: object, field: str) -> list[ToolCall]:
+def _tool_calls(calls: object, field: str) -> list[PastCall]:
     if not isinstance(calls, list):
         raise RequestError(field, calls, "a list")
     return [_tool_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
 
 
-def _tool_call(call: Any, field: str) -> ToolCall:
+def _tool_call(call: Any, field: str) -> PastCall:
     custom_call = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
     if isinstance(custom_call, Mapping):
         call_id, name, text = call.get("id"), custom_call.get("name"), custom_call.get("input")
         if not isinstance(name, str) or not isinstance(text, str):
             raise RequestError(f"{field}.custom", custom_call, "an object with name and input, which are strings")
-        return ToolCall.of(call_id, name, custom.arguments(text), f"{field}.custom.input")
+        return PastCall.of(call_id, name, custom.arguments(text), f"{field}.custom.input")
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(field, call, "an object with a function that has a name")
-    return ToolCall(call, f"{field}.function.arguments")
+    return PastCall(call, f"{field}.function.arguments")

@@ -113,9 +113,9 @@ class ChatCall(Call, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kept = without_billing(self.messages)
-        if kept is not self.messages:
-            self.messages = kept
+        messages = without_billing(self.messages)
+        if messages is not self.messages:
+            self.messages = messages
             self.warn(
                 "messages", "the line for billing is left out: it is not for the model, and changes with each call"
             )

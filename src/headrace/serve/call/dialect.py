@@ -174,17 +174,17 @@ class Dialect(NamedTuple):
 
     def set_effort(self, call: ChatCall, variables: dict[str, Any]) -> None:
         """Set the chat template's variables by the call's fields for reasoning. Raises `RequestError`."""
-        made: dict[str, Any] = {}
+        efforts: dict[str, Any] = {}
         if call.thinks is not None:
-            made |= self.effort.switched(call.thinks)
+            efforts |= self.effort.switched(call.thinks)
         if call.reasoning_effort is not None:
             if call.reasoning_effort not in LEVELS:
                 raise RequestError("reasoning_effort", call.reasoning_effort, "one of " + ", ".join(LEVELS))
             at_level, why = self.effort.at(call.reasoning_effort)
-            made |= at_level
+            efforts |= at_level
             if why:
                 call.warn("reasoning_effort", why)
-        for name, value in made.items():
+        for name, value in efforts.items():
             variables.setdefault(name, value)
 
     def format_for(self, use: ToolUse) -> str | None:
@@ -231,12 +231,12 @@ def _format(template: ChatTemplate | None, traits: Traits, named: str | None) ->
         return None if named == NONE else formats.format_name(named)
     if template is None:
         return None
-    found = detection.detect(traits, template.sources)
-    if found is None:
+    tools = detection.detect(traits, template.sources)
+    if tools is None:
         reason = "writes calls in a form that is not known here" if traits.call else "shows no form of calls"
         text = "tool calls: none, the chat template %s; %s is used unless --tool-call-parser is given"
         logger.warning(text, reason, FALLBACK)
-    return found
+    return tools
 
 
 def _style(sources: list[str], named: str | None) -> str | None:

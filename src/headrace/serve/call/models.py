@@ -37,8 +37,7 @@ STOP_S = 0.02
 """Seconds between two checks of whether the answers of a model have ended that will be unloaded."""
 MEASURE_S = 1.0
 PROCESS_BYTES = 2**28
-"""Memory that a loaded model is expected to take in addition to its files; the true amount is measured after the
-start."""
+"""Memory that a loaded model probably takes in addition to its files, until the true amount is measured."""
 MAX_LISTED = 8
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ class Running(Protocol):
         ...
 
 
-class Entry:
+class ModelEntry:
     """A model that is loaded, is being loaded or unloaded, or was loaded before.
 
     Attributes:
@@ -82,7 +81,7 @@ class Entry:
         start: the task that loads it. stop: the task that unloads it.
         num_holds: routes that answer with it now. num_waiting: routes that wait for it.
         is_fresh: whether no route has had it yet.
-        has_room: whether it counts as loaded, which is so from before its start until after its end.
+        has_room: whether it counts as loaded, from before its start until after its end.
         last_use: when it was last in use, in monotonic seconds.
         memory: bytes that it took when they were last measured, or is expected to take; 0 before.
     """
@@ -135,8 +134,8 @@ class ModelSet:
         self._keep_alive = keep_alive
         self._max_loaded = max_loaded
         self._max_memory = max_memory
-        self._entries: dict[str, Entry] = {}
-        self._default_entry = Entry("")
+        self._entries: dict[str, ModelEntry] = {}
+        self._default_entry = ModelEntry("")
         self._default_entry.running = default
         self._room = asyncio.Lock()
         self._sleep_lock = asyncio.Lock()
@@ -153,11 +152,11 @@ class ModelSet:
         entries = [self._default_entry, *self._entries.values()]
         return [entry.running for entry in entries if entry.running is not None]
 
-    def loaded(self) -> Iterator[Entry]:
+    def loaded(self) -> Iterator[ModelEntry]:
         """Yield the entries of the folder's models that are loaded."""
         return (entry for entry in self._entries.values() if entry.running is not None)
 
-    def expires_in(self, entry: Entry) -> float:
+    def expires_in(self, entry: ModelEntry) -> float:
         """Return the seconds until a loaded model is unloaded, counted from now if it is in use; infinity: never."""
         idle = 0.0 if entry.is_used else time.monotonic() - entry.last_use
         return max(0.0, self._time_to_stay(entry) - idle)
@@ -278,7 +277,7 @@ class ModelSet:
             # A call that lets the engine sleep on is no use of the model.
             entry.last_use = time.monotonic() if wakes else entry.last_use
 
-    def _entry_of(self, fields: Mapping[str, Any]) -> Entry:
+    def _entry_of(self, fields: Mapping[str, Any]) -> ModelEntry:
         name = fields.get("model")
         if self.files is None:
             # One model: its name is checked with the request's other fields.
@@ -286,9 +285,9 @@ class ModelSet:
         name = self.true_name(name if isinstance(name, str) else None, is_request=True)
         if self.default is not None and name in self.default.served.names:
             return self._default_entry
-        return self._entries.setdefault(name, Entry(name))
+        return self._entries.setdefault(name, ModelEntry(name))
 
-    async def _until_loaded(self, entry: Entry) -> None:
+    async def _until_loaded(self, entry: ModelEntry) -> None:
         entry.num_waiting += 1
         try:
             while entry.running is None or entry.stop is not None:
@@ -362,7 +361,7 @@ class ModelSet:
 
     # -- loading and unloading
 
-    async def _start(self, entry: Entry) -> None:
+    async def _start(self, entry: ModelEntry) -> None:
         load = cast(Callable[[str], Awaitable[Running]], self._load)
         began = time.monotonic()
         try:
@@ -384,7 +383,7 @@ class ModelSet:
         if self._watch is None:
             self._watch = _spawn(self._keep_watch())
 
-    async def _make_room(self, entry: Entry) -> None:
+    async def _make_room(self, entry: ModelEntry) -> None:
         """Unload models until there is room for one more. Raises `ModelLoadError` if even all of the memory is too
         little."""
         files = cast(ModelFolder, self.files)
@@ -402,7 +401,7 @@ class ModelSet:
         too_large = self._max_memory is not None and num_bytes > self._max_memory
         return too_large or bool(self._max_loaded and number > self._max_loaded)
 
-    async def _unload_one(self, entries: list[Entry]) -> None:
+    async def _unload_one(self, entries: list[ModelEntry]) -> None:
         """Unload one of these entries: the least recently used one, idle ones before others. If none can be unloaded
         yet, wait."""
         ready = [each for each in entries if each.running is not None and not (each.is_fresh and each.num_waiting)]
@@ -412,16 +411,16 @@ class ModelSet:
         tasks = {each.start for each in entries if each.start is not None}
         await (asyncio.wait(tasks) if tasks else asyncio.sleep(STOP_S))
 
-    async def _gone(self, entry: Entry) -> None:
+    async def _gone(self, entry: ModelEntry) -> None:
         self._begin_stop(entry)
         if entry.stop is not None:
             await asyncio.wait({entry.stop})
 
-    def _begin_stop(self, entry: Entry) -> None:
+    def _begin_stop(self, entry: ModelEntry) -> None:
         if entry.running is not None and entry.stop is None:
             entry.stop = _spawn(self._stop(entry, entry.running))
 
-    async def _stop(self, entry: Entry, running: Running) -> None:
+    async def _stop(self, entry: ModelEntry, running: Running) -> None:
         try:
             while entry.is_used:
                 await asyncio.sleep(STOP_S)
@@ -458,7 +457,7 @@ class ModelSet:
         if idle and len(entries) > 1 and self._is_too_much(0, sum(entry.memory for entry in entries)):
             self._begin_stop(min(idle, key=lambda entry: entry.last_use))
 
-    def _time_to_stay(self, entry: Entry) -> float:
+    def _time_to_stay(self, entry: ModelEntry) -> float:
         seconds = cast(Running, entry.running).served.keep_alive
         return self._keep_alive if seconds is None else seconds
 

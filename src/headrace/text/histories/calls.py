@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from headrace.text.histories.conversation import Conversation, each
 from headrace.text.histories.plain import call_text, result_text
-from headrace.text.messages import ChatMessage, ToolCall, plain
+from headrace.text.messages import ChatMessage, PastCall, plain
 
 _LETTERS = string.digits + string.ascii_letters
 _ID_SIZE = 9
@@ -72,7 +72,7 @@ def named_results(conversation: Conversation) -> Conversation:
 def short_ids(conversation: Conversation) -> Conversation:
     """Replace ids of calls and results that are not nine letters or digits by ones that are."""
 
-    def of_call(call: ToolCall, number: int) -> str:
+    def of_call(call: PastCall, number: int) -> str:
         # The id of a call without one comes from the call's number.
         return short_id(call.form.get("id") or f"call {number}")
 
@@ -82,7 +82,7 @@ def short_ids(conversation: Conversation) -> Conversation:
 def ids_with_names(conversation: Conversation) -> Conversation:
     """Replace ids of calls and results that lack the name of the function by `functions.NAME:NUMBER`."""
 
-    def of_call(call: ToolCall, number: int) -> str:
+    def of_call(call: PastCall, number: int) -> str:
         call_id, name = call.form.get("id") or "", call.form["function"]["name"]
         return call_id if name in call_id else f"functions.{name}:{number}"
 
@@ -90,7 +90,7 @@ def ids_with_names(conversation: Conversation) -> Conversation:
 
 
 def _with_ids(
-    conversation: Conversation, of_call: Callable[[ToolCall, int], str], of_stray: Callable[[str], str]
+    conversation: Conversation, of_call: Callable[[PastCall, int], str], of_stray: Callable[[str], str]
 ) -> Conversation:
     """Return the conversation with other ids for its calls, which are numbered, and for results without calls."""
     answered = _answered(conversation.messages)
@@ -184,11 +184,11 @@ def one_call_a_turn(conversation: Conversation) -> Conversation:
     return conversation._replace(messages=messages)
 
 
-def _answered(messages: Sequence[ChatMessage]) -> dict[int, ToolCall]:
+def _answered(messages: Sequence[ChatMessage]) -> dict[int, PastCall]:
     """Return the call that each result answers, by the result's place: the last unanswered one with its id, or where
     the result has no id, the first unanswered one. A result without a call is left out."""
-    waiting: list[ToolCall] = []
-    answered: dict[int, ToolCall] = {}
+    waiting: list[PastCall] = []
+    answered: dict[int, PastCall] = {}
     for place, message in enumerate(messages):
         waiting += message.tool_calls
         if message.role != "tool":

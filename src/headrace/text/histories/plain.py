@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.text.messages import ToolCall
+from headrace.text.messages import PastCall
 
 EXAMPLE = '<tool_call>\n{"name": "name of the function", "arguments": {"argument": "value"}}\n</tool_call>'
 """A call in the form that `call_text` writes."""
@@ -28,7 +28,7 @@ def tools_text(tools: Sequence[Mapping[str, Any]], example: str = EXAMPLE) -> st
     )
 
 
-def call_text(call: ToolCall) -> str:
+def call_text(call: PastCall) -> str:
     """Return a call as the model writes it; its arguments are the JSON text of the request."""
     function = call.form["function"]
     arguments = function.get("arguments")

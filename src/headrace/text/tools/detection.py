@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.text.histories import plain
-from headrace.text.messages import ToolCall
+from headrace.text.messages import PastCall
 from headrace.text.outputs import MessageBuilder, MessageParser
 from headrace.text.reasoning import shown
 from headrace.text.tools.answers import new_parser
@@ -78,7 +78,7 @@ def reads_shown(name: str, traits: Traits) -> bool:
     if traits.shows_tools:
         return True
     if not traits.call:
-        call = plain.call_text(ToolCall.of("", NAME, json.dumps(ARGUMENTS), ""))
+        call = plain.call_text(PastCall.of("", NAME, json.dumps(ARGUMENTS), ""))
         traits = replace(traits, call=call, opening="")
     return _rest(name, traits) is not None
 
