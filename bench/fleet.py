@@ -143,13 +143,13 @@ def main() -> None:
             for router in ROUTERS
         }
         for run in range(options.runs):
-            found = {}
+            figures = {}
             # Each is first in every other run.
             for router in ROUTERS if run % 2 else reversed(ROUTERS):
                 httpx.post(urls[router] + "/reset_prefix_cache").raise_for_status()
-                found[router] = asyncio.run(play(urls[router], calls, options.scale))
-                print(json.dumps({"run": run, "router": router} | found[router]), flush=True)
-            prefix, turns = found["prefix"], found["round-robin"]
+                figures[router] = asyncio.run(play(urls[router], calls, options.scale))
+                print(json.dumps({"run": run, "router": router} | figures[router]), flush=True)
+            prefix, turns = figures["prefix"], figures["round-robin"]
             wins["hits"] += prefix["hits"] > turns["hits"]
             wins["p50_ttft_ms"] += prefix["p50_ttft_ms"] < turns["p50_ttft_ms"]
     print(json.dumps({"runs": options.runs, "prefix_was_better_in": wins}))

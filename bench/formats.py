@@ -58,16 +58,16 @@ class Tiled(gguf_writer.Source):
 
     def __init__(self, directory: Path, level: str) -> None:
         super().__init__(directory)
-        self.own: dict[str, str] = {}
-        self.own = self.kinds(gguf_writer.LEVELS[level])
+        self.own_kinds: dict[str, str] = {}
+        self.own_kinds = self.kinds(gguf_writer.LEVELS[level])
         self._slabs: dict[tuple[str, int], U8] = {}
 
     def is_blocks(self, plan: Planned) -> bool:
-        return bool(self.own) and self.is_matrix(plan)
+        return bool(self.own_kinds) and self.is_matrix(plan)
 
     def raw(self, plan: Planned) -> Iterator[U8]:
         num_rows, num_in = self.shape(plan)
-        key = self.own[plan.name], num_in
+        key = self.own_kinds[plan.name], num_in
         if key not in self._slabs:
             noise = np.random.default_rng(1).standard_normal((SLAB_ROWS, num_in), np.float32)
             self._slabs[key] = encode(key[0], noise * np.float32(0.02), plan.name).reshape(SLAB_ROWS, -1)

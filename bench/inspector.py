@@ -212,12 +212,12 @@ def main() -> None:
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         page.goto(f"http://127.0.0.1:{server.server_port}/inspect#{args.view}")
         page.wait_for_timeout(3000)
-        drawn = page.evaluate(COUNT, args.seconds)
+        counts = page.evaluate(COUNT, args.seconds)
         browser.close()
     Pages.is_over.set()
     server.shutdown()
     half = slice(len(costs) // 2, None)
-    report = {name: round(value, 2) for name, value in drawn.items()}
+    report = {name: round(value, 2) for name, value in counts.items()}
     report |= {
         "view": args.view,
         "rate": args.rate,

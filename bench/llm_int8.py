@@ -53,9 +53,9 @@ def library_linear(linear: nn.Linear) -> nn.Module:
     import bitsandbytes  # type: ignore[import-not-found, unused-ignore]
 
     options: dict[str, Any] = {"bias": False, "has_fp16_weights": False, "threshold": THRESHOLD}
-    made: Any = bitsandbytes.nn.Linear8bitLt(linear.in_features, linear.out_features, **options)
-    made.weight = bitsandbytes.nn.Int8Params(linear.weight.data.clone(), requires_grad=False, has_fp16_weights=False)
-    module: nn.Module = made.to("cpu")
+    layer: Any = bitsandbytes.nn.Linear8bitLt(linear.in_features, linear.out_features, **options)
+    layer.weight = bitsandbytes.nn.Int8Params(linear.weight.data.clone(), requires_grad=False, has_fp16_weights=False)
+    module: nn.Module = layer.to("cpu")
     return module
 
 

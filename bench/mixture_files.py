@@ -1,8 +1,8 @@
 """GGUF files of mixtures of experts of real shape, with random codes, written tensor by tensor: no float of the model
 ever exists. headrace and llama.cpp load them. Called by `bench.mixtures`.
 
-The shapes are those of the models' config.json, but for that of Gemma-4-26B-A4B, which is put together from what is
-told of it (25.2 billion weights, of which a token goes through 3.8).
+The shapes come from the models' config.json, except for Gemma-4-26B-A4B, whose shape is put together from published
+figures (25.2 billion weights, of which a token goes through 3.8).
 """
 
 from __future__ import annotations

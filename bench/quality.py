@@ -87,10 +87,10 @@ def told_forms(args: argparse.Namespace) -> Iterator[Form]:
     for path in args.checkpoints:
         yield Form(short_name(path, args.model), {"model": path}, None)
     if args.made:
-        made = recipes.make(args.model, args.num_calibration_tokens, args.fine_tune, args.forms)
+        checkpoints = recipes.make(args.model, args.num_calibration_tokens, args.fine_tune, args.forms)
         # What is fine-tuned takes too long to be made twice; it is last.
         twins = recipes.make(planted, args.num_calibration_tokens, 0, args.forms, args.model) if planted else iter(())
-        for (name, path), twin in itertools.zip_longest(made, twins):
+        for (name, path), twin in itertools.zip_longest(checkpoints, twins):
             yield Form(name, {"model": str(path)}, None if twin is None else {"model": str(twin[1])})
 
 

@@ -56,7 +56,7 @@ def seconds(program: Any, chunks: Chunks, rows: list[int], repeats: int) -> list
 
 def programs(args: argparse.Namespace, cpus: list[int]) -> dict[str, Any]:
     """The programs, each with its blocks."""
-    made: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name in ("threads", "ranks", "whole_experts")[: 3 if args.mixture else 2]:
         ranks = 1 if name == "threads" else args.ranks
         os.sched_setaffinity(0, cpus)
@@ -66,27 +66,27 @@ def programs(args: argparse.Namespace, cpus: list[int]) -> dict[str, Any]:
             num_threads=args.ranks if ranks == 1 else 1, num_gpu_blocks_override=args.blocks, max_num_seqs=128,
             skip_tokenizer_init=True, max_model_len=args.max_model_len, enable_expert_parallel=name == "whole_experts",
         )  # fmt: skip
-        made[name] = build_runner(config, lambda done, total: None)[0].program
-    return made
+        by_name[name] = build_runner(config, lambda done, total: None)[0].program
+    return by_name
 
 
 def measure(args: argparse.Namespace) -> None:
     cpus = sorted(os.sched_getaffinity(0))[: args.ranks]
-    made = programs(args, cpus)
+    by_name = programs(args, cpus)
     for rows in args.rows:
-        chunks, logits = chunks_of(rows, args.context, made["threads"].block_size)
-        times: dict[str, list[float]] = {name: [] for name in made}
+        chunks, logits = chunks_of(rows, args.context, by_name["threads"].block_size)
+        times: dict[str, list[float]] = {name: [] for name in by_name}
         repeats = max(2, args.repeats // (1 + rows // 32))
         for turn in range(args.rounds + 1):
-            for name, program in made.items():
+            for name, program in by_name.items():
                 # The thread that calls is where its ranks expect it, or free to leave the others' processors.
                 os.sched_setaffinity(0, cpus if name == "threads" else cpus[:1])
-                taken = seconds(program, chunks, logits, repeats)
+                durations = seconds(program, chunks, logits, repeats)
                 if turn:  # the first round fills the caches
-                    times[name] += taken
+                    times[name] += durations
         row = {
-            name: {"median_ms": 1e3 * statistics.median(taken), "least_ms": 1e3 * min(taken)}
-            for name, taken in times.items()
+            name: {"median_ms": 1e3 * statistics.median(durations), "least_ms": 1e3 * min(durations)}
+            for name, durations in times.items()
         }
         shares = {
             f"speed_of_{name}": round(row["threads"]["median_ms"] / figures["median_ms"], 3)
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> None:
         print(
             json.dumps({"bench": "ranks", **facts, "rows": rows, "context": args.context, **row, **shares}), flush=True
         )
-    for program in made.values():
+    for program in by_name.values():
         program.close()
     os.sched_setaffinity(0, cpus)
 
@@ -212,8 +212,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.gather:
         os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[args.rank]])
-        taken = gather_seconds(meeting(args.gather, args.rank, args.where), args.width, args.repeats, args.rank)
-        print(LINE, 1e6 * taken)
+        duration = gather_seconds(meeting(args.gather, args.rank, args.where), args.width, args.repeats, args.rank)
+        print(LINE, 1e6 * duration)
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.mixture:

@@ -43,9 +43,9 @@ def least(sampler: Sampler, logits: np.ndarray, rows: list[Row], repeats: int) -
     token_ids: list[int] = []
     for _ in range(repeats):
         start, started = time.perf_counter(), time.process_time()
-        drawn = sampler.sample_rows(logits, rows)
+        draws = sampler.sample_rows(logits, rows)
         best, work = min(best, time.perf_counter() - start), min(work, time.process_time() - started)
-        token_ids = [each.token_id for each in drawn if isinstance(each, Drawn)]
+        token_ids = [each.token_id for each in draws if isinstance(each, Drawn)]
     return best, work, token_ids
 
 

@@ -226,8 +226,8 @@ def edit(out: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], 
     index = out / "model.safetensors.index.json"
     if index.is_file():
         listed = json.loads(index.read_text())
-        kept = {name: file for name, file in listed["weight_map"].items() if file != path.name}
-        listed["weight_map"] = kept | dict.fromkeys(tensors, path.name)
+        others = {name: file for name, file in listed["weight_map"].items() if file != path.name}
+        listed["weight_map"] = others | dict.fromkeys(tensors, path.name)
         index.write_text(json.dumps(listed))
 
 

@@ -59,7 +59,7 @@ def documents(llm: LLM, batch: int, rounds: int) -> dict[str, Any]:
         SamplingParams(temperature=0.8, seed=seed, max_tokens=400, structured_outputs=FORM) for seed in range(batch)
     ]
     prompts = ["The order of the day:"] * batch
-    held = llm.core.executor.matchers  # type: ignore[attr-defined]
+    in_use = llm.core.executor.matchers  # type: ignore[attr-defined]
     took: dict[str, list[float]] = {"jump": [], "no_jump": [], "free": []}
     texts: dict[str, list[str]] = {}
     figures: dict[str, Any] = {"batch": batch}
@@ -74,14 +74,14 @@ def documents(llm: LLM, batch: int, rounds: int) -> dict[str, Any]:
             else:
                 sampling = params
             matchers.jumps = right if kind == "jump" else (lambda params: False)
-            forced, steps, start = held.num_forced, llm.core.num_steps, time.perf_counter()
+            forced, steps, start = in_use.num_forced, llm.core.num_steps, time.perf_counter()
             outputs = llm.generate(prompts, sampling, use_tqdm=False)
             took[kind].append(1e3 * (time.perf_counter() - start) / batch)
             figures[f"steps_{kind}"] = llm.core.num_steps - steps
             texts[kind] = [output.outputs[0].text for output in outputs]
             if kind == "jump":
                 figures["tokens"] = sum(len(output.outputs[0].token_ids) for output in outputs)
-                figures["forced_share"] = round((held.num_forced - forced) / figures["tokens"], 3)
+                figures["forced_share"] = round((in_use.num_forced - forced) / figures["tokens"], 3)
     matchers.jumps = right
     if texts["jump"] != texts["no_jump"]:
         raise SystemExit("jump-ahead changed a document")

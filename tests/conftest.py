@@ -149,5 +149,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for tier, outcomes in sorted(_counts.items()):
-        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-        terminalreporter.write_line(f"{tier:<9} {told}")
+        output = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+        terminalreporter.write_line(f"{tier:<9} {output}")

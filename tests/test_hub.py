@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,38 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, -1, None]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
     assert hub.eos_token_ids(tmp_path) == [2, 3]
+
+
+END = {"content": "<|im_end|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"tokenizer_config": {"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": END}}}, [2, 7]),
+        ({"tokenizer_config": {"eos_token": END}, "added_tokens": {"<|im_end|>": 8}}, [2, 8]),
+        ({"special_tokens_map": {"eos_token": END}, "tokenizer": {"added_tokens": [END | {"id": 9}]}}, [2, 9]),
+        ({"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": {"model": {"vocab": {"</s>": 2}}}}, [2]),
+        ({"tokenizer_config": {"eos_token": None}, "tokenizer": {"added_tokens": "x"}}, [2]),
+        ({"tokenizer_config": {"added_tokens_decoder": {"7": END}}}, [2]),
+        ({"tokenizer_config": {"eos_token": "<|im_end|>", "added_tokens_decoder": {"2": END}}}, [2]),
+    ],
+)
+def test_the_end_of_the_tokenizer_ends_an_answer(files: dict[str, Any], ids: list[int], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    for name, value in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    assert hub.eos_token_ids(tmp_path) == ids
+
+
+def test_the_end_of_another_folders_tokenizer(tmp_path: Path) -> None:
+    for name, token_id in (("model", 3), ("other", 4)):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"eos_token": "<|im_end|>", "added_tokens_decoder": {str(token_id): END}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert hub.eos_token_ids(tmp_path / "model") == [3]
+    assert hub.eos_token_ids(tmp_path / "model", tmp_path / "other") == [4]
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

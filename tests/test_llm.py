@@ -18,9 +18,9 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM("builtin", num_gpu_blocks_override=64)
-    yield made
-    made.close()
+    result = LLM("builtin", num_gpu_blocks_override=64)
+    yield result
+    result.close()
 
 
 def test_a_chat_tells_the_prompt_that_it_became(llm: LLM) -> None:
@@ -85,19 +85,19 @@ def test_calls_without_parameters_take_those_of_the_model(tmp_path: Path) -> Non
         (tmp_path / file.name).symlink_to(file)
     settings = {"system": "You are Mario.", "sampling": {"top_k": 1, "max_tokens": 5}}
     (tmp_path / "headrace.json").write_text(json.dumps(settings))
-    made = LLM(str(tmp_path), num_gpu_blocks_override=64)
+    result = LLM(str(tmp_path), num_gpu_blocks_override=64)
     try:
-        defaults = made.get_default_sampling_params()
+        defaults = result.get_default_sampling_params()
         # generation_config.json advises temperature and top_p.
         assert (defaults.top_k, defaults.max_tokens, defaults.temperature, defaults.top_p) == (1, 5, 0.7, 0.95)
-        [plain], [same] = made.generate("Once upon"), made.generate("Once upon", defaults)
+        [plain], [same] = result.generate("Once upon"), result.generate("Once upon", defaults)
         assert plain.outputs[0].token_ids == same.outputs[0].token_ids
         assert len(plain.outputs[0].token_ids) == 5
-        assert "You are Mario." in str(made.chat(CHAT)[0].prompt)
-        [other] = made.chat([{"role": "system", "content": "You are Luigi."}, *CHAT])
+        assert "You are Mario." in str(result.chat(CHAT)[0].prompt)
+        [other] = result.chat([{"role": "system", "content": "You are Luigi."}, *CHAT])
         assert "Mario" not in str(other.prompt)
     finally:
-        made.close()
+        result.close()
     (tmp_path / "headrace.json").write_text(json.dumps({"sampling": {"top_k": -7}}))
     with pytest.raises(CheckpointError, match="top_k"):
         LLM(str(tmp_path))

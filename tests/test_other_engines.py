@@ -63,26 +63,26 @@ def parsed(serve: Any, line: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("line", VLLM_LINES)
 def test_a_flag_of_vllms_is_taken(serve: Any, line: str) -> None:
-    taken = parsed(serve, f"some/model {line} --max-model-len 4k")
-    assert (taken["model"], taken["max_model_len"]) == ("some/model", 4000)
+    config = parsed(serve, f"some/model {line} --max-model-len 4k")
+    assert (config["model"], config["max_model_len"]) == ("some/model", 4000)
     if line != "--disable-log-stats":
-        [note] = taken["notes"]
+        [note] = config["notes"]
         assert note.startswith(line.partition(" ")[0].partition("=")[0] + " has no effect here: ")
 
 
 @pytest.mark.parametrize("setting", ALL, ids=lambda setting: setting.names[0])
 def test_each_row_does_what_it_says(serve: Any, setting: Setting, tmp_path: Path) -> None:
-    own = {name for option in serve.params if isinstance(option, TyperOption) for name in option.opts}
+    names = {name for option in serve.params if isinstance(option, TyperOption) for name in option.opts}
     fields = {setting.ours.partition(".")[0], *(path.partition(".")[0] for path, _ in setting.also)} - {""}
     assert fields <= FIELDS
     assert setting.ours or setting.why
     (tmp_path / "f").write_text("{}")
     value = VALUES.get(setting.names[0], str(tmp_path / "f") if "file" in setting.names[-1] else "1")
     for name in setting.names:
-        assert name not in own or setting.convert, "a flag of our own needs no row, unless its values differ"
+        assert name not in names or setting.convert, "a flag of our own needs no row, unless its values differ"
         line = [name, value] if setting.takes_value else [name]
         if setting.ours and name not in ("--yarn-ext-factor", "--yarn-attn-factor"):
-            words, notes = translate([*line, "m"] if setting.ours != "model" else line, dict.fromkeys(own, True))
+            words, notes = translate([*line, "m"] if setting.ours != "model" else line, dict.fromkeys(names, True))
             assert len(words) > (1 if setting.ours != "model" else 0) or notes, "it sets something"
         elif not setting.ours and not setting.has_no_effect:
             with pytest.raises(RequestError, match=f"^{name}: not supported here; "):
@@ -103,37 +103,37 @@ def test_no_name_has_two_rows_of_one_engine() -> None:
 
 def test_a_row_with_a_field_sets_it(serve: Any) -> None:
     line = "-m a.gguf -c 4096 -t 3 -np 4 -b 512 -a name,other -ctk q8_0 -ctv q8_0 --chat-template-file t.jinja"
-    taken = parsed(serve, f"{line} --log-jsonl --cors-origins localhost,https://a.example --tags a,b")
+    config = parsed(serve, f"{line} --log-jsonl --cors-origins localhost,https://a.example --tags a,b")
     expected = {
         "model": "a.gguf", "max_model_len": 4096, "num_threads": 3, "max_num_seqs": 4, "max_num_batched_tokens": 512,
         "served_model_name": ["name", "other"], "kv_cache_dtype": "int8", "chat_template": "t.jinja",
         "log_format": "json", "allowed_origins": ["localhost", "https://a.example"], "tags": ["a,b"],
     }  # fmt: skip
-    assert {name: taken[name] for name in expected} == expected
-    assert taken["notes"] == []
+    assert {name: config[name] for name in expected} == expected
+    assert config["notes"] == []
     assert parsed(serve, "--no-cache-prompt --dtype half --max_model_len=512") | {} == parsed(
         serve, "--no-enable-prefix-caching --dtype float16 --max-model-len 512"
     )
     assert parsed(serve, "-c 0 -np -1 -s -1 -n -1 --spec-type none --reasoning-budget -1") == parsed(serve, "")
-    taken = parsed(serve, "-b 1 -b 2")
-    assert (taken["max_num_batched_tokens"], taken["notes"]) == (2, ["-b 2 takes the place of 1, which came before"])
+    config = parsed(serve, "-b 1 -b 2")
+    assert (config["max_num_batched_tokens"], config["notes"]) == (2, ["-b 2 takes the place of 1, which came before"])
 
 
 def test_keys_and_values_of_two_types_take_the_one_with_more_bits(serve: Any) -> None:
-    taken = parsed(serve, "-ctk q8_0 -ctv q4_0")
-    assert taken["kv_cache_dtype"] == "int8"
-    assert taken["notes"] == ["keys and values are kept in one format, int8; see --kv-cache-dtype"]
+    config = parsed(serve, "-ctk q8_0 -ctv q4_0")
+    assert config["kv_cache_dtype"] == "int8"
+    assert config["notes"] == ["keys and values are kept in one format, int8; see --kv-cache-dtype"]
     assert parsed(serve, "-ctk q4_0 -ctv f16")["kv_cache_dtype"] == "float16"
 
 
 def test_a_recipe_of_llama_servers_is_taken(serve: Any) -> None:
     line = "-m model.gguf -c 8192 -ngl 99 --jinja --temp 0.6 --top-k 20 --top-p 0.95 --min-p 0"
-    taken = parsed(serve, f"{line} --reasoning-format deepseek --chat-template chatml")
-    assert (taken["model"], taken["max_model_len"], taken["chat_template"]) == ("model.gguf", 8192, "chatml")
+    config = parsed(serve, f"{line} --reasoning-format deepseek --chat-template chatml")
+    assert (config["model"], config["max_model_len"], config["chat_template"]) == ("model.gguf", 8192, "chatml")
     defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
-    assert taken["override_generation_config"] == defaults
-    assert [note.partition(" ")[0] for note in taken["notes"]] == ["-ngl", "--jinja"]
-    ServerConfig(**{name: value for name, value in taken.items() if name in ServerConfig.__struct_fields__})
+    assert config["override_generation_config"] == defaults
+    assert [note.partition(" ")[0] for note in config["notes"]] == ["-ngl", "--jinja"]
+    ServerConfig(**{name: value for name, value in config.items() if name in ServerConfig.__struct_fields__})
 
 
 SAMPLING_LINES = {
@@ -160,10 +160,10 @@ SAMPLING_LINES = {
 
 @pytest.mark.parametrize("line", SAMPLING_LINES)
 def test_flags_are_sampling_defaults(serve: Any, line: str) -> None:
-    taken = parsed(serve, line)
-    assert taken["override_generation_config"] == SAMPLING_LINES[line]
-    assert taken["notes"] == []
-    defaults = sampling_defaults(taken["override_generation_config"])
+    config = parsed(serve, line)
+    assert config["override_generation_config"] == SAMPLING_LINES[line]
+    assert config["notes"] == []
+    defaults = sampling_defaults(config["override_generation_config"])
     SamplingParams(**defaults)
 
 
@@ -212,7 +212,8 @@ RECORD_LINES = {
         "hf_overrides", {"num_experts_per_tok": 4, "max_position_embeddings": 512}),
     '--hf-overrides {"a":{"b":1}} --hf-overrides.a.c 2 --hf_overrides.d true': (
         "hf_overrides", {"a": {"b": 1, "c": 2}, "d": True}),
-    "--reasoning off": ("default_chat_template_kwargs", {"enable_thinking": False, "thinking": False}),
+    "--reasoning off": (
+        "default_chat_template_kwargs", {"enable_thinking": False, "thinking": False, "thinking_mode": "disabled"}),
     '--chat-template-kwargs {"a":1} --reasoning-effort high': (
         "default_chat_template_kwargs", {"a": 1, "reasoning_effort": "high"}),
 }  # fmt: skip
@@ -221,37 +222,37 @@ RECORD_LINES = {
 @pytest.mark.parametrize("line", RECORD_LINES)
 def test_flags_are_values_of_a_record(serve: Any, line: str) -> None:
     field, record = RECORD_LINES[line]
-    taken = parsed(serve, line)
-    assert (taken[field], taken["notes"]) == (record, [])
+    config = parsed(serve, line)
+    assert (config[field], config["notes"]) == (record, [])
 
 
 def test_flags_make_a_speculative_config(serve: Any) -> None:
-    taken = parsed(serve, "-md draft.gguf --draft-max 16 --draft-min 4 -ngld 99")
-    assert (taken["speculative_config"].method, taken["speculative_config"].model) == ("draft_model", "draft.gguf")
-    assert taken["speculative_config"].num_speculative_tokens == 16
-    assert [note.partition(" ")[0] for note in taken["notes"]] == ["--draft-min", "-ngld"]
+    config = parsed(serve, "-md draft.gguf --draft-max 16 --draft-min 4 -ngld 99")
+    assert (config["speculative_config"].method, config["speculative_config"].model) == ("draft_model", "draft.gguf")
+    assert config["speculative_config"].num_speculative_tokens == 16
+    assert [note.partition(" ")[0] for note in config["notes"]] == ["--draft-min", "-ngld"]
     assert parsed(serve, "--spec-type ngram-mod,draft-simple")["speculative_config"].method == "ngram"
-    taken = parsed(serve, "--speculative-config.method=qwen3_next_mtp --speculative-config.num_speculative_tokens=2")
-    assert (taken["speculative_config"].method, taken["speculative_config"].num_drafts) == ("mtp", 2)
-    taken = parsed(serve, '--speculative-config {"method":"ngram","draft_tensor_parallel_size":1}')
-    assert taken["speculative_config"].method == "ngram"
-    assert taken["notes"][0].startswith("speculative_config.draft_tensor_parallel_size has no effect here")
-    taken = parsed(serve, "--draft-max 16")
-    assert (taken["speculative_config"], len(taken["notes"])) == (None, 1)
+    config = parsed(serve, "--speculative-config.method=qwen3_next_mtp --speculative-config.num_speculative_tokens=2")
+    assert (config["speculative_config"].method, config["speculative_config"].num_drafts) == ("mtp", 2)
+    config = parsed(serve, '--speculative-config {"method":"ngram","draft_tensor_parallel_size":1}')
+    assert config["speculative_config"].method == "ngram"
+    assert config["notes"][0].startswith("speculative_config.draft_tensor_parallel_size has no effect here")
+    config = parsed(serve, "--draft-max 16")
+    assert (config["speculative_config"], len(config["notes"])) == (None, 1)
 
 
 def test_ways_of_vllms_parser_to_write_a_flag(serve: Any) -> None:
     for line in ("-O3", "-O.mode=3", "-cc.mode=3", "--compilation-config.mode 3", "--limit-mm-per-prompt.video 0",
                  "--cudagraph-capture-sizes 1 2 4", "--limit_mm_per_prompt {}"):  # fmt: skip
-        taken = parsed(serve, f"{line} m" if not line.endswith("4") else f"m {line}")
-        assert (taken["model"], len(taken["notes"])) == ("m", 1)
+        config = parsed(serve, f"{line} m" if not line.endswith("4") else f"m {line}")
+        assert (config["model"], len(config["notes"])) == ("m", 1)
     assert parsed(serve, "--no-enforce-eager --no-enable-log-requests") == parsed(serve, "")
     assert parsed(serve, "--tensor-parallel 2")["tensor_parallel_size"] == 2
     assert parsed(serve, "--max-model-len auto --generation-config vllm") == parsed(
         serve, "--generation-config headrace"
     )
-    taken = parsed(serve, "-dp 2 --enable-expert-parallel")
-    assert (taken["enable_expert_parallel"], len(taken["notes"])) == (False, 1)
+    config = parsed(serve, "-dp 2 --enable-expert-parallel")
+    assert (config["enable_expert_parallel"], len(config["notes"])) == (False, 1)
     assert not parsed(serve, "-tp 1 -ep")["enable_expert_parallel"]
     assert parsed(serve, "-tp 2 -ep")["enable_expert_parallel"]
     assert parsed(serve, "--tensor-parallel-size=2 --enable-expert-parallel")["enable_expert_parallel"]
@@ -266,12 +267,12 @@ def test_a_file_of_flags(serve: Any, tmp_path: Path) -> None:
         "served-model-name: [a, b]\ncompilation-config: {mode: 3}\noverride-generation-config: {temperature: 0.5}\n"
         "async-scheduling: true\ntrust-remote-code: false\nkv-cache-dtype: fp8\n"
     )
-    taken = parsed(serve, f"--config {file} --port 9001")
-    assert (taken["model"], taken["port"], taken["max_model_len"]) == ("some/model", 9001, 4096)
-    assert (taken["enable_prefix_caching"], taken["async_scheduling"]) == (False, True)
-    assert (taken["served_model_name"], taken["kv_cache_dtype"]) == (["a", "b"], "fp8")
-    assert taken["override_generation_config"] == {"temperature": 0.5}
-    assert [note.partition(" ")[0] for note in taken["notes"]] == ["--enforce-eager", "--compilation-config"]
+    config = parsed(serve, f"--config {file} --port 9001")
+    assert (config["model"], config["port"], config["max_model_len"]) == ("some/model", 9001, 4096)
+    assert (config["enable_prefix_caching"], config["async_scheduling"]) == (False, True)
+    assert (config["served_model_name"], config["kv_cache_dtype"]) == (["a", "b"], "fp8")
+    assert config["override_generation_config"] == {"temperature": 0.5}
+    assert [note.partition(" ")[0] for note in config["notes"]] == ["--enforce-eager", "--compilation-config"]
     assert parsed(serve, f"other --config={file}")["model"] == "other"
     for text in ("[1]", ": :", "\0"):
         file.write_text(text)
@@ -294,8 +295,8 @@ def test_several_names_follow_the_model(serve: Any) -> None:
                 parsed(serve, line)
             line = line.removesuffix(" c") + " --served-model-name=c"
         assert (parsed(serve, line)["model"], parsed(serve, line)["served_model_name"]) == ("m", ["a", "b", "c"])
-    taken = parsed(serve, "--served-model-name a m")
-    assert (taken["model"], taken["served_model_name"]) == ("m", ["a"])
+    config = parsed(serve, "--served-model-name a m")
+    assert (config["model"], config["served_model_name"]) == ("m", ["a"])
 
 
 def test_values_that_look_like_flags_stay_values() -> None:

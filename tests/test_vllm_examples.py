@@ -36,9 +36,9 @@ def llm() -> Iterator[LLM]:
     args = EngineArgs(
         model="builtin", max_model_len=512, trust_remote_code=True, tensor_parallel_size=1, max_num_seqs=8
     )
-    held = LLM(**asdict(args))
-    yield held
-    held.close()
+    engine = LLM(**asdict(args))
+    yield engine
+    engine.close()
 
 
 def test_generate(llm: LLM) -> None:

@@ -158,9 +158,9 @@ def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {f"{index}/{name}": t for index, named in state.items() for name, t in named.items()}
 
 
-def set_moments(optimizer: torch.optim.Optimizer, kept: dict[str, Tensor]) -> None:
+def set_moments(optimizer: torch.optim.Optimizer, moments: dict[str, Tensor]) -> None:
     state: dict[int, dict[str, Tensor]] = {}
-    for key, t in kept.items():
+    for key, t in moments.items():
         index, _, name = key.partition("/")
         state.setdefault(int(index), {})[name] = t
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -175,15 +175,15 @@ def finetune(
     steps: int = 0,
     lr: float = 3e-4,
     seed: int = 0,
-    kept: Kept | None = None,
+    saved: Kept | None = None,
     amp: bool = False,
 ) -> tuple[float, float]:
-    """Train until `minutes` are over (or for `steps`), from what `kept` has on; leaves the best weights in place.
+    """Train until `minutes` are over (or for `steps`), from the state in `saved` on; leaves the best weights in place.
 
     amp: products of the training (not of the judgements) in bfloat16.
     -> (loss before, loss of the best) on rows that are held out, nats a token.
     """
-    kept = kept or Kept(None)
+    saved = saved or Kept(None)
     num_held = min(HELD_OUT, len(rows) // 2)
     held_rows, rows = rows[:num_held], rows[num_held:]
     scales = [p for n, p in student.named_parameters() if n.endswith("log_scale")]
@@ -198,7 +198,7 @@ def finetune(
     def trained() -> dict[str, Tensor]:
         return {n: p.detach().clone() for n, p in student.named_parameters() if p.requires_grad}
 
-    if (before := kept.load()) is not None:
+    if (before := saved.load()) is not None:
         course, parts = before
         student.load_state_dict(parts["weights"], strict=False)
         set_moments(optimizer, parts["moments"])
@@ -216,7 +216,7 @@ def finetune(
             print(json.dumps({"step": course.step, "progress": round(progress, 3), "kl": round(kl, 6)}), flush=True)
             if kl < course.best:
                 course.best, best_weights = kl, trained()
-            kept.save(course, {"weights": trained(), "best": best_weights, "moments": moments(optimizer)})
+            saved.save(course, {"weights": trained(), "best": best_weights, "moments": moments(optimizer)})
         if progress >= 1:
             break
         for group in optimizer.param_groups:
@@ -278,13 +278,15 @@ def main() -> None:
     teacher = load_model(source).requires_grad_(False)
     student = rounded_copy(teacher, options)
     rows = rows_of(pieces, LENGTH)
-    asked: dict[str, Any] = {name: str(value) for name, value in vars(args).items() if name not in ("threads", "out")}
-    kept = Kept(args.out.with_name(args.out.name + ".state"), json.dumps(asked, sort_keys=True))
+    settings: dict[str, Any] = {
+        name: str(value) for name, value in vars(args).items() if name not in ("threads", "out")
+    }
+    saved = Kept(args.out.with_name(args.out.name + ".state"), json.dumps(settings, sort_keys=True))
     before, after = finetune(
-        student, teacher, rows, minutes=args.minutes, lr=args.lr, seed=args.seed, kept=kept, amp=args.bfloat16
+        student, teacher, rows, minutes=args.minutes, lr=args.lr, seed=args.seed, saved=saved, amp=args.bfloat16
     )
     export(student, source, args.out, options)
-    kept.path.unlink(missing_ok=True)
+    saved.path.unlink(missing_ok=True)
     print(f"{args.out}: {1e3 * before:.2f} mnats from the model when rounded, {1e3 * after:.2f} when fine-tuned")
 
 

@@ -95,7 +95,7 @@ class Conductor:
         self._budget = budget_seconds
         self._workers: dict[WorkerKey, Worker] = {}
         self._broken: dict[tuple[str, ...], str] = {}
-        self._taken: dict[tuple[str, str, Contender], float] = {}
+        self._durations: dict[tuple[str, str, Contender], float] = {}
         self._peaks: dict[WorkerKey, float] = {}
         self._started: set[WorkerKey] = set()
 
@@ -135,7 +135,7 @@ class Conductor:
         broken = self._broken.get(turn.worker) or self._broken.get((*turn.worker, turn.work))
         if broken:
             return f"left out, it failed before: {broken}"
-        expected = self._taken.get((turn.shape, turn.work, turn.contender), 5.0)
+        expected = self._durations.get((turn.shape, turn.work, turn.contender), 5.0)
         if expected > self._left():
             return "left out, no time is left"
         listed = figures.figures(self._journal.samples, turn.shape, turn.work)
@@ -185,7 +185,7 @@ class Conductor:
             self._journal.add({**base, "error": str(error)})
             return f"failed: {error}"
         finally:
-            self._taken[turn.shape, turn.work, turn.contender] = (time.monotonic() - start) / max(1, len(samples))
+            self._durations[turn.shape, turn.work, turn.contender] = (time.monotonic() - start) / max(1, len(samples))
         last = samples[-1]
         if is_disturbed(last):
             return f"disturbed {len(samples)} times, no figure: others took {last['foreign']:.0%}"

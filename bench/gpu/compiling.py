@@ -60,9 +60,9 @@ def recipe(launch: Launch) -> Recipe:
     }
 
 
-def signature(made: Recipe) -> str:
+def signature(recipe: Recipe) -> str:
     """Return what the machine code depends on: of integers, whether they are 1 or multiples of 16."""
-    jit = getattr(importlib.import_module(made["module"]), made["name"])
+    jit = getattr(importlib.import_module(recipe["module"]), recipe["name"])
     parameters = {parameter.name: parameter for parameter in jit.params}
 
     def key(name: str, value: tuple[Any, ...]) -> object:
@@ -70,21 +70,21 @@ def signature(made: Recipe) -> str:
             return value
         return value[1] if value[1] == 1 else (value[1] % 16 == 0, abs(value[1]) < 2**31)
 
-    keys = {name: key(name, value) for name, value in made["arguments"].items()}
-    return repr((made["module"], made["name"], keys, made["constants"], made["options"]))
+    keys = {name: key(name, value) for name, value in recipe["arguments"].items()}
+    return repr((recipe["module"], recipe["name"], keys, recipe["constants"], recipe["options"]))
 
 
-def compile_one(made: Recipe) -> str:
+def compile_one(recipe: Recipe) -> str:
     """Compile a recipe in this process. Returns the error, or nothing."""
     try:
-        jit = getattr(importlib.import_module(made["module"]), made["name"])
+        jit = getattr(importlib.import_module(recipe["module"]), recipe["name"])
         arguments = {
             name: Pointer(value[1], value[2]) if value[0] == "tensor" else value[1]
-            for name, value in made["arguments"].items()
+            for name, value in recipe["arguments"].items()
         }
-        jit.warmup(grid=(1,), **arguments, **made["constants"], **made["options"])
+        jit.warmup(grid=(1,), **arguments, **recipe["constants"], **recipe["options"])
     except Exception as error:
-        return f"{made['name']} {made['constants']}: {type(error).__name__}: {str(error)[:200]}"
+        return f"{recipe['name']} {recipe['constants']}: {type(error).__name__}: {str(error)[:200]}"
     return ""
 
 
@@ -96,16 +96,16 @@ def compile_all(launches: Iterable[Launch]) -> dict[str, Any]:
 def compile_recipes(recipes: Iterable[Recipe]) -> dict[str, Any]:
     """Compile recipes, each kind once. Returns counts and errors: what failed is compiled later, by its first run, or
     fails there."""
-    made = {signature(each): each for each in recipes}
-    workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(made))
+    by_signature = {signature(each): each for each in recipes}
+    workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(by_signature))
     if workers == 0:
         return {"kernels": 0}
     errors: list[str] = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(compile_one, each) for each in made.values()]
+        waiting = [pool.submit(compile_one, each) for each in by_signature.values()]
         for count, future in enumerate(as_completed(waiting), 1):
             errors += [future.result()] if future.result() else []
-            if count % 16 == 0 or count == len(made):
-                print(f"compiled {count} of {len(made)} kernels", file=sys.stderr, flush=True)
+            if count % 16 == 0 or count == len(by_signature):
+                print(f"compiled {count} of {len(by_signature)} kernels", file=sys.stderr, flush=True)
     fault = f"{len(errors)} failed, such as {errors[0]}" if errors else ""
-    return {"kernels": len(made), "errors": errors[:20], "fault": fault}
+    return {"kernels": len(by_signature), "errors": errors[:20], "fault": fault}

@@ -60,15 +60,15 @@ def make_requests(device: Device, num: int, logprobs: int | None = 2) -> list[Re
     """Requests of many lengths, of which every other one is greedy; the longest pass a span of attention. With log-
     probabilities the host draws their tokens, without them the device does, and steps overlap."""
     repeats = (1,) if device.toy else (1, 3, 9, 36)
-    made = []
+    requests = []
     for i in range(num):
         ids = list(OPENINGS[i % len(OPENINGS)]) * repeats[i // len(OPENINGS) % len(repeats)]
         params = SamplingParams(
             temperature=(0.0, 0.8)[i % 2], seed=1000 + i, max_tokens=8 if device.toy else 16, ignore_eos=True,
             logprobs=logprobs, top_k=40 if i % 3 == 1 else 0, top_p=0.9 if i % 3 == 2 else 1.0,
         )  # fmt: skip
-        made.append(Request(request_id=str(i), prompt_token_ids=ids, params=params))
-    return made
+        requests.append(Request(request_id=str(i), prompt_token_ids=ids, params=params))
+    return requests
 
 
 def count_overlaps(core: EngineCore) -> list[bool]:
@@ -177,8 +177,8 @@ class Law:
             "found in the cache": (twice, stats.prefix_cache_hits),
             "guessed": ("speculative_config" in options, stats.num_draft_tokens),
         }
-        for what, (wanted, count) in happened.items():
-            if wanted and not count:
+        for what, (is_expected, count) in happened.items():
+            if is_expected and not count:
                 fault = fault or f"nothing was {what}: this shows nothing"
         return {
             "requests": len(mixed), "preemptions": stats.num_preemptions, "cache_hits": stats.prefix_cache_hits,

@@ -96,9 +96,9 @@ class Operators:
 
     def compiled(self, name: str, operators: Sequence[Operator]) -> Iterator[Item]:
         """What compiles those operators that are to run, on a GPU."""
-        wanted = [operator for operator in operators if self.report.wants(operator.name)]
-        if self.device.is_gpu and wanted:
-            yield name, lambda: compile_all(launch for each in wanted for launch in each.make(1).sets[0])
+        selected = [operator for operator in operators if self.report.wants(operator.name)]
+        if self.device.is_gpu and selected:
+            yield name, lambda: compile_all(launch for each in selected for launch in each.make(1).sets[0])
 
     def floor(self, num_bytes: float, flops: float, is_eight: bool = False) -> float:
         ceilings = self.report.result_of("ceilings")

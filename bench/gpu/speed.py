@@ -118,8 +118,8 @@ class Bench:
     def compile(self, model: str, quantization: str) -> Result:
         began = time.perf_counter()
         program = self.make(model, quantization)
-        made = time.perf_counter() - began
-        result: Result = {"making": made, "weights": self.weight_bytes}
+        seconds = time.perf_counter() - began
+        result: Result = {"making": seconds, "weights": self.weight_bytes}
         if self.device.is_gpu:
             every = (work for size in program._whole.sizes for work in program._whole.launches(size))
             result |= compile_all(work for work in every if isinstance(work, Launch))

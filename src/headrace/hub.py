@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -118,8 +119,9 @@ def check_field(path: Path, name: str, value: object, field: str | None = None) 
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def eos_token_ids(directory: Path) -> list[int]:
-    """Return the ids that end a text, from generation_config.json and config.json (either may give one id or a list).
+def eos_token_ids(directory: Path, tokenizer: Path | None = None) -> list[int]:
+    """Return the ids that end a text: those of generation_config.json and config.json (either may give one id or a
+    list), and the `eos_token` of the tokenizer, whose folder is `tokenizer` or the model's.
 
     Of a GGUF file: its end of text and of turn, and control tokens that are known to end a turn. Raises
     `CheckpointError` for a value that is no token id, and for more ids than a request may give.
@@ -139,7 +141,46 @@ def eos_token_ids(directory: Path) -> list[int]:
                 continue
             check_field(path, "token_id", token_id, "eos_token_id")
             ids[token_id] = None
+    if (end := tokenizer_end(tokenizer or directory)) is not None:
+        ids[end] = None
     return list(ids)
+
+
+def tokenizer_end(directory: Path) -> int | None:
+    """Return the id of the `eos_token` that a tokenizer's side files name, if it is an added token; None for no such
+    token. Fine-tunes name their end of turn there, and often nowhere else. Raises `CheckpointError`."""
+    files = {name: directory / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map", "added_tokens")}
+    config, roles, added = (read_json(path) if path.is_file() else {} for path in files.values())
+    text = config.get("eos_token") or roles.get("eos_token")
+    if isinstance(text, dict):
+        text = text.get("content")
+    if not isinstance(text, str) or not text:
+        return None
+    listed = config.get("added_tokens_decoder")
+    entries = listed.items() if isinstance(listed, dict) else ()
+    found = [token_id for token_id, entry in entries if isinstance(entry, dict) and entry.get("content") == text]
+    found += [added[text]] if text in added else []
+    found += [entry.get("id") for entry in _added_tokens(directory / "tokenizer.json") if entry.get("content") == text]
+    for token_id in found:
+        if str(token_id).isdecimal():
+            check_field(directory / "tokenizer_config.json", "token_id", int(token_id), "eos_token")
+            return int(token_id)
+    return None
+
+
+def _added_tokens(path: Path) -> list[dict[str, Any]]:
+    """The `added_tokens` of a tokenizer.json, without parsing the vocabulary behind them."""
+    if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    place = re.search(r'"added_tokens"\s*:\s*', text)
+    if place is None:
+        return []
+    try:
+        entries, _ = json.JSONDecoder().raw_decode(text, place.end())
+    except (ValueError, RecursionError):
+        return []  # the reader of tokenizers refuses the file in its own words
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def gguf_ends(file: gguf.GGUF) -> list[int]:

@@ -28,16 +28,16 @@ def test_without_angles_it_is_the_mean_of_all_but_the_first_position() -> None:
 
 def test_with_angles_it_is_what_all_positions_have_in_common() -> None:
     rng = np.random.default_rng(2)
-    common, own = rng.normal(size=(2, 8)), rng.normal(size=(NUM_SEQS, LENGTH, 2, 8))
-    own -= own[:, 1:].mean((0, 1))
+    common, mean = rng.normal(size=(2, 8)), rng.normal(size=(NUM_SEQS, LENGTH, 2, 8))
+    mean -= mean[:, 1:].mean((0, 1))
     at = np.arange(LENGTH)[:, None, None]
     angles = np.arange(LENGTH)[:, None] * ANGLES
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    found = mean_key(turned(common + own, at), cos, sin)
+    actual = mean_key(turned(common + mean, at), cos, sin)
     expected = np.mean([turned(common, position) for position in range(2**HORIZON_BITS)], 0)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert abs(found[:, 0]).max() < 1e-2  # it turns fast
-    np.testing.assert_allclose(found[:, 2], common[:, 2], atol=0.1)  # it hardly turns
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert abs(actual[:, 0]).max() < 1e-2  # it turns fast
+    np.testing.assert_allclose(actual[:, 2], common[:, 2], atol=0.1)  # it hardly turns
 
 
 def test_probe_tokens_are_spread_over_the_vocabulary() -> None:
@@ -61,8 +61,8 @@ def test_it_is_the_model_s_alone() -> None:
         {"num_threads": 2},
         {"block_size": 8, "max_model_len": 40, "num_gpu_blocks_override": 9},
     ):
-        for own, other in zip(first, means(hub.resolve("builtin"), **options), strict=True):
-            assert (own == other).all()
+        for measured, other in zip(first, means(hub.resolve("builtin"), **options), strict=True):
+            assert (measured == other).all()
 
 
 def test_models_that_cap_their_scores_do_without(tmp_path: Path) -> None:
@@ -74,6 +74,6 @@ def test_models_that_cap_their_scores_do_without(tmp_path: Path) -> None:
 def test_both_backends_measure_the_same(model_type: str, tmp_path: Path) -> None:
     save_random(models.find(model_type).TINY, tmp_path)
     program: Any = load(tmp_path, backend="torch_ref", dtype="float32", kv_cache_dtype="int4").program
-    for own, cache in zip(means(tmp_path, dtype="float32"), program.caches, strict=True):
-        np.testing.assert_allclose(own, cache.mean.numpy(), atol=1e-5)
-        assert own.any()
+    for mean, cache in zip(means(tmp_path, dtype="float32"), program.caches, strict=True):
+        np.testing.assert_allclose(mean, cache.mean.numpy(), atol=1e-5)
+        assert mean.any()

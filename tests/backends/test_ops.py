@@ -208,10 +208,10 @@ def attend(
             for i, n in step
             for p in range(done[i], done[i] + n)
         ]
-        taken = [
+        rows_seen = [
             [getattr(problems[i], name)[done[i] : done[i] + n] for i, n in step] for name in ("query", "key", "value")
         ]
-        qkv = torch.cat([torch.cat(parts) for parts in taken], dim=1).flatten(1)
+        qkv = torch.cat([torch.cat(parts) for parts in rows_seen], dim=1).flatten(1)
         rows = Rows(starts, lens, [table], [torch.tensor(slots)])
         query = OPS.rope_store(qkv, heads, rows, cache)  # type: ignore[arg-type]
         # A window below 0 is of chunks.
@@ -266,7 +266,7 @@ def test_I_13_attention(
 def test_attention_equals_the_plain_formula(window: int | None, cap: float) -> None:
     length, heads, kv_heads, size = 290, 6, 2, 20
     problem = Problem(*(randn(i, length, h, size) for i, h in enumerate((heads, kv_heads, kv_heads))))
-    found = attend([problem], [[(0, 113)], [(0, 177)]], 16, 5, window, cap)[0]
+    actual = attend([problem], [[(0, 113)], [(0, 177)]], 16, 5, window, cap)[0]
     key, value = (t.double().repeat_interleave(heads // kv_heads, dim=1) for t in (problem.key, problem.value))
     scores = torch.einsum("qhd,khd->hqk", problem.query.double(), key) * 0.3
     scores = cap * torch.tanh(scores / cap) if cap else scores
@@ -275,7 +275,7 @@ def test_attention_equals_the_plain_formula(window: int | None, cap: float) -> N
     behind = chunk[:, None] != chunk if (window or 0) < 0 else reach >= (window or length)
     scores = scores.masked_fill((reach < 0) | behind, float("-inf"))
     expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
-    assert (found.double() - expected).abs().max() < 1e-5
+    assert (actual.double() - expected).abs().max() < 1e-5
 
 
 def test_copy_blocks_goes_in_order() -> None:
@@ -415,9 +415,9 @@ def test_linear_takes_a_quantised_weight(zeros: bool, permuted: bool) -> None:
             zero = 0.0 if weight.zeros is None else weight.zeros[o, j // 32]
             w = (weight.codes[o, j].double() - zero) * weight.scales[o, j // 32].double()  # type: ignore[index]
             expected[:, o] += w * x[:, j if weight.permutation is None else weight.permutation[j]].double()
-    found = OPS.linear(x, matrix_of(weight, other))
-    assert torch.allclose(found[:, :24].double(), expected, atol=1e-3)
-    assert torch.equal(found[:, 24:], OPS.linear(x, matrix_of(other)))
+    actual = OPS.linear(x, matrix_of(weight, other))
+    assert torch.allclose(actual[:, :24].double(), expected, atol=1e-3)
+    assert torch.equal(actual[:, 24:], OPS.linear(x, matrix_of(other)))
 
 
 def test_parts_of_a_layer_in_different_forms_are_refused() -> None:
@@ -447,6 +447,6 @@ def test_I_13_linear_on_cuda() -> None:
 def test_zeros_of_every_size_and_type() -> None:
     for size in ((0, 2, 3), (2, 0), (3, 4)):
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
-            made = zeros(size, dtype, torch.device("cpu"))
-            assert (made.shape, made.dtype, made.is_contiguous()) == (size, dtype, True)
-            assert not made.float().any()
+            values = zeros(size, dtype, torch.device("cpu"))
+            assert (values.shape, values.dtype, values.is_contiguous()) == (size, dtype, True)
+            assert not values.float().any()

@@ -202,14 +202,14 @@ def test_I_13_company_changes_no_bit(case: Problem, compute: Compute) -> None:
     state = np.full((8, *case.state), np.nan, np.float32)
     lens = [5, 1, 17]
     pieces = [Piece(seq, 0, n, -1, {n - 1: seq}) for seq, n in enumerate(lens)]
-    found = np.split(compute(case, pieces, state), np.cumsum(lens)[:-1])
+    parts = np.split(compute(case, pieces, state), np.cumsum(lens)[:-1])
     for turn in range(4):
         slots = [(turn % 2) * 3 + seq for seq in range(3)], [((turn + 1) % 2) * 3 + seq for seq in range(3)]
         pieces = [Piece(seq, n, n + 1, slots[0][seq], {n: slots[1][seq]}) for seq, n in enumerate(lens)]
         rows = compute(case, pieces[::-1], state)[::-1]
-        found = [np.concatenate([before, row[None]]) for before, row in zip(found, rows, strict=True)]
+        parts = [np.concatenate([before, row[None]]) for before, row in zip(parts, rows, strict=True)]
         lens = [n + 1 for n in lens]
-    for seq, rows in enumerate(found):
+    for seq, rows in enumerate(parts):
         assert same(rows, alone(compute, case, seq, LENGTH)[0][: len(rows)])
 
 
@@ -260,18 +260,18 @@ def plain(p: Problem, seq: int) -> NDArray[np.float64]:
     times = (lambda k: np.tile(k, (1, 2, 1))) if p.tiled else (lambda k: np.repeat(k, 2, axis=1))
     names = ("key", "query") if p.op == "delta" else ("b", "c")
     key, query = (times(x[n].reshape(LENGTH, HEADS.num_key_heads, -1)) for n in names)
-    held, out = np.zeros(p.state), np.empty((LENGTH, HEADS.num_heads, HEADS.value_dim))
+    state, out = np.zeros(p.state), np.empty((LENGTH, HEADS.num_heads, HEADS.value_dim))
     for t in range(LENGTH):
         if p.op == "delta":
             value = x["value"][t].reshape(HEADS.num_heads, -1)
-            held = held * np.exp(x["decay"][t]).reshape(HEADS.num_heads, -1, 1)
-            u = (value - np.einsum("hd,hdv->hv", key[t], held)) * x["beta"][t][:, None]
-            held = held + np.einsum("hd,hv->hdv", key[t], u)
-            out[t] = np.einsum("hd,hdv->hv", query[t], held) * HEADS.key_dim**-0.5
+            state = state * np.exp(x["decay"][t]).reshape(HEADS.num_heads, -1, 1)
+            u = (value - np.einsum("hd,hdv->hv", key[t], state)) * x["beta"][t][:, None]
+            state = state + np.einsum("hd,hv->hdv", key[t], u)
+            out[t] = np.einsum("hd,hdv->hv", query[t], state) * HEADS.key_dim**-0.5
         else:
             value, dt = x["x"][t].reshape(HEADS.num_heads, -1), x["dt"][t][:, None, None]
-            held = held * np.exp(dt * x["a"][:, None, None]) + dt * np.einsum("hd,hv->hdv", key[t], value)
-            out[t] = np.einsum("hd,hdv->hv", query[t], held) + x["d"][:, None] * value
+            state = state * np.exp(dt * x["a"][:, None, None]) + dt * np.einsum("hd,hv->hdv", key[t], value)
+            out[t] = np.einsum("hd,hdv->hv", query[t], state) + x["d"][:, None] * value
     return out.reshape(LENGTH, -1)
 
 
@@ -317,8 +317,10 @@ def test_softplus_is_that_of_torch_on_every_isa() -> None:
     x[3, -1] = np.inf
     bias, factor = np.full(100, 0.5, np.float32), np.linspace(-2, 2, 100, dtype=np.float32)
     expected = (np.logaddexp(0, x.astype(np.float64) + 0.5).clip(0.01, 20) * factor).astype(np.float32)
-    found = {"torch_ref": OPS.softplus(torch.from_numpy(x), torch.from_numpy(bias), torch.from_numpy(factor), 0.01, 20)}
-    results = {name: y.numpy() for name, y in found.items()}
+    actual = {
+        "torch_ref": OPS.softplus(torch.from_numpy(x), torch.from_numpy(bias), torch.from_numpy(factor), 0.01, 20)
+    }
+    results = {name: y.numpy() for name, y in actual.items()}
     for isa in ISAS:
         out = np.empty_like(x)
         values = {"x": x, "ld_x": 100, "width": 100, "bias": bias, "factor": factor, "out": out, "ld_out": 100}

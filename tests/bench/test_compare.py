@@ -124,8 +124,8 @@ def test_everybody_in_the_tables_exists() -> None:
                 assert any(c.ours for c in who), (shape, work)
     for shape, goals in figures.GOALS.items():
         assert {goal.work for goal in goals} <= FULL[shape].keys()
-        asked = {goal.work for goal in goals if goal.ratio or goal.share or goal.bound is not None}
-        assert asked - {"context"} <= QUICK[shape].keys(), "a quick run has every row that asks for something"
+        requests = {goal.work for goal in goals if goal.ratio or goal.share or goal.bound is not None}
+        assert requests - {"context"} <= QUICK[shape].keys(), "a quick run has every row that asks for something"
 
 
 def test_a_plan_is_interleaved_and_begins_elsewhere_each_round() -> None:
@@ -146,8 +146,8 @@ def test_a_plan_is_interleaved_and_begins_elsewhere_each_round() -> None:
 
 
 def test_contenders_are_those_asked_for() -> None:
-    found = plan.contenders(FULL, ["q06"], ["decode", "prefix"], [OURS, "ctranslate2"])
-    assert found == {("q06", "decode"): (Contender("ctranslate2", "int8"), OURS4, OURS8)}
+    contenders = plan.contenders(FULL, ["q06"], ["decode", "prefix"], [OURS, "ctranslate2"])
+    assert contenders == {("q06", "decode"): (Contender("ctranslate2", "int8"), OURS4, OURS8)}
 
 
 def test_the_process_needed_last_goes_first() -> None:
@@ -262,11 +262,11 @@ def test_decode_is_compared_with_peers_of_as_many_bits() -> None:
 def test_prefill_and_batches_against_the_integer_peak() -> None:
     samples = [LIMITS, sample(PEER8, "prefill512", 200.0), sample(OURS4, "prefill512", 400.0)]
     samples += [sample(OURS4, "batch8", 120.0), sample(OURS8, "batch8", 130.0)]
-    found = rows_of(samples)
-    prefill = found["prefill 512"]
+    result = rows_of(samples)
+    prefill = result["prefill 512"]
     assert prefill.share == pytest.approx(2 * (L1B.layer_weights + L1B.head_weights / 512) * 400 / 1.2e12)
     assert prefill.ratio == 2.0
-    batch = found["8 streams of 128 + 128"]
+    batch = result["8 streams of 128 + 128"]
     assert batch.ours is not None
     assert batch.ours.contender == OURS8, "the best of ours counts"
     rows = NUM_PROMPT + NUM_NEW - 1
@@ -289,20 +289,20 @@ def test_rows_that_are_about_headrace_alone() -> None:
         sample(PEER4, "first_token", 0.9),
         sample(OURS4, "memory", 900.0, weight_bytes=size),
     ]
-    found = {row.goal.work: row for row in figures.rows(L1B, samples)}
-    assert found["step8"].met is True
-    context = found["context"]
+    result = {row.goal.work: row for row in figures.rows(L1B, samples)}
+    assert result["step8"].met is True
+    context = result["context"]
     assert context.share == pytest.approx((size + (16384 + 32) * L1B.kv_bytes("int8")) * 20 / 24e9)
     assert context.met is True
-    assert found["prefix"].met is True
-    assert found["serve"].ratio == pytest.approx(175 / 180)
-    assert found["serve"].met is True
-    assert found["first_token"].met is False
-    assert found["first_token"].ratio == pytest.approx(0.9 / 1.3)
+    assert result["prefix"].met is True
+    assert result["serve"].ratio == pytest.approx(175 / 180)
+    assert result["serve"].met is True
+    assert result["first_token"].met is False
+    assert result["first_token"].ratio == pytest.approx(0.9 / 1.3)
     most = (size + 1024 * L1B.kv_bytes("float32") + 350e6) / 2**20
-    assert found["memory"].met is (most >= 900)
-    assert figures.memory_bound(L1B, found["memory"].ours) == pytest.approx(most)  # type: ignore[arg-type]
-    assert found["prefill512"].met is None
+    assert result["memory"].met is (most >= 900)
+    assert figures.memory_bound(L1B, result["memory"].ours) == pytest.approx(most)  # type: ignore[arg-type]
+    assert result["prefill512"].met is None
     without = [s for s in samples if s["work"] != "batch32"]
     assert {row.goal.work: row for row in figures.rows(L1B, without)}["serve"].met is None
 
@@ -394,7 +394,7 @@ def test_numbers_keep_three_digits() -> None:
 
 def test_json_keeps_rows_and_the_samples_of_its_shape() -> None:
     other = {**sample(OURS4, "decode", 60.0), "shape": "q06"}
-    kept = report.as_json(
+    record = report.as_json(
         L1B,
         [
             {"work": "run", "head": {}},
@@ -405,7 +405,7 @@ def test_json_keeps_rows_and_the_samples_of_its_shape() -> None:
         ],
         {"commit": "c"},
     )
-    again = json.loads(json.dumps(kept))
+    again = json.loads(json.dumps(record))
     assert again["commit"] == "c"
     assert again["limits"] == {"bandwidth": 24.0, "int8": 1.2}
     assert [s["work"] for s in again["samples"]] == ["limits", "decode", "decode"]

@@ -154,11 +154,11 @@ def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 def test_foreign_time_is_that_of_nobody_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, busy, own = iter([0.0, 4.0]), iter([10.0, 13.0]), iter([3.0, 4.0])
+    times, busy, own_times = iter([0.0, 4.0]), iter([10.0, 13.0]), iter([3.0, 4.0])
     monkeypatch.setattr(workers.psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(workers.time, "monotonic", lambda: next(times))
     monkeypatch.setattr(workers.Watch, "_busy", staticmethod(lambda: next(busy)))
-    monkeypatch.setattr(workers.Watch, "_ours", lambda self: next(own))
+    monkeypatch.setattr(workers.Watch, "_ours", lambda self: next(own_times))
     assert workers.Watch().share() == pytest.approx((3 - 1) / (2 * 4))
 
 
@@ -291,7 +291,7 @@ def test_a_peer_is_measured_on_unless_it_is_far_behind_peers_of_as_many_bits(
         measure_seconds=600.0, num_tries=3, quiet_seconds=0.0, budget_seconds=None,
     )  # fmt: skip
     turn = plan.Turn(1, "l1b", "decode", plan.CTRANSLATE8)
-    one._taken[turn.shape, turn.work, turn.contender] = 60.0
+    one._durations[turn.shape, turn.work, turn.contender] = 60.0
     journal.add({**entry, "peer": "ctranslate2", "quant": "int8", "value": 8.0})
     journal.add({**entry, "peer": "onnxruntime-genai", "quant": "int4"})
     assert one._why_not(turn) == "", "four bits are faster than eight"
@@ -346,9 +346,9 @@ def test_gguf_names() -> None:
 
 def test_stored_bits_are_read_as_they_lie(tmp_path: Path) -> None:
     write_checkpoint(TINY, tmp_path)
-    found = dict(llama_cpp_.stored(tmp_path / "model.safetensors"))
-    assert {name: bits.shape for name, bits in found.items()} == dict(TINY.tensors())
-    assert (found["model.norm.weight"] == 0x3F80).all()
+    result = dict(llama_cpp_.stored(tmp_path / "model.safetensors"))
+    assert {name: bits.shape for name, bits in result.items()} == dict(TINY.tensors())
+    assert (result["model.norm.weight"] == 0x3F80).all()
 
 
 def test_the_server_is_asked_for_the_same_engine(tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ def test_a_config_with_other_bits_is_not_taken(device: Device) -> None:
     wrong = choice.configs[1].name
 
     def make(config: Config, copy: int) -> tuple[list[Any], torch.Tensor]:
-        made, out = choice.make(config, copy)
-        return made, out if config.name != wrong else torch.zeros_like(out)
+        outcome, out = choice.make(config, copy)
+        return outcome, out if config.name != wrong else torch.zeros_like(out)
 
     result = tune.measure(dataclasses.replace(choice, make=make), device)
     assert result["fault"] == f"{wrong}: other bits"

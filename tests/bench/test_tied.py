@@ -73,18 +73,18 @@ def test_a_server_and_its_engine_end_with_a_killed_campaign(state: str) -> None:
 
 def test_control_what_is_not_tied_stays() -> None:
     """The same process by its plain command outlives its parent, for the time that a tied one takes to end."""
-    gone, (child,) = pids_of(STARTED.format("tied"))
+    starter, (child,) = pids_of(STARTED.format("tied"))
     left, (orphan,) = pids_of(STARTED.format(""))
     try:
         left.kill()
         left.wait()
-        gone.kill()
-        gone.wait()
+        starter.kill()
+        starter.wait()
         until(lambda: is_gone(child))
         assert not is_gone(orphan)
     finally:
         orphan.kill()
-        for parent in (gone, left):
+        for parent in (starter, left):
             parent.communicate()
 
 

@@ -80,10 +80,10 @@ def test_each_number_is_the_level_that_its_byte_picks() -> None:
     stored = load(PATH / builtin.STORED)
     plain = load(builtin.directory() / "model.safetensors")
     assert set(plain) == {name for name in stored if not name.endswith(builtin.LEVELS)}
-    for name, found in plain.items():
+    for name, actual in plain.items():
         levels = stored.get(name + builtin.LEVELS)
         expected = stored[name] if levels is None else levels[stored[name].long()]
-        assert torch.equal(found, expected), name
+        assert torch.equal(actual, expected), name
 
 
 @pytest.fixture
@@ -96,16 +96,16 @@ def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Path]
 
 
 def test_it_is_written_once_and_again_when_damaged(write: Callable[[], Path], tmp_path: Path) -> None:
-    made = write()
-    assert made.is_relative_to(tmp_path / "home")
-    assert sorted(p.name for p in made.iterdir()) == sorted([*builtin.BESIDE, "model.safetensors"])
-    weights, config = made / "model.safetensors", made / "config.json"
+    result = write()
+    assert result.is_relative_to(tmp_path / "home")
+    assert sorted(p.name for p in result.iterdir()) == sorted([*builtin.BESIDE, "model.safetensors"])
+    weights, config = result / "model.safetensors", result / "config.json"
     whole, before = weights.read_bytes(), weights.stat().st_mtime_ns
-    assert write() == made
+    assert write() == result
     assert weights.stat().st_mtime_ns == before
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     config.unlink()
-    assert write() == made
+    assert write() == result
     assert weights.read_bytes() == whole
     assert config.read_bytes() == (PATH / "config.json").read_bytes()
 
@@ -114,10 +114,10 @@ def test_without_a_home_it_is_a_temporary_file(
     write: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOME", "/dev/null")
-    made = write()
-    assert made.is_relative_to(tmp_path / "tmp")
-    assert made.parent.stat().st_mode & 0o777 == 0o700
-    made.parent.chmod(0o755)
+    result = write()
+    assert result.is_relative_to(tmp_path / "tmp")
+    assert result.parent.stat().st_mode & 0o777 == 0o700
+    result.parent.chmod(0o755)
     with pytest.raises(CheckpointError, match=r"nowhere: .*/dev/null.*; .* is not this user's alone"):
         write()
 
@@ -157,8 +157,8 @@ def wrong_shapes(config: dict[str, Any], header: dict[str, Any]) -> list[str]:
             "mlp.down_proj": [hidden, inner],
         }.items():
             expected[f"model.layers.{i}.{name}.weight"] = shape
-    found = {name: entry["shape"] for name, entry in header.items()}
-    return [name for name in expected | found if expected.get(name) != found.get(name)]
+    actual = {name: entry["shape"] for name, entry in header.items()}
+    return [name for name in expected | actual if expected.get(name) != actual.get(name)]
 
 
 def test_shapes_agree_with_config() -> None:

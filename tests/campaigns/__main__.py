@@ -108,10 +108,10 @@ def live_faults(num: int, seed: int) -> Counts:
     report = run(num, seed, kinds=kinds_of_eight, per_round=4)
     known = {name: report[name] for name in ("streams_at_once", "watchdog_s", "restarts", "recovery_s")}
     kinds = {name: count for name, count in report["counts"].items() if name != "faults"}
-    found = {"faults": report["counts"].get("faults", 0), "by_kind": kinds} | known
-    found |= {f"sig{kind}": kinds.get(f"faults: {kind}", 0) for kind in ("kill", "stop", "segv")}
-    found |= {"streams_compared": kinds.get("streams", 0)}
-    return found | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
+    result = {"faults": report["counts"].get("faults", 0), "by_kind": kinds} | known
+    result |= {f"sig{kind}": kinds.get(f"faults: {kind}", 0) for kind in ("kill", "stop", "segv")}
+    result |= {"streams_compared": kinds.get("streams", 0)}
+    return result | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
 
 
 def faults_of_replicas(size: tuple[int, int, int], seed: int) -> Counts:
@@ -121,8 +121,8 @@ def faults_of_replicas(size: tuple[int, int, int], seed: int) -> Counts:
     report = run(num_kills, num_stops, seed, num_updates=num_updates)
     known = {name: report[name] for name in ("replicas", "streams_at_once", "watchdog_s", "restarts", "recovery_s")}
     counts = report["counts"]
-    found = {"faults": counts.get("faults", 0), "streams_compared": counts.get("streams", 0), "by_kind": counts}
-    return found | known | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
+    result = {"faults": counts.get("faults", 0), "streams_compared": counts.get("streams", 0), "by_kind": counts}
+    return result | known | {"violations": len(report["problems"]), "examples": report["problems"][:5]}
 
 
 def faults_of_children(num: int, seed: int) -> Counts:
@@ -304,12 +304,12 @@ CAMPAIGNS: dict[str, Campaign] = {
 
 def code_hash(touches: tuple[str, ...]) -> str:
     """Of what is under test: the sources in these files and folders."""
-    told = hashlib.sha256()
+    output = hashlib.sha256()
     for place in touches:
         for path in sorted([ROOT / place, *(ROOT / place).rglob("*")]):
             if path.is_file() and path.suffix in (".py", ".cpp", ".h"):
-                told.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return told.hexdigest()[:16]
+                output.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return output.hexdigest()[:16]
 
 
 def scaled(numbers: Any, share: float) -> Any:
@@ -345,9 +345,9 @@ def main() -> int:
         campaign = CAMPAIGNS[name]
         size = scaled(campaign.numbers[args.tier], args.share)
         console.print(f"[bold]{name}[/] {campaign.about}: {size}")
-        told = {"seed": args.seed, "commit": commit(), "code": code_hash(campaign.touches), "host": host}
+        output = {"seed": args.seed, "commit": commit(), "code": code_hash(campaign.touches), "host": host}
         begin = time.monotonic()
-        piece = campaign.run(size, args.seed) | told
+        piece = campaign.run(size, args.seed) | output
         piece["minutes"] = round((time.monotonic() - begin) / 60, 2)
         bad += piece["violations"]
         keep(out, args.tier, name, piece, args.add)
@@ -376,8 +376,8 @@ def shown(report: dict[str, Any]) -> Table:
     table = Table("campaign", "what", "count", "violations", "minutes", title=f"campaign-{report['tier']}")
     for name, pieces in sorted(report["campaigns"].items(), key=lambda one: page.in_order(one[0])):
         counts = page.summed(pieces)
-        told = page.told(counts)
-        row = (CAMPAIGNS[name].about, "\n".join(told[:4]), str(counts["violations"]), f"{counts['minutes']:.1f}")
+        output = page.told(counts)
+        row = (CAMPAIGNS[name].about, "\n".join(output[:4]), str(counts["violations"]), f"{counts['minutes']:.1f}")
         table.add_row(name, *row)
     return table
 

@@ -102,7 +102,7 @@ class Campaign:
         self.problems: list[str] = []
         self.lateness: list[float] = []
         self.recoveries: list[float] = []
-        self.wanted = {name: self.call(name)[1] for name in CHILDREN}
+        self.expected = {name: self.call(name)[1] for name in CHILDREN}
 
     def call(self, child: str, deadline: float | None = None) -> tuple[int, str, float]:
         """One call that needs `child`. Returns status, text and seconds."""
@@ -165,7 +165,7 @@ class Campaign:
             if status in (408, 504):
                 self.counts["expired"] += 1
                 return
-        if (status, text) != (200, self.wanted[child]):
+        if (status, text) != (200, self.expected[child]):
             self.counts["wrong"] += 1
             self.problems.append(f"{strikes}: a call for {child} got {status} {text[:200]!r}")
 
@@ -191,7 +191,7 @@ class Campaign:
         """The server is killed under streams, while one of its children is stopped."""
         server = self.server
         stored = HTTP.post(f"{server.url}/v1/responses", json={"input": "Hello", "max_output_tokens": 4}, timeout=60)
-        kept = stored.json()["id"]
+        response_id = stored.json()["id"]
         children = psutil.Process(server.process.pid).children(recursive=True)
         stopped = self.noise.choice(["template", "grammar", ""])
         if stopped:
@@ -210,18 +210,18 @@ class Campaign:
             for process in left:
                 process.kill()
         server.start()
-        found = HTTP.get(f"{server.url}/v1/responses/{kept}", timeout=30)
-        if found.status_code != 200 or found.json()["output"] != stored.json()["output"]:
-            self.problems.append(f"server-kill: what was stored is a {found.status_code}")
+        response = HTTP.get(f"{server.url}/v1/responses/{response_id}", timeout=30)
+        if response.status_code != 200 or response.json()["output"] != stored.json()["output"]:
+            self.problems.append(f"server-kill: what was stored is a {response.status_code}")
         self.counts["faults"] += 1
         self.counts["server-kill"] += 1
 
     def report(self) -> dict[str, Any]:
         late, recovered = sorted(self.lateness), sorted(self.recoveries)
-        found: dict[str, Any] = {name.replace(" ", "_"): count for name, count in sorted(self.counts.items())}
+        result: dict[str, Any] = {name.replace(" ", "_"): count for name, count in sorted(self.counts.items())}
         if late:
-            found |= {"deadline_late_most_s": round(max(0.0, late[-1]), 2), "recovery_most_s": round(recovered[-1], 2)}
-        return found | {"violations": len(self.problems), "examples": self.problems[:5]}
+            result |= {"deadline_late_most_s": round(max(0.0, late[-1]), 2), "recovery_most_s": round(recovered[-1], 2)}
+        return result | {"violations": len(self.problems), "examples": self.problems[:5]}
 
 
 def run_campaign(
@@ -263,8 +263,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    report = run_campaign(given.faults, given.seed)
+    options = parser.parse_args()
+    report = run_campaign(options.faults, options.seed)
     print(json.dumps(report, indent=1))
     return 1 if report["violations"] else 0
 

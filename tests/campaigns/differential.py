@@ -76,10 +76,10 @@ def make_requests(num: int, rng: Random) -> list[Request]:
     """About `num` requests over a covering array of the request axes, prompts rotating."""
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
     rows = covering(REQUESTS, rng)
-    made: list[Request] = []
+    result: list[Request] = []
     for i in itertools.count():
-        if len(made) >= num:
-            return made
+        if len(result) >= num:
+            return result
         row = rows[i % len(rows)]
         greedy = row["temperature"] == 0.0
         params = SamplingParams(
@@ -97,8 +97,8 @@ def make_requests(num: int, rng: Random) -> list[Request]:
         prompt = tokenizer.encode(rng.choice(PROMPTS))
         group = f"g{i}" if row["n"] > 1 else ""
         for answer in range(row["n"]):
-            own = msgspec.structs.replace(params, seed=rng.randrange(2**60))
-            made.append(Request(request_id=f"{i}.{answer}", prompt_token_ids=prompt, params=own, group=group))
+            seeded = msgspec.structs.replace(params, seed=rng.randrange(2**60))
+            result.append(Request(request_id=f"{i}.{answer}", prompt_token_ids=prompt, params=seeded, group=group))
     raise AssertionError
 
 
@@ -109,8 +109,8 @@ def options_of(row: dict[str, Any]) -> dict[str, Any]:
     return options | {"max_num_seqs": 16}
 
 
-def differ(found: dict[str, Bits], reference: dict[str, Bits]) -> list[str]:
-    return sorted(name for name in found if found[name] != reference[name])
+def differ(result: dict[str, Bits], reference: dict[str, Bits]) -> list[str]:
+    return sorted(name for name in result if result[name] != reference[name])
 
 
 def run_campaign(num_generations: int, seed: int, per_case: int = 48) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def run_campaign(num_generations: int, seed: int, per_case: int = 48) -> dict[st
     rng = Random(seed)
     cases: list[dict[str, Any]] = []
     num = num_rounds = 0
-    drafted = kept = preempted = hits = 0
+    drafted = num_accepted_tokens = preempted = hits = 0
     wrong: list[str] = []
     num_pairs = sum(len(a) * len(b) for a, b in itertools.combinations(ENGINE.values(), 2))
     # The reference is made alone: an engine for each way in which the cache's numbers differ.
@@ -137,14 +137,14 @@ def run_campaign(num_generations: int, seed: int, per_case: int = 48) -> dict[st
                 core.close()
             core = make_core(model="builtin", **options_of(row))
             for _ in ("cold", "warm"):
-                found: dict[str, Bits] = {}
+                result: dict[str, Bits] = {}
                 for group in groups_of(requests, row["company"]):
-                    found |= run(core, group, preempt_every=row["preempt_every"])
-                num += len(found)
-                wrong += [f"{name} of {row}" for name in differ(found, references[dtype])]
+                    result |= run(core, group, preempt_every=row["preempt_every"])
+                num += len(result)
+                wrong += [f"{name} of {row}" for name in differ(result, references[dtype])]
             stats = core.stats()
             drafted += stats.num_draft_tokens
-            kept += stats.num_accepted_tokens
+            num_accepted_tokens += stats.num_accepted_tokens
             preempted += stats.num_preemptions
             hits += stats.prefix_cache_hits
             core.close()
@@ -159,7 +159,7 @@ def run_campaign(num_generations: int, seed: int, per_case: int = 48) -> dict[st
         "rounds": num_rounds,
         "pairs_covered": num_pairs,
         "guesses": drafted,
-        "guesses_kept": kept,
+        "guesses_kept": num_accepted_tokens,
         "preemptions": preempted,
         "cached_prompt_tokens": hits,
         "differing": len(wrong),

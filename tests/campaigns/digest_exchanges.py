@@ -259,12 +259,14 @@ def take_stored(server: Server) -> None:
 
 def take_files(server: Server) -> None:
     """Files and batches, one that succeeds, one with refused lines, one with broken lines."""
-    asked = [
+    requests = [
         ("/v1/completions", {"prompt": "Once", "max_tokens": 4}), ("/v1/completions", {"prompt": "A",
         "max_tokens": 3, "seed": 2}),
         ("/v1/completions", {"prompt": "Once", "max_tokens": 0}),
     ]  # fmt: skip
-    lines = [{"custom_id": f"c{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(asked)]
+    lines = [
+        {"custom_id": f"c{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(requests)
+    ]
     contents = {
         "good": "\n".join(map(json.dumps, lines[:2])), "refused": "\n".join(map(json.dumps, lines)),
         "broken": json.dumps(lines[0]) + "\n{\n" + json.dumps(lines[0]),
@@ -327,12 +329,12 @@ def take_tools(record: Record, work: Path, parser: str, style: str) -> None:
                 "trace_decode_token_ids": tokens,
             }
             server.exchange(f"responses/{place}", "POST", "/v1/responses", response | {"seed": 7, "stream": True})
-        held = {"messages": CALLED, "tools": TOOLS, "seed": 7, "max_tokens": 80, "tool_choice": "required"}
+        fields = {"messages": CALLED, "tools": TOOLS, "seed": 7, "max_tokens": 80, "tool_choice": "required"}
         message = {"model": "builtin", "messages": TALK[1:],
         "max_tokens": 80, "temperature": 0, "tool_choice": {"type": "any"},
                    "tools": [{"name": "weather", "input_schema": PLACE}]}  # fmt: skip
         for stream in (False, True):
-            server.exchange(f"required/{stream}", "POST", "/v1/chat/completions", held | {"stream": stream})
+            server.exchange(f"required/{stream}", "POST", "/v1/chat/completions", fields | {"stream": stream})
             server.exchange(f"messages/{stream}", "POST", "/v1/messages", message | {"stream": stream})
             server.exchange(f"ollama/{stream}", "POST", "/api/chat", {"model": "builtin",
             "messages": TALK, "tools": TOOLS,

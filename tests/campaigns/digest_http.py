@@ -113,7 +113,7 @@ class Stream:
             ]
         if not isinstance(value, dict):
             return value
-        kept: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for key, item in value.items():
             below = f"{path}.{key}"
             joins = (isinstance(item, str) and key in JOINED) or (
@@ -122,19 +122,19 @@ class Stream:
             if key == "sequence_number":
                 self.numbers.append(item)
             elif key == "logprobs" and parent == "part":
-                kept[key] = "<logprobs of the first piece>"
+                fields[key] = "<logprobs of the first piece>"
             elif joins:
                 if parent != "delta" or "role" in value:
-                    kept[key] = type(item)()
+                    fields[key] = type(item)()
                 if item:
                     self.has_text = True
                     self.texts[below] = self.texts.get(below, type(item)()) + item
             elif key in COUNTERS:
-                kept[key] = "<counter>"
+                fields[key] = "<counter>"
                 self.counters[below] = item
             else:
-                kept[key] = self.strip(item, below, key)
-        return kept
+                fields[key] = self.strip(item, below, key)
+        return fields
 
     def plain(self) -> dict[str, Any]:
         in_order = self.numbers == list(range(len(self.numbers)))
@@ -253,9 +253,9 @@ def serve(record: Record, title: str, work: Path, *flags: str, key: str = "") ->
 
     Raises `RuntimeError` if it does not become ready.
     """
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     log = work / f"{title.replace('/', '-')}.log"
     command = [
         sys.executable, "-m", "headrace", "serve", "builtin", "--port", str(port), "--num-threads", "2", "--seed", "1",
@@ -290,5 +290,5 @@ def wait_for(server: Server, process: subprocess.Popen[bytes], log: Path, key: s
 
 def environment() -> dict[str, str]:
     """The environment of a command: no colours, a fixed width, and none of the caller's settings of headrace."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    return kept | {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb", "PYTHONHASHSEED": "0"}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    return variables | {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb", "PYTHONHASHSEED": "0"}

@@ -196,9 +196,11 @@ class Engines:
         """Each prompt under each of `params` alone, then all in one batch, on an engine of its own."""
 
         def both(llm: LLM) -> None:
-            made = {title: attempt(lambda fields=fields: SamplingParams(**fields)) for title, fields in params.items()}
+            result = {
+                title: attempt(lambda fields=fields: SamplingParams(**fields)) for title, fields in params.items()
+            }
             requests = []
-            for (title, one), (place, prompt) in itertools.product(made.items(), enumerate(prompts)):
+            for (title, one), (place, prompt) in itertools.product(result.items(), enumerate(prompts)):
                 if isinstance(one, dict):
                     self.record.add(f"{name}/{title}/{place}", one, "errors")
                     continue
@@ -343,12 +345,12 @@ def take_calls(engines: Engines, models: Path) -> None:
             forms = {"last": {}, "mean": {"pooling": "mean"}, "raw": {"normalize": False},
                      "cut": {"dimensions": 8}, "max": {"pooling": "max"}, "wide": {"dimensions": 10**6}}  # fmt: skip
             for title, fields in forms.items():
-                for place, given in enumerate([*prompts, prompts]):
+                for place, inputs in enumerate([*prompts, prompts]):
                     value = attempt(
-                        lambda given=given, fields=fields: {
+                        lambda inputs=inputs, fields=fields: {
                             "vectors": [
                                 [[exact(x) for x in one.outputs.embedding], list(one.prompt_token_ids)]
-                                for one in llm.embed(given, **fields)
+                                for one in llm.embed(inputs, **fields)
                             ]
                         }
                     )

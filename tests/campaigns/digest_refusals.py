@@ -294,13 +294,13 @@ def take_keys(record: Record, work: Path) -> None:
     flags = ["--api-key-file", str(keys), "--admin-api-key", "admin-key-1234"]
     with serve(record, "http/keys", work, *flags, key="admin-key-1234") as server:
         document = server.send("GET", "/openapi.json", headers={"authorization": "Bearer admin-key-1234"}).json()
-        sent: dict[str, dict[str, str]] = {
+        messages: dict[str, dict[str, str]] = {
             "none": {}, "wrong": {"authorization": "Bearer wrong-key-1234"}, "basic": {"authorization": "Basic YTpi"},
             "empty": {"authorization": "Bearer"}, "watch": {"authorization": "Bearer watch-key-1234"},
         }  # fmt: skip
         for path, methods in document["paths"].items():
             for method in methods:
-                for name, headers in sent.items():
+                for name, headers in messages.items():
                     if path == "/metrics" and name == "watch":
                         continue
                     reply = server.send(method.upper(), path.replace("{", "").replace("}", ""), headers=headers)

@@ -48,14 +48,14 @@ class Campaign:
         self.problems: list[str] = []
         self.recoveries: list[float] = []
         self.noticed: dict[str, list[float]] = {}
-        self.wanted: list[Told] = []
+        self.expected: list[Told] = []
 
     async def undisturbed(self) -> None:
         """What every stream has to be."""
-        self.wanted = await self._streams()
-        for one, told in zip(self.requests, self.wanted, strict=True):
-            if not is_whole(told):
-                self.problems.append(f"{one.kind} fails without a fault: {told.bits()[:300]}")
+        self.expected = await self._streams()
+        for one, output in zip(self.requests, self.expected, strict=True):
+            if not is_whole(output):
+                self.problems.append(f"{one.kind} fails without a fault: {output.bits()[:300]}")
 
     def rounds(self, kinds: list[str], per_round: int, label: str = "") -> None:
         """Rounds with some of the faults each, until all have come, or too much is wrong."""
@@ -80,17 +80,19 @@ class Campaign:
             await asyncio.sleep(self.noise.choice([0.0, 0.02, 0.1, 0.4]))
             if not reading.done():
                 await self._strike(kind)
-        for place, (one, found) in enumerate(zip(self.requests, await reading, strict=True)):
+        for place, (one, actual) in enumerate(zip(self.requests, await reading, strict=True)):
             self.counts["streams"] += 1
             self.counts[f"streams: {one.kind}"] += 1
-            if not self.is_right(found, place):
-                wanted = self.wanted[place]
+            if not self.is_right(actual, place):
+                expected = self.expected[place]
                 self.counts["wrong"] += 1
-                self.problems.append(f"{one.kind} after {kinds}: {found.bits()[:400]} instead of {wanted.bits()[:400]}")
+                self.problems.append(
+                    f"{one.kind} after {kinds}: {actual.bits()[:400]} instead of {expected.bits()[:400]}"
+                )
 
-    def is_right(self, found: Told, place: int) -> bool:
+    def is_right(self, result: Told, place: int) -> bool:
         """Whether a stream is that of the undisturbed run."""
-        return same(found, self.wanted[place])
+        return same(result, self.expected[place])
 
     async def _strike(self, kind: str) -> None:
         engine = await self._engine()
@@ -152,9 +154,9 @@ class Campaign:
 
     async def _streams(self, seen: asyncio.Event | None = None) -> list[Told]:
         limits = httpx.Limits(max_connections=None)
-        told = (lambda: None) if seen is None else seen.set
+        output = (lambda: None) if seen is None else seen.set
         async with httpx.AsyncClient(timeout=STREAM_S, limits=limits) as client:
-            return await asyncio.gather(*(read(client, self.served.url, one, told) for one in self.requests))
+            return await asyncio.gather(*(read(client, self.served.url, one, output) for one in self.requests))
 
     def settle(self) -> None:
         """Nothing is left: no request, no block, no process but the server's own."""
@@ -174,26 +176,26 @@ class Campaign:
     def report(self, **more: Any) -> dict[str, Any]:
         """What was done, and what was wrong."""
         times = sorted(self.recoveries)
-        found: dict[str, Any] = {"campaign": "C-5 live faults", "platform": platform.platform()} | more
-        found["counts"] = dict(sorted(self.counts.items()))
-        found["restarts"] = int(gauge(self.served.url, "headrace:engine_restarts_total"))
+        result: dict[str, Any] = {"campaign": "C-5 live faults", "platform": platform.platform()} | more
+        result["counts"] = dict(sorted(self.counts.items()))
+        result["restarts"] = int(gauge(self.served.url, "headrace:engine_restarts_total"))
         if times:
-            found["recovery_s"] = {"median": round(times[len(times) // 2], 2), "most": round(times[-1], 2)}
-        found["noticed_s"] = {kind: round(max(seconds), 2) for kind, seconds in sorted(self.noticed.items())}
-        found["problems"] = self.problems
-        return found
+            result["recovery_s"] = {"median": round(times[len(times) // 2], 2), "most": round(times[-1], 2)}
+        result["noticed_s"] = {kind: round(max(seconds), 2) for kind, seconds in sorted(self.noticed.items())}
+        result["problems"] = self.problems
+        return result
 
 
 def ranks_of(engine: psutil.Process) -> list[psutil.Process]:
     """The processes of an engine's other ranks."""
-    found = []
+    result = []
     try:
         for child in engine.children():
             if "headrace.engine.rank" in child.cmdline():
-                found.append(child)
+                result.append(child)
     except psutil.NoSuchProcess:
         pass
-    return found
+    return result
 
 
 def is_live(process: psutil.Process) -> bool:
@@ -240,19 +242,19 @@ def main() -> int:
     parser.add_argument("--per-round", type=int, default=1, help="faults while the same streams run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("arguments", nargs="*", help="further arguments of headrace serve, after --")
-    given = parser.parse_args()
-    kinds = tuple(given.kinds.split(","))
+    options = parser.parse_args()
+    kinds = tuple(options.kinds.split(","))
     report = run(
-        given.faults,
-        given.seed,
-        given.streams,
+        options.faults,
+        options.seed,
+        options.streams,
         kinds,
-        given.watchdog,
-        given.max_tokens,
-        given.per_round,
-        tuple(given.arguments),
+        options.watchdog,
+        options.max_tokens,
+        options.per_round,
+        tuple(options.arguments),
     )
-    return concluded(report, given.out)
+    return concluded(report, options.out)
 
 
 def concluded(report: dict[str, Any], out: Path | None) -> int:

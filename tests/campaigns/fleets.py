@@ -157,12 +157,12 @@ class FleetCampaign(Campaign):
         await updating
         self.recoveries.append(time.monotonic() - began)
 
-    def is_right(self, found: Told, place: int) -> bool:
+    def is_right(self, actual: Told, place: int) -> bool:
         """Whether a stream is that of an undisturbed run, of the one or of the other engines, as a whole."""
-        wanted = [each[place] for each in (self.wanted, self.others) if each]
-        if self.others and found.bits() == self.others[place].bits() != self.wanted[place].bits():
+        expected = [each[place] for each in (self.expected, self.others) if each]
+        if self.others and actual.bits() == self.others[place].bits() != self.expected[place].bits():
             self.counts["streams of the other bits"] += 1
-        return any(same(found, each) for each in wanted)
+        return any(same(actual, each) for each in expected)
 
     def settle(self) -> None:
         """Nothing is left: no request, no block, no process but the server's own."""
@@ -209,7 +209,7 @@ def run(
         if num_updates:
             asyncio.run(campaign.change(OTHER))
             campaign.others = asyncio.run(campaign._streams())
-            campaign.problems += [f"the other bits: {told.error}" for told in campaign.others if not is_whole(told)]
+            campaign.problems += [f"the other bits: {other.error}" for other in campaign.others if not is_whole(other)]
             asyncio.run(campaign.change({}))
         asyncio.run(campaign.undisturbed())
         updates = ["update to other bits", "update to the same bits"]

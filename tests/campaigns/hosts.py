@@ -79,17 +79,17 @@ def links() -> Iterator[Links]:
         run("ip", "link", "set", "lo", "up")
         run("ip", "link", "add", "veth", "type", "veth", "peer", "name", "veth", "netns", str(holder.pid))
         relay = Relay(holder.pid, "tun")
-        found = Links(holder.pid, relay)
+        result = Links(holder.pid, relay)
         try:
-            run(*found.inside("ip", "link", "set", "lo", "up"))
+            run(*result.inside("ip", "link", "set", "lo", "up"))
             for name, (here, there) in ADDRESSES.items():
                 more = ["peer", there] if name == "tun" else []
                 run("ip", "address", "add", here + ("" if more else "/24"), *more, "dev", name)
                 more = ["peer", here] if name == "tun" else []
-                run(*found.inside("ip", "address", "add", there + ("" if more else "/24"), *more, "dev", name))
+                run(*result.inside("ip", "address", "add", there + ("" if more else "/24"), *more, "dev", name))
                 run("ip", "link", "set", name, "up")
-                run(*found.inside("ip", "link", "set", name, "up"))
-            yield found
+                run(*result.inside("ip", "link", "set", name, "up"))
+            yield result
         finally:
             relay.close()
     finally:
@@ -270,7 +270,7 @@ def part(
     try:
         with serve(*MODEL, *options, *ranks) as served:
             campaign = HostCampaign(served, num_streams, seed, max_tokens, network, name, timeout, folder)
-            campaign.rank, campaign.wanted, campaign.problems = rank, reference.wanted, reference.problems
+            campaign.rank, campaign.expected, campaign.problems = rank, reference.expected, reference.problems
             campaign.rounds(kinds, per_round, f"{name}: ")
             campaign.settle()
             return campaign.report(minutes=round((time.monotonic() - began) / 60, 2), groups_lost=campaign.num_losses)
@@ -293,9 +293,9 @@ def inside(num: int, seed: int, timeout: float, num_streams: int, max_tokens: in
         for link, of_link in parts.items():
             noise.shuffle(of_link)
             if of_link:
-                found = part(of_link, link, network, seed, timeout, num_streams, max_tokens, per_round, folder)
-                reports[link] = found
-                if found["problems"]:
+                result = part(of_link, link, network, seed, timeout, num_streams, max_tokens, per_round, folder)
+                reports[link] = result
+                if result["problems"]:
                     sys.stderr.write((folder / "rank.log").read_text("utf-8")[-4000:])
     problems = [f"{link}: {each}" for link, report in reports.items() for each in report["problems"]]
     return {
@@ -354,17 +354,24 @@ def main() -> int:
     parser.add_argument("--per-round", type=int, default=2, help="faults while the same streams run")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.inside:
-        numbers = (given.faults, given.seed, given.timeout, given.streams, given.max_tokens, given.per_round)
-        return concluded(inside(*numbers), given.out)
+    options = parser.parse_args()
+    if options.inside:
+        numbers = (
+            options.faults,
+            options.seed,
+            options.timeout,
+            options.streams,
+            options.max_tokens,
+            options.per_round,
+        )
+        return concluded(inside(*numbers), options.out)
     if not can_run():
         parser.error("it needs root, ip, unshare, nsenter and /dev/net/tun")
     words = sys.argv[1:]
-    if given.out is not None:
+    if options.out is not None:
         at = next(i for i, word in enumerate(words) if word.startswith("--out"))
         del words[at : at + (1 if "=" in words[at] else 2)]
-    return concluded(outside(*words), given.out)
+    return concluded(outside(*words), options.out)
 
 
 if __name__ == "__main__":

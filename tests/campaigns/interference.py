@@ -162,7 +162,7 @@ class House:
             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 1), "state": {},
         }  # fmt: skip
         bodies = [{"type": "http.request", "body": body, "more_body": False}]
-        sent: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         left = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
@@ -172,17 +172,17 @@ class House:
             return {"type": "http.disconnect"}
 
         async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
+            messages.append(message)
             if call.manner == "gone":
                 left.set()
                 raise OSError("the client is gone")
 
         with contextlib.suppress(OSError):
             await self.app(scope, receive, send)
-        if not sent:
+        if not messages:
             return Reply(0, "", b"")
-        content = dict(sent[0].get("headers", ())).get(b"content-type", b"").decode()
-        reply = Reply(sent[0]["status"], content, b"".join(message.get("body", b"") for message in sent[1:]))
+        content = dict(messages[0].get("headers", ())).get(b"content-type", b"").decode()
+        reply = Reply(messages[0]["status"], content, b"".join(message.get("body", b"") for message in messages[1:]))
         ids = self.ids[call.who]
         for entry_id in _STORED.findall(reply.body.decode("utf-8", "replace")):
             if entry_id not in ids and not entry_id.endswith(NO_ID):
@@ -193,8 +193,8 @@ class House:
         def entry_id(match: re.Match[str]) -> str:
             owner, prefix, number, bare = match.groups()
             ids = [each for each in self.ids[owner] if each.startswith(prefix)]
-            found = ids[int(number) % len(ids)] if ids else prefix + NO_ID
-            return found.removeprefix(prefix) if bare else found
+            result = ids[int(number) % len(ids)] if ids else prefix + NO_ID
+            return result.removeprefix(prefix) if bare else result
 
         return _PLACE.sub(entry_id, text)
 
@@ -284,16 +284,16 @@ def renamed(lines: list[str]) -> Iterator[str]:
 def random_program(seed: int, num_steps: int = 12) -> list[Call]:
     """A random program of both. At least three calls are bob's."""
     noise = random.Random(seed)
-    made: list[Call] = []
+    result: list[Call] = []
     for _ in range(noise.randint(4, num_steps)):
         for _ in range(noise.choice((0, 1, 1, 2, 3))):
-            made += alices(noise)
+            result += alices(noise)
         first, *rest = bobs(noise)
-        made.append(first)
+        result.append(first)
         if rest and noise.random() < 0.7:
-            made += alices(noise)
-        made += rest
-    return made
+            result += alices(noise)
+        result += rest
+    return result
 
 
 def bobs(noise: random.Random) -> list[Call]:
@@ -355,11 +355,11 @@ def answered(who: str, noise: random.Random) -> Call:
 
 def lines(noise: random.Random, count: int, max_tokens: int) -> bytes:
     """A file of lines of a batch. No two begin alike, for they run at once, and either may find the other's blocks."""
-    made = []
+    result = []
     for number in range(count):
         body = {"prompt": f"{chr(33 + number % 90)} {noise.random()}", "max_tokens": max_tokens, "ignore_eos": True}
-        made.append({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
-    return "\n".join(map(json.dumps, made)).encode()
+        result.append({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
+    return "\n".join(map(json.dumps, result)).encode()
 
 
 def response(who: str, noise: random.Random) -> dict[str, Any]:
@@ -394,10 +394,10 @@ def stored(who: str, noise: random.Random) -> list[Call]:
         size = noise.choice((1, 5, 40) if who == "bob" else (1, 5, 40, 150))
         return [Call(who, "POST", "/v1/files", (f"{number}.jsonl", lines(noise, size, 2)))]
     if draw < 0.65:
-        wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        expected = {"endpoint": "/v1/completions", "completion_window": "24h"}
         return [
             Call(who, "POST", "/v1/files", ("in.jsonl", lines(noise, 2, 3))),
-            Call(who, "POST", "/v1/batches", {"input_file_id": f"<{who} file--1>", **wanted}),
+            Call(who, "POST", "/v1/batches", {"input_file_id": f"<{who} file--1>", **expected}),
             Call(who, "GET", f"/v1/batches/<{who} batch_-1>", manner="wait"),
         ]
     method = noise.choice(("GET", "GET", "DELETE"))
@@ -435,10 +435,10 @@ def meddling(noise: random.Random) -> Call:
 
 def flood() -> list[Call]:
     """A batch of alice's that takes longer than bob waits."""
-    wanted = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    expected = {"endpoint": "/v1/completions", "completion_window": "24h"}
     return [
         Call("alice", "POST", "/v1/files", ("long.jsonl", lines(random.Random(0), 300, 900))),
-        Call("alice", "POST", "/v1/batches", {"input_file_id": "<alice file--1>", **wanted}),
+        Call("alice", "POST", "/v1/batches", {"input_file_id": "<alice file--1>", **expected}),
     ]
 
 
@@ -461,8 +461,8 @@ class Rig:
         """What bob sees otherwise when alice is there; nothing if all is well."""
         alone = await self.trace([call for call in program if call.who == "bob"])
         beside = await self.trace(program)
-        found = [f"alone:  {a}\nbeside: {b}" for a, b in zip(alone, beside, strict=False) if a != b]
-        return found + (["another number of calls"] if len(alone) != len(beside) else [])
+        result = [f"alone:  {a}\nbeside: {b}" for a, b in zip(alone, beside, strict=False) if a != b]
+        return result + (["another number of calls"] if len(alone) != len(beside) else [])
 
 
 def run_campaign(num: int, seed: int) -> dict[str, Any]:
@@ -480,6 +480,6 @@ async def run_programs(shared: Rig, num: int, seed: int) -> tuple[Counter[str], 
         program = random_program(number)
         counts["calls_of_bob"] += sum(call.who == "bob" for call in program)
         counts["calls_of_alice"] += sum(call.who == "alice" for call in program)
-        found = await shared.differences(program)
-        bad += [f"program {number}: {found[0][:600]}"] if found else []
+        differences = await shared.differences(program)
+        bad += [f"program {number}: {differences[0][:600]}"] if differences else []
     return counts, bad

@@ -34,13 +34,13 @@ def timing(find: Callable[[bytes], object], key: bytes, num: int, seed: int) -> 
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(num):
         which = rng.randrange(2)
-        given = (near, far)[which]
+        inputs = (near, far)[which]
         begin = time.perf_counter_ns()
-        find(given)
+        find(inputs)
         times[which].append(time.perf_counter_ns() - begin)
     bound = sorted(times[0] + times[1])[int(0.9 * num)]
-    kept = [[each for each in side if each <= bound] for side in times]
-    return welch(kept[0], kept[1])
+    eaches = [[each for each in side if each <= bound] for side in times]
+    return welch(eaches[0], eaches[1])
 
 
 def foreign_hits(num_pairs: int, seed: int) -> int:
@@ -63,9 +63,9 @@ def foreign_hits(num_pairs: int, seed: int) -> int:
     return hits
 
 
-def naive(key: bytes, given: bytes) -> bool:
+def naive(key: bytes, inputs: bytes) -> bool:
     """What must not be: it ends at the first byte that differs. The control of `timing`."""
-    return all(left == right for left, right in zip(key, given, strict=False))
+    return all(left == right for left, right in zip(key, inputs, strict=False))
 
 
 def run_campaign(num: int, seed: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
     values = [timing(ring.find, key, num, seed)]
     if abs(values[0]) > MAX_T:
         values.append(timing(ring.find, key, num, seed + 1))
-    control = timing(lambda given: naive(key, given), key, min(num, 20_000), seed)
+    control = timing(lambda inputs: naive(key, inputs), key, min(num, 20_000), seed)
     hits = foreign_hits(500, seed)
     pairs = min(500, max(100, num // 200))
     probes = {kind: [probing.run_campaign(pairs, seed, kind)] for kind in probing.KINDS}
@@ -86,7 +86,7 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
     seen += [f"{kind} by a count" for kind, runs in probes.items() if any(each["num_told_of_a_cache"] for each in runs)]
     blind = [kind for kind in probing.CACHED if probes[kind][-1]["p_of_the_control"] > probing.CONTROL_P[kind]]
     prefix = probes["prefix"][-1]
-    told = all(abs(t) > MAX_T for t in values) and len({t > 0 for t in values}) == 1
+    output = all(abs(t) > MAX_T for t in values) and len({t > 0 for t in values}) == 1
     return {
         "comparisons": num * len(values),
         "welch_t": round(values[-1], 2),
@@ -99,6 +99,6 @@ def run_campaign(num: int, seed: int) -> dict[str, Any]:
         "ms_warm_cold_own": prefix["ms_warm_cold_own"],
         **{f"auc_{kind}": round(runs[-1]["auc"], 3) for kind, runs in probes.items()},
         **{f"auc_own_{kind}": round(probes[kind][-1]["auc_of_the_control"], 3) for kind in probing.CACHED},
-        "violations": int(told) + int(hits > 0) + int(control < MAX_T) + len(seen) + len(blind),
+        "violations": int(output) + int(hits > 0) + int(control < MAX_T) + len(seen) + len(blind),
         "examples": [f"seen: {kind}" for kind in seen] + [f"the control is not seen: {kind}" for kind in blind],
     }

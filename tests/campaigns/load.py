@@ -1,7 +1,7 @@
 """C-4, load over HTTP: clients of every sort against the oracle engine, and a ledger of what became of each.
 
 20 % hang up somewhere, 10 % send what is no request, 5 % have a deadline, 5 % ask for several answers, 2 % hardly
-read, 1 % hang up just when their answer ends; up to 256 at once. Every request is told to the ledger before it is sent
+read, 1 % hang up just when their answer ends; up to 256 at once. The ledger notes every request before it is sent
 and has to end in exactly one way that its sort allows; every token must be the one that the oracle says. Sockets are
 used as they are: a stream counts as whole with its last chunk only.
 """
@@ -80,12 +80,12 @@ def asked(number: int, seed: int, sort: str = "") -> Asked:
     body |= {"stream": sort == "slow" or rng.random() < 0.5, "ignore_eos": True}
     if rng.random() < 0.3:
         body["logprobs"] = 2
-    wanted = []
+    expected = []
     for index in range(count):
         params = SamplingParams(seed=number + index, max_tokens=length, ignore_eos=True)
-        wanted.append(ORACLE.stream(Request(request_id="", prompt_token_ids=prompt, params=params), 2048))
+        expected.append(ORACLE.stream(Request(request_id="", prompt_token_ids=prompt, params=params), 2048))
     headers = f"X-Request-Timeout: {rng.choice((0.01, 0.05, 0.2, 30))}\r\n" if sort == "deadline" else ""
-    return Asked(number, sort, json.dumps(body).encode(), headers, bool(body["stream"]), tuple(wanted))
+    return Asked(number, sort, json.dumps(body).encode(), headers, bool(body["stream"]), tuple(expected))
 
 
 def judge(one: Asked, reply: Reply) -> tuple[str, str]:
@@ -169,12 +169,12 @@ class Ledger:
             name: after[name] - before.get(name, 0.0) for name in after if name.startswith("request_success_total/")
         }
         whole, total = ended.get("request_success_total/length", 0.0), sum(ended.values())
-        found = [f"{number} was lost" for number in list(self.open)[:5]]
+        result = [f"{number} was lost" for number in list(self.open)[:5]]
         if whole < self.answers:
-            found.append(f"{self.answers} answers came, the server counts {whole:g}")
+            result.append(f"{self.answers} answers came, the server counts {whole:g}")
         if total > self.asked_for:
-            found.append(f"{self.asked_for} answers were asked for, the server ended {total:g}")
-        return found
+            result.append(f"{self.asked_for} answers were asked for, the server ended {total:g}")
+        return result
 
 
 async def fetch(port: int, one: Asked, rng: random.Random) -> Reply | None:
@@ -220,8 +220,8 @@ async def fetch(port: int, one: Asked, rng: random.Random) -> Reply | None:
 
 def parse(data: bytes) -> Reply:
     """A reply of HTTP/1.1, as far as it goes."""
-    head, found, body = data.partition(b"\r\n\r\n")
-    if not found:
+    head, result, body = data.partition(b"\r\n\r\n")
+    if not result:
         return Reply(0, data, False)
     lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
@@ -230,8 +230,8 @@ def parse(data: bytes) -> Reply:
         return Reply(status, body, len(body) == int(headers.get("content-length", -1)))
     plain = bytearray()
     while True:
-        size, found, body = body.partition(b"\r\n")
-        if not found or len(body) < int(size, 16) + 2:
+        size, result, body = body.partition(b"\r\n")
+        if not result or len(body) < int(size, 16) + 2:
             return Reply(status, bytes(plain), False)
         if int(size, 16) == 0:
             return Reply(status, bytes(plain), body == b"\r\n")
@@ -240,7 +240,7 @@ def parse(data: bytes) -> Reply:
 
 
 async def work(port: int, ledger: Ledger, one: Asked, seed: int) -> str:
-    """One request from its entry in the ledger to its end, which is told."""
+    """One request from its entry in the ledger to its end, which the ledger notes too."""
     rng = random.Random(f"client {seed}/{one.number}")
     ledger.opened(one)
     try:
@@ -277,12 +277,12 @@ async def pace(port: int, ledger: Ledger, numbers: range, seed: int, rate: float
 
 def phases(num: int) -> list[tuple[int, range]]:
     """(requests at once, their numbers)."""
-    made, first = [], 0
+    result, first = [], 0
     for at_once, share in PHASES:
         last = num if (at_once, share) == PHASES[-1] else first + round(num * share)
-        made.append((at_once, range(first, last)))
+        result.append((at_once, range(first, last)))
         first = last
-    return made
+    return result
 
 
 def run_campaign(num: int, seed: int) -> dict[str, Any]:

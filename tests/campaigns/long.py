@@ -107,11 +107,11 @@ def steps(core: EngineCore, tape: TimedTape, request: Request, tokenizer: Tokeni
 
 def least(seconds: list[float]) -> list[tuple[float, float]]:
     """(context, seconds) of each bin."""
-    found = []
+    result = []
     for first in range(0, len(seconds) - BIN + 1, BIN):
         means = [statistics.fmean(seconds[at : at + WINDOW]) for at in range(first, first + BIN, WINDOW)]
-        found.append((first + BIN / 2, min(means)))
-    return found
+        result.append((first + BIN / 2, min(means)))
+    return result
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float, float]:
@@ -130,22 +130,22 @@ def judge(parts: dict[str, list[float]], token_bytes: int, cache: int) -> tuple[
     """What the times say, and what is wrong with that. Times are seconds of each step, by part; `token_bytes` of keys
     and values are read for each token of the context, and `cache` bytes may be in the processor's."""
     points = {name: least(seconds)[FIRST:] for name, seconds in parts.items()}
-    lines = {name: line(found) for name, found in points.items()}
+    lines = {name: line(result) for name, result in points.items()}
     slope = lines["native"][1]
     others = sum(lines[name][1] for name in lines if name != "native")
-    told: dict[str, Any] = {"native_us_at": {int(x): round(y * 1e6) for x, y in least(parts["native"])[::5]}}
-    told |= {f"{name}_us": round(at * 1e6, 1) for name, (at, _, _) in lines.items()}
-    told |= {f"{name}_us_per_1000_tokens": round(grows * 1e9, 2) for name, (_, grows, _) in lines.items()}
-    told["host_share_of_growth"] = round(others / slope, 4)
+    output: dict[str, Any] = {"native_us_at": {int(x): round(y * 1e6) for x, y in least(parts["native"])[::5]}}
+    output |= {f"{name}_us": round(at * 1e6, 1) for name, (at, _, _) in lines.items()}
+    output |= {f"{name}_us_per_1000_tokens": round(grows * 1e9, 2) for name, (_, grows, _) in lines.items()}
+    output["host_share_of_growth"] = round(others / slope, 4)
     problems = []
     # Other things are in the cache too, and between the two it holds a part.
     places = {"in_cache": (0, cache / 3), "beyond_it": (cache, float("inf"))}
     slopes = {}
     for name, (least_bytes, most_bytes) in places.items():
-        found = [(x, y) for x, y in points["native"] if least_bytes <= x * token_bytes <= most_bytes]
-        if len(found) > 3:
-            start, slopes[name], bend = line(found)
-            told |= {f"us_per_1000_tokens_{name}": round(slopes[name] * 1e9, 2), f"bend_{name}": round(bend, 4)}
+        result = [(x, y) for x, y in points["native"] if least_bytes <= x * token_bytes <= most_bytes]
+        if len(result) > 3:
+            start, slopes[name], bend = line(result)
+            output |= {f"us_per_1000_tokens_{name}": round(slopes[name] * 1e9, 2), f"bend_{name}": round(bend, 4)}
             if bend > MAX_BEND:
                 problems.append(
                     f"{name}, a step is far from the line {start:.2e} s + {slopes[name]:.2e} s a token: {bend:.1%}"
@@ -156,7 +156,7 @@ def judge(parts: dict[str, list[float]], token_bytes: int, cache: int) -> tuple[
         problems.append("too few steps to tell a line")
     if others > MAX_HOST_SHARE * slope:
         problems.append(f"beside attention, a step grows by {others:.2e} s a token, attention by {slope:.2e} s")
-    return told, problems
+    return output, problems
 
 
 def run_campaign(num_tokens: int, seed: int) -> dict[str, Any]:
@@ -177,26 +177,26 @@ def run_campaign(num_tokens: int, seed: int) -> dict[str, Any]:
             counts = []
             for index, idle in enumerate(IDLE):
                 request = Request(request_id=f"long{index}", prompt_token_ids=prompt, params=params)
-                found = []
+                result = []
                 num = 0
                 tape.idle = False
                 for step, num in steps(core, tape, request, tokenizer):
                     tape.idle = idle
-                    found.append(step)
+                    result.append(step)
                     if not index and num % BIN == 0 and num > num_tokens // 5:
                         memory.append((num, anonymous()))
-                times[idle].append(found)
+                times[idle].append(result)
                 counts.append(num)
     parts = {
         name: [min(step[at] for step in same) for same in zip(*times[name != "native"], strict=True)]
         for at, name in enumerate(Step._fields)
     }
-    told, problems = judge(parts, stored, last_cache())
+    output, problems = judge(parts, stored, last_cache())
     # The cache takes its memory as it is written.
     grows = statistics.linear_regression(*zip(*memory, strict=True)).slope - stored
     if set(counts) != {num_tokens}:
         problems.append(f"{counts} tokens came")
     if grows > MAX_BYTES:
         problems.append(f"memory grows by {grows:.0f} bytes a token")
-    told |= {"tokens": num_tokens, "answers": len(counts), "bytes_a_token": round(grows, 1)}
-    return told | {"violations": len(problems), "examples": problems}
+    output |= {"tokens": num_tokens, "answers": len(counts), "bytes_a_token": round(grows, 1)}
+    return output | {"violations": len(problems), "examples": problems}

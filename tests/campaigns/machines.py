@@ -98,10 +98,10 @@ class QueueMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         if not hasattr(self, "queue"):
             return
-        wanted = self.sorted()
-        assert len(self.queue) == len(wanted)
-        assert [self.queue[i] for i in range(len(wanted))] == wanted
-        assert self.queue.least_rank == (wanted[0].rank if wanted else float("inf"))
+        expected = self.sorted()
+        assert len(self.queue) == len(expected)
+        assert [self.queue[i] for i in range(len(expected))] == expected
+        assert self.queue.least_rank == (expected[0].rank if expected else float("inf"))
 
 
 @cache
@@ -128,7 +128,7 @@ class StopMachine(RuleBasedStateMachine):
         )
         self.stream = self.stream_class(letters(), params)
         self.tokens: list[int] = []
-        self.told = ""
+        self.output = ""
         self.ended = False
 
     @precondition(lambda self: not self.ended)
@@ -136,9 +136,9 @@ class StopMachine(RuleBasedStateMachine):
     def push(self, tokens: list[int], final: bool) -> None:
         self.tokens += tokens
         self.ended = final
-        self.told += self.stream.push(tokens, final)
+        self.output += self.stream.push(tokens, final)
         text, reason, count = self.naive(final)
-        assert self.told == text
+        assert self.output == text
         assert self.stream.stop_reason == reason
         assert self.stream.num_tokens == count
 
@@ -160,14 +160,14 @@ class StopMachine(RuleBasedStateMachine):
             text += [(letter, len(self.tokens)) for letter in decoder.decode(b"", True)]
         whole = "".join(letter for letter, _ in text)
         for end in range(1, len(whole) + 1):
-            found = [stop for stop in self.stops if whole[:end].endswith(stop)]
+            stops = [stop for stop in self.stops if whole[:end].endswith(stop)]
             number = text[end - 1][1]
-            if found and number > self.min_tokens:
-                stop = max(found, key=len)
+            if stops and number > self.min_tokens:
+                stop = max(stops, key=len)
                 return whole[: end if self.include else end - len(stop)], stop, number
-        begun = [i for stop in self.stops for i in range(len(stop)) if whole.endswith(stop[:i])]
-        held = 0 if final or self.include else max(begun, default=0)
-        return whole[: len(whole) - held], None, len(self.tokens)
+        lengths = [i for stop in self.stops for i in range(len(stop)) if whole.endswith(stop[:i])]
+        num_held = 0 if final or self.include else max(lengths, default=0)
+        return whole[: len(whole) - num_held], None, len(self.tokens)
 
 
 MACHINES: dict[str, type[RuleBasedStateMachine]] = {

@@ -89,7 +89,7 @@ def positions(source: str) -> list[tuple[str, int, tuple[int, int]]]:
     provider = OperatorProvider()
     nodes = list(ast_nodes(get_ast(source)))
     spans = annotations(source)
-    found = []
+    result = []
     for name in sorted(provider):
         if name in ("VariableReplacer", "VariableInserter"):
             continue  # These want to be told which variables.
@@ -97,20 +97,22 @@ def positions(source: str) -> list[tuple[str, int, tuple[int, int]]]:
         for node in nodes:
             for begin, _ in operator.mutation_positions(node):
                 if not any(first <= begin < last for first, last in spans):
-                    found.append((name, occurrence, begin))
+                    result.append((name, occurrence, begin))
                 occurrence += 1
-    return found
+    return result
 
 
 def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Where they begin and end. They are never evaluated."""
-    told: list[ast.expr | None] = []
+    output: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
-            told.append(node.returns)
+            output.append(node.returns)
         elif isinstance(node, ast.arg | ast.AnnAssign):
-            told.append(node.annotation)
-    return [((each.lineno, each.col_offset), (each.end_lineno or 0, each.end_col_offset or 0)) for each in told if each]
+            output.append(node.annotation)
+    return [
+        ((each.lineno, each.col_offset), (each.end_lineno or 0, each.end_col_offset or 0)) for each in output if each
+    ]
 
 
 @cache
@@ -137,13 +139,13 @@ def mutant(file: str, source: str, operator: str, occurrence: int) -> Mutant | N
 
 def places(seed: int) -> list[tuple[str, str, int]]:
     """(file, operator, occurrence) of all that can be changed, in an order that the seed decides."""
-    found = [
+    result = [
         (file, name, nth)
         for file in FILES
         for name, nth, _ in positions((ROOT / CORE / f"{file}.py").read_text(encoding="utf-8"))
     ]
-    random.Random(seed).shuffle(found)
-    return found
+    random.Random(seed).shuffle(result)
+    return result
 
 
 class Changed(SourceFileLoader):
@@ -191,7 +193,7 @@ def without(names: tuple[str, ...]) -> str:
 
 
 PLANTED = sorted(str(path.relative_to(ROOT)) for path in (ROOT / TESTS).rglob("test_planted_*.py"))
-# The quickest first. Each is told the changed file ("" for none).
+# The quickest first. Each gets the name of the changed file ("" for none).
 STAGES: tuple[Callable[[str], bool], ...] = (
     lambda _: simulated(0, 10),
     lambda _: tested(TESTS, "-k", without((*NOT_USED, "planted", "machine", "without_end", "shares_are_of_work"))),
@@ -261,8 +263,8 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     killed, real = len(results) - len(survivors), len(results) - len(equivalent)
     files = {}
     for file in FILES:
-        own = [each["outcome"] != "survived" for each in results if each["file"] == file]
-        files[file] = {"mutants": len(own), "killed": sum(own)}
+        caught = [each["outcome"] != "survived" for each in results if each["file"] == file]
+        files[file] = {"mutants": len(caught), "killed": sum(caught)}
     low, high = interval(killed, real)
     return {
         "mutants": len(results),
@@ -296,18 +298,18 @@ def main() -> int:
 
     warnings.simplefilter("ignore", SyntaxWarning)  # "is" with a number
 
-    drawn = places(args.seed)
+    samples = places(args.seed)
     if any(name.startswith("headrace") for name in sys.modules):
         raise SystemExit("headrace is imported already: no mutant would be")
     logs = ROOT / "build" / "mutation-logs"
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    told = outcome(None, logs / "none.txt", [600.0] * len(STAGES))
-    if told != "survived":
-        raise SystemExit(f"the unchanged source fails: {told}, see {logs}/none.txt")
+    output = outcome(None, logs / "none.txt", [600.0] * len(STAGES))
+    if output != "survived":
+        raise SystemExit(f"the unchanged source fails: {output}, see {logs}/none.txt")
     seconds = [float(line.split()[-2]) for line in (logs / "none.txt").read_text().splitlines() if line[:6] == "stage "]
     limits = [3 * each + 5 for each in seconds]
-    print(f"{len(drawn)} places; the unchanged source takes {seconds} s", flush=True)
+    print(f"{len(samples)} places; the unchanged source takes {seconds} s", flush=True)
     journal = args.out.with_suffix(".jsonl")
     before = {}
     if args.again:
@@ -315,32 +317,32 @@ def main() -> int:
         before = {(e["file"], e["line"], e["before"], e["after"]): e for e in lines if e["outcome"] != "survived"}
     results: list[dict[str, Any]] = []
     with journal.open("w", encoding="utf-8") as lines_out:
-        for file, operator, nth in drawn:
-            if len(results) == (args.sample or len(drawn)) or time.monotonic() - begin > 60 * args.minutes:
+        for file, operator, nth in samples:
+            if len(results) == (args.sample or len(samples)) or time.monotonic() - begin > 60 * args.minutes:
                 break
             each = mutant(file, (ROOT / CORE / f"{file}.py").read_text(encoding="utf-8"), operator, nth)
             if each is None:
                 continue
             result = before.get((each.file, each.line, each.before, each.after))
             if result is None:
-                told = outcome(each, logs / f"{len(results)}.txt", limits)
+                output = outcome(each, logs / f"{len(results)}.txt", limits)
                 result = {name: getattr(each, name) for name in ("file", "line", "operator", "before", "after")}
-                result["outcome"] = told
+                result["outcome"] = output
             results.append(result)
             lines_out.write(json.dumps(result) + "\n")
             lines_out.flush()
             if result["outcome"] == "survived":
                 print(f"{len(results)} {each.file}:{each.line}\n  - {each.before}\n  + {each.after}", flush=True)
-    found = summary(results)
+    actual = summary(results)
     from bench.record import commit
 
     from headrace import doctor
 
-    facts = {"commit": commit(), "host": doctor.examine()["cpu"], "seed": args.seed, "places": len(drawn)}
+    facts = {"commit": commit(), "host": doctor.examine()["cpu"], "seed": args.seed, "places": len(samples)}
     facts["minutes"] = round((time.monotonic() - begin) / 60, 1)
-    args.out.write_text(json.dumps(facts | found, indent=1) + "\n", encoding="utf-8")
-    print({name: value for name, value in found.items() if name != "survivors"})
-    return 0 if found["score"] >= args.least else 1
+    args.out.write_text(json.dumps(facts | actual, indent=1) + "\n", encoding="utf-8")
+    print({name: value for name, value in actual.items() if name != "survivors"})
+    return 0 if actual["score"] >= args.least else 1
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ async def offer(
     begin = time.monotonic()
 
     async def one(number: int) -> None:
-        asked = known[number % len(known)]._replace(number=number)
+        requests = known[number % len(known)]._replace(number=number)
         start = time.monotonic()
-        if await load.work(port, ledger, asked, seed) == "turned away":
+        if await load.work(port, ledger, requests, seed) == "turned away":
             times.append(time.monotonic() - start)
 
     for index in itertools.count():
@@ -120,12 +120,14 @@ def overload(seconds: float, seed: int) -> dict[str, Any]:
         gc.unfreeze()
         problems = ledger.problems + served.unsettled(SETTLE_S)
         problems += ledger.balance({}, served.metrics())
-    reject, probe, own = (percentile(times, 0.99) for times in (rejected, probes, late))
+    reject, probe, late_p99 = (percentile(times, 0.99) for times in (rejected, probes, late))
     if not rejected:
         problems.append("nobody was turned away")
-    if reject > MAX_REJECT_S + own or probe > MAX_PROBE_S + own or goodput < MIN_GOODPUT:
-        told = f"p99 of refusals {reject:.3f} s, of probes {probe:.3f} s, of the clients' own lateness {own:.3f} s"
-        problems.append(f"{told}; goodput {goodput:.2f} of the peak")
+    if reject > MAX_REJECT_S + late_p99 or probe > MAX_PROBE_S + late_p99 or goodput < MIN_GOODPUT:
+        output = (
+            f"p99 of refusals {reject:.3f} s, of probes {probe:.3f} s, of the clients' own lateness {late_p99:.3f} s"
+        )
+        problems.append(f"{output}; goodput {goodput:.2f} of the peak")
     return {
         "seconds": seconds,
         "requests": sum(ledger.sorts.values()),
@@ -134,7 +136,7 @@ def overload(seconds: float, seed: int) -> dict[str, Any]:
         "goodput_share": round(goodput, 3),
         "reject_p99_s": round(reject, 4),
         "probe_p99_s": round(probe, 4),
-        "own_lateness_p99_s": round(own, 4),
+        "own_lateness_p99_s": round(late_p99, 4),
         "violations": len(problems),
         "examples": problems[:5],
     }
@@ -173,9 +175,9 @@ async def peak(port: int, ledger: load.Ledger, seed: int) -> float:
     driving = asyncio.create_task(load.drive(port, ledger, range(PEAK + 60), seed, 24))
     while ledger.outcomes.total() < PEAK and not driving.done():
         await asyncio.sleep(0.01)
-    found = ledger.outcomes.total() / (time.monotonic() - begin)
+    result = ledger.outcomes.total() / (time.monotonic() - begin)
     await driving
-    return found
+    return result
 
 
 def soak(size: tuple[float, float, float], seed: int, leak: int = 0) -> dict[str, Any]:
@@ -204,8 +206,8 @@ def soak(size: tuple[float, float, float], seed: int, leak: int = 0) -> dict[str
         problems += ledger.problems + ledger.balance({}, served.metrics())
         left = held(served)
     half = points[len(points) // 2 :] if len(points) > 9 else points
-    growth = slope([(number, taken) for number, _, taken, _ in half])
-    an_hour = slope([(at, taken) for _, at, taken, _ in half]) * 3600 / 2**20
+    growth = slope([(number, duration) for number, _, duration, _ in half])
+    an_hour = slope([(at, duration) for _, at, duration, _ in half]) * 3600 / 2**20
     more = slope([(number, count) for number, _, _, count in half])
     if left["threads"] > idle["threads"] + 2 or left["files"] > idle["files"] + 8:
         problems.append(f"held at idle: {idle}, and at the end: {left}")
@@ -222,7 +224,7 @@ def soak(size: tuple[float, float, float], seed: int, leak: int = 0) -> dict[str
         "mib_an_hour": round(an_hour, 3),
         "objects_a_request": round(more, 3),
         "anonymous_mib": round(points[-1][2] / 2**20, 1) if points else 0,
-        "anonymous_kib_at": {int(number): round(taken / 2**10) for number, _, taken, _ in points},
+        "anonymous_kib_at": {int(number): round(duration / 2**10) for number, _, duration, _ in points},
         "outcomes": dict(sorted(ledger.outcomes.items())),
         "violations": len(problems),
         "examples": problems[:5],

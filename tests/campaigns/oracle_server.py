@@ -48,16 +48,16 @@ class Oracle(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         """All samples of `/metrics`, by name and one label: `request_success_total/length`."""
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         for line in self.get("/metrics").text.splitlines():
             head, _, value = line.rpartition(" ")
             name, _, labels = head.removeprefix("headrace:").partition("{")
             if line.startswith("headrace:") and "_bucket" not in name:
                 reason = labels.partition('finished_reason="')[2].partition('"')[0]
-                found[name] = found.get(name, 0.0) + float(value)
+                result[name] = result.get(name, 0.0) + float(value)
                 if reason:
-                    found[f"{name}/{reason}"] = float(value)
-        return found
+                    result[f"{name}/{reason}"] = float(value)
+        return result
 
     def unsettled(self, seconds: float = 20.0) -> list[str]:
         """What does not come back to its idle value."""
@@ -86,8 +86,8 @@ def oracle(
         directory = write_tokenizer(Path(folder))
         log = directory / "log"
         command = [sys.executable, __file__, folder, *map(str, (port, delay, max_queued, leak, drain, max_num_seqs))]
-        with log.open("wb") as told:
-            process = subprocess.Popen(tied(command), env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=told)
+        with log.open("wb") as output:
+            process = subprocess.Popen(tied(command), env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=output)
         served = Oracle(port, process, log)
         try:
             end = time.monotonic() + 300
@@ -114,7 +114,7 @@ class Watched:
 
     def __init__(self, app: Any, leak: int) -> None:
         self.app, self.leak = app, leak
-        self.kept: list[bytes] = []
+        self.leaked: list[bytes] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] == "/objects":
@@ -124,7 +124,7 @@ class Watched:
             await send({"type": "http.response.body", "body": body})
             return
         if self.leak:
-            self.kept.append(os.urandom(self.leak))
+            self.leaked.append(os.urandom(self.leak))
         await self.app(scope, receive, send)
 
 

@@ -18,7 +18,7 @@ BEGIN, END = "<!-- written by python -m tests.campaigns.page -->", "<!-- end -->
 TIERS = ("commit", "nightly", "release")
 NOT_COUNTS = ("seed", "violations", "minutes")
 NOT_SUMMED = ("most_at_once", "streams_at_once", "requests_a_second", "rounds", "cases", "pairs_covered")
-"""Whole numbers that are measures: of pieces, the largest is told."""
+"""Whole numbers that are measures: the largest of all pieces counts."""
 
 
 def section(folder: Path = RESULTS) -> str:
@@ -33,17 +33,17 @@ def section(folder: Path = RESULTS) -> str:
 
 def summed(pieces: list[dict[str, Any]]) -> dict[str, int | float]:
     """Counts and minutes of all pieces together; of what is a measure and no count, the largest or the last piece's."""
-    found: dict[str, int | float] = {}
+    result: dict[str, int | float] = {}
     for piece in pieces:
         for key, value in piece.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 if key in NOT_SUMMED:
-                    found[key] = max(found.get(key, 0), value)
+                    result[key] = max(result.get(key, 0), value)
                 elif isinstance(value, int) or key == "minutes":
-                    found[key] = round(found.get(key, 0) + value, 2)
+                    result[key] = round(result.get(key, 0) + value, 2)
                 else:
-                    found[key] = value
-    return found
+                    result[key] = value
+    return result
 
 
 def in_order(name: str) -> tuple[int, str]:

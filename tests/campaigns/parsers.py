@@ -97,7 +97,7 @@ def bodies() -> Target:
     message = {"role": "user", "content": [{"type": "text", "text": "hé"}]}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    made = [
+    result = [
         common | {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}, "seed": 3},
         common | {"prompt": [1, 2], "min_p": 0.1, "repetition_penalty": 1.2, "guided_regex": "a+", "cache_salt": "s"},
         common | {"messages": [message], "tools": [tool], "tool_choice": "auto", "response_format": form},
@@ -132,7 +132,7 @@ def bodies() -> Target:
         if len(refusals) == len(sampled) + len(others):
             raise refusals[0]
 
-    return Target(as_json(*made), use, HeadraceError)
+    return Target(as_json(*result), use, HeadraceError)
 
 
 def wire_frames() -> Target:
@@ -172,8 +172,8 @@ def wire_frames() -> Target:
         except frames.TransportError:
             return [data]
 
-    made = [frames.encode(message) for message in messages]
-    return Target([*made, *(frame[4:] for frame in made)], use, frames.TransportError)
+    result = [frames.encode(message) for message in messages]
+    return Target([*result, *(frame[4:] for frame in result)], use, frames.TransportError)
 
 
 def safetensors(folder: Path) -> Target:
@@ -185,8 +185,8 @@ def safetensors(folder: Path) -> Target:
 
     tensors = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
     tensors |= {"b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}}
-    made = [file(tensors, 32), file({"__metadata__": {"format": "pt"}} | tensors, 32)]
-    made.append(file({"x": {"dtype": "I8", "shape": [], "data_offsets": [0, 1]}}, 1))
+    result = [file(tensors, 32), file({"__metadata__": {"format": "pt"}} | tensors, 32)]
+    result.append(file({"x": {"dtype": "I8", "shape": [], "data_offsets": [0, 1]}}, 1))
     path = folder / "model.safetensors"
 
     def use(data: bytes) -> None:
@@ -195,14 +195,14 @@ def safetensors(folder: Path) -> Target:
         for name in mapped.entries:
             mapped.array(name).tobytes()
 
-    return Target(made, use, CheckpointError)
+    return Target(result, use, CheckpointError)
 
 
 def configs(folder: Path) -> Target:
     """config.json: what every model reads of it."""
-    made = [dict(models.find(name).TINY) for name in models.names()]
+    result = [dict(models.find(name).TINY) for name in models.names()]
     scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "eos_token_id": [1, 2]}
-    made.append(dict(models.find("llama").TINY) | scaled)
+    result.append(dict(models.find("llama").TINY) | scaled)
     path = folder / "config.json"
 
     def use(data: bytes) -> None:
@@ -214,16 +214,16 @@ def configs(folder: Path) -> Target:
         config.rope.number("rope_theta", 10000.0)
         config.integer("vocab_size")
 
-    return Target(as_json(*made), use, CheckpointError)
+    return Target(as_json(*result), use, CheckpointError)
 
 
 def tokenizers(folder: Path) -> Target:
     """tokenizer.json with tokenizer_config.json behind it, and a text there and back."""
     write_tokenizer(folder)
-    made = json.loads((folder / "tokenizer.json").read_text())
-    made["model"]["vocab"] = dict(list(made["model"]["vocab"].items())[:100])
-    made["added_tokens"][0]["id"] = 100
-    wordy = made | {"model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}}
+    result = json.loads((folder / "tokenizer.json").read_text())
+    result["model"]["vocab"] = dict(list(result["model"]["vocab"].items())[:100])
+    result["added_tokens"][0]["id"] = 100
+    wordy = result | {"model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}}
     beside = json.loads((folder / "tokenizer_config.json").read_text())
 
     def use(data: bytes) -> None:
@@ -235,7 +235,7 @@ def tokenizers(folder: Path) -> Target:
 
     # A file may be sound, and lack the tokens of a text.
     refusals = (CheckpointError, RequestError)
-    return Target([b"\x00|\x00".join(as_json(each, beside)) for each in (made, wordy)], use, refusals)
+    return Target([b"\x00|\x00".join(as_json(each, beside)) for each in (result, wordy)], use, refusals)
 
 
 def constraints() -> Target:
@@ -245,15 +245,15 @@ def constraints() -> Target:
     tree = {"$ref": "#/$defs/t", "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 3}}}
     mixed = {"allOf": [{"type": "string", "pattern": "^a+$"}, {"maxLength": 9}], "anyOf": [{"const": "a"}, True]}
     tag = {"structures": [{"begin": "<f>", "schema": person, "end": "</f>"}], "triggers": ["<f"]}
-    made = [
+    result = [
         {"json": person},
         {"json": tree},
         {"json": mixed},
         {"regex": "(a|b)+[0-9]{2,5}\\w?"},
         {"choice": ["a", "b"]},
     ]
-    made += [{"grammar": 'root ::= "a" root | [0-9]+'}, {"grammar": 'start: "a" | B\nB: /b+/'}]
-    made.append({"structural_tag": json.dumps(tag)})
+    result += [{"grammar": 'root ::= "a" root | [0-9]+'}, {"grammar": 'start: "a" | B\nB: /b+/'}]
+    result.append({"structural_tag": json.dumps(tag)})
 
     def use(data: bytes) -> None:
         try:
@@ -262,11 +262,11 @@ def constraints() -> Target:
             raise RequestError("structured_outputs", "", str(error)) from error
         compile_grammar(value)
 
-    return Target(as_json(*made), use, RequestError)
+    return Target(as_json(*result), use, RequestError)
 
 
 def templates(runner: BoundedProcess) -> Target:
-    """Chat templates, and what they are told, in the process that renders."""
+    """Chat templates, and their arguments, in the process that renders."""
     loop = (
         "{% set ns = namespace(n=0) %}{% for m in messages if m.role != 'x' %}"
         "{% set ns.n = ns.n + 1 %}{{ m.content | trim }}{% endfor %}"
@@ -333,10 +333,10 @@ def run_campaign(counts: dict[str, int], seed: int) -> dict[str, Any]:
     report: dict[str, Any] = {"mutations": sum(counts.values()), "parsers": {}}
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        made = targets(Path(folder), runner)
+        result = targets(Path(folder), runner)
         before = peak_bytes()
         for name, count in counts.items():
-            outcomes, more = attack(made[name](), name, count, seed)
+            outcomes, more = attack(result[name](), name, count, seed)
             report["parsers"][name] = dict(sorted(outcomes.items()))
             wrong += more
         grown = peak_bytes() - before

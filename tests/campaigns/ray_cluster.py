@@ -135,14 +135,14 @@ class Cluster:
 
     def actors(self, deployment: str) -> dict[str, list[psutil.Process]]:
         """The processes of a deployment's replicas, by the address of their node."""
-        found: dict[str, list[psutil.Process]] = {}
+        result: dict[str, list[psutil.Process]] = {}
         for host, raylet in self.raylets.items():
             with contextlib.suppress(psutil.Error):
                 for child in raylet.children(recursive=True):
                     with contextlib.suppress(psutil.Error):
                         if f"ServeReplica:campaign{deployment}" in " ".join(child.cmdline()) and is_live(child):
-                            found.setdefault(host, []).append(child)
-        return found
+                            result.setdefault(host, []).append(child)
+        return result
 
     def stop(self) -> None:
         for host in list(self.raylets):

@@ -215,7 +215,7 @@ SECURITY = [
         SRC + "serve/storage/store.py",
         "if entry_id in self._entries or not entry_id.startswith(self.prefix) or not _ID.fullmatch(entry_id):",
         "if not entry_id:",
-        "security/test_time_split.py::test_S_25_a_store_takes_new_ids_of_its_own_only",
+        "security/test_shares.py::test_S_25_a_store_takes_new_ids_of_its_own_only",
     ),
     Removal(
         "S-26",
@@ -318,7 +318,7 @@ SECURITY = [
         SRC + "serve/storage/store.py",
         "        while (growth > 0 and self._num_bytes[owner] + growth > share) or (\n",
         "        while (growth > 0 and self._num_bytes.total() + growth > share) or (\n",
-        "security/test_time_split.py::test_S_39_a_full_share_is_nobody_elses_and_a_batch_waits_for_room",
+        "security/test_shares.py::test_S_39_a_full_share_is_nobody_elses_and_a_batch_waits_for_room",
     ),
     Removal(
         "S-39",
@@ -400,7 +400,7 @@ SECURITY = [
     Removal(
         "S-44",
         SRC + "secure/handshake.py",
-        'f"headrace {talk.name}/{role}/',
+        'f"headrace {protocol.name}/{role}/',
         'f"headrace {role}/',
         "parallel/test_hosts.py::test_S_44_a_proof_for_another_end_opens_nothing",
     ),

@@ -54,31 +54,31 @@ class Row(NamedTuple):
 
 def rows(text: str) -> list[Row]:
     """The rows of a page's table of faults."""
-    found = []
+    result = []
     for line in re.findall(r"^\| [SR]-\d\d .*\|$", text, re.M):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         tests: set[str] = set()
         for path, rest in re.findall(r"\]\(\.\./tests/([\w/]+\.py)\)([^\[]*)", line):
             names = re.findall(r"`(test_\w+)`", rest)
             tests |= {f"{path}::{name}" for name in names} or {path}
-        found.append(Row(cells[0][:4], cells[-2], frozenset(tests)))
-    return found
+        result.append(Row(cells[0][:4], cells[-2], frozenset(tests)))
+    return result
 
 
 def faults(all_rows: Sequence[Row], removals: Sequence[Removal], root: Path = ROOT) -> list[str]:
     """What is wrong with the table of removals: rows without one, snippets that are not there, tests not of the row."""
     covered = {removal.row for removal in removals}
-    found = [f"{row.name}: no removal" for row in all_rows if row.state == "passed" and row.name not in covered]
+    result = [f"{row.name}: no removal" for row in all_rows if row.state == "passed" and row.name not in covered]
     by_name = {row.name: row for row in all_rows}
     for row, file, original, replacement, test in removals:
         text = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
         if text.count(original) != 1:
-            found.append(f"{row}: {file} has {text.count(original)} times {original.strip()[:60]!r}")
+            result.append(f"{row}: {file} has {text.count(original)} times {original.strip()[:60]!r}")
         if original == replacement:
-            found.append(f"{row}: nothing is removed")
+            result.append(f"{row}: nothing is removed")
         if row not in by_name or not {test, test.partition("::")[0]} & by_name[row].tests:
-            found.append(f"{row}: the row does not name {test}")
-    return found
+            result.append(f"{row}: the row does not name {test}")
+    return result
 
 
 class Copy:
@@ -121,12 +121,12 @@ class Copy:
 
     def red(self, tests: Iterable[str]) -> set[str]:
         """Those of `tests` that fail with all controls in place."""
-        wanted = sorted(set(tests))
-        status, text = self.run(*wanted, seconds=len(wanted) * TIMEOUT_S)
+        expected = sorted(set(tests))
+        status, text = self.run(*expected, seconds=len(expected) * TIMEOUT_S)
         failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", text, re.M)
         if status not in (PASSED, FAILED) or (status == FAILED and not failed):
             raise RuntimeError(f"pytest ended with {status}: {text[-2000:]}")
-        return {test for test in wanted if any(f"{name}[".startswith((f"{test}[", f"{test}::")) for name in failed)}
+        return {test for test in expected if any(f"{name}[".startswith((f"{test}[", f"{test}::")) for name in failed)}
 
     def write(self, file: str, text: str) -> None:
         """Replace the text of a file."""
@@ -152,10 +152,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.rows", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", help="rows, with commas between")
     args = parser.parse_args()
-    wanted = args.only.split(",") if args.only else None
+    parts = args.only.split(",") if args.only else None
     all_rows = [row for page in PAGES for row in rows((ROOT / page).read_text(encoding="utf-8"))]
-    chosen = [removal for removal in REMOVALS if wanted is None or removal.row in wanted]
-    wrong = faults(all_rows, chosen) if wanted is None else []
+    chosen = [removal for removal in REMOVALS if parts is None or removal.row in parts]
+    wrong = faults(all_rows, chosen) if parts is None else []
     verdicts: list[tuple[Removal, str]] = []
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +178,7 @@ def main() -> int:
         "commit": commit(),
     }
     print(json.dumps(counts, indent=1))
-    if wanted is None:
+    if parts is None:
         RESULT.write_text(json.dumps(counts, indent=1) + "\n")
     return 1 if bad else 0
 

@@ -37,7 +37,7 @@ KINDS: list[dict[str, Any]] = [
 
 def make_requests(num_prompts: int) -> list[Request]:
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
-    made = []
+    result = []
     for i in range(num_prompts):
         text = PROMPTS[i % len(PROMPTS)]
         # The same stories, gone further: no two prompts are alike.
@@ -49,8 +49,8 @@ def make_requests(num_prompts: int) -> list[Request]:
             if temperature == 0.0:
                 kind = {name: value for name, value in kind.items() if name not in ("top_k", "top_p", "min_p")}
             params = msgspec.structs.replace(params, **kind)
-            made.append(Request(request_id=f"{i}@{temperature}", prompt_token_ids=token_ids, params=params))
-    return made
+            result.append(Request(request_id=f"{i}@{temperature}", prompt_token_ids=token_ids, params=params))
+    return result
 
 
 def run_campaign(num_prompts: int = NUM_PROMPTS) -> dict[str, Any]:
@@ -66,13 +66,13 @@ def run_campaign(num_prompts: int = NUM_PROMPTS) -> dict[str, Any]:
     wrong: list[str] = []
     for method in DRAFTERS:
         core = make_core(model="builtin", max_num_seqs=16, speculative_config={"method": method, "adaptive": False})
-        found: dict[str, Bits] = {}
+        result: dict[str, Bits] = {}
         num = 0
         for size in (1, 16):
             for group in groups_of(requests, size):
-                found = run(core, group)
-                num += len(found)
-                wrong += [f"{method}, {size} together: {name}" for name in found if found[name] != reference[name]]
+                result = run(core, group)
+                num += len(result)
+                wrong += [f"{method}, {size} together: {name}" for name in result if result[name] != reference[name]]
         stats = core.stats()
         core.close()
         drafters[method] = {

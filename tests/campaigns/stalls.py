@@ -101,14 +101,14 @@ def _hold(body: bytes) -> float:
 
 def changed(recipe: Recipe, rng: random.Random) -> Recipe:
     """Return the recipe with one unit more, less, or in another share."""
-    made = list(recipe)
-    if len(made) > 1 and rng.random() < 0.3:
-        made.pop(rng.randrange(len(made)))
+    result = list(recipe)
+    if len(result) > 1 and rng.random() < 0.3:
+        result.pop(rng.randrange(len(result)))
     if rng.random() < 0.5:
-        made.insert(rng.randrange(len(made) + 1), (rng.randrange(len(UNITS)), rng.random() + 0.01))
-    place = rng.randrange(len(made))
-    made[place] = (made[place][0], rng.random() + 0.01)
-    return made
+        result.insert(rng.randrange(len(result) + 1), (rng.randrange(len(UNITS)), rng.random() + 0.01))
+    place = rng.randrange(len(result))
+    result[place] = (result[place][0], rng.random() + 0.01)
+    return result
 
 
 # -- calls
@@ -201,8 +201,8 @@ def kept_of(rng: random.Random) -> tuple[str, Call]:
         line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
         part = '--form\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
         form = part % ("purpose", "", "batch") + part % ("file", '; filename="a"', json.dumps(line)) + "--form--\r\n"
-        wanted = {"input_file_id": "{file}", "endpoint": "/v1/responses", "completion_window": "1h"}
-        calls = [("POST", "/v1/files", form), ("POST", "/v1/batches", json.dumps(wanted))]
+        expected = {"input_file_id": "{file}", "endpoint": "/v1/responses", "completion_window": "1h"}
+        calls = [("POST", "/v1/files", form), ("POST", "/v1/batches", json.dumps(expected))]
         return f"{kind} {body}", [*calls, ("GET", "/v1/batches/{batch}", "")]
     if kind == "conversation":
         again = {"input": "b", "max_output_tokens": 1, "truncation": "auto", "conversation": "{conv}"}
@@ -399,8 +399,8 @@ def keeping_stall(in_one_go: bool) -> float:
 
     async def work() -> None:
         conversations = Conversations(Store("conv_", None, max_items=1, max_bytes=2**30), Writers())
-        made = await conversations.create({})
-        await conversations.append(made.id, [msgspec.to_builtins(item) if in_one_go else item])
+        result = await conversations.create({})
+        await conversations.append(result.id, [msgspec.to_builtins(item) if in_one_go else item])
 
     return stall(work)
 

@@ -93,7 +93,7 @@ async def read(
     client: httpx.AsyncClient, url: str, one: Asked, seen: Callable[[], object] = lambda: None, call_id: str = ""
 ) -> Told:
     """Open `one` as a stream and read it to its end. `seen` is called at each event, `call_id` is what the server calls
-    it, if given. A connection that breaks, or is silent for too long, is an error of what is told."""
+    it, if given. A connection that breaks, or is silent for too long, is an error in the result."""
     try:
         return await _read(client, url, one, seen, {"x-request-id": call_id} if call_id else {})
     except httpx.TransportError as error:
@@ -159,15 +159,15 @@ def merge(answer: dict[str, Any], part: dict[str, Any]) -> None:
             answer[name] = value
 
 
-def same(found: Told, wanted: Told) -> bool:
+def same(actual: Told, expected: Told) -> bool:
     """To the bit, and whole: an error is never the same as anything."""
-    return found.ended and not found.error and found.bits() == wanted.bits()
+    return actual.ended and not actual.error and actual.bits() == expected.bits()
 
 
-def is_whole(told: Told) -> bool:
+def is_whole(output: Told) -> bool:
     """It has its end, its finish, and no number that is none."""
-    finite = all(map(math.isfinite, numbers(told.answers)))
-    return told.status == 200 and told.ended and not told.error and bool(told.answers) and finite
+    finite = all(map(math.isfinite, numbers(output.answers)))
+    return output.status == 200 and output.ended and not output.error and bool(output.answers) and finite
 
 
 def numbers(value: Any) -> Iterator[float]:

@@ -121,9 +121,9 @@ class HastyFinder(StopFinder):
     """Tells what may still become a stop string."""
 
     def push(self, text: str, exempt: bool = False) -> str:
-        told = super().push(text, exempt)
-        held, self._withheld = self._withheld, ""
-        return told + held
+        output = super().push(text, exempt)
+        withheld, self._withheld = self._withheld, ""
+        return output + withheld
 
 
 class Hasty(DetokenizeStream):
@@ -162,7 +162,7 @@ def test_C_2_machines_agree_with_their_models(machine: Any) -> None:
 
 @pytest.mark.parametrize("name", ["bodies", "frames", "safetensors", "configs", "tokenizers", "constraints"])
 def test_C_6_a_slice_of_the_parsers(name: str, tmp_path: Any) -> None:
-    made = {
+    result = {
         "bodies": parsers.bodies,
         "frames": parsers.wire_frames,
         "safetensors": lambda: parsers.safetensors(tmp_path),
@@ -170,10 +170,10 @@ def test_C_6_a_slice_of_the_parsers(name: str, tmp_path: Any) -> None:
         "tokenizers": lambda: parsers.tokenizers(tmp_path),
         "constraints": parsers.constraints,
     }[name]()
-    outcomes, wrong = parsers.attack(made, name, 100, 5)
+    outcomes, wrong = parsers.attack(result, name, 100, 5)
     assert not wrong
     assert outcomes["refused"] > 20
-    assert outcomes["sound"] == len(made.corpus)
+    assert outcomes["sound"] == len(result.corpus)
 
 
 def test_C_6_an_error_that_is_not_clear_is_noticed() -> None:
@@ -187,9 +187,9 @@ def test_C_6_an_error_that_is_not_clear_is_noticed() -> None:
 
 def test_C_6_mutations_repeat() -> None:
     corpus = [b"some text", b"another"]
-    found = [parsers.damaged(corpus, "a", 1, number) for number in range(50)]
-    assert found == [parsers.damaged(corpus, "a", 1, number) for number in range(50)]
-    assert len(set(found)) > 30
+    result = [parsers.damaged(corpus, "a", 1, number) for number in range(50)]
+    assert result == [parsers.damaged(corpus, "a", 1, number) for number in range(50)]
+    assert len(set(result)) > 30
 
 
 def test_C_8_a_leak_is_a_slope() -> None:
@@ -203,32 +203,32 @@ def test_C_8_a_leak_is_a_slope() -> None:
 def times(num: int = 20_000, **more: Callable[[int], float]) -> dict[str, list[float]]:
     """Of so many steps, of which every third is disturbed. Beyond 20,000 tokens a read takes half as long again."""
     read = {"native": lambda at: 1e-4 + 1e-7 * at + 5e-8 * max(0, at - 20_000)}
-    made = read | {"engine": lambda at: 3e-4, "text": lambda at: 1e-5} | more
-    return {name: [cost(at) * (1.0 if at % 100 < 60 else 3.0) for at in range(num)] for name, cost in made.items()}
+    result = read | {"engine": lambda at: 3e-4, "text": lambda at: 1e-5} | more
+    return {name: [cost(at) * (1.0 if at % 100 < 60 else 3.0) for at in range(num)] for name, cost in result.items()}
 
 
 def test_C_8_an_answer_gets_slower_by_attention_only() -> None:
     read = partial(long.judge, token_bytes=1024, cache=32 << 20)
     for num in (20_000, 50_000):
-        told, problems = read(times(num))
+        output, problems = read(times(num))
         assert not problems
-        assert 99 < told["us_per_1000_tokens_in_cache"] < 101
-    assert 149 < told["us_per_1000_tokens_beyond_it"] < 151
-    (found,) = read(times(text=lambda at: 1e-5 + 3e-8 * at))[1]
-    assert "beside attention" in found
+        assert 99 < output["us_per_1000_tokens_in_cache"] < 101
+    assert 149 < output["us_per_1000_tokens_beyond_it"] < 151
+    (content,) = read(times(text=lambda at: 1e-5 + 3e-8 * at))[1]
+    assert "beside attention" in content
     # With the square: half of the last step, and a third, which could be the memory.
-    (found,) = read(times(50_000, native=lambda at: 1e-4 + 1e-7 * at + 2.2e-12 * at * at))[1]
-    assert "a token takes" in found
+    (content,) = read(times(50_000, native=lambda at: 1e-4 + 1e-7 * at + 2.2e-12 * at * at))[1]
+    assert "a token takes" in content
     assert not read(times(50_000, native=lambda at: 1e-4 + 1e-7 * at + 1e-12 * at * at))[1]
-    found = read(times(native=lambda at: 1e-4 + 1e-7 * at + (2e-4 if at > 7000 else 0)))[1][0]
-    assert "far from the line" in found
+    content = read(times(native=lambda at: 1e-4 + 1e-7 * at + (2e-4 if at > 7000 else 0)))[1][0]
+    assert "far from the line" in content
 
 
 def judged(*reply: Any) -> list[str]:
     """What the campaign of the children says to a reply (status, text, seconds, deadline)."""
     campaign = children.Campaign.__new__(children.Campaign)
     campaign.counts, campaign.problems, campaign.lateness = Counter(), [], []
-    campaign.wanted = {"template": "right"}
+    campaign.expected = {"template": "right"}
     campaign.expect("template", {}, *reply)
     return campaign.problems
 

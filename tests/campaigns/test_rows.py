@@ -39,11 +39,11 @@ class Folder(Copy):
         return int(is_red), f"FAILED tests/{tests[0]}[x] - because" if is_red else ""
 
 
-@pytest.mark.parametrize(("needed", "said"), [("control", "killed"), ("other", "survived")])
-def test_a_test_that_does_not_notice_survives(needed: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("needed", "text"), [("control", "killed"), ("other", "survived")])
+def test_a_test_that_does_not_notice_survives(needed: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("other control")
     copy = Folder(tmp_path, needed)
-    assert verdict(copy, Removal("S-01", "file", "control", "", "a.py::test_b")) == said
+    assert verdict(copy, Removal("S-01", "file", "control", "", "a.py::test_b")) == text
     assert (tmp_path / "file").read_text() == "other control"
 
 

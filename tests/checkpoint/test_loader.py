@@ -63,12 +63,14 @@ def test_projections_are_stacked_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "float16"])
-def test_dtype_is_the_checkpoints_or_the_one_asked_for(stored: torch.dtype, asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", ["auto", "float32", "bfloat16", "float16"])
+def test_dtype_is_the_checkpoints_or_the_one_asked_for(stored: torch.dtype, requests: str, tmp_path: Path) -> None:
     directory = write_llama(tmp_path, llama_tensors(dtype=stored))
-    expected = (torch.float32 if stored == torch.float64 else stored) if asked == "auto" else getattr(torch, asked)
-    assert embedding(load(directory, dtype=asked)).dtype == expected
-    info = build(directory, dtype=asked)[1]
+    expected = (
+        (torch.float32 if stored == torch.float64 else stored) if requests == "auto" else getattr(torch, requests)
+    )
+    assert embedding(load(directory, dtype=requests)).dtype == expected
+    info = build(directory, dtype=requests)[1]
     assert info.dtype == info.kv_cache_dtype == str(expected).removeprefix("torch.")
 
 
@@ -102,10 +104,12 @@ def test_old_buffers_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_progress_is_told_and_ends_at_all(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    build_runner(EngineConfig(model=str(write_llama(tmp_path)), num_gpu_blocks_override=16), lambda *n: told.append(n))
-    assert told[-1] == (len(llama_tensors()), len(llama_tensors()))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    output: list[tuple[int, int]] = []
+    build_runner(
+        EngineConfig(model=str(write_llama(tmp_path)), num_gpu_blocks_override=16), lambda *n: output.append(n)
+    )
+    assert output[-1] == (len(llama_tensors()), len(llama_tensors()))
+    assert [done for done, _ in output] == sorted(done for done, _ in output)
 
 
 def refused(directory: Path, *words: str, **options: Any) -> None:
@@ -449,8 +453,8 @@ def test_kv_cache_sizes(tmp_path: Path) -> None:
     directory = write_llama(tmp_path)
     block_bytes = 2 * 2 * 16 * 2 * 8 * 4  # keys and values, layers, positions, kv heads, head size, float32
     assert build(directory, num_gpu_blocks_override=9)[1].num_blocks == 9
-    given = build(directory, num_gpu_blocks_override=None, kv_cache_memory_bytes=block_bytes * 11 + 5)
-    assert given[1].num_blocks == 11
+    inputs = build(directory, num_gpu_blocks_override=None, kv_cache_memory_bytes=block_bytes * 11 + 5)
+    assert inputs[1].num_blocks == 11
     # Measured: what max_num_seqs sequences fill is far less than the memory.
     assert build(directory, num_gpu_blocks_override=None, max_num_seqs=3)[1].num_blocks == 3 * 8
     assert build(directory, num_gpu_blocks_override=None, max_num_seqs=3, dtype="bfloat16")[1].num_blocks == 3 * 8

@@ -78,8 +78,8 @@ def test_the_layers_of_full_attention_are_meant() -> None:
 def test_null_takes_a_scaling_away_and_a_type_stays() -> None:
     values = CONFIG | {"rope_scaling": YARN}
     assert ModelConfig(overridden(values, {"rope_scaling": None})).rope.values["rope_type"] == "default"
-    kept = ModelConfig(overridden(values, {"rope_scaling": {"factor": 4.0}})).rope.values
-    assert (kept["rope_type"], kept["factor"]) == ("yarn", 4.0)
+    scaling = ModelConfig(overridden(values, {"rope_scaling": {"factor": 4.0}})).rope.values
+    assert (scaling["rope_type"], scaling["factor"]) == ("yarn", 4.0)
     nested = overridden({"num_experts_per_tok": 8}, {"text_config": {"num_experts_per_tok": 4}})
     assert nested["num_experts_per_tok"] == 4
     with pytest.raises(CheckpointError, match="hf_overrides.rope_scaling is 5, expected an object"):

@@ -22,21 +22,21 @@ from headrace.protocol.params import SamplingParams
 
 
 class Echo:
-    """A source that answers with the last message, a word a piece, and notes what it was sent."""
+    """A source that answers with the last message, a word a piece, and notes the requests."""
 
     is_interruptible = True
 
     def __init__(self) -> None:
         self.model = "echo"
         self.num_tokens = 0
-        self.sent: list[tuple[list[Message], SamplingParams]] = []
+        self.requests: list[tuple[list[Message], SamplingParams]] = []
         self.is_closed = False
 
     def switch(self, model: str) -> None:
         self.model = model
 
     def answer(self, messages: list[Message], params: SamplingParams) -> Generator[str]:
-        self.sent.append(([*messages], params))
+        self.requests.append(([*messages], params))
         try:
             for word in str(messages[-1]["content"]).split():
                 if word == "^C":
@@ -71,15 +71,15 @@ def talk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Conversation]:
 
         monkeypatch.setattr("builtins.input", read)
         monkeypatch.setattr(sys, "stdin", Terminal() if terminal else io.StringIO("".join(f"{x}\n" for x in lines)))
-        held = Conversation(Echo(), SamplingParams(max_tokens=8), system)
-        held.run()
-        return held
+        session = Conversation(Echo(), SamplingParams(max_tokens=8), system)
+        session.run()
+        return session
 
     return call
 
 
-def contents(held: Conversation) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in held.messages]
+def contents(session: Conversation) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in session.messages]
 
 
 @pytest.mark.parametrize("interruptible", [True, False])
@@ -88,30 +88,30 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 ) -> None:
     monkeypatch.setattr(Echo, "is_interruptible", interruptible)
     before = signal.getsignal(signal.SIGINT)
-    held = talk("one two ^C three four", "^C", "five")
+    session = talk("one two ^C three four", "^C", "five")
     stopped = "one two "
     expected = [("user", "one two ^C three four"), ("assistant", stopped), ("user", "five"), ("assistant", "five ")]
-    assert contents(held) == expected
-    assert isinstance(held.source, Echo)
-    assert held.source.is_closed, "the source ends what was stopped"
+    assert contents(session) == expected
+    assert isinstance(session.source, Echo)
+    assert session.source.is_closed, "the source ends what was stopped"
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_error_ends_its_turn_only(talk: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]) -> None:
-    held = talk("well fail", "again")
-    assert contents(held) == [("user", "again"), ("assistant", "again ")]
+    session = talk("well fail", "again")
+    assert contents(session) == [("user", "again"), ("assistant", "again ")]
     assert "headrace: the source failed" in capsys.readouterr().err
     with pytest.raises(HeadraceError, match="the source failed"):
         talk("well fail", "again", terminal=False)
 
 
 def test_commands_do_not_reach_the_model(talk: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]) -> None:
-    held = talk(
+    session = talk(
         "/help", "/reboot", "//home", "/set top_k 5", "/set stop END", "/set", "/set top_k -7", "/set nope 1", "x"
     )
-    assert isinstance(held.source, Echo)
-    assert [sent[-1]["content"] for sent, _ in held.source.sent] == ["/home", "x"]
-    assert held.source.sent[-1][1] == SamplingParams(max_tokens=8, top_k=5, stop=["END"])
+    assert isinstance(session.source, Echo)
+    assert [messages[-1]["content"] for messages, _ in session.source.requests] == ["/home", "x"]
+    assert session.source.requests[-1][1] == SamplingParams(max_tokens=8, top_k=5, stop=["END"])
     printed = capsys.readouterr().err
     for usage, _ in conversation.COMMANDS.values():
         assert usage in printed
@@ -120,14 +120,14 @@ def test_commands_do_not_reach_the_model(talk: Callable[..., Conversation], caps
 
 
 def test_system_reset_and_model(talk: Callable[..., Conversation]) -> None:
-    held = talk("a", "/system Be brief.", "b", "/reset", "c", "/model other", system="Be long.")
-    assert isinstance(held.source, Echo)
-    assert [[m["content"] for m in sent] for sent, _ in held.source.sent] == [
+    session = talk("a", "/system Be brief.", "b", "/reset", "c", "/model other", system="Be long.")
+    assert isinstance(session.source, Echo)
+    assert [[m["content"] for m in messages] for messages, _ in session.source.requests] == [
         ["Be long.", "a"],
         ["Be brief.", "a", "a ", "b"],
         ["Be brief.", "c"],
     ]
-    assert held.source.model == "other"
+    assert session.source.model == "other"
     assert contents(talk("a", "/system", system="Be long.")) == [("user", "a"), ("assistant", "a ")]
 
 
@@ -157,8 +157,8 @@ def test_a_terminal_shows_markdown_wrapped_by_word(monkeypatch: pytest.MonkeyPat
             "a = 1\n\nb = 2\n```\n\nend",
         ):
             page.write(piece)
-    shown = [line.strip() for line in screen.getvalue().splitlines() if line.strip()]
-    assert shown == ["Some bold words, " + "and more words " * 4 + "and", "more words .", "a = 1", "b = 2", "end"]
+    lines = [line.strip() for line in screen.getvalue().splitlines() if line.strip()]
+    assert lines == ["Some bold words, " + "and more words " * 4 + "and", "more words .", "a = 1", "b = 2", "end"]
 
 
 def test_a_listing_is_one_block_whatever_empty_lines_it_has() -> None:

@@ -110,8 +110,8 @@ def test_limits_swap_and_crashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_a_port_that_is_taken_or_is_no_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        [check] = checkup.listening("127.0.0.1", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        [check] = checkup.listening("127.0.0.1", server.getsockname()[1])
     assert check.verdict == "warn"
     assert "--port" in check.advice
     [check] = checkup.listening("192.0.2.1", 8000)
@@ -138,8 +138,8 @@ def test_the_verdicts_are_printed_and_decide_the_status(
 
     monkeypatch.setattr(doctor, "examine", lambda model: copy.deepcopy(SOUND))
     assert run() == 0
-    told = capsys.readouterr().out
-    assert "ok   model: m: llama" in told
+    printed = capsys.readouterr().out
+    assert "ok   model: m: llama" in printed
     monkeypatch.setattr(doctor, "examine", lambda model: SOUND | {"native": {"problem": "no compiler"}})
     assert run() == 1
     last = capsys.readouterr().out.splitlines()[-2:]

@@ -185,8 +185,8 @@ def test_a_field_without_a_text_still_has_its_flag() -> None:
     def command(**fields: Any) -> None:
         """Nothing."""
 
-    made = options.options(Plan, share=0.5)(command)
-    parameters = inspect.signature(made).parameters
+    result = options.options(Plan, share=0.5)(command)
+    parameters = inspect.signature(result).parameters
     defaults = {name: p.default for name, p in parameters.items()}
     assert defaults == {"count": 1, "share": 0.5, "names": None, "quick": True}
     assert options.help_of(Plan, msgspec.structs.fields(Plan)[0]) == "", "and the next test would notice"
@@ -235,9 +235,9 @@ def test_generate_json_is_one_object(run: Run, model: str) -> None:
 def test_generate_streams_the_same_text(run: Run, model: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Once upon a time")
     words = ["--max-tokens", "8", "--temperature", "0"]
-    told = json.loads(run("generate", model, "--prompt", "Once upon a time", *words, "--json").out)
-    assert run("generate", model, "--prompt-file", str(tmp_path / "prompt.txt"), *words).out == told["text"] + "\n"
-    assert run("generate", model, "--prompt-file", "-", *words, stdin="Once upon a time").out == told["text"] + "\n"
+    data = json.loads(run("generate", model, "--prompt", "Once upon a time", *words, "--json").out)
+    assert run("generate", model, "--prompt-file", str(tmp_path / "prompt.txt"), *words).out == data["text"] + "\n"
+    assert run("generate", model, "--prompt-file", "-", *words, stdin="Once upon a time").out == data["text"] + "\n"
 
 
 def test_generate_stops(run: Run, model: str) -> None:

@@ -1,4 +1,4 @@
-"""`headrace doctor`: every section is there, a broken part is told, and the table holds what the report holds."""
+"""`headrace doctor`: every section is there, a broken part is named, and the table holds what the report holds."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_the_model_s_size_is_read_from_the_header(tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(60))
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
-    found = doctor.model_state(str(tmp_path))
-    assert found["num_parameters"] == 15
-    assert found["context_length"] == 64
-    assert "problem" not in found
+    result = doctor.model_state(str(tmp_path))
+    assert result["num_parameters"] == 15
+    assert result["context_length"] == 64
+    assert "problem" not in result
 
 
 @pytest.mark.parametrize("head", [b"", b"\x00" * 4, struct.pack("<Q", 2**60), struct.pack("<Q", 5) + b"{bad}"])
@@ -74,10 +74,10 @@ def test_who_serves_each_operator_is_listed(report: dict[str, doctor.Section]) -
     if module is None:
         assert reason in report["native"]["problem"]
         return
-    found = report["native"]
-    assert found["isas"] == module.isas()
-    assert found["threads"] >= 1
-    listed = {op: isa for isa in module.isas() for op in found.get(f"served_by_{isa}", [])}
+    result = report["native"]
+    assert result["isas"] == module.isas()
+    assert result["threads"] >= 1
+    listed = {op: isa for isa in module.isas() for op in result.get(f"served_by_{isa}", [])}
     assert listed == module.served()
 
 

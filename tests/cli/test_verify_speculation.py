@@ -93,9 +93,9 @@ def test_the_bench_compares_and_counts(capsys: pytest.CaptureFixture[str]) -> No
     assert counted["mean_accepted_length"] == 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
     assert counted["num_accepted_tokens"] > 0
     print_speculation(result | {"model_id": "builtin"})
-    told = capsys.readouterr().out
-    assert "coupled" in told
-    assert f"{row['control_ratio']:.2f}\n" in told
+    printed = capsys.readouterr().out
+    assert "coupled" in printed
+    assert f"{row['control_ratio']:.2f}\n" in printed
 
 
 def test_alpha_takes_the_place_of_a_drafter() -> None:
@@ -132,19 +132,19 @@ def test_echoes_repeat_their_prompt() -> None:
         for prompt, answer in speculate.echoes(letters, kind, 3, 200, 150):
             assert answer is not None
             assert len(answer) == 150
-            told = "".join(map(chr, prompt))
-            assert sum("".join(map(chr, answer[i : i + 8])) in told for i in range(142)) > 80
+            output = "".join(map(chr, prompt))
+            assert sum("".join(map(chr, answer[i : i + 8])) in output for i in range(142)) > 80
 
 
 def test_the_tables_of_all_drafters() -> None:
     from bench.plot import pooled_position
     from bench.speculation import pooled, tables
 
-    def counted(mode: str, drafts: int, kept: list[int]) -> dict[str, Any]:
+    def counted(mode: str, drafts: int, counts: list[int]) -> dict[str, Any]:
         return {
-            "mode": mode, "temperature": 0.0, "num_drafts": drafts, "num_accepted_tokens": sum(kept),
-            "acceptance_per_position": [each / drafts for each in kept],
-            "mean_accepted_length": 1 + sum(kept) / drafts, "formula": 1.5,
+            "mode": mode, "temperature": 0.0, "num_drafts": drafts, "num_accepted_tokens": sum(counts),
+            "acceptance_per_position": [each / drafts for each in counts],
+            "mean_accepted_length": 1 + sum(counts) / drafts, "formula": 1.5,
         }  # fmt: skip
 
     rows = [
@@ -154,6 +154,6 @@ def test_the_tables_of_all_drafters() -> None:
     assert pooled(rows, "mtp", "coupled", 0.0) == 1 + 18 / 40
     assert pooled(rows, "mtp", "rejection", 0.0) is None
     assert [pooled_position(rows, "mtp", place) for place in range(3)] == [15 / 40, 3 / 40, None]
-    made = "\n".join(tables(rows))
-    assert "| `mtp` | 1.90 (1.50), 1.25 | 1.30 (1.50), 0.50 |" in made
-    assert "| `mtp` | 1.45 | – |" in made
+    result = "\n".join(tables(rows))
+    assert "| `mtp` | 1.90 (1.50), 1.25 | 1.30 (1.50), 0.50 |" in result
+    assert "| `mtp` | 1.45 | – |" in result

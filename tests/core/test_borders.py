@@ -57,8 +57,8 @@ def pooled(bench: Bench, values: list[float]) -> dict[int, Any]:
     """One step, in which all that is wanted is `values`. Returns what the batch said of it."""
     batch = bench.scheduler.schedule()
     assert batch.samples == [False] * len(batch)
-    wanted = dict.fromkeys(batch.pooling, values)
-    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch), pooled=wanted))
+    expected = dict.fromkeys(batch.pooling, values)
+    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch), pooled=expected))
     return batch.pooling
 
 
@@ -97,14 +97,14 @@ def test_of_children_with_one_first_token_the_eight_newest_are_looked_at() -> No
     cache = PrefixCache(pool)
     for token in range(MAX_CANDIDATES + 2):
         cache.publish([1, token], [cache.root("")], pool.allocate(1) or [], 0, 1)
-    found = [cache.match([1, token, 5], [cache.root("")], 2)[1] for token in range(MAX_CANDIDATES + 2)]
-    assert found == [2] * len(found), "whole blocks are found by their keys"
+    result = [cache.match([1, token, 5], [cache.root("")], 2)[1] for token in range(MAX_CANDIDATES + 2)]
+    assert result == [2] * len(result), "whole blocks are found by their keys"
     pool = BlockPool(16, 3)
     cache = PrefixCache(pool)
     for token in range(MAX_CANDIDATES + 2):
         cache.publish([1, token, 9], [cache.root("")], pool.allocate(1) or [], 0, 1)
-    found = [cache.match([1, token, 5], [cache.root("")], 2)[1] for token in range(MAX_CANDIDATES + 2)]
-    assert (MAX_CANDIDATES, found) == (8, [1, 1, *[2] * 8])
+    result = [cache.match([1, token, 5], [cache.root("")], 2)[1] for token in range(MAX_CANDIDATES + 2)]
+    assert (MAX_CANDIDATES, result) == (8, [1, 1, *[2] * 8])
 
 
 def test_of_children_that_agree_alike_the_newest_is_taken() -> None:
@@ -123,15 +123,15 @@ def request(tenant: str = "a", num_prompt: int = 3, max_tokens: int | None = Non
 
 
 @pytest.mark.parametrize(
-    ("given", "work"),
+    ("inputs", "work"),
     [({}, 259), ({"max_tokens": 5}, 8), ({"max_tokens": 999, "num_prompt": 300}, 556), ({"work": 7}, 7)],
 )
 def test_the_work_of_a_request_is_what_is_told_or_its_prompt_and_256_tokens_at_most(
-    given: dict[str, int], work: int
+    inputs: dict[str, int], work: int
 ) -> None:
     ranks = Ranks("fair")
     assert ANSWER == 256
-    assert ranks.rank(request(**given), float("inf")) == 0
+    assert ranks.rank(request(**inputs), float("inf")) == 0
     assert ranks.rank(request(), 0.0) == work
 
 
@@ -367,13 +367,13 @@ def test_a_step_that_raised_protects_nobody() -> None:
 
 def test_guesses_are_asked_for_by_how_many_sequences_a_step_has() -> None:
     bench = Bench(speculates=True)
-    asks, asked = bench.scheduler.drafts.asks, []
-    bench.scheduler.drafts.asks = lambda num_seqs: (asked.append(num_seqs), asks(num_seqs))[1]
+    asks, requests = bench.scheduler.drafts.asks, []
+    bench.scheduler.drafts.asks = lambda num_seqs: (requests.append(num_seqs), asks(num_seqs))[1]
     bench.add("a", 4)
     bench.step()
     bench.add("b", [9] * 4)
     assert len(bench.step()) == 2
-    assert asked == [1, 2]
+    assert requests == [1, 2]
 
 
 @pytest.mark.parametrize("other", [b"\x00" * 16, b"\xff" * 16])

@@ -1,4 +1,4 @@
-"""R-10, I-18: whoever sends much does not keep others waiting, and nobody is overtaken for ever."""
+"""R-10, I-18: a caller that sends much does not keep others waiting, and nobody is overtaken for ever."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_control_without_ageing_it_waits_on(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ranks_of_the_other_policies() -> None:
     last = float("inf")
     assert Ranks("fcfs").rank(request("x", "a"), last) == 0
-    asked = Request(request_id="x", prompt_token_ids=[1], params=SamplingParams(), priority=-7)
-    assert Ranks("priority").rank(asked, last) == -7
+    requests = Request(request_id="x", prompt_token_ids=[1], params=SamplingParams(), priority=-7)
+    assert Ranks("priority").rank(requests, last) == -7
 
 
 def test_who_comes_back_to_an_empty_queue_has_no_debts() -> None:

@@ -14,7 +14,7 @@ def ends(token_id, num_generated=5, full=False, **params):
 
 
 @pytest.mark.parametrize(
-    ("given", "finish"),
+    ("inputs", "finish"),
     [
         ({"token_id": 7}, None),
         ({"token_id": 2}, Finish("stop")),
@@ -33,8 +33,8 @@ def ends(token_id, num_generated=5, full=False, **params):
         ({"token_id": 2, "full": True, "ignore_eos": True}, Finish("length")),
     ],
 )
-def test_the_rules(given, finish):
-    assert ends(**given) == finish
+def test_the_rules(inputs, finish):
+    assert ends(**inputs) == finish
 
 
 def test_every_id_that_may_end_a_sequence_is_a_stop_id():

@@ -36,7 +36,7 @@ def test_forced_tokens_are_known_at_once_and_computed_in_the_next_step():
 
 
 @pytest.mark.parametrize(
-    ("params", "forced", "kept", "finish"),
+    ("params", "forced", "remaining", "finish"),
     [
         ({"max_tokens": 3}, [11, 12, 13, 14], [11, 12], Finish("length")),
         ({"max_tokens": 3}, [11, 12], [11, 12], Finish("length")),
@@ -49,13 +49,13 @@ def test_forced_tokens_are_known_at_once_and_computed_in_the_next_step():
         ({"stop_token_ids": [7]}, [11], [11], None),
     ],
 )
-def test_each_forced_token_is_under_the_rules_of_an_end_and_the_rest_is_dropped(params, forced, kept, finish):
+def test_each_forced_token_is_under_the_rules_of_an_end_and_the_rest_is_dropped(params, forced, remaining, finish):
     bench = Bench()
     bench.add("a", 6, **{"max_tokens": 30, **params})
     forced_step(bench, forced, token=9)
-    assert bench.tokens == {"a": [9, *kept]}
+    assert bench.tokens == {"a": [9, *remaining]}
     assert bench.finished.get("a") == finish
-    assert bench.scheduler.stats().num_generated_tokens == 1 + len(kept)
+    assert bench.scheduler.stats().num_generated_tokens == 1 + len(remaining)
 
 
 def test_nothing_follows_a_token_that_ends_the_answer():

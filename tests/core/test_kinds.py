@@ -167,8 +167,8 @@ def test_requests_that_share_1500_tokens_hit_from_the_third_on():
     bench = recurrent(num_blocks=4096)
     shared = [3 + i % 500 for i in range(1500)]
     for number in range(64):
-        own = [3 + (i * 31 + number) % 700 for i in range(700)]
-        bench.add(f"{number}", [*shared, *own], max_tokens=2)
+        suffix = [3 + (i * 31 + number) % 700 for i in range(700)]
+        bench.add(f"{number}", [*shared, *suffix], max_tokens=2)
         bench.drain()
     hits = [num for num in bench.started.values() if num]
     assert len(hits) >= 62

@@ -138,12 +138,12 @@ def token_known_twice(s, _):
 
 @bug("I-9", checking=False)
 def end_told_twice(s, _):
-    commit, told = s.commit, {}
+    commit, message = s.commit, {}
 
     def repeating(batch, result):
         output = commit(batch, result)
-        output.finished.update(told)
-        told.update({name: Finish("abort") for name in output.finished})
+        output.finished.update(message)
+        message.update({name: Finish("abort") for name in output.finished})
         return output
 
     s.commit = repeating
@@ -230,11 +230,11 @@ def own_block_kept_beside_the_known_one(s, _):
     publish = s.cache.publish
 
     def stubborn(tokens, keys, table, first, last):
-        own = list(table)
-        s.pool.take(own)
+        blocks = list(table)
+        s.pool.take(blocks)
         published = publish(tokens, keys, table, first, last)
         s.pool.release(list(table))
-        table[:] = own
+        table[:] = blocks
         return published
 
     s.cache.publish = stubborn

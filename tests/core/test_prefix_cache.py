@@ -102,11 +102,11 @@ class PrefixMachine(RuleBasedStateMachine):
         last = len(seq.tokens) // self.size
         if seq.num_published < 0:
             return
-        own = list(seq.table)
+        table = list(seq.table)
         assert self.cache.publish(seq.tokens, seq.keys, seq.table, seq.num_published, last)
         for index in range(seq.num_published, last):
             name = seq.salt, tuple(seq.tokens[: (index + 1) * self.size])
-            assert seq.table[index] == self.known.setdefault(name, own[index])
+            assert seq.table[index] == self.known.setdefault(name, table[index])
         seq.num_published = last
 
     @rule(seq=consumes(held))

@@ -103,13 +103,13 @@ def test_I_19_the_longest_prompt_that_fits_runs_and_one_more_is_refused():
 def test_bad_requests_leave_nothing_behind():
     bench = Bench()
     bench.add("a", 4)
-    for name, prompt, given, field in (
+    for name, prompt, inputs, field in (
         ("a", 4, {}, "request_id"),
         ("b", [], {}, "prompt"),
         ("b", 4, {"resume_token_ids": [5] * 5}, "resume_token_ids"),
     ):
         with pytest.raises(RequestError) as refused:
-            bench.add(name, prompt, **given)
+            bench.add(name, prompt, **inputs)
         assert refused.value.field == field
     assert list(bench.scheduler.sequences) == ["a"]
     bench.drain()
@@ -181,11 +181,11 @@ def test_I_9_an_abort_ends_a_request_once_wherever_it_is():
     assert not bench.scheduler.abort("nobody")
     batch = bench.scheduler.schedule()
     assert [seq.request_id for seq in bench.scheduler.flight] == ["in flight"]
-    held = bench.scheduler.pool.num_held
+    num_held = bench.scheduler.pool.num_held
     assert bench.scheduler.abort("in flight")
     assert not bench.scheduler.abort("in flight")
     # I-7: what the step may still write stays held until it is retired.
-    assert bench.scheduler.pool.num_held == held == 2
+    assert bench.scheduler.pool.num_held == num_held == 2
     bench.scheduler.check()
     bench.commit(batch, bench.executor.run(batch))
     assert bench.finished == dict.fromkeys(("running", "waiting", "in flight"), Finish("abort"))
@@ -379,13 +379,13 @@ def test_nobody_is_asked_for_guesses_while_the_executor_rests() -> None:
     bench = Bench(speculates=True)
     bench.add("a", 6, max_tokens=20)
     bench.add("b", 6, max_tokens=6)
-    asked = []
+    requests = []
     while bench.scheduler.has_work():
         batch = bench.scheduler.schedule()
-        asked.append(batch.asks)
+        requests.append(batch.asks)
         assert len(batch.histories) == (len(batch) if batch.asks else 0)
         result = bench.executor.run(batch)
         result.rest = 3 if batch.asks else 0
         bench.commit(batch, result)
     # The second ends in the sixth step; the first is asked about at once.
-    assert asked == [i % 4 == 0 for i in range(6)] + [i % 4 == 0 for i in range(14)]
+    assert requests == [i % 4 == 0 for i in range(6)] + [i % 4 == 0 for i in range(14)]

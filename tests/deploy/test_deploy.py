@@ -100,8 +100,8 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def container() -> dict[str, Any]:
-    found: dict[str, Any] = manifests()[0]["spec"]["template"]["spec"]["containers"][0]
-    return found
+    result: dict[str, Any] = manifests()[0]["spec"]["template"]["spec"]["containers"][0]
+    return result
 
 
 def unit() -> dict[str, str]:
@@ -169,13 +169,13 @@ def open_to_root(manifest: dict[str, Any]) -> list[str]:
     """Settings of a pod that leave its container more than it needs."""
     spec = manifest["spec"]["template"]["spec"]
     inside = spec["containers"][0]["securityContext"]
-    kept = {
+    exempt = {
         "runAsNonRoot": spec["securityContext"].get("runAsNonRoot"),
         "readOnlyRootFilesystem": inside.get("readOnlyRootFilesystem"),
         "allowPrivilegeEscalation": inside.get("allowPrivilegeEscalation") is False,
         "capabilities": inside.get("capabilities") == {"drop": ["ALL"]},
     }
-    return [name for name, value in kept.items() if not value]
+    return [name for name, value in exempt.items() if not value]
 
 
 def test_the_pod_is_hardened() -> None:
@@ -185,10 +185,10 @@ def test_the_pod_is_hardened() -> None:
 
 
 def unit_holes(settings: dict[str, str]) -> list[str]:
-    wanted = {"DynamicUser": "yes", "ProtectSystem": "strict", "NoNewPrivileges": "yes", "CapabilityBoundingSet": ""}
-    wanted |= {"PrivateTmp": "yes", "ProtectHome": "yes", "KillMode": "mixed"}
+    expected = {"DynamicUser": "yes", "ProtectSystem": "strict", "NoNewPrivileges": "yes", "CapabilityBoundingSet": ""}
+    expected |= {"PrivateTmp": "yes", "ProtectHome": "yes", "KillMode": "mixed"}
     lacking = [name for name in ("SystemCallFilter", "MemoryMax", "TasksMax") if name not in settings]
-    return [name for name, value in wanted.items() if settings.get(name) != value] + lacking
+    return [name for name, value in expected.items() if settings.get(name) != value] + lacking
 
 
 def test_the_unit_is_hardened() -> None:

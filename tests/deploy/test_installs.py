@@ -73,9 +73,9 @@ def test_hashes_stay_with_their_package(supply: dict[str, ModuleType]) -> None:
 def test_pip_sees_nothing_of_this_machine(supply: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PYTHONPATH", "SSL_CERT_FILE", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "x")
-    found = supply["check_install"].isolated()
-    assert {name for name, value in found.items() if value == "x"} == {"SSL_CERT_FILE", "HTTPS_PROXY"}
-    assert found["PIP_CONFIG_FILE"] == os.devnull
+    result = supply["check_install"].isolated()
+    assert {name for name, value in result.items() if value == "x"} == {"SSL_CERT_FILE", "HTTPS_PROXY"}
+    assert result["PIP_CONFIG_FILE"] == os.devnull
 
 
 def test_a_large_download_is_announced(supply: dict[str, ModuleType]) -> None:

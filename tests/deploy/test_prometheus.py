@@ -84,7 +84,7 @@ def empty(dashboard: dict[str, Any], get: Callable[..., Any]) -> list[str]:
         return [float(sample["value"][1]) for sample in result]
 
     results = {expression: values(expression) for expression in expressions}
-    return [one for one, found in results.items() if not found or any(math.isnan(value) for value in found)]
+    return [one for one, outcome in results.items() if not outcome or any(math.isnan(value) for value in outcome)]
 
 
 def test_prometheus_has_data_for_every_panel(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ PAGES = (
     *(DOCS / "maintainers" / f"{name}.md" for name in ("compare", "drafter-layouts", "train-builtin")),
 )
 SHELLS = ("bash", "sh", "console")
-AGENTS = ("codex", "claude", "aider", "cn", "open-webui")
+AGENTS = ("codex", "claude", "aider", "cn", "opencode", "open-webui")
 """Programs of others, of whose words nothing is known here."""
 UsageError = typer.BadParameter.__mro__[1]
 """The base of errors of the command line: click's, or that of typer's own copy of click."""
@@ -112,8 +112,8 @@ def check(words: Sequence[str]) -> None:
             raise ValueError(f"make has no target {bad[0]}")
     elif name == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        asked = re.findall(r"(?:^| )(?:\.|headrace)\[(\w+)\]", " ".join(words))
-        if bad := [extra for extra in asked if extra not in extras]:
+        matches = re.findall(r"(?:^| )(?:\.|headrace)\[(\w+)\]", " ".join(words))
+        if bad := [extra for extra in matches if extra not in extras]:
             raise ValueError(f"headrace has no extra {bad[0]}")
         if any(word.startswith("headrace") for word in words):
             raise ValueError("headrace is on no index: install the checkout")

@@ -63,6 +63,7 @@ NOT_RUN = {
     "claude": "an agent of others; tests/serve/test_agents.py replays its first request",
     "aider": "an agent of others; tests/serve/test_agents.py replays its first request",
     "cn": "an agent of others; tests/serve/test_agents.py replays its first request",
+    "opencode": "an agent of others; tests/serve/test_agents.py replays its first request",
     "open-webui": "a server of others",
     "python -m tests.support.scripted": "a server",
     "headrace bench ablate": "minutes; tests/cli/bench/test_ablate.py runs it",

@@ -50,16 +50,16 @@ def test_table() -> None:
 
 def test_marks() -> None:
     page = "head\n<!-- quality x -->\nold\n<!-- end of quality x -->\ntail\n"
-    made = quality.marked(page, "x", "new\n")
-    assert made == page.replace("old", "new")
-    assert quality.marked(made, "x", "new\n") == made
+    result = quality.marked(page, "x", "new\n")
+    assert result == page.replace("old", "new")
+    assert quality.marked(result, "x", "new\n") == result
     with pytest.raises(SystemExit, match="lacks the marks"):
         quality.marked(page, "y", "new\n")
 
 
 def test_command_names_no_folders() -> None:
-    told = quality.told_command(["builtin", "/somewhere/else/a.gguf", "--text", "../b c.txt", "--max-tokens", "9"])
-    assert told == "python -m bench.quality builtin a.gguf --text 'b c.txt' --max-tokens 9"
+    output = quality.told_command(["builtin", "/somewhere/else/a.gguf", "--text", "../b c.txt", "--max-tokens", "9"])
+    assert output == "python -m bench.quality builtin a.gguf --text 'b c.txt' --max-tokens 9"
 
 
 def test_names_of_checkpoints() -> None:
@@ -89,16 +89,16 @@ def test_the_page_says_how_fast_formats_are(path: Path) -> None:
 def kept(name: str, option: str = "--made") -> dict[str, dict[str, Any]]:
     """The rows by name; skips where there is no table of that kind yet."""
     path = quality.RESULTS / f"quality-{name}.json"
-    found = json.loads(path.read_text()) if path.is_file() else {"command": ""}
-    if option not in found["command"]:
+    data = json.loads(path.read_text()) if path.is_file() else {"command": ""}
+    if option not in data["command"]:
         pytest.skip(f"no table by python -m bench.quality {option} --name {name}")
-    return {one["name"]: one for one in found["result"]}
+    return {one["name"]: one for one in data["result"]}
 
 
 def test_every_way_of_quantising_has_a_row() -> None:
-    found = " ".join(kept("builtin"))
+    result = " ".join(kept("builtin"))
     for word in ("bf16", "fp16", "KV int8", *method_names(), *LEVELS, "mixed", "int3", "int2", "fine-tuned"):
-        assert ROW_OF.get(word, word).lower() in found.lower(), word
+        assert ROW_OF.get(word, word).lower() in result.lower(), word
     assert {name for name, _ in quality.forms()} <= kept("builtin").keys()
 
 

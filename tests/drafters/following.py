@@ -63,9 +63,9 @@ def follow(
     seq_id: int = 1,
 ) -> Told:  # fmt: skip
     """Generate by speculation. The tokens are what `say` alone would have given, whatever was guessed."""
-    told = Told([])
+    output = Told([])
     tokens = list(prompt)
-    while len(told.tokens) < num_tokens:
+    while len(output.tokens) < num_tokens:
         context = Context(
             seq_id=seq_id,
             tokens=tokens,
@@ -81,11 +81,11 @@ def follow(
         accepted, new, best = verify(draft, tokens, say)
         if draft.token_ids:
             drafter.verified(seq_id, draft, best, accepted)
-        told.num_steps += 1
-        told.num_drafted += len(draft.token_ids)
-        told.accepted.append(len(accepted))
+        output.num_steps += 1
+        output.num_drafted += len(draft.token_ids)
+        output.accepted.append(len(accepted))
         tokens += new
-        told.tokens += new
+        output.tokens += new
     drafter.drop(seq_id)
-    told.tokens = told.tokens[:num_tokens]
-    return told
+    output.tokens = output.tokens[:num_tokens]
+    return output

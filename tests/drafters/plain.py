@@ -29,10 +29,10 @@ def attention(x: Tensor, w: Weights, name: str, config: dict[str, Any]) -> Tenso
     size = config.get("head_dim") or config["hidden_size"] // heads
 
     def part(kind: str, num: int) -> Tensor:
-        made = linear(x, w, f"{name}.{kind}_proj").view(len(x), num, size)
+        result = linear(x, w, f"{name}.{kind}_proj").view(len(x), num, size)
         if f"{name}.{kind}_norm.weight" in w:
-            made = rms(made, w[f"{name}.{kind}_norm.weight"], config["rms_norm_eps"])
-        return made.transpose(0, 1)
+            result = rms(result, w[f"{name}.{kind}_norm.weight"], config["rms_norm_eps"])
+        return result.transpose(0, 1)
 
     theta = config.get("rope_theta", 10000.0)
     q, k, v = rope(part("q", heads), theta), rope(part("k", kv_heads), theta), part("v", kv_heads)
@@ -44,8 +44,8 @@ def attention(x: Tensor, w: Weights, name: str, config: dict[str, Any]) -> Tenso
 
 
 def linear(x: Tensor, w: Weights, name: str) -> Tensor:
-    made = x @ w[f"{name}.weight"].T
-    return made + w[f"{name}.bias"] if f"{name}.bias" in w else made
+    result = x @ w[f"{name}.weight"].T
+    return result + w[f"{name}.bias"] if f"{name}.bias" in w else result
 
 
 def mlp(x: Tensor, w: Weights, name: str) -> Tensor:
@@ -125,8 +125,8 @@ def layer_tensors(name: str, config: dict[str, Any], wide: int = 1, bias: bool =
 
 def random_weights(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Weights:
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    result = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
-        made[name] = 1 + 0.2 * noise if "norm" in name else noise * (1.2 / math.sqrt(shape[-1]))
-    return made
+        result[name] = 1 + 0.2 * noise if "norm" in name else noise * (1.2 / math.sqrt(shape[-1]))
+    return result

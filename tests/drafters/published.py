@@ -77,13 +77,13 @@ def eagle3_files(
     directory: Path, change: dict[str, Any], own_table: bool = False
 ) -> tuple[plain.Weights, dict[str, Any]]:
     config = BLOCK | {"architectures": ["LlamaForCausalLMEagle3"]} | change
-    told = config.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_config", {}).get(
+    output = config.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_config", {}).get(
         "eagle_aux_hidden_state_layer_ids", [0, 0, 0]
     )
     name = "layers.0" if config.pop("speculators", False) else "midlayer"
     size = config.get("draft_vocab_size", VOCAB)
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (HIDDEN, len(told) * HIDDEN),
+        "fc.weight": (HIDDEN, len(output) * HIDDEN),
         "norm.weight": (HIDDEN,),
         "lm_head.weight": (size, HIDDEN),
         f"{name}.hidden_norm.weight": (HIDDEN,),

@@ -1,5 +1,5 @@
-"""Drafters with a model over the built-in target: what they guess depends on the sequence alone, whatever was guessed
-and rejected before, whoever is drafted for beside it, and however it was shown. Faults are planted, and seen."""
+"""Drafters with a model over the built-in target: drafts depend on the sequence alone, not on earlier
+drafts, on other sequences in the step, or on how the tokens arrived. Faults are planted, and seen."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ WITH_CACHE = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != 
 
 
 def drafter_of(kind: str, nodes: int = 4, guide: Any = None, backend: str = "cpu", **fields: Any) -> Any:
-    module, own = KINDS[kind]
+    module, changes = KINDS[kind]
     more = {"num_tree_nodes": nodes} if nodes > 4 else {}
     max_num_seqs = fields.pop("max_num_seqs", 8)
-    spec = spec_of(method=kind, **(own | more | fields))
+    spec = spec_of(method=kind, **(changes | more | fields))
     return module.make(spec, target_of(backend=backend, guide=guide, max_num_seqs=max_num_seqs))
 
 
 def plays_for(drafter: Drafter, backend: str = "cpu", **options: Any) -> list[Play]:
-    made = stories(drafter.feature_layers, None, backend, **options)
-    return [Play(number, story) for number, story in enumerate(made)]
+    result = stories(drafter.feature_layers, None, backend, **options)
+    return [Play(number, story) for number, story in enumerate(result)]
 
 
 @pytest.mark.sampled(5)
@@ -65,9 +65,9 @@ def test_guesses_depend_on_the_sequence_alone(kind: str, nodes: int) -> None:
     assert sum(len(draft.token_ids) for play in plays for draft in play.drafts) > 100
     for number in range(len(plays)):
         alone = drafter_of(kind, nodes)
-        own = [plays_for(alone)[number]]
-        run(alone, own, num_nodes=nodes, chunk=7)
-        assert drafts_of(own) == drafts_of([plays[number]])
+        lone = [plays_for(alone)[number]]
+        run(alone, lone, num_nodes=nodes, chunk=7)
+        assert drafts_of(lone) == drafts_of([plays[number]])
         alone.close()
     if kind != "medusa":
         together.private.check()
@@ -83,9 +83,9 @@ def test_guesses_depend_on_the_sequence_alone(kind: str, nodes: int) -> None:
 def first_guesses(kind: str, nodes: int, play: Play, at: int) -> Any:
     """What a drafter guesses that sees the sequence for the first time when `at` tokens are known."""
     fresh = drafter_of(kind, nodes)
-    own = Play(5, play.story, known=at)
-    show(fresh, own)
-    (draft,) = fresh.propose([context_of(own, 4, nodes)])
+    fresh_play = Play(5, play.story, known=at)
+    show(fresh, fresh_play)
+    (draft,) = fresh.propose([context_of(fresh_play, 4, nodes)])
     fresh.close()
     return draft.token_ids, draft.parents
 
@@ -108,9 +108,11 @@ def test_control_a_slot_of_a_rejected_guess_that_is_attended_is_seen(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = drafter_of(kind)
-    wanted = plays_for(right)
-    run(right, wanted)
-    assert any(count < len(draft.token_ids) for count, draft in zip(wanted[0].accepted, wanted[0].drafts, strict=True))
+    expected = plays_for(right)
+    run(right, expected)
+    assert any(
+        count < len(draft.token_ids) for count, draft in zip(expected[0].accepted, expected[0].drafts, strict=True)
+    )
     wrong = drafter_of(kind)
 
     def one_too_many(self: PrivateContext, line: Line, length: int) -> None:
@@ -122,7 +124,7 @@ def test_control_a_slot_of_a_rejected_guess_that_is_attended_is_seen(
         run(wrong, got)
     except ValueError:
         return  # nothing was left to compute of a sequence whose guess was rejected
-    assert drafts_of(got) != drafts_of(wanted)
+    assert drafts_of(got) != drafts_of(expected)
 
 
 @ALL
@@ -172,18 +174,18 @@ def test_a_sequence_that_is_shown_again_from_its_beginning(kind: str) -> None:
 def test_sequences_share_a_cache_that_is_too_small(kind: str, nodes: int) -> None:
     """The one longest unused gives its blocks; nothing is raised, and what is guessed is sound."""
     drafter = drafter_of(kind, nodes)
-    kept = drafter.private.pool.allocate(drafter.private.pool.num_available - 3)
-    assert kept is not None
+    blocks = drafter.private.pool.allocate(drafter.private.pool.num_available - 3)
+    assert blocks is not None
     plays = plays_for(drafter)
     for turn in range(24):
-        own = [plays[turn % 4]] if turn % 3 else plays
-        step(drafter, [play for play in own if not play.done], num_nodes=nodes)
-        drafter.private.check([Line(table=kept)])
+        turn_plays = [plays[turn % 4]] if turn % 3 else plays
+        step(drafter, [play for play in turn_plays if not play.done], num_nodes=nodes)
+        drafter.private.check([Line(table=blocks)])
     assert any(draft.token_ids for play in plays for draft in play.drafts[4:])
     assert any(not draft.token_ids for play in plays for draft in play.drafts)
     for play in plays:
         drafter.drop(play.seq_id)
-    assert drafter.private.pool.num_held == len(kept)
+    assert drafter.private.pool.num_held == len(blocks)
 
 
 @WITH_CACHE
@@ -195,8 +197,8 @@ def test_a_window_bounds_what_is_kept(kind: str) -> None:
         step(drafter, [play for play in plays if not play.done])
         if kind in ("draft_model", "early_exit") and len(plays[0].drafts) == 9:
             fresh = drafter_of(kind, max_model_len=32)
-            own = Play(5, plays[0].story, known=at[0])
-            assert fresh.propose([context_of(own, 4, 4)])[0].token_ids == plays[0].drafts[-1].token_ids
+            fresh_play = Play(5, plays[0].story, known=at[0])
+            assert fresh.propose([context_of(fresh_play, 4, 4)])[0].token_ids == plays[0].drafts[-1].token_ids
         assert all(len(line.table) <= 3 for line in drafter.private.lines.values())
     assert all(draft.token_ids for play in plays for draft in play.drafts)
     drafter.private.check()
@@ -224,9 +226,9 @@ def test_features_that_are_not_finite_are_not_gone_on_from(kind: str) -> None:
     plays = plays_for(drafter)[:2]
     step(drafter, plays)
     bad = plays[0]
-    own = bad.story.features[bad.observed : bad.known - 1].copy()
-    own[-1] = np.nan
-    drafter.observe(bad.seq_id, bad.observed, bad.story.tokens[bad.observed : bad.known - 1], own)
+    bad_features = bad.story.features[bad.observed : bad.known - 1].copy()
+    bad_features[-1] = np.nan
+    drafter.observe(bad.seq_id, bad.observed, bad.story.tokens[bad.observed : bad.known - 1], bad_features)
     bad.observed = bad.known - 1
     drafts = step(drafter, plays)
     assert drafts[0].token_ids == []
@@ -241,8 +243,8 @@ class Ranking(Greedy):
         self.rows: list[tuple[list[int], list[int], Any]] = []
 
     def rank(self, logits: Any, contexts: Any, tails: Any, width: int) -> Any:
-        for row, own, tail in zip(logits, contexts, tails, strict=True):
-            self.rows.append((list(own.tokens), list(tail), row.copy()))
+        for row, each_context, tail in zip(logits, contexts, tails, strict=True):
+            self.rows.append((list(each_context.tokens), list(tail), row.copy()))
         return super().rank(logits, contexts, tails, width)
 
 
@@ -258,8 +260,8 @@ def test_each_branch_of_a_tree_attends_to_its_own_path() -> None:
     for tokens, tail, row in rows[::5]:
         line = Line()
         assert plain.reserve(line, len(tokens) + len(tail))
-        found = plain.extend([LineRows(line, tokens + tail)])
-        assert (found.logits[0] == row).all()
+        result = plain.extend([LineRows(line, tokens + tail)])
+        assert (result.logits[0] == row).all()
         plain.empty(line)
 
 
@@ -270,13 +272,13 @@ def test_control_branches_that_share_their_last_block_are_seen(monkeypatch: pyte
         return Line(line.start, list(line.tokens), list(blocks))
 
     right = drafter_of("early_exit", 16)
-    wanted = plays_for(right)[:2]
-    run(right, wanted, num_nodes=16)
+    expected = plays_for(right)[:2]
+    run(right, expected, num_nodes=16)
     monkeypatch.setattr(PrivateContext, "fork", shared)
     wrong = drafter_of("early_exit", 16)
     got = plays_for(wrong)[:2]
     run(wrong, got, num_nodes=16)
-    assert drafts_of(got) != drafts_of(wanted)
+    assert drafts_of(got) != drafts_of(expected)
 
 
 def test_a_tree_keeps_more_than_a_chain() -> None:
@@ -295,10 +297,10 @@ def test_depths_and_numbers_of_nodes_may_differ_in_a_step() -> None:
     assert [len(draft.token_ids) for draft in together] == [1, 11, 3, 0]
     for each, draft in zip(contexts, together, strict=True):
         alone = drafter_of("early_exit", 11)
-        (own,) = alone.propose([each])
+        (lone_draft,) = alone.propose([each])
         # A chain is a tree of one branch.
-        parents = own.parents or list(range(-1, len(own.token_ids) - 1))
-        assert (own.token_ids, parents) == (draft.token_ids, draft.parents or parents)
+        parents = lone_draft.parents or list(range(-1, len(lone_draft.token_ids) - 1))
+        assert (lone_draft.token_ids, parents) == (draft.token_ids, draft.parents or parents)
 
 
 @pytest.mark.sampled(2)
@@ -334,8 +336,8 @@ def test_a_long_prompt_is_computed_as_it_comes() -> None:
 @ALL
 def test_calls_that_do_not_fit_are_cut(kind: str, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = drafter_of(kind, nodes)
-    wanted = plays_for(whole, num_tokens=24)
-    run(whole, wanted, num_nodes=nodes)
+    expected = plays_for(whole, num_tokens=24)
+    run(whole, expected, num_nodes=nodes)
     for module in (context, features):
         monkeypatch.setattr(module, "MAX_ROWS", 8)
         monkeypatch.setattr(module, "MAX_LINES", 3)
@@ -343,24 +345,24 @@ def test_calls_that_do_not_fit_are_cut(kind: str, nodes: int, monkeypatch: pytes
     cut = drafter_of(kind, nodes)
     got = plays_for(cut, num_tokens=24)
     run(cut, got, num_nodes=nodes)
-    assert drafts_of(got) == drafts_of(wanted)
+    assert drafts_of(got) == drafts_of(expected)
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "told", "layer"),
+    ("num_layers", "output", "layer"),
     [(2, None, 1), (4, None, 3), (12, None, 3), (32, None, 8), (80, None, 20), (14, 4, 4), (14, None, 3)],
 )
-def test_where_a_model_is_left_early(num_layers: int, told: int | None, layer: int, tmp_path: Path) -> None:
+def test_where_a_model_is_left_early(num_layers: int, output: int | None, layer: int, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     assert early_exit.exit_of(file, num_layers) == early_exit.exit_of(tmp_path, num_layers)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"assistant_early_exit": told}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"assistant_early_exit": output}))
     assert early_exit.exit_of(tmp_path, num_layers) == layer
 
 
-@pytest.mark.parametrize("told", ['"4"', "0", "4", "true", "2.0"])
-def test_a_layer_that_is_none_is_refused(told: str, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(f'{{"assistant_early_exit": {told}}}')
+@pytest.mark.parametrize("output", ['"4"', "0", "4", "true", "2.0"])
+def test_a_layer_that_is_none_is_refused(output: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"assistant_early_exit": {output}}}')
     with pytest.raises(CheckpointError, match="assistant_early_exit is .* from 1 to 3, the model has 4 layers"):
         early_exit.exit_of(tmp_path, 4)
 

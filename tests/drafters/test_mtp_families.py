@@ -94,8 +94,8 @@ def test_the_layer_in_the_targets_checkpoint(model_type: str, tmp_path: Path) ->
         guide = Recording()
         drafter = mtp.make(spec_of(method="mtp"), target_of(tmp_path, backend, guide))
         tokens, features, drafted = foretold(drafter, guide, HIDDEN)
-        wanted = followed(frame, features, lambda ids: table[ids], tokens, drafted)
-        assert agree(guide.seen, wanted), backend
+        expected = followed(frame, features, lambda ids: table[ids], tokens, drafted)
+        assert agree(guide.seen, expected), backend
         frame.feeds_normed = not frame.feeds_normed
         wrong = followed(frame, features, lambda ids: table[ids], tokens, drafted)
         assert not agree(guide.seen, wrong)  # control: what the next guess goes on from counts
@@ -143,10 +143,10 @@ def test_a_release_for_images_drafts_as_its_text_does(tmp_path: Path) -> None:
     save_file({names.get(name, name): tensor for name, tensor in tensors.items()}, str(whole / "model.safetensors"))
     config = {"model_type": "qwen3_5_moe", "text_config": json.loads((text / "config.json").read_text())}
     (whole / "config.json").write_text(json.dumps(config))
-    found = []
+    result = []
     for directory in (text, whole):
         core = engine(directory, MTP)
-        found.append((run(core, requests()), core.stats().num_draft_tokens, core.stats().num_accepted_tokens))
+        result.append((run(core, requests()), core.stats().num_draft_tokens, core.stats().num_accepted_tokens))
         core.close()
-    assert found[0] == found[1]
-    assert found[0][1] > 0
+    assert result[0] == result[1]
+    assert result[0][1] > 0

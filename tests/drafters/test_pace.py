@@ -372,8 +372,8 @@ def test_a_curve_never_falls_and_is_straight_between() -> None:
     assert curve.at(9) == pytest.approx(1.2)
     assert curve.at(13) == pytest.approx(1.2 + 1.8 * 4 / 9)
     assert curve.at(28) == pytest.approx(3.0 + 10 * 2.0 / 17)
-    drawn = curve.at(np.arange(1.0, 200.0))
-    assert (np.diff(drawn) >= 0.0).all()
+    samples = curve.at(np.arange(1.0, 200.0))
+    assert (np.diff(samples) >= 0.0).all()
     assert curve.knows(10)
     assert not curve.knows(40)
     # One slow step is an accident, and so are three; a change is seen.

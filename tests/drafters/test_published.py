@@ -78,19 +78,19 @@ def foretold(
 def followed(step: Callable[[Tensor, Tensor], Any], features: Tensor, embedded: Callable[[list[int]], Tensor],
              tokens: list[int], drafted: list[int]) -> list[Tensor]:  # fmt: skip
     """Logits at each depth: after the target's features the drafter's own."""
-    ids, found = tokens[1:], []
+    ids, result = tokens[1:], []
     for depth in range(DEPTH):
-        own, logits = step(features, embedded(ids))
-        found.append(logits[-1])
-        features = torch.cat([features, own[-1:]])
+        state_features, logits = step(features, embedded(ids))
+        result.append(logits[-1])
+        features = torch.cat([features, state_features[-1:]])
         ids = [*ids, drafted[depth]]
-    return found
+    return result
 
 
-def agree(seen: list[F32], wanted: list[Tensor], token_ids: Tensor | None = None) -> bool:
-    for row, logits in zip(seen, wanted, strict=True):
-        own = row[0] if token_ids is None else row[0][token_ids.numpy()]
-        if np.abs(own - logits.numpy()).max() > TOLERANCE:
+def agree(seen: list[F32], expected: list[Tensor], token_ids: Tensor | None = None) -> bool:
+    for row, logits in zip(seen, expected, strict=True):
+        logits_row = row[0] if token_ids is None else row[0][token_ids.numpy()]
+        if np.abs(logits_row - logits.numpy()).max() > TOLERANCE:
             return False
         if token_ids is not None:
             others = np.delete(row[0], token_ids.numpy())
@@ -111,10 +111,10 @@ def test_eagle_1(change: dict[str, Any], backend: str, base: Any, tmp_path: Path
     drafter = eagle.make(spec_of(method="eagle", model=str(tmp_path)), target_of(directory, backend, guide))
     assert drafter.feature_layers == ()
     tokens, features, drafted = foretold(drafter, guide, HIDDEN)
-    wanted = followed(lambda x, e: plain.eagle1(x, e, weights, config, head), features, lambda ids: table[ids],
+    expected = followed(lambda x, e: plain.eagle1(x, e, weights, config, head), features, lambda ids: table[ids],
                       tokens, drafted)  # fmt: skip
-    assert agree(guide.seen, wanted)
-    assert not agree(guide.seen, [logits.roll(1) for logits in wanted])  # control
+    assert agree(guide.seen, expected)
+    assert not agree(guide.seen, [logits.roll(1) for logits in expected])  # control
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
@@ -129,19 +129,19 @@ def test_eagle_3(kind: str, backend: str, base: Any, tmp_path: Path) -> None:
     tokens, features, drafted = foretold(drafter, guide, len(wanted_layers) * HIDDEN)
     if "embed_tokens.weight" in weights:
         table = weights["embed_tokens.weight"]
-    wanted = followed(
+    expected = followed(
         lambda x, e: plain.eagle3(x, e, weights, config, weights["lm_head.weight"], config["name"]),
         plain.fused(features, weights, config), lambda ids: table[ids], tokens, drafted,
     )  # fmt: skip
     ids = weights["d2t"] + torch.arange(config["size"]) if "d2t" in weights else None
-    assert agree(guide.seen, wanted, ids)
+    assert agree(guide.seen, expected, ids)
     assert all(token_id in ids.tolist() for token_id in drafted) if ids is not None else True
     other = config | {"norm_before_residual": not config.get("norm_before_residual", False)}
     wrong = followed(
         lambda x, e: plain.eagle3(x, e, weights, other, weights["lm_head.weight"], config["name"]),
         plain.fused(features, weights, config), lambda ids: table[ids], tokens, drafted,
     )  # fmt: skip
-    assert not agree(guide.seen, wrong, ids)  # control: the two kinds of residual are told apart
+    assert not agree(guide.seen, wrong, ids)  # control: the two kinds of residual differ
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
@@ -153,9 +153,9 @@ def test_mtp_beside_the_target(kind: str, backend: str, base: Any, tmp_path: Pat
     guide = Recording()
     drafter = mtp.make(spec_of(method="mtp", model=str(tmp_path)), target_of(directory, backend, guide))
     tokens, features, drafted = foretold(drafter, guide, HIDDEN)
-    wanted = followed(lambda x, e: plain.mtp(x, e, weights, TARGET, head, names), features, lambda ids: table[ids],
+    expected = followed(lambda x, e: plain.mtp(x, e, weights, TARGET, head, names), features, lambda ids: table[ids],
                       tokens, drafted)  # fmt: skip
-    assert agree(guide.seen, wanted)
+    assert agree(guide.seen, expected)
     turned = (*names[:5], not names[5], names[6])
     wrong = followed(lambda x, e: plain.mtp(x, e, weights, TARGET, head, turned), features, lambda ids: table[ids],
                      tokens, drafted)  # fmt: skip
@@ -165,19 +165,22 @@ def test_mtp_beside_the_target(kind: str, backend: str, base: Any, tmp_path: Pat
 def test_mtp_with_an_embedding_and_a_head_of_its_own_beside_further_layers(base: Any, tmp_path: Path) -> None:
     directory, _, _ = base
     weights, names = mtp_files("deepseek", TARGET)
-    own = plain.random_weights(
+    random_weights = plain.random_weights(
         {"model.layers.6.embed_tokens.weight": (VOCAB, HIDDEN),
          "model.layers.6.shared_head.head.weight": (VOCAB, HIDDEN),
          "model.layers.7.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}, seed=9
     )  # fmt: skip
-    save(tmp_path, TARGET | {"num_nextn_predict_layers": 2}, weights | own)
+    save(tmp_path, TARGET | {"num_nextn_predict_layers": 2}, weights | random_weights)
     guide = Recording()
     drafter = mtp.make(spec_of(method="mtp", model=str(tmp_path)), target_of(directory, guide=guide))
     tokens, features, drafted = foretold(drafter, guide, HIDDEN)
-    table, head = own["model.layers.6.embed_tokens.weight"], own["model.layers.6.shared_head.head.weight"]
-    wanted = followed(lambda x, e: plain.mtp(x, e, weights, TARGET, head, names), features, lambda ids: table[ids],
+    table, head = (
+        random_weights["model.layers.6.embed_tokens.weight"],
+        random_weights["model.layers.6.shared_head.head.weight"],
+    )
+    expected = followed(lambda x, e: plain.mtp(x, e, weights, TARGET, head, names), features, lambda ids: table[ids],
                       tokens, drafted)  # fmt: skip
-    assert agree(guide.seen, wanted)
+    assert agree(guide.seen, expected)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -195,9 +198,9 @@ def test_mtp_in_the_targets_own_checkpoint(model_type: str, tmp_path: Path) -> N
     drafter = mtp.make(spec_of(method="mtp"), target_of(tmp_path, guide=guide))
     tokens, features, drafted = foretold(drafter, guide, HIDDEN)
     table, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
-    wanted = followed(lambda x, e: plain.mtp(x, e, weights, config, head, names), features, lambda ids: table[ids],
+    expected = followed(lambda x, e: plain.mtp(x, e, weights, config, head, names), features, lambda ids: table[ids],
                       tokens, drafted)  # fmt: skip
-    assert agree(guide.seen, wanted)
+    assert agree(guide.seen, expected)
 
 
 MEDUSA = ("vllm", "vllm, one head", "vllm, the target's head", "vllm, token_map", "published", "published, prefixed")
@@ -207,26 +210,26 @@ MEDUSA = ("vllm", "vllm, one head", "vllm, the target's head", "vllm, token_map"
 @pytest.mark.parametrize("kind", MEDUSA)
 def test_medusa(kind: str, backend: str, base: Any, tmp_path: Path) -> None:
     directory, _, own_head = base
-    made = medusa_files(tmp_path, kind)
+    actual = medusa_files(tmp_path, kind)
     guide = Recording()
     spec = spec_of(method="medusa", model=str(tmp_path), num_speculative_tokens=DEPTH)
     drafter = medusa.make(spec, target_of(directory, backend, guide))
     assert drafter.feature_layers == ()
     _, features, _ = foretold(drafter, guide, HIDDEN)
-    wanted = []
+    expected = []
     for k in range(DEPTH):
         y = features[-1]
         for j in range(2):
-            y = y + torch.nn.functional.silu(plain.linear(y, made["weights"], made["block"].format(k=k, j=j)))
-        name = made["head"].format(k=0 if kind == "vllm, one head" else k)
-        head = own_head if kind == "vllm, the target's head" else made["weights"][f"{name}.weight"]
-        wanted.append(y @ head.T)
-    ids = None if made["ids"] is None else torch.tensor(made["ids"])
-    assert agree(guide.seen, wanted, ids)
-    assert not agree(guide.seen, wanted[1:] + wanted[:1], ids)  # control: heads are not the same
+            y = y + torch.nn.functional.silu(plain.linear(y, actual["weights"], actual["block"].format(k=k, j=j)))
+        name = actual["head"].format(k=0 if kind == "vllm, one head" else k)
+        head = own_head if kind == "vllm, the target's head" else actual["weights"][f"{name}.weight"]
+        expected.append(y @ head.T)
+    ids = None if actual["ids"] is None else torch.tensor(actual["ids"])
+    assert agree(guide.seen, expected, ids)
+    assert not agree(guide.seen, expected[1:] + expected[:1], ids)  # control: heads are not the same
 
 
-# What does not fit is told, by name.
+# A refusal names the part that does not fit.
 
 REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
     ("eagle", lambda path: eagle1_files(path, BLOCK | {"vocab_size": 77}), "a vocabulary of 77, the model has 199"),
@@ -256,8 +259,8 @@ REFUSED: list[tuple[str, Callable[[Path], Any], str]] = [
 
 
 def _config(path: Path, **values: Any) -> None:
-    found = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(found | values))
+    data = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(data | values))
 
 
 def _twice(path: Path, name: str) -> None:
@@ -350,9 +353,9 @@ def test_an_eagle_that_is_narrower_than_its_target(base: Any, tmp_path: Path) ->
     drafter = eagle.make(spec_of(method="eagle", model=str(tmp_path)), target_of(directory, guide=guide))
     tokens, features, drafted = foretold(drafter, guide, 3 * HIDDEN)
     table, head = weights["embed_tokens.weight"], weights["lm_head.weight"]
-    wanted = followed(lambda x, e: plain.eagle3(x, e, weights, config, head, "midlayer"),
+    expected = followed(lambda x, e: plain.eagle3(x, e, weights, config, head, "midlayer"),
                       features @ weights["fc.weight"].T, lambda ids: table[ids], tokens, drafted)  # fmt: skip
-    assert agree(guide.seen, wanted)
+    assert agree(guide.seen, expected)
     del weights["embed_tokens.weight"]
     save(tmp_path, config, weights)
     with pytest.raises(CheckpointError, match="no embed_tokens"):
@@ -378,13 +381,13 @@ def test_configs_of_published_eagle_checkpoints(shared_data: Path, base: Any, tm
         small = {"hidden_size": HIDDEN, "intermediate_size": 80, "num_attention_heads": 8, "head_dim": 6,
                  "num_key_value_heads": max(1, 8 // ratio), "vocab_size": VOCAB}  # fmt: skip
         third = "draft_vocab_size" in values
-        own = values | small | ({"draft_vocab_size": 64} if third else {})
+        fields = values | small | ({"draft_vocab_size": 64} if third else {})
         directory = tmp_path / path.stem
         directory.mkdir()
         if third:
-            eagle3_files(directory, own)
+            eagle3_files(directory, fields)
         else:
-            eagle1_files(directory, {"rms_norm_eps": 1e-6, "num_hidden_layers": 1, **own})
+            eagle1_files(directory, {"rms_norm_eps": 1e-6, "num_hidden_layers": 1, **fields})
         guide = Recording()
         drafter = eagle.make(spec_of(method="eagle", model=str(directory)), target_of(base[0], guide=guide))
         foretold(drafter, guide, HIDDEN * (3 if third else 1))

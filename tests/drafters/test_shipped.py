@@ -112,11 +112,11 @@ def test_of_use_and_as_trained(method: str, training: Any) -> None:
 def drafts_of(training: Any, twin: Any, target: Any, ids: Any) -> list[int]:
     """The first token drafted at each position; entry i follows token i + 1, which is the text's."""
     view = training.speculators.view_of(target, ids)
-    kept = training.speculators.kept_of(twin)
+    accepted = training.speculators.kept_of(twin)
 
     def of_text(depth: int, logits: Any) -> Any:
         return torch.cat([ids[:, 1:], ids[:, :1]], 1) if depth < 0 else logits.argmax(-1)
 
     first = next(iter(twin.draft(view, of_text, torch.arange(ids.shape[1]))))[0].argmax(-1)
-    tokens: list[int] = (first if kept is None else kept[first]).tolist()
+    tokens: list[int] = (first if accepted is None else accepted[first]).tolist()
     return tokens

@@ -14,9 +14,11 @@ from headrace.protocol.speculation import METHODS, ROWS, SpeculativeConfig, spec
 SPEC: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-@pytest.mark.parametrize("given", [SPEC, '{"method": "ngram", "num_speculative_tokens": 3}', SpeculativeConfig(**SPEC)])
-def test_a_config_may_be_given_as_text_dict_or_struct(given: Any) -> None:
-    config = EngineConfig(speculative_config=given)
+@pytest.mark.parametrize(
+    "inputs", [SPEC, '{"method": "ngram", "num_speculative_tokens": 3}', SpeculativeConfig(**SPEC)]
+)
+def test_a_config_may_be_given_as_text_dict_or_struct(inputs: Any) -> None:
+    config = EngineConfig(speculative_config=inputs)
     assert config.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
 
@@ -59,17 +61,17 @@ def test_every_method_has_depth_and_nodes_of_its_own(method: str) -> None:
     ],
 )
 def test_a_bad_value_is_named_with_its_bound(field: str, value: Any) -> None:
-    given: Any = {"method": "ngram"} | {field: value}
+    inputs: Any = {"method": "ngram"} | {field: value}
     with pytest.raises(RequestError) as caught:
-        EngineConfig(speculative_config=given)
+        EngineConfig(speculative_config=inputs)
     assert caught.value.field == f"speculative_config.{field}"
     assert caught.value.bound
 
 
-@pytest.mark.parametrize("given", ["", "{", "[]", "ngram", 4, [SPEC]])
-def test_what_is_no_object_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("inputs", ["", "{", "[]", "ngram", 4, [SPEC]])
+def test_what_is_no_object_is_refused(inputs: Any) -> None:
     with pytest.raises(RequestError, match="speculative_config"):
-        speculative_config(given)
+        speculative_config(inputs)
 
 
 def test_fields_are_checked_against_each_other_and_by_name() -> None:

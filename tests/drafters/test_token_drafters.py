@@ -60,15 +60,15 @@ def cycle(tokens: list[int]) -> int:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_drafts_are_well_formed_whatever_happens(name: str, data: st.DataObject) -> None:
-    """Sequences grow, leap, shrink without a word, are dropped, and come back; drafts are told of, or are not."""
+    """Sequences grow, leap, shrink without notice, are dropped, and come back; their drafts are verified, or not."""
     drafter = MADE[name]()
     texts: dict[int, list[int]] = {}
     width = data.draw(st.sampled_from([1, 2, 5, VOCAB]))
     token = st.integers(0, width - 1)
     for _ in range(data.draw(st.integers(1, 12))):
-        asked = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True))
+        requests = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True))
         contexts = []
-        for seq_id in asked:
+        for seq_id in requests:
             if data.draw(st.integers(0, 5)) == 0 or seq_id not in texts:
                 texts[seq_id] = data.draw(st.lists(token, min_size=1, max_size=30))
                 if data.draw(st.booleans()):
@@ -110,9 +110,9 @@ def test_what_is_guessed_is_verified_and_nothing_else_comes(name: str, say: Call
     plain = list(tokens)
     while len(plain) < len(tokens) + 80:
         plain.append(say(plain))
-    told = follow(MADE[name](), say, tokens, 80, num_drafts=6, num_nodes=18)
-    assert told.tokens == plain[30:]
-    assert told.num_drafted > 0
+    output = follow(MADE[name](), say, tokens, 80, num_drafts=6, num_nodes=18)
+    assert output.tokens == plain[30:]
+    assert output.num_drafted > 0
 
 
 def run(drafter: Drafter, changes: int, num_drafts: int = 8, num_nodes: int | None = None) -> Told:
@@ -131,10 +131,10 @@ def test_an_echo_is_foretold_by_ngrams() -> None:
 def test_an_echo_is_foretold_by_suffixes() -> None:
     assert run(SuffixDrafter(24, 2.0, 0.1, 0), changes=0).mean_length > 6
     # The length of a guess grows with the match, so that few are in vain.
-    told = run(SuffixDrafter(24, 1.0, 0.1, 0), changes=10)
+    output = run(SuffixDrafter(24, 1.0, 0.1, 0), changes=10)
     blind = run(NgramDrafter(1, 5), changes=10)
-    assert told.mean_length > 1.8
-    assert sum(told.accepted) / told.num_drafted > 1.2 * sum(blind.accepted) / blind.num_drafted
+    assert output.mean_length > 1.8
+    assert sum(output.accepted) / output.num_drafted > 1.2 * sum(blind.accepted) / blind.num_drafted
 
 
 def test_words_are_foretold_by_lookahead() -> None:
@@ -142,11 +142,11 @@ def test_words_are_foretold_by_lookahead() -> None:
     def spell(tokens: list[int]) -> int:
         return tokens[-1] + 1 if tokens[-1] % 4 < 3 else 4 * random.Random(len(tokens)).randrange(VOCAB // 4)
 
-    told = follow(LookaheadDrafter(4, 4, 3), spell, [*range(8)], 300, num_drafts=8, num_nodes=24)
-    assert told.mean_length > 1.6
+    output = follow(LookaheadDrafter(4, 4, 3), spell, [*range(8)], 300, num_drafts=8, num_nodes=24)
+    assert output.mean_length > 1.6
     # Without a window nothing is found: n-grams of two tokens, one of them the known one.
     narrow = follow(LookaheadDrafter(1, 2, 1), spell, [*range(8)], 300, num_drafts=1, num_nodes=1)
-    assert narrow.mean_length < told.mean_length
+    assert narrow.mean_length < output.mean_length
 
 
 def test_ngrams_find_the_longest_match_and_of_equal_ones_the_latest() -> None:
@@ -229,12 +229,12 @@ def answer(drafter: SuffixDrafter, seq_id: int) -> None:
     drafter.drop(seq_id)
 
 
-@pytest.mark.parametrize(("num_cached", "wanted"), [(0, []), (10, [23, 24])])
-def test_answers_of_others_help_only_if_that_was_asked_for(num_cached: int, wanted: list[int]) -> None:
+@pytest.mark.parametrize(("num_cached", "expected"), [(0, []), (10, [23, 24])])
+def test_answers_of_others_help_only_if_that_was_asked_for(num_cached: int, expected: list[int]) -> None:
     drafter = SuffixDrafter(24, 1.0, 0.1, num_cached)
     answer(drafter, 1)
     [draft] = drafter.propose([context([7, 8, 21, 22], 4, seq_id=2)])
-    assert draft.token_ids == wanted
+    assert draft.token_ids == expected
     # Prompts are nobody else's.
     [draft] = drafter.propose([context([7, 8, 1, 2], 4, seq_id=3)])
     assert draft.token_ids == []
@@ -252,9 +252,9 @@ def test_what_a_suffix_drafter_holds_is_bounded(monkeypatch: pytest.MonkeyPatch)
         tokens[seq_id] += [random_text.randrange(9) for _ in range(9)]
         [draft] = drafter.propose([context(tokens[seq_id], 4, seq_id=seq_id, num_prompt=1)])
         assert fault(draft, context(tokens[seq_id])) == ""
-        held = [history.automaton.num_tokens for history in drafter._histories.values()]
-        assert max(held) <= 110
-        assert sum(held) == drafter._num_tokens <= 400
+        num_tokens = [history.automaton.num_tokens for history in drafter._histories.values()]
+        assert max(num_tokens) <= 110
+        assert sum(num_tokens) == drafter._num_tokens <= 400
         assert sum(automaton.num_tokens for automaton in drafter._shared) <= 200
         if step % 50 == 49:
             drafter.drop(seq_id)

@@ -37,14 +37,14 @@ def test_R_31_calls_survive_the_other_processes_faults() -> None:
 
 WHOLE = Told(200, {0: {"text": "ab", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -0.25]}}}, "", True)
 BROKEN: dict[str, Callable[[Told], Told]] = {
-    "a bit of a log-probability": lambda told: told._replace(
-        answers={0: told.answers[0] | {"logprobs": {"token_logprobs": [-0.5, -0.25000000000000006]}}}
+    "a bit of a log-probability": lambda output: output._replace(
+        answers={0: output.answers[0] | {"logprobs": {"token_logprobs": [-0.5, -0.25000000000000006]}}}
     ),
-    "a token": lambda told: told._replace(answers={0: told.answers[0] | {"token_ids": [1, 3]}}),
-    "a token twice": lambda told: told._replace(answers={0: told.answers[0] | {"token_ids": [1, 2, 2]}}),
-    "no end": lambda told: told._replace(ended=False),
-    "an error": lambda told: told._replace(error="engine_dead"),
-    "an answer less": lambda told: told._replace(answers={}),
+    "a token": lambda output: output._replace(answers={0: output.answers[0] | {"token_ids": [1, 3]}}),
+    "a token twice": lambda output: output._replace(answers={0: output.answers[0] | {"token_ids": [1, 2, 2]}}),
+    "no end": lambda output: output._replace(ended=False),
+    "an error": lambda output: output._replace(error="engine_dead"),
+    "an answer less": lambda output: output._replace(answers={}),
 }
 
 

@@ -38,7 +38,7 @@ def make_requests() -> list[Request]:
 
 def run(core: EngineCore, requests: list[Request], num_preemptions: int = 0) -> Bits:
     """To their ends; of the first steps every second one is followed by a preemption, that many times."""
-    found: Bits = {}
+    pooled: Bits = {}
     for request in requests:
         core.add(request)
     num_steps = 0
@@ -49,11 +49,11 @@ def run(core: EngineCore, requests: list[Request], num_preemptions: int = 0) -> 
         assert not output.token_ids
         assert all(finish.reason == "stop" for finish in output.finished.values()), output.finished
         assert output.pooled.keys() == output.finished.keys()
-        found |= output.pooled
+        pooled |= output.pooled
         running = core.scheduler.running
         if num_steps % 2 == 0 and num_steps <= 2 * num_preemptions and running:
             core.scheduler.preempt(max(running, key=lambda seq: seq.num_computed).request_id)
-    return found
+    return pooled
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,12 @@ def requests() -> list[Request]:
 @pytest.fixture(scope="module")
 def reference(requests: list[Request]) -> Bits:
     core = make_core(enable_prefix_caching=False)
-    found: Bits = {}
+    result: Bits = {}
     for request in requests:
-        found |= run(core, [request])
+        result |= run(core, [request])
     core.close()
-    assert len({tuple(vector) for vector in found.values()}) == len(found) == len(requests)
-    return found
+    assert len({tuple(vector) for vector in result.values()}) == len(result) == len(requests)
+    return result
 
 
 @pytest.mark.sampled(2)
@@ -86,9 +86,9 @@ def reference(requests: list[Request]) -> Bits:
 )
 def test_I_13_vectors(options: dict[str, Any], requests: list[Request], reference: Bits) -> None:
     core = make_core(**options)
-    own = requests[::5] if options.get("max_num_batched_tokens") == 1 else requests
+    selected = requests[::5] if options.get("max_num_batched_tokens") == 1 else requests
     for _ in range(2):  # on a cold cache, and on a warm one
-        assert run(core, own) == {request.request_id: reference[request.request_id] for request in own}
+        assert run(core, selected) == {request.request_id: reference[request.request_id] for request in selected}
     core.close()
 
 
@@ -110,9 +110,9 @@ def test_control_a_sum_that_begins_twice_is_noticed(
 
     monkeypatch.setattr(batches, "pooling_of", lambda seq: (seq.pooling, seq.pooled))
     core = make_core(**SMALL)
-    found = run(core, sorted(requests, key=lambda request: request.pooling != "mean"), num_preemptions=12)
+    result = run(core, sorted(requests, key=lambda request: request.pooling != "mean"), num_preemptions=12)
     core.close()
-    wrong = {name for name in found if found[name] != reference[name]}
+    wrong = {name for name in result if result[name] != reference[name]}
     assert wrong
     assert all(name.startswith("mean") for name in wrong)
 

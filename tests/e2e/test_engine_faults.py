@@ -55,16 +55,16 @@ def ask(name: str, prompt: list[int] = PROMPT, **fields: Any) -> Request:
 
 def drain(core: EngineCore) -> tuple[dict[str, list[Any]], dict[str, str]]:
     """Tokens with their log-probabilities, and finish reasons, of all that ends from here on."""
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     reasons: dict[str, str] = {}
     while core.has_work():
         output = core.step()
         core.scheduler.check()
         for name, token_ids in zip(output.request_ids, output.token_ids, strict=True):
-            found.setdefault(name, []).append((token_ids, output.logprobs[name]))
+            result.setdefault(name, []).append((token_ids, output.logprobs[name]))
         reasons.update({name: finish.reason for name, finish in output.finished.items()})
     assert core.stats().num_blocks_held == 0
-    return found, reasons
+    return result, reasons
 
 
 def fail_at(core: EngineCore, steps: set[int], error: BaseException) -> None:
@@ -86,23 +86,23 @@ def test_a_step_that_failed_has_not_happened(step: int, directory: Path, backend
     core = engine(directory, backend, max_num_batched_tokens=9)
     for name in ("a", "b", "c"):
         core.add(ask(name, group="g", params=GREEDY))
-    wanted, _ = drain(core)
+    expected, _ = drain(core)
     core.close()
     core = engine(directory, backend, max_num_batched_tokens=9)
     fail_at(core, {step}, RuntimeError("the device is gone"))
     for name in ("a", "b", "c"):
         core.add(ask(name, group="g", params=GREEDY))
-    found: dict[str, list[Any]] = {}
+    actual: dict[str, list[Any]] = {}
     for _ in range(step - 1):
         output = core.step()
         for name, token_ids in zip(output.request_ids, output.token_ids, strict=True):
-            found.setdefault(name, []).append((token_ids, output.logprobs[name]))
+            actual.setdefault(name, []).append((token_ids, output.logprobs[name]))
     with pytest.raises(RuntimeError, match="the device is gone"):
         core.step()
     core.scheduler.check()
     assert core.stats().num_blocks_held == 0
     rest, reasons = drain(core)
-    assert {name: found.get(name, []) + rest.get(name, []) for name in wanted} == wanted
+    assert {name: actual.get(name, []) + rest.get(name, []) for name in expected} == expected
     assert set(reasons.values()) == {"length"}
     core.close()
 
@@ -129,33 +129,33 @@ def test_an_interrupted_llm_says_so_and_goes_on(directory: Path) -> None:
     """Ctrl-C in a notebook: the caller sees KeyboardInterrupt, nothing is left behind, the next call works."""
     llm = LLM(str(directory), num_gpu_blocks_override=64, block_size=4, skip_tokenizer_init=True)
     prompts = [{"prompt_token_ids": PROMPT[:n]} for n in (20, 7, 3)]
-    wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    token_ids = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
     llm.reset_prefix_cache()
     fail_at(llm.core, {3}, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, GREEDY, use_tqdm=False)
     assert llm.get_metrics().num_blocks_held == 0
     assert llm.get_metrics().num_running == llm.get_metrics().num_waiting == 0
-    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == wanted
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == token_ids
     llm.close()
 
 
 def test_streams_and_calls_of_one_llm_may_be_interleaved(directory: Path) -> None:
     """A step serves everybody: the tokens that one call's steps give to another's request must reach it."""
     llm = LLM(str(directory), num_gpu_blocks_override=64, block_size=4, skip_tokenizer_init=True)
-    asked = [{"prompt_token_ids": PROMPT[:n]} for n in (20, 7, 3, 1)]
-    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in asked]
-    first, second, third = (llm.stream(prompt, GREEDY) for prompt in asked[:3])
+    requests = [{"prompt_token_ids": PROMPT[:n]} for n in (20, 7, 3, 1)]
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in requests]
+    first, second, third = (llm.stream(prompt, GREEDY) for prompt in requests[:3])
     next(first)
     next(second)
     next(third)
     third.close()
     next(second)
-    assert llm.generate(asked[3], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone[3]
-    for stream, wanted in ((first, alone[0]), (second, alone[1])):
+    assert llm.generate(requests[3], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == alone[3]
+    for stream, expected in ((first, alone[0]), (second, alone[1])):
         *_, last = stream
         assert last.finished
-        assert last.outputs[0].token_ids == wanted
+        assert last.outputs[0].token_ids == expected
     assert llm.get_metrics().num_blocks_held == llm.get_metrics().num_running == 0
     llm.close()
 
@@ -165,15 +165,15 @@ def test_R_17_what_a_sick_request_computed_reaches_nobody(directory: Path, backe
     cache entries of the tokens before it; others who share those must not find them."""
     core = engine(directory, backend, max_num_batched_tokens=12)
     core.add(ask("clean"))
-    wanted = drain(core)[0]["clean"]
+    clean = drain(core)[0]["clean"]
     core.close()
     core = sick_engine(tmp_path, backend, math.nan, SICK, max_num_batched_tokens=12)
     core.add(ask("sick", [*PROMPT[:7], SICK, *PROMPT[8:]]))
     assert drain(core) == ({}, {"sick": "error"})
     core.add(ask("clean"))
-    found, reasons = drain(core)
+    actual, reasons = drain(core)
     assert reasons == {"clean": "length"}
-    assert found["clean"] == wanted
+    assert actual["clean"] == clean
     core.close()
 
 
@@ -197,7 +197,7 @@ def test_R_25_memory_errors_in_a_step_end_only_what_never_fits(
     core = engine(directory, backend)
     for name, prompt in prompts.items():
         core.add(ask(name, prompt))
-    wanted, _ = drain(core)
+    expected, _ = drain(core)
     core.reset_prefix_cache()
     program: Any = core.executor.program  # type: ignore[attr-defined]
     real = program.forward
@@ -210,9 +210,9 @@ def test_R_25_memory_errors_in_a_step_end_only_what_never_fits(
     monkeypatch.setattr(program, "forward", forward)
     for name, prompt in prompts.items():
         core.add(ask(name, prompt))
-    found, reasons = drain(core)
+    actual, reasons = drain(core)
     assert reasons == {name: "length" if len(prompt) <= most else "error" for name, prompt in prompts.items()}
-    assert found == {name: wanted[name] for name, prompt in prompts.items() if len(prompt) <= most}
+    assert actual == {name: expected[name] for name, prompt in prompts.items() if len(prompt) <= most}
     core.close()
 
 
@@ -249,14 +249,14 @@ def test_R_17_an_exception_ends_whose_it_is_and_nobody_else(
     core = engine(directory)
     for seed in SEEDS:
         core.add(seeded(seed))
-    wanted, _ = drain(core)
+    expected, _ = drain(core)
     core.reset_prefix_cache()
     spoil(core, monkeypatch, sick, error)
     for seed in SEEDS:
         core.add(seeded(seed))
-    found, reasons = drain(core)
+    actual, reasons = drain(core)
     assert reasons == {str(seed): "error" if seed in sick else "length" for seed in SEEDS}
-    assert found == {str(seed): wanted[str(seed)] for seed in SEEDS if seed not in sick}
+    assert actual == {str(seed): expected[str(seed)] for seed in SEEDS if seed not in sick}
     core.close()
 
 
@@ -272,7 +272,7 @@ def test_R_17_what_the_failing_request_had_computed_is_not_published(
 
 
 def test_an_exception_that_all_run_into_has_no_owner(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is the engine's, and whoever drives it hears of it: at once, or when single requests fail in a row."""
+    """Then it is the engine's, and its caller gets the error: at once, or when single requests fail in a row."""
     core = engine(directory)
     spoil(core, monkeypatch, set(SEEDS), RuntimeError("the device is gone"))
     core.add(seeded(0))
@@ -334,11 +334,11 @@ def test_R_25_a_shortage_that_leaves_no_room_for_one_row_is_nobodys_fault(
     prompts = {name: {"a": PROMPT, "b": PROMPT[:5], "c": [9, 9]}[name] for name in names}
     for name, prompt in prompts.items():
         core.add(ask(name, prompt))
-    wanted, _ = drain(core)
+    expected, _ = drain(core)
     core.reset_prefix_cache()
     for name, prompt in prompts.items():
         core.add(ask(name, prompt))
-    found = {name: [(core_out, logprobs)] for name, core_out, logprobs in told(core.step())}
+    actual = {name: [(core_out, logprobs)] for name, core_out, logprobs in told(core.step())}
     program: Any = core.executor.program  # type: ignore[attr-defined]
     real = program.forward
 
@@ -350,7 +350,7 @@ def test_R_25_a_shortage_that_leaves_no_room_for_one_row_is_nobodys_fault(
         core.step()
     monkeypatch.setattr(program, "forward", real)
     rest, reasons = drain(core)
-    assert {name: found[name] + rest[name] for name in wanted} == wanted
+    assert {name: actual[name] + rest[name] for name in expected} == expected
     assert set(reasons.values()) == {"length"}
     core.close()
 
@@ -363,7 +363,7 @@ class Stubborn:
         self.sick = sick
         self.error = error
 
-    def begin(self, wanted: Any) -> None:
+    def begin(self, expected: Any) -> None:
         pass
 
     def wait(self, seq_ids: list[int], others: bool) -> set[int]:
@@ -403,22 +403,22 @@ def test_R_20_a_grammar_that_fails_ends_its_own_request(error: BaseException, co
         for name, prompt in prompts.items():
             core.add(ask(name, prompt, params=params))
         messages: dict[str, str] = {}
-        found: dict[str, list[Any]] = {}
+        actual: dict[str, list[Any]] = {}
         while core.has_work():
             output = core.step()
             for name, token_ids, logprobs in told(output):
-                found.setdefault(name, []).append((token_ids, logprobs))
+                actual.setdefault(name, []).append((token_ids, logprobs))
             messages.update({name: finish.message.partition(":")[0] for name, finish in output.finished.items()})
         core.reset_prefix_cache()
-        return found, messages
+        return actual, messages
 
-    wanted, messages = all_of([])
+    expected, messages = all_of([])
     assert set(messages.values()) == {""}
     # Sequences are numbered as they come: this is the second of the next three.
-    found, messages = all_of([5])
+    actual, messages = all_of([5])
     assert messages == {"a": "", "b": code, "c": ""}
-    assert {name: found[name] for name in "ac"} == {name: wanted[name] for name in "ac"}
-    assert found["b"] == wanted["b"][:2]
+    assert {name: actual[name] for name in "ac"} == {name: expected[name] for name in "ac"}
+    assert actual["b"] == expected["b"][:2]
     core.close()
 
 

@@ -74,9 +74,9 @@ def test_generate_example() -> None:
 def test_chat_example(url: str) -> None:
     done = python("examples/chat.py", url)
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if "cached" in line]
-    assert len(told) == 2
-    assert not told[1].endswith(" 0 cached")
+    lines = [line for line in done.stdout.splitlines() if "cached" in line]
+    assert len(lines) == 2
+    assert not lines[1].endswith(" 0 cached")
 
 
 def test_stream_example(url: str) -> None:

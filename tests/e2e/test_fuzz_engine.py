@@ -120,23 +120,23 @@ def random_params(rng: random.Random, seed: int) -> SamplingParams:
 
 def random_requests(rng: random.Random, plain: Plain, num_groups: int) -> list[Request]:
     stems = [[rng.randrange(61) for _ in range(rng.choice([1, 3, 16, 40]))] for _ in range(3)]
-    made: list[Request] = []
+    result: list[Request] = []
     for group in range(num_groups):
         stem = rng.choice(stems)
         tail = [rng.randrange(61) for _ in range(rng.choice([0, 1, 4, 15]))]
         prompt = (stem[: rng.randint(1, len(stem))] if rng.random() < 0.4 else stem) + tail
         params = random_params(rng, rng.randrange(2**40))
         for i in range(rng.choice([1, 1, 1, 2, 4])):
-            own = msgspec.structs.replace(params, seed=(params.seed or 0) + i)
-            whole = plain.answer(prompt, own).token_ids
+            seeded = msgspec.structs.replace(params, seed=(params.seed or 0) + i)
+            whole = plain.answer(prompt, seeded).token_ids
             resumed = whole[: rng.randint(0, len(whole))] if rng.random() < 0.2 else []
-            made.append(
+            result.append(
                 Request(
-                    request_id=f"g{group}.{i}", prompt_token_ids=prompt, params=own, group=f"g{group}",
+                    request_id=f"g{group}.{i}", prompt_token_ids=prompt, params=seeded, group=f"g{group}",
                     priority=rng.randint(-2, 2), cache_salt=rng.choice(["", "", "salt"]), resume_token_ids=resumed,
                 )
             )  # fmt: skip
-    return made
+    return result
 
 
 def random_engine(rng: random.Random, directory: Path, options: dict[str, Any]) -> EngineCore:
@@ -226,30 +226,30 @@ def run_mixed(rng: random.Random, core: EngineCore, requests: list[Request], pla
     return aborted
 
 
-def compare(request: Request, found: Answer, plain: Plain, aborted: bool) -> None:
-    wanted = plain.answer(request.prompt_token_ids, request.params)
+def compare(request: Request, actual: Answer, plain: Plain, aborted: bool) -> None:
+    expected = plain.answer(request.prompt_token_ids, request.params)
     done = len(request.resume_token_ids)
-    finished = done == len(wanted.token_ids)
-    num = len(found.token_ids) if aborted else len(wanted.token_ids) - done
-    assert found.finish == (Finish("abort") if aborted else wanted.finish), request
-    assert found.token_ids == wanted.token_ids[done : done + num], request
+    finished = done == len(expected.token_ids)
+    num = len(actual.token_ids) if aborted else len(expected.token_ids) - done
+    assert actual.finish == (Finish("abort") if aborted else expected.finish), request
+    assert actual.token_ids == expected.token_ids[done : done + num], request
     if request.params.logprobs is not None:
-        assert bits(found.logprobs) == bits(wanted.logprobs)[done : done + num], request
+        assert bits(actual.logprobs) == bits(expected.logprobs)[done : done + num], request
     if not aborted and not finished:
-        assert bits(found.prompt_logprobs) == bits(wanted.prompt_logprobs), request
+        assert bits(actual.prompt_logprobs) == bits(expected.prompt_logprobs), request
 
 
 @pytest.fixture(scope="module")
 def make_plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Plain]]:
-    made: dict[str, tuple[Path, Plain]] = {}
+    result: dict[str, tuple[Path, Plain]] = {}
 
     def make(name: str) -> tuple[Path, Plain]:
-        if name not in made:
+        if name not in result:
             model_type, options = MODELS[name]
             directory = tmp_path_factory.mktemp(model_type)
             save_random(models.find(model_type).TINY | SMALL, directory)
-            made[name] = directory, Plain(directory, options)
-        return made[name]
+            result[name] = directory, Plain(directory, options)
+        return result[name]
 
     return make
 

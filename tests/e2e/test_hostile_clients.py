@@ -33,8 +33,8 @@ def served() -> Iterator[Served]:
 def ask(url: str, **more: object) -> dict[str, object]:
     reply = httpx.post(f"{url}/v1/completions", json=PROMPT | {"max_tokens": 24} | more, timeout=100)
     assert reply.status_code == 200, reply.text
-    found: dict[str, object] = reply.json()["choices"][0]
-    return found
+    choice: dict[str, object] = reply.json()["choices"][0]
+    return choice
 
 
 async def hang_up(url: str, num_events: int) -> None:
@@ -85,7 +85,7 @@ def test_garbage_on_the_socket_harms_nobody(served: Served) -> None:
 
 
 def test_R_12_two_hundred_requests_at_once(served: Served) -> None:
-    """With room for 32 to run and 100 to wait, some are told to come back later; all others get their own text."""
+    """With room for 32 to run and 100 to wait, some are refused until later; all others get their own text."""
     alone = [ask(served.url, seed=seed)["text"] for seed in range(4)]
 
     async def all_at_once() -> list[httpx.Response]:

@@ -47,9 +47,9 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def reference(requests: list[Request]) -> dict[str, Bits]:
-    found = run_alone(requests)
-    assert len({tuple(ids) for ids, _ in found.values()}) > len(PROMPTS)  # the model does say different things
-    return found
+    alone = run_alone(requests)
+    assert len({tuple(ids) for ids, _ in alone.values()}) > len(PROMPTS)  # the model does say different things
+    return alone
 
 
 def test_I_13_in_a_batch_of_32_with_strangers(requests: list[Request], reference: dict[str, Bits]) -> None:
@@ -137,8 +137,8 @@ def test_I_13_offline(requests: list[Request], reference: dict[str, Bits]) -> No
         answer = output.outputs[0]
         want_ids, want_bits = reference[request.request_id]
         assert answer.logprobs is not None
-        own = [entry[token_id].logprob for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True)]
-        assert (answer.token_ids, doubles(own)) == (want_ids, sampled_only(want_bits))
+        logprobs = [entry[token_id].logprob for entry, token_id in zip(answer.logprobs, answer.token_ids, strict=True)]
+        assert (answer.token_ids, doubles(logprobs)) == (want_ids, sampled_only(want_bits))
     llm.close()
 
 
@@ -156,12 +156,12 @@ def test_I_13_through_the_server(requests: list[Request], reference: dict[str, B
         assert reply.status_code == 200, reply.text
         events = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")] if stream else [reply.text]
         ids: list[int] = []
-        own: list[float] = []
+        logprobs_here: list[float] = []
         for event in events:
             for choice in json.loads(event)["choices"]:
                 ids += choice.get("token_ids") or []
-                own += (choice.get("logprobs") or {}).get("token_logprobs") or []
-        return ids, doubles(own)
+                logprobs_here += (choice.get("logprobs") or {}).get("token_logprobs") or []
+        return ids, doubles(logprobs_here)
 
     async def ask_all(url: str) -> list[Bits]:
         async with httpx.AsyncClient(base_url=url, timeout=100) as client:
@@ -229,11 +229,11 @@ def test_control_a_product_over_all_rows_is_noticed(
 
     monkeypatch.setattr(Tape, "run", run_tape)
     core = make_core()
-    found = run(core, groups_of(requests, 54)[0])
-    same = sum(found[name][0] == reference[name][0] for name in found)
-    assert same > len(found) / 2  # the product is right, but for the last bits
+    result = run(core, groups_of(requests, 54)[0])
+    same = sum(result[name][0] == reference[name][0] for name in result)
+    assert same > len(result) / 2  # the product is right, but for the last bits
     with pytest.raises(AssertionError, match="differ"):
-        assert_same(found, reference)
+        assert_same(result, reference)
     core.close()
 
 
@@ -250,8 +250,8 @@ def test_control_noise_by_row_is_noticed(
         return right(logits, moved)
 
     monkeypatch.setattr(runner.sampler, "sample_rows", sample_rows)
-    found = run(core, groups_of(requests, 54)[0])
-    assert_same({k: v for k, v in found.items() if k.endswith("@0.0")}, reference)
+    result = run(core, groups_of(requests, 54)[0])
+    assert_same({k: v for k, v in result.items() if k.endswith("@0.0")}, reference)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same(found, reference)
+        assert_same(result, reference)
     core.close()

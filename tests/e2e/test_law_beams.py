@@ -38,13 +38,13 @@ Found = dict[str, list[tuple[list[int], bytes]]]
 
 def make_searches() -> list[Request]:
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
-    made = []
+    result = []
     for index, text in enumerate(PROMPTS[::3]):
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=MAX_TOKENS)
         beam = BeamSearchParams(**KINDS[index % len(KINDS)])
         token_ids = tokenizer.encode(text)
-        made.append(Request(request_id=f"beams {index}", prompt_token_ids=token_ids, params=params, beam=beam))
-    return made
+        result.append(Request(request_id=f"beams {index}", prompt_token_ids=token_ids, params=params, beam=beam))
+    return result
 
 
 def bits_of(result: BeamResult) -> list[tuple[list[int], bytes]]:
@@ -53,15 +53,15 @@ def bits_of(result: BeamResult) -> list[tuple[list[int], bytes]]:
 
 def run(core: EngineCore, requests: list[Request], preempt_every: int = 0) -> Found:
     """Run all together; what the searches among them found. Force preemptions at each n-th step."""
-    found: Found = {}
+    outcome: Found = {}
     for request in requests:
         core.add(request)
     for step in itertools.count(1):
         if not core.has_work():
-            return found
+            return outcome
         output = core.step()
         core.scheduler.check()
-        found |= {name: bits_of(result) for name, result in output.beams.items()}
+        outcome |= {name: bits_of(result) for name, result in output.beams.items()}
         assert all(finish.reason in ("stop", "length") for finish in output.finished.values()), output.finished
         if preempt_every and step % preempt_every == 0:
             alive = [name for name in core.scheduler.sequences if name.startswith("beams")]
@@ -78,12 +78,12 @@ def searches() -> list[Request]:
 def reference(searches: list[Request]) -> Found:
     """Each by itself on a cold cache, its prompt in one piece."""
     core = make_core(enable_prefix_caching=False)
-    found: Found = {}
+    result: Found = {}
     for request in searches:
-        found |= run(core, [request])
+        result |= run(core, [request])
     core.close()
-    assert len({str(answers) for answers in found.values()}) == len(searches)
-    return found
+    assert len({str(answers) for answers in result.values()}) == len(searches)
+    return result
 
 
 def strangers() -> list[Request]:
@@ -135,12 +135,12 @@ def test_I_13_beams_offline(searches: list[Request], reference: Found) -> None:
         params = BeamSearchParams(
             **{name: getattr(beam, name) for name in beam.__struct_fields__} | {"max_tokens": MAX_TOKENS}
         )
-        (found,) = llm.beam_search([request.prompt_token_ids], params)
-        told = [
+        (result,) = llm.beam_search([request.prompt_token_ids], params)
+        output = [
             (answer.tokens[len(request.prompt_token_ids) :], struct.pack("2d", answer.score, answer.cum_logprob))
-            for answer in found.sequences
+            for answer in result.sequences
         ]
-        assert told == reference[request.request_id]
+        assert output == reference[request.request_id]
     llm.close()
 
 
@@ -172,11 +172,11 @@ def test_I_13_beams_through_a_server_whose_engine_dies(searches: list[Request], 
         wait_for(served.url, "headrace:kv_cache_usage_perc", 0.0)
     for name, reply in replies.items():
         assert reply.status_code == 200, reply.text
-        told = [
+        output = [
             (choice["token_ids"], struct.pack("2d", choice["beam_score"], choice["cumulative_logprob"]))
             for choice in reply.json()["choices"]
         ]
-        assert told == reference[name]
+        assert output == reference[name]
 
 
 def test_control_a_tail_written_by_two_beams_is_noticed(

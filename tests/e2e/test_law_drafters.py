@@ -19,16 +19,16 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def requests():
-    made = make_requests()
-    chosen = [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(made)]
+    result = make_requests()
+    chosen = [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(result)]
     # Some of each kind: prompts short and long, greedy and not.
-    found = [request for i, request in enumerate(chosen) if i % 7 in (0, 3)][:30]
+    outcome = [request for i, request in enumerate(chosen) if i % 7 in (0, 3)][:30]
     for i in range(0, 30, 6):
         # Two answers to one prompt (n > 1): the second forks the first one's blocks.
-        found[i] = msgspec.structs.replace(found[i], group=f"n{i}")
-        own = {"group": f"n{i}", "prompt_token_ids": found[i].prompt_token_ids}
-        found[i + 1] = msgspec.structs.replace(found[i + 1], **own)
-    return found
+        outcome[i] = msgspec.structs.replace(outcome[i], group=f"n{i}")
+        common = {"group": f"n{i}", "prompt_token_ids": outcome[i].prompt_token_ids}
+        outcome[i + 1] = msgspec.structs.replace(outcome[i + 1], **common)
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def test_guesses_of_a_model_change_nothing(requests, reference, name):
     core = make_core(
         model="builtin", speculative_config={**DRAFTERS[name], "adaptive": False}, num_gpu_blocks_override=192
     )
-    found = {}
+    result = {}
     for group in groups_of(requests, 12):
-        found |= run(core, group, preempt_every=7)
-    assert_same(found, reference)
+        result |= run(core, group, preempt_every=7)
+    assert_same(result, reference)
     stats = core.stats()
     core.close()
     assert stats.num_preemptions > 0
@@ -57,23 +57,25 @@ def test_guesses_of_a_model_change_nothing(requests, reference, name):
 def test_rejection_sampling_with_a_model(requests, name):
     core = make_core(model="builtin", speculative_config={**DRAFTERS[name], "adaptive": False, "mode": "rejection"})
     plain = [r for r in requests if r.params.structured_outputs is None][:12]
-    found = run(core, plain)
+    result = run(core, plain)
     stats = core.stats()
     core.close()
-    assert all(0 <= token_id < 2048 for bits in found.values() for token_id in bits[0])
+    assert all(0 <= token_id < 2048 for bits in result.values() for token_id in bits[0])
     assert stats.num_accepted_tokens > 0
-    assert len(found) == len(plain)
+    assert len(result) == len(plain)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
 def test_a_cache_of_int4_that_the_drafter_has_too(requests, backend):
     """Its mean key is measured without a target's features."""
-    own = [msgspec.structs.replace(r, params=msgspec.structs.replace(r.params, max_tokens=8)) for r in requests[:3]]
-    found, stats = [], None
+    shortened = [
+        msgspec.structs.replace(r, params=msgspec.structs.replace(r.params, max_tokens=8)) for r in requests[:3]
+    ]
+    result, stats = [], None
     for more in ({}, {"speculative_config": {"method": "eagle", "adaptive": False}}):
         core = make_core(model="builtin", backend=backend, kv_cache_dtype="int4", **more)
-        found.append(run(core, own))
+        result.append(run(core, shortened))
         stats = core.stats()
         core.close()
-    assert_same(found[1], found[0])
+    assert_same(result[1], result[0])
     assert stats.num_draft_tokens > 0

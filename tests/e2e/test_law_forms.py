@@ -55,9 +55,9 @@ def form(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference(requests: list[Request], form: dict[str, Any]) -> dict[str, Bits]:
-    found = run_alone(requests, **form)
-    assert len({tuple(ids) for ids, _ in found.values()}) > len(found) / 2
-    return found
+    alone = run_alone(requests, **form)
+    assert len({tuple(ids) for ids, _ in alone.values()}) > len(alone) / 2
+    return alone
 
 
 @pytest.mark.sampled(7)
@@ -89,8 +89,8 @@ def test_I_13_preempted_in_a_small_pool(
 
 
 def test_the_forms_do_differ(requests: list[Request]) -> None:
-    found = [run_alone(requests[:2], **form) for form in FORMS.values()]
-    assert len({str(bits) for bits in found}) == len(FORMS)
+    outputs = [run_alone(requests[:2], **form) for form in FORMS.values()]
+    assert len({str(bits) for bits in outputs}) == len(FORMS)
 
 
 def test_control_torch_ref_with_a_product_over_all_rows_is_noticed(
@@ -116,16 +116,16 @@ def test_I_13_every_isa_gives_the_same_bits(first: int) -> None:
     """In processes of their own: the ISA is chosen once. One line for each form, on two layers; `scalar` is slow."""
     forms = [form | {"model": shallow(2)} for form in FORMS.values() if "backend" not in form][first::3]
     command = [sys.executable, "-m", "tests.support.law", json.dumps(forms)]
-    told = {}
+    output = {}
     for isa in require_native().isas():
         env = os.environ | {"HEADRACE_ISA": isa}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        served, *told[isa] = done.stdout.split()
+        served, *output[isa] = done.stdout.split()
         assert served == isa
-    first = told["scalar"]
+    first = output["scalar"]
     assert len(set(first)) == len(forms)
-    assert all(lines == first for lines in told.values()), told
+    assert all(lines == first for lines in output.values()), output
 
 
 @pytest.mark.sampled(2)

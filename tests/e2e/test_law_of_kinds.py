@@ -63,12 +63,12 @@ def make_requests() -> list[Request]:
 
 
 def run_alone(directory: Path) -> dict[str, Bits]:
-    core, found = make_core(directory, enable_prefix_caching=False, max_num_batched_tokens=256), {}
+    core, result = make_core(directory, enable_prefix_caching=False, max_num_batched_tokens=256), {}
     for request in make_requests():
-        found |= run(core, [request])
+        result |= run(core, [request])
     core.close()
-    assert len({bits for _, bits in found.values()}) == len(found)
-    return found
+    assert len({bits for _, bits in result.values()}) == len(result)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_what_windows_let_go_of_is_not_read_and_control_what_they_hold_is(
     for num_too_many in (0, 1):
         core = make_core(directories["gemma3_text"], enable_prefix_caching=False)
         num_freed = spoil(core, num_too_many)
-        found = run(core, make_requests())
+        result = run(core, make_requests())
         assert num_freed[0] > 100
-        assert (found == reference) == (not num_too_many)
+        assert (result == reference) == (not num_too_many)
         core.close()

@@ -36,8 +36,8 @@ def reference(requests: list[Request], form: dict[str, Any]) -> dict[str, Bits]:
 
 
 def matrices_of(core: Any) -> list[Any]:
-    found: list[Any] = core.executor.program.model.ops.matrices
-    return found
+    matrices: list[Any] = core.executor.program.model.ops.matrices
+    return matrices
 
 
 def test_I_13_in_company(requests: list[Request], reference: dict[str, Bits], form: dict[str, Any]) -> None:

@@ -56,16 +56,16 @@ PAIRS = 16
 
 def sampler_requests() -> list[Request]:
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
-    made = []
-    given = make_requests()[1::2]
+    result = []
+    inputs = make_requests()[1::2]
     for i, fields in enumerate(SAMPLERS.values()):
-        for request in given[i % PAIRS :: PAIRS][:2]:
+        for request in inputs[i % PAIRS :: PAIRS][:2]:
             params = SamplingParams(
                 **{"seed": 1000 + i, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 2, **fields}
             )
             params = with_token_ids(params, tokenizer, tokenizer.vocab_size)
-            made.append(msgspec.structs.replace(request, request_id=f"{len(made)}", params=params))
-    return made
+            result.append(msgspec.structs.replace(request, request_id=f"{len(result)}", params=params))
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def test_every_sampler_changes_what_is_said(requests: list[Request], reference: 
 def test_I_13_samplers_in_company_and_from_a_warm_cache(requests: list[Request], reference: dict[str, Bits]) -> None:
     core = make_core()
     strangers = make_requests()[:20]
-    found = run(core, [*strangers, *requests])
-    assert_same({name: found[name] for name in reference}, reference)
+    result = run(core, [*strangers, *requests])
+    assert_same({name: result[name] for name in reference}, reference)
     before = core.stats().prefix_cache_hits
     for group in groups_of(requests, 9):
         assert_same(run(core, group), reference)
@@ -126,13 +126,13 @@ def test_I_13_samplers_preempted(requests: list[Request], reference: dict[str, B
 
 def states_of(core: EngineCore, request: Request) -> list[float | None]:
     """What a client remembers after each token."""
-    told: list[float | None] = []
+    message: list[float | None] = []
     core.add(request)
     while core.has_work():
         output = core.step()
         if output.request_ids:
-            told.append(output.states.get(request.request_id))
-    return told
+            message.append(output.states.get(request.request_id))
+    return message
 
 
 def test_I_13_samplers_resumed(requests: list[Request], reference: dict[str, Bits]) -> None:
@@ -167,13 +167,13 @@ def test_a_replayed_trace_has_the_log_probabilities_of_the_same_text_as_a_prompt
     """One token after the other, or all at once: the same bits. An end of text in the trace ends nothing."""
     llm = LLM(shallow(), max_num_seqs=8, num_gpu_blocks_override=256)
     prompt, trace = requests[0].prompt_token_ids, [50, 1, 51, *range(300, 340)]
-    told = SamplingParams(max_tokens=100, logprobs=2, trace_decode_token_ids=trace)
+    sampling_params = SamplingParams(max_tokens=100, logprobs=2, trace_decode_token_ids=trace)
     read = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
-    [replayed] = llm.generate([{"prompt_token_ids": prompt}], told, use_tqdm=False)
-    [given] = llm.generate([{"prompt_token_ids": [*prompt, *trace]}], read, use_tqdm=False)
+    [replayed] = llm.generate([{"prompt_token_ids": prompt}], sampling_params, use_tqdm=False)
+    [inputs] = llm.generate([{"prompt_token_ids": [*prompt, *trace]}], read, use_tqdm=False)
     [answer] = replayed.outputs
     assert (answer.token_ids, answer.finish_reason) == (trace, "length")
-    assert answer.logprobs == given.prompt_logprobs[len(prompt) :]
+    assert answer.logprobs == inputs.prompt_logprobs[len(prompt) :]
     llm.close()
 
 
@@ -194,9 +194,9 @@ def test_I_13_samplers_on_a_restarted_engine(requests: list[Request], reference:
                 for place, delta in deltas:
                     tokens[place] += delta.token_ids
                     logprobs[place] += delta.logprobs
-                if not killed and all(len(own) >= 3 for own in tokens):
+                if not killed and all(len(token) >= 3 for token in tokens):
                     killed = True
-                    assert not all(len(own) == TOKENS for own in tokens)
+                    assert not all(len(token) == TOKENS for token in tokens)
                     assert link.pid is not None
                     os.kill(link.pid, signal.SIGKILL)
         assert client.num_restarts == 1
@@ -232,8 +232,8 @@ def test_prompt_logprobs_of_a_warm_prefix_cache_are_the_same_bits(requests: list
     prompt = max((request.prompt_token_ids for request in requests), key=len)
     assert len(prompt) > 3 * llm.config.block_size
 
-    def told(own: SamplingParams) -> Any:
-        [output] = llm.generate([{"prompt_token_ids": prompt}], own, use_tqdm=False)
+    def told(changed: SamplingParams) -> Any:
+        [output] = llm.generate([{"prompt_token_ids": prompt}], changed, use_tqdm=False)
         return output.prompt_logprobs, output.outputs[0].logprobs, output.num_cached_tokens
 
     cold = told(params)

@@ -34,8 +34,8 @@ def varied(params: SamplingParams, i: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def requests():
-    made = make_requests()
-    return [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(made)]
+    result = make_requests()
+    return [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(result)]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,17 @@ def test_guesses_change_nothing(requests, reference, share, tree):
     core = make_core()
     drafter = drafter_of(core, requests, reference, share, tree)
     speculate(core, drafter, num_drafts=5, num_nodes=9)
-    found = {}
+    result = {}
     for group in groups_of(requests, 16):
-        found |= run(core, group)
-    assert_same(found, reference)
+        result |= run(core, group)
+    assert_same(result, reference)
     stats = core.stats()
     assert stats.num_accepted_tokens > len(requests), stats
-    assert sum(stats.num_accepted_per_pos) == stats.num_accepted_tokens == sum(kept for _, kept in drafter.fates)
+    assert (
+        sum(stats.num_accepted_per_pos)
+        == stats.num_accepted_tokens
+        == sum(num_accepted for _, num_accepted in drafter.fates)
+    )
     if not tree:
         assert stats.num_draft_tokens > stats.num_accepted_tokens
     # Fewer steps than tokens: that is what it is for.
@@ -80,15 +84,15 @@ def test_guesses_change_nothing(requests, reference, share, tree):
 def test_guesses_change_nothing_in_small_rooms(requests, reference, options):
     some = requests[::6]
     if options.get("backend"):
-        wanted = run_alone(some, **options)
+        alone = run_alone(some, **options)
     else:
-        wanted = {r.request_id: reference[r.request_id] for r in some}
+        alone = {r.request_id: reference[r.request_id] for r in some}
     core = make_core(**options)
-    speculate(core, drafter_of(core, some, wanted, 0.8, tree=True), num_drafts=4, num_nodes=6)
-    found = {}
+    speculate(core, drafter_of(core, some, alone, 0.8, tree=True), num_drafts=4, num_nodes=6)
+    actual = {}
     for group in groups_of(some, 9):
-        found |= run(core, group, preempt_every=40)
-    assert_same(found, wanted)
+        actual |= run(core, group, preempt_every=40)
+    assert_same(actual, alone)
     assert core.stats().num_accepted_tokens
     core.close()
 
@@ -101,9 +105,9 @@ def test_resumed_answers_go_on_with_guesses(requests, reference):
     for i, request in enumerate(some):
         tokens = reference[request.request_id][0]
         cut.append(msgspec.structs.replace(request, resume_token_ids=tokens[: min(len(tokens) - 1, i % 5)]))
-    found = run(core, cut)
+    result = run(core, cut)
     for request in cut:
-        assert [*request.resume_token_ids, *found[request.request_id][0]] == reference[request.request_id][0]
+        assert [*request.resume_token_ids, *result[request.request_id][0]] == reference[request.request_id][0]
     core.close()
 
 
@@ -113,10 +117,10 @@ def test_an_accepted_wrong_token_is_seen(requests, reference, monkeypatch):
 
     take = Verification.take
 
-    def gullible(self, drawn):
+    def gullible(self, samples):
         if self.children() and len(self.token_ids) == 1:
-            drawn.token_id = self.draft.token_ids[self.children()[0]]
-        return take(self, drawn)
+            samples.token_id = self.draft.token_ids[self.children()[0]]
+        return take(self, samples)
 
     monkeypatch.setattr(Verification, "take", gullible)
     core = make_core()
@@ -134,12 +138,12 @@ def test_a_slot_of_a_rejected_guess_that_is_read_is_seen(requests, reference, mo
 
     take = Verification.take
 
-    def careless(self, drawn):
+    def careless(self, samples):
         children = self.children()
-        kept = take(self, drawn)
-        if not kept and children:
+        accepted = take(self, samples)
+        if not accepted and children:
             self.accepted.append(children[0])
-        return kept or bool(children)
+        return accepted or bool(children)
 
     monkeypatch.setattr(Verification, "take", careless)
     core = make_core()
@@ -151,7 +155,7 @@ def test_a_slot_of_a_rejected_guess_that_is_read_is_seen(requests, reference, mo
 
 
 def test_a_guess_beyond_the_vocabulary_is_refused(requests, reference):
-    """Twice: by who asked the drafter, and by the runner, whoever sent the batch."""
+    """Twice: by the caller of the drafter, and by the runner for every batch."""
     core = make_core()
     some = requests[:6]
     drafter = drafter_of(core, some, reference, 1.0, tree=False)
@@ -193,9 +197,9 @@ class Untouchable:
 
 def test_a_step_without_speculation_calls_nothing_of_it():
     core = make_core()
-    wanted = run(core, make_requests()[:2])
+    expected = run(core, make_requests()[:2])
     core.executor.speculator = Untouchable()
-    assert_same(run(core, make_requests()[:2]), wanted)
+    assert_same(run(core, make_requests()[:2]), expected)
     # The control: where drafts are requested it is called, which ends the step.
     core.scheduler.drafts.enabled = True
     with pytest.raises(AssertionError, match="begin_step was called"):
@@ -207,6 +211,6 @@ def test_streams_of_noise_are_disjoint():
 
     purposes = [noise.SAMPLE, noise.XTC, noise.WATERMARK, noise.DRAFT, noise.ACCEPT, noise.RECOVER]
     assert len(set(purposes)) == len(purposes)
-    drawn = {noise.uniform(5, 9, purpose) for purpose in purposes}
-    assert len(drawn) == len(purposes)
-    assert all(a != b for a, b in itertools.combinations(drawn, 2))
+    samples = {noise.uniform(5, 9, purpose) for purpose in purposes}
+    assert len(samples) == len(purposes)
+    assert all(a != b for a, b in itertools.combinations(samples, 2))

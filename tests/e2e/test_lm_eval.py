@@ -77,8 +77,8 @@ def evaluate(
     lm_eval: str, tmp_path: Path, tasks: str, url: str, batch_size: int = 1, **settings: Any
 ) -> dict[str, Any]:
     """Run the harness. -> its results, with its samples by task."""
-    given = {"model": "tiny", "base_url": f"{url}/v1/completions", "tokenizer": str(tmp_path / "model"), **settings}
-    args = ",".join(f"{name}={value}" for name, value in (given | {"tokenizer_backend": "huggingface"}).items())
+    inputs = {"model": "tiny", "base_url": f"{url}/v1/completions", "tokenizer": str(tmp_path / "model"), **settings}
+    args = ",".join(f"{name}={value}" for name, value in (inputs | {"tokenizer_backend": "huggingface"}).items())
     out = tmp_path / f"out-{len(list(tmp_path.glob('out-*')))}"
     command = [lm_eval, "run", "--model", "local-completions", "--model_args", args, "--tasks", tasks]
     command += ["--include_path", str(tmp_path / "tasks"), "--output_path", str(out), "--log_samples"]
@@ -87,8 +87,8 @@ def evaluate(
     offline |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
-    [found] = out.rglob("results_*.json")
-    results: dict[str, Any] = json.loads(found.read_text())
+    [result] = out.rglob("results_*.json")
+    results: dict[str, Any] = json.loads(result.read_text())
     samples = {path.name.split("_20")[0].removeprefix("samples_"): path for path in out.rglob("samples_*.jsonl")}
     results["samples"] = {
         name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in samples.items()
@@ -101,8 +101,8 @@ def loglikelihood(model: Any, context: bytes, continuation: bytes) -> tuple[floa
     ids = torch.tensor([list(context + continuation)])
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(ids).logits[0, len(context) - 1 : -1].double(), dim=-1)
-    own = ids[0, len(context) :]
-    return float(logprobs.gather(1, own[:, None]).sum()), bool((logprobs.argmax(dim=-1) == own).all())
+    target_ids = ids[0, len(context) :]
+    return float(logprobs.gather(1, target_ids[:, None]).sum()), bool((logprobs.argmax(dim=-1) == target_ids).all())
 
 
 @pytest.mark.slow
@@ -123,8 +123,8 @@ def test_the_score_is_that_of_transformers(lm_eval: str, tmp_path: Path) -> None
         ),
     }
     for name, (kind, text, rest) in texts.items():
-        made = TASK.format(name=name, data=data, kind=kind, text=text, rest=rest)
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(made)
+        result = TASK.format(name=name, data=data, kind=kind, text=text, rest=rest)
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(result)
     arguments = (str(tmp_path / "model"), "--served-model-name", "tiny", "--dtype", "float32", "--num-threads", "1")
     with serve(*arguments, "--num-gpu-blocks-override", "256") as served:
         results = evaluate(lm_eval, tmp_path, "tiny_choice,tiny_rolling", served.url, num_concurrent=4)
@@ -136,8 +136,8 @@ def test_the_score_is_that_of_transformers(lm_eval: str, tmp_path: Path) -> None
         # The harness puts a space between the two.
         want = [loglikelihood(model, doc["text"].encode(), b" " + choice.encode()) for choice in doc["choices"]]
         got = [(float(value), greedy in (True, "True")) for value, greedy in (r[0] for r in sample["resps"])]
-        for (value, greedy), (own, own_greedy) in zip(got, want, strict=True):
-            assert value == pytest.approx(own, abs=2e-3)
+        for (value, greedy), (expected_score, own_greedy) in zip(got, want, strict=True):
+            assert value == pytest.approx(expected_score, abs=2e-3)
             assert greedy == own_greedy
             num_compared += 1
         num_right += max(range(4), key=lambda i: want[i][0]) == doc["label"]
@@ -150,8 +150,8 @@ def test_the_score_is_that_of_transformers(lm_eval: str, tmp_path: Path) -> None
     total, num_bytes = 0.0, 0
     for sample in results["samples"]["tiny_rolling"]:
         text = docs[sample["doc_id"]]["text"].encode()
-        own, _ = loglikelihood(model, b"\xff", text)
-        assert float(sample["resps"][0][0]) == pytest.approx(own, abs=5e-3)
-        total, num_bytes = total + own, num_bytes + len(text)
+        expected_score, _ = loglikelihood(model, b"\xff", text)
+        assert float(sample["resps"][0][0]) == pytest.approx(expected_score, abs=5e-3)
+        total, num_bytes = total + expected_score, num_bytes + len(text)
     want_perplexity = float(torch.exp(torch.tensor(-total / num_bytes)))
     assert results["results"]["tiny_rolling"]["byte_perplexity,none"] == pytest.approx(want_perplexity, rel=1e-4)

@@ -38,8 +38,8 @@ def test_R_28_model_files_that_vanish_are_cut_short_and_come_back(tmp_path: Path
         put_back()
 
     async def ask(client: EngineClient, at: dict[int, Any] | None = None) -> Any:
-        made = [request([100 + i, 200, 300], seed=i, logprobs=1, max_tokens=30) for i in range(4)]
-        return await read(client.submit(made), at)
+        responses = [request([100 + i, 200, 300], seed=i, logprobs=1, max_tokens=30) for i in range(4)]
+        return await read(client.submit(responses), at)
 
     async def work(client: EngineClient) -> None:
         first = await ask(client)

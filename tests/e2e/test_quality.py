@@ -54,8 +54,8 @@ def text(reference: LLM) -> Text:
 
 
 def judged(reference: LLM, text: Text, **fields: Any) -> dict[str, Any]:
-    with closing(opened(EngineConfig(**(OWN | SMALL | fields)))) as own:
-        return judge(own, reference, text)
+    with closing(opened(EngineConfig(**(OWN | SMALL | fields)))) as llm:
+        return judge(llm, reference, text)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def test_more_bits_lose_less(rows: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_int8_is_within_three_thousandths_of_bf16(rows: dict[str, dict[str, Any]]) -> None:
-    found = {name: row["perplexity"] for name, row in rows.items()}
-    assert abs(found["int8"] / found["bf16"] - 1) < 3e-3
+    result = {name: row["perplexity"] for name, row in rows.items()}
+    assert abs(result["int8"] / result["bf16"] - 1) < 3e-3
     # The bound can be missed.
-    assert abs(found["int4"] / found["bf16"] - 1) > 3e-3
+    assert abs(result["int4"] / result["bf16"] - 1) > 3e-3
 
 
 def test_errors_of_the_weights(rows: dict[str, dict[str, Any]]) -> None:
@@ -99,18 +99,18 @@ def test_bits_of_blocks_of_two_types(tmp_path: Path) -> None:
     """q, k and v of two types of GGUF's blocks are one matrix of parts, which takes what the file takes."""
     path = tmp_path / "model.gguf"
     convert(PATH, path, "Q4_K_M")
-    with closing(opened(EngineConfig(model=str(path), backend="cpu", **SMALL))) as own:
-        told = sizes(program_of(own), path)
-        assert any(hasattr(matrix, "parts") for matrix in matrices_of(program_of(own)))
-    assert told["held_bits_per_weight"] == pytest.approx(told["stored_bits_per_weight"], rel=1e-6)
+    with closing(opened(EngineConfig(model=str(path), backend="cpu", **SMALL))) as llm:
+        output = sizes(program_of(llm), path)
+        assert any(hasattr(matrix, "parts") for matrix in matrices_of(program_of(llm)))
+    assert output["held_bits_per_weight"] == pytest.approx(output["stored_bits_per_weight"], rel=1e-6)
 
 
 def test_figures_do_not_depend_on_threads_or_company(reference: LLM, text: Text) -> None:
-    told = judged(reference, text, quantization="int4")
+    output = judged(reference, text, quantization="int4")
     others = judged(
         reference, text, quantization="int4", num_threads=1, max_num_batched_tokens=48, max_num_seqs=3, block_size=32
     )
-    assert told == others
+    assert output == others
 
 
 def test_both_backends_say_the_same_of_a_model(reference: LLM, text: Text) -> None:
@@ -120,8 +120,8 @@ def test_both_backends_say_the_same_of_a_model(reference: LLM, text: Text) -> No
     assert row["top1_flip_rate"] == 0
     assert row["held_bits_per_weight"] == 32
     assert row["bits_per_weight"] == 16  # as stored
-    own = judged(reference, few, backend="torch_ref", quantization="int4")
-    assert own["held_bits_per_weight"] == pytest.approx(4.3, abs=0.05)
+    torch_figures = judged(reference, few, backend="torch_ref", quantization="int4")
+    assert torch_figures["held_bits_per_weight"] == pytest.approx(4.3, abs=0.05)
 
 
 def test_written_text_is_the_same_each_time(reference: LLM, text: Text) -> None:
@@ -134,19 +134,19 @@ def test_written_text_is_the_same_each_time(reference: LLM, text: Text) -> None:
 
 
 def test_an_engine_with_a_prefix_cache_is_not_judged(text: Text) -> None:
-    with closing(LLM("builtin", **SMALL)) as own, pytest.raises(HeadraceError, match="no prefix cache"):
-        judge(own, None, text)
+    with closing(LLM("builtin", **SMALL)) as llm, pytest.raises(HeadraceError, match="no prefix cache"):
+        judge(llm, None, text)
 
 
 def test_a_file_is_cut_into_windows_that_begin_a_text(reference: LLM, tmp_path: Path) -> None:
     content = "Once upon a time there was a little girl named Lily. " * 200
     (tmp_path / "story.txt").write_text(content)
     tokenizer = reference.get_tokenizer()
-    made = file_text(reference, tmp_path / "story.txt", 64, 500)
-    assert sum(len(window) - 1 for window in made.windows) == 500
-    assert made.name == "story.txt"
+    result = file_text(reference, tmp_path / "story.txt", 64, 500)
+    assert sum(len(window) - 1 for window in result.windows) == 500
+    assert result.name == "story.txt"
     begin = 1 if tokenizer.encode("")[:1] == [tokenizer.bos_token_id] else 0
-    joined = [token_id for window in made.windows for token_id in window[begin:]]
+    joined = [token_id for window in result.windows for token_id in window[begin:]]
     assert joined == tokenizer.encode(content, add_special_tokens=False)[: len(joined)]
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(HeadraceError, match="nothing to judge"):
@@ -175,22 +175,22 @@ def test_command_keeps_its_figures_beside_the_weights(tmp_path: Path) -> None:
     more = ["--text", "written", "--text", str(tmp_path / "other.txt"), "--outliers"]
     done = CliRunner().invoke(app, [*words, *more, "--json", "--save", "--speed"])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert told["num_tokens"] == 256
-    assert told["decode_tokens_per_s"] > 0
-    assert told["saved"] == audit.NAME
-    assert told["reference"].startswith("model ")
-    [other] = told["texts"]
+    data = json.loads(done.stdout)
+    assert data["num_tokens"] == 256
+    assert data["decode_tokens_per_s"] > 0
+    assert data["saved"] == audit.NAME
+    assert data["reference"].startswith("model ")
+    [other] = data["texts"]
     assert (other["text"], other["num_tokens"]) == ("other.txt", 256)
-    assert told["outlier_kl"] > other["mean_kl"] > 0
-    assert other["perplexity"] != told["perplexity"]
-    assert told["disk_bytes"] == (folder / "model.safetensors").stat().st_size
+    assert data["outlier_kl"] > other["mean_kl"] > 0
+    assert other["perplexity"] != data["perplexity"]
+    assert data["disk_bytes"] == (folder / "model.safetensors").stat().st_size
     [entry] = audit.find(folder)
     assert entry["form"]["quantization"] == "int4"
-    assert entry["measured"]["mean_kl"] == told["mean_kl"] > 0
-    shown = CliRunner().invoke(app, words)
-    assert shown.exit_code == 0, shown.output
-    assert f"{told['perplexity']:.4f}" in shown.stdout
+    assert entry["measured"]["mean_kl"] == data["mean_kl"] > 0
+    command_result = CliRunner().invoke(app, words)
+    assert command_result.exit_code == 0, command_result.output
+    assert f"{data['perplexity']:.4f}" in command_result.stdout
 
 
 @pytest.mark.slow
@@ -203,8 +203,8 @@ def test_gguf_files_beside_the_model_they_were_made_of(shared_data: Path) -> Non
         rows = {}
         for kind in ("F32", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"):
             path = base / "derived" / "gguf" / f"TinyStories-656K.{kind}.gguf"
-            with closing(opened(EngineConfig(model=str(path), dtype="float32", backend="cpu", **SMALL))) as own:
-                rows[kind] = judge(own, reference, text)
+            with closing(opened(EngineConfig(model=str(path), dtype="float32", backend="cpu", **SMALL))) as llm:
+                rows[kind] = judge(llm, reference, text)
         assert rows["F32"]["mean_kl"] < 1e-9
         assert rows["F32"]["stored_bits_per_weight"] == 32
         assert rows["Q8_0"]["mean_kl"] < rows["Q5_1"]["mean_kl"] < rows["Q4_1"]["mean_kl"]
@@ -213,9 +213,9 @@ def test_gguf_files_beside_the_model_they_were_made_of(shared_data: Path) -> Non
         assert bits == {"F32": 32, "Q8_0": 8.5, "Q5_1": 6, "Q5_0": 5.5, "Q4_1": 5, "Q4_0": 4.5}
     # Quantised already, it has no plainer form of its own to be compared with.
     alone = EngineConfig(model=str(path), backend="cpu", **SMALL)
-    told = measure_quality(QualityPlan(max_tokens=256), alone)
-    assert "mean_kl" not in told
-    assert told["perplexity"] > 1
+    quality = measure_quality(QualityPlan(max_tokens=256), alone)
+    assert "mean_kl" not in quality
+    assert quality["perplexity"] > 1
 
 
 def test_outliers_are_planted_to_the_bit(reference: LLM, text: Text, tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_outliers_are_planted_to_the_bit(reference: LLM, text: Text, tmp_path: P
     planted = {factor: plant(PATH, tmp_path / f"{factor}", 3, factor) for factor in (64.0, 512.0)}
     few = Text(text.name, text.windows[:1], text.num_bytes)
     assert judged(reference, few, model=str(planted[64.0]), dtype="float32")["mean_kl"] == 0
-    with closing(opened(EngineConfig(**(OWN | SMALL | {"model": str(planted[512.0]), "quantization": "int8"})))) as own:
-        chosen = outlier_figures(own, reference, few)
+    with closing(opened(EngineConfig(**(OWN | SMALL | {"model": str(planted[512.0]), "quantization": "int8"})))) as llm:
+        chosen = outlier_figures(llm, reference, few)
     forced = judged(reference, few, model=str(planted[512.0]), quantization="int8", activations="int8")
     assert chosen["outlier_activations"] != "int8"
     assert forced["mean_kl"] > 10 * chosen["outlier_kl"] > 0

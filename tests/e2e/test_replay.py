@@ -42,23 +42,23 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_the_model_did_it_does_again(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = [record for record in read(log) if isinstance(record, StepEnd)]
-    assert any(record.times for record in made), "the pace of speculation goes by a clock"
-    assert any(record.late for record in made), "masks were waited for"
+    records = [record for record in read(log) if isinstance(record, StepEnd)]
+    assert any(record.times for record in records), "the pace of speculation goes by a clock"
+    assert any(record.late for record in records), "masks were waited for"
     replay(log)
-    told = capsys.readouterr().out
-    assert f"{len(made):,} steps of 10 requests" in told
-    assert "are the same to the bit" in told
+    printed = capsys.readouterr().out
+    assert f"{len(records):,} steps of 10 requests" in printed
+    assert "are the same to the bit" in printed
 
 
 def test_control_one_bit_is_noticed(log: Path, tmp_path: Path) -> None:
     records = list(read(log))
-    [*_, made] = [record for record in records if isinstance(record, StepEnd) and record.result.logprobs]
-    [at, *_] = made.result.logprobs
-    old = made.result.logprobs[at]
-    made.result.logprobs[at] = msgspec.structs.replace(old, logprob=old.logprob * (1 + 2**-52))
+    [*_, result] = [record for record in records if isinstance(record, StepEnd) and record.result.logprobs]
+    [at, *_] = result.result.logprobs
+    old = result.result.logprobs[at]
+    result.result.logprobs[at] = msgspec.structs.replace(old, logprob=old.logprob * (1 + 2**-52))
     frames = [msgspec.msgpack.encode(record) for record in records]
     (tmp_path / "log").write_bytes(MAGIC + b"".join(len(f).to_bytes(4, "little") + f for f in frames))
-    with pytest.raises(ReplayDifference) as told:
+    with pytest.raises(ReplayDifference) as error:
         replay(tmp_path / "log")
-    assert (told.value.step_id, told.value.what) == (made.result.step_id, "logprobs")
+    assert (error.value.step_id, error.value.what) == (result.result.step_id, "logprobs")

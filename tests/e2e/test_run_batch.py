@@ -21,14 +21,14 @@ VOLATILE = ("created", "timings", "created_at", "completed_at", "prompt_tokens_d
 
 
 def requests() -> list[dict[str, Any]]:
-    made: list[tuple[str, dict[str, Any]]] = []
+    result: list[tuple[str, dict[str, Any]]] = []
     for i in range(4):
-        made.append(("/v1/completions", {"prompt": f"Once upon a time {i}", "max_tokens": 40, "ignore_eos": True}))
+        result.append(("/v1/completions", {"prompt": f"Once upon a time {i}", "max_tokens": 40, "ignore_eos": True}))
         messages = [{"role": "user", "content": f"Tell me story {i}."}]
-        made.append(("/v1/chat/completions", {"messages": messages, "max_tokens": 24, "temperature": 0}))
-        made.append(("/v1/embeddings", {"input": [f"text {i}", "a cat"], "encoding_format": "base64"}))
-        made.append(("/v1/responses", {"input": f"Question {i}", "max_output_tokens": 24}))
-    return [{"custom_id": f"q{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(made)]
+        result.append(("/v1/chat/completions", {"messages": messages, "max_tokens": 24, "temperature": 0}))
+        result.append(("/v1/embeddings", {"input": [f"text {i}", "a cat"], "encoding_format": "base64"}))
+        result.append(("/v1/responses", {"input": f"Question {i}", "max_output_tokens": 24}))
+    return [{"custom_id": f"q{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(result)]
 
 
 def command(source: Path, target: Path) -> list[str]:
@@ -84,16 +84,16 @@ def test_the_answers_are_those_of_the_library(tmp_path: Path) -> None:
     done = subprocess.run([*command(source, target), *options], timeout=110, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     outputs = [json.loads(line) for line in target.read_text().splitlines()]
-    found = {output["custom_id"]: output["response"]["body"] for output in outputs}
+    result = {output["custom_id"]: output["response"]["body"] for output in outputs}
     llm = LLM(shallow(), num_gpu_blocks_override=256, num_threads=1)
-    [made] = llm.generate("Once upon a time", SamplingParams(max_tokens=12, seed=5, temperature=0.8), use_tqdm=False)
-    assert found["a"]["choices"][0]["text"] == made.outputs[0].text
-    assert found["b"]["data"][0]["embedding"] == llm.embed("Once upon a time", use_tqdm=False)[0].outputs.embedding
+    [outcome] = llm.generate("Once upon a time", SamplingParams(max_tokens=12, seed=5, temperature=0.8), use_tqdm=False)
+    assert result["a"]["choices"][0]["text"] == outcome.outputs[0].text
+    assert result["b"]["data"][0]["embedding"] == llm.embed("Once upon a time", use_tqdm=False)[0].outputs.embedding
     llm.close()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reply"),
     [
         (["no-such-file", "out"], "INPUT"),
         (["-i", "in"], "OUTPUT once"),
@@ -102,8 +102,8 @@ def test_the_answers_are_those_of_the_library(tmp_path: Path) -> None:
         (["in", "out", "--block-size", "0"], "block_size"),
     ],
 )
-def test_bad_commands_end_at_once(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_bad_commands_end_at_once(tmp_path: Path, arguments: list[str], reply: str) -> None:
     (tmp_path / "in").write_text("{}\n")
     done = subprocess.run([HEADRACE, "run-batch", *arguments], cwd=tmp_path, timeout=60, capture_output=True, text=True)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert reply in done.stderr

@@ -56,8 +56,8 @@ def test_a_decode_step_calls_few_python_functions(num_sequences: int, temperatur
     num_steps = 32  # two blocks, so that the cost of new blocks is in it
     python, c = count_calls(core, num_steps)
     core.close()
-    told = f"{python.total() / num_steps:.1f} Python and {c.total() / num_steps:.1f} C calls a step"
-    assert python.total() / num_steps <= MOST, (told, python.most_common(12))
+    output = f"{python.total() / num_steps:.1f} Python and {c.total() / num_steps:.1f} C calls a step"
+    assert python.total() / num_steps <= MOST, (output, python.most_common(12))
 
 
 def test_control_calls_for_each_layer_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

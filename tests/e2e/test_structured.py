@@ -60,7 +60,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def requests(tokenizer: Tokenizer) -> list[Request]:
     """Every form, greedy and not, with and without log-probabilities."""
-    made = []
+    result = []
     for i, (name, form) in enumerate(FORMS.items()):
         for temperature in (0.0, 0.9):
             for logprobs in (None, 2):
@@ -70,8 +70,8 @@ def requests(tokenizer: Tokenizer) -> list[Request]:
                 )  # fmt: skip
                 ids = tokenizer.encode("Tom has a pet. " * (1 + 9 * (i % 2)))
                 name_of = f"{name}@{temperature}:{logprobs}"
-                made.append(Request(request_id=name_of, prompt_token_ids=ids, params=params))
-    return made
+                result.append(Request(request_id=name_of, prompt_token_ids=ids, params=params))
+    return result
 
 
 Bits = tuple[list[int], bytes]
@@ -80,11 +80,11 @@ Bits = tuple[list[int], bytes]
 @pytest.fixture(scope="module")
 def reference(requests: list[Request]) -> dict[str, Bits]:
     core = make_core(enable_prefix_caching=False)
-    found: dict[str, Bits] = {}
+    result: dict[str, Bits] = {}
     for request in requests:
-        found |= run(core, [request])
+        result |= run(core, [request])
     core.close()
-    return found
+    return result
 
 
 def test_forced_tokens_or_not_the_text_is_the_same(requests: list[Request], reference: dict[str, Bits]) -> None:
@@ -186,9 +186,9 @@ def test_control_a_mask_from_another_row_is_noticed(
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM(num_threads=1, num_gpu_blocks_override=512, max_num_seqs=32)
-    yield made
-    made.close()
+    result = LLM(num_threads=1, num_gpu_blocks_override=512, max_num_seqs=32)
+    yield result
+    result.close()
 
 
 def test_offline_every_form(llm: LLM) -> None:
@@ -348,16 +348,16 @@ def test_api_every_name_for_a_form() -> None:
     import re
 
     replies = ask_all([body for _, body, _ in ASKED])
-    for (name, _, wanted), reply in zip(ASKED, replies, strict=True):
+    for (name, _, expected), reply in zip(ASKED, replies, strict=True):
         assert isinstance(reply, dict), (name, reply)
         choice = reply["choices"][0]
-        if wanted == "json":
+        if expected == "json":
             cut = choice["finish_reason"] == "length"
             assert cut == bool(choice.get("warnings")), choice
             assert cut or isinstance(json.loads(choice["text"]), dict)
-        elif wanted:
+        elif expected:
             assert choice["finish_reason"] == "stop"
-            assert re.fullmatch(wanted, choice["text"]), choice["text"]
+            assert re.fullmatch(expected, choice["text"]), choice["text"]
 
 
 def test_api_refusals_name_the_field() -> None:
@@ -442,9 +442,9 @@ def test_a_document_outlives_its_engine() -> None:
 
 def test_a_servers_own_form_holds_for_requests_without_one() -> None:
     form = sampling_defaults({"structured_outputs": {"choice": ["up", "down"]}, "ignore_eos": True})
-    plain, asked, searched = ask_all([{}, {"guided_choice": ["left"]}, {"use_beam_search": True, "n": 2}], **form)
-    assert not any(isinstance(reply, HeadraceError) for reply in (plain, asked, searched))
-    texts = [reply["choices"][0]["text"] for reply in (plain, asked, searched) if isinstance(reply, dict)]
+    plain, request, searched = ask_all([{}, {"guided_choice": ["left"]}, {"use_beam_search": True, "n": 2}], **form)
+    assert not any(isinstance(reply, HeadraceError) for reply in (plain, request, searched))
+    texts = [reply["choices"][0]["text"] for reply in (plain, request, searched) if isinstance(reply, dict)]
     assert texts[0] in ("up", "down")
     assert texts[1] == "left"
     assert texts[2] not in ("up", "down"), "a search has no default form"

@@ -45,15 +45,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     path.write_text(TEMPLATE)
     with (
         serve("builtin", "--chat-template", str(path)) as served,
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as made,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as openai_client,
     ):
-        yield made
+        yield openai_client
 
 
 def answer(client: openai.OpenAI, **more: Any) -> tuple[str, str, list[tuple[str, str]], str | None]:
     """Content, reasoning, calls and finish reason: the same streamed and not."""
-    asked: Any = {"model": "builtin", "messages": MESSAGES, "max_tokens": 400, "seed": 3} | more
-    [choice] = client.chat.completions.create(**asked).choices
+    requests: Any = {"model": "builtin", "messages": MESSAGES, "max_tokens": 400, "seed": 3} | more
+    [choice] = client.chat.completions.create(**requests).choices
     message = choice.message
     calls = [
         (call.function.name, call.function.arguments) for call in message.tool_calls or [] if call.type == "function"
@@ -62,7 +62,7 @@ def answer(client: openai.OpenAI, **more: Any) -> tuple[str, str, list[tuple[str
     whole = (message.content or "", reasoning, calls, choice.finish_reason)
     content = thought = ""
     parts: list[list[str]] = []
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**requests, stream=True):
         delta = chunk.choices[0].delta
         content += delta.content or ""
         thought += (delta.model_extra or {}).get("reasoning_content") or ""
@@ -135,12 +135,12 @@ CLOCK = 'start: HOUR ":" MINUTE "\\n" NOTE?\nHOUR: /[01][0-9]/\nMINUTE: /[0-5][0
 def test_K3_a_custom_tool_s_text_follows_its_grammar(client: openai.OpenAI) -> None:
     lark: Any = {"type": "grammar", "syntax": "lark", "definition": CLOCK}
     tools: Any = [{"type": "custom", "name": "clock", "format": lark}, TOOLS[0]["function"] | {"type": "function"}]
-    given: dict[str, Any] = {"model": "builtin", "input": "Tell me a story.", "tools": tools}
-    given |= {"tool_choice": {"type": "custom", "name": "clock"}, "extra_body": QUIET | {"seed": 3}}
-    (call,) = client.responses.create(**given).output
+    inputs: dict[str, Any] = {"model": "builtin", "input": "Tell me a story.", "tools": tools}
+    inputs |= {"tool_choice": {"type": "custom", "name": "clock"}, "extra_body": QUIET | {"seed": 3}}
+    (call,) = client.responses.create(**inputs).output
     assert call.type == "custom_tool_call"
     assert re.fullmatch(r'[01][0-9]:[0-5][0-9]\n("[a-z]{1,4}")?', call.input)
-    with client.responses.stream(**given) as stream:
+    with client.responses.stream(**inputs) as stream:
         deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
         assert "".join(deltas) == call.input
     # The same as a regular expression, in a chat.
@@ -171,11 +171,11 @@ def test_K3_a_turn_of_codex_on_the_built_in_model(client: openai.OpenAI) -> None
     """Its recorded request, but that the model, which would not call a tool, must; then the tool's result."""
     recorded = Path(__file__).parents[1] / "serve" / "apis" / "openai" / "recorded" / "codex.json"
     request = json.loads(recorded.read_text())["request"]
-    given: dict[str, Any] = {"model": "builtin", "tools": request["tools"], "parallel_tool_calls": False}
-    given |= {"max_output_tokens": 2000, "extra_body": QUIET | {"seed": 1}}
-    (call,) = client.responses.create(input=request["input"], tool_choice="required", **given).output
+    inputs: dict[str, Any] = {"model": "builtin", "tools": request["tools"], "parallel_tool_calls": False}
+    inputs |= {"max_output_tokens": 2000, "extra_body": QUIET | {"seed": 1}}
+    (call,) = client.responses.create(input=request["input"], tool_choice="required", **inputs).output
     assert call.type in ("function_call", "custom_tool_call")
     output = {"type": f"{call.type}_output", "call_id": call.call_id, "output": "It is done."}
     items: Any = [*request["input"], call.model_dump(exclude_none=True), output]
-    final = client.responses.create(input=items, tool_choice="none", **given | {"max_output_tokens": 20})
+    final = client.responses.create(input=items, tool_choice="none", **inputs | {"max_output_tokens": 20})
     assert final.output_text

@@ -13,8 +13,8 @@ OTHER = Watermark(gamma=0.25, delta=3.0, hashing_key=78)
 PROMPTS = ["Once upon a time", "One day, Tom", "The old woman said", "In the forest"]
 
 
-def scores(found: list[list[int]], mark: Watermark) -> list[Detection]:
-    return [detect(token_ids, mark) for token_ids in found]
+def scores(result: list[list[int]], mark: Watermark) -> list[Detection]:
+    return [detect(token_ids, mark) for token_ids in result]
 
 
 @pytest.fixture(scope="module")
@@ -22,21 +22,21 @@ def texts() -> dict[str, list[list[int]]]:
     """Answers of 120 tokens, marked, marked while greedy, and unmarked."""
     llm = LLM(max_num_seqs=16, num_gpu_blocks_override=256)
     kinds = {"marked": (KEY, 1.0), "greedy": (KEY, 0.0), "unmarked": (None, 1.0)}
-    made = {}
+    result = {}
     for kind, (mark, temperature) in kinds.items():
         params = SamplingParams(seed=5, max_tokens=120, temperature=temperature, watermark=mark, ignore_eos=True)
-        made[kind] = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params, use_tqdm=False)]
+        result[kind] = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params, use_tqdm=False)]
     llm.close()
-    return made
+    return result
 
 
 def test_marked_texts_are_told_from_unmarked_ones(texts: dict[str, list[list[int]]]) -> None:
-    assert all(found.z_score > 4.0 and found.p_value < 1e-4 for found in scores(texts["marked"], KEY))
+    assert all(result.z_score > 4.0 and result.p_value < 1e-4 for result in scores(texts["marked"], KEY))
     # Greedy texts go round in circles, and a pair of tokens counts once.
-    assert all(found.z_score > 3.0 for found in scores(texts["greedy"], KEY))
-    assert all(found.z_score < 4.0 for found in scores(texts["unmarked"], KEY))
+    assert all(result.z_score > 3.0 for result in scores(texts["greedy"], KEY))
+    assert all(result.z_score < 4.0 for result in scores(texts["unmarked"], KEY))
 
 
 def test_control_another_key_sees_nothing(texts: dict[str, list[list[int]]]) -> None:
     for kind in texts:
-        assert all(abs(found.z_score) < 4.0 for found in scores(texts[kind], OTHER))
+        assert all(abs(result.z_score) < 4.0 for result in scores(texts[kind], OTHER))

@@ -50,8 +50,8 @@ def run(env: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
 def digests(env: dict[str, str], cases: list[Any]) -> list[str]:
     done = run(env, "-m", "tests.support.bits", json.dumps(cases))
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout)
-    return found
+    data: list[str] = json.loads(done.stdout)
+    return data
 
 
 def q4_0(name: str, weight: Any) -> tuple[Any, Any]:

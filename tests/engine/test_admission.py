@@ -67,16 +67,16 @@ def test_R_10_each_callers_share_is_at_least_what_is_left(num_callers: int) -> N
     for name in names:
         queue.admit([1], name, 0.0)
         queue.enter(1, name)
-    taken = [1 + fill(queue, name) for name in names]
-    assert taken[0] <= 500
+    num_admitted = [1 + fill(queue, name) for name in names]
+    assert num_admitted[0] <= 500
     for place, name in enumerate(names):
         # Each later one gets half of what the ones before have left, and never less than that.
-        assert taken[place] >= 1000 >> (place + 2), (name, taken)
-    assert sum(taken) <= 1000
-    # As soon as some of the flood is served, its share goes to whoever asks.
-    for _ in range(taken[0]):
+        assert num_admitted[place] >= 1000 >> (place + 2), (name, num_admitted)
+    assert sum(num_admitted) <= 1000
+    # As soon as some of the flood is served, its share goes to the next caller.
+    for _ in range(num_admitted[0]):
         queue.leave(1, names[0], 1.0)
-    assert fill(queue, names[-1]) >= taken[-1]
+    assert fill(queue, names[-1]) >= num_admitted[-1]
 
 
 def test_R_10_the_share_counts_work_too() -> None:
@@ -90,7 +90,7 @@ def test_R_10_the_share_counts_work_too() -> None:
 
 def test_control_without_shares_one_caller_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Admission(1000, 10**6)
-    # Nobody is told apart.
+    # All names share one bound.
     monkeypatch.setattr("headrace.engine.admission.MAX_NAMES", 0)
     assert fill(queue, "a") == 1000
     assert fill(queue, "b") == 0

@@ -24,7 +24,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize(
-    ("config", "asked", "chosen", "said"),
+    ("config", "requests", "chosen", "text"),
     [
         (None, "auto", "float32", ""),
         ({"kv_cache_scheme": None}, "auto", "float32", ""),
@@ -49,12 +49,12 @@ CONFIG = {
     ],
 )
 def test_the_cache_is_what_the_checkpoint_says(
-    config: dict[str, Any] | None, asked: str, chosen: str, said: str, caplog: pytest.LogCaptureFixture
+    config: dict[str, Any] | None, requests: str, chosen: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "headrace")
-    assert choose_kv_dtype(asked, TorchRef("cpu", "float32"), config) == chosen
-    assert said in caplog.text
-    assert bool(said) == bool(caplog.text)
+    assert choose_kv_dtype(requests, TorchRef("cpu", "float32"), config) == chosen
+    assert text in caplog.text
+    assert bool(text) == bool(caplog.text)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_server_of_such_a_checkpoint_says_its_cache(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     stated = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": FP8}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
-    for asked, chosen in (("auto", "fp8_e4m3"), ("float32", "float32")):
-        options: dict[str, Any] = {"kv_cache_dtype": asked, "num_gpu_blocks_override": 4}
+    for requests, chosen in (("auto", "fp8_e4m3"), ("float32", "float32")):
+        options: dict[str, Any] = {"kv_cache_dtype": requests, "num_gpu_blocks_override": 4}
         _, info = build_runner(EngineConfig(model=str(tmp_path), backend="torch_ref", **options))
         assert info.kv_cache_dtype == chosen

@@ -40,11 +40,11 @@ Answer = tuple[list[int], list[float], list[float], Finish | None]
 
 
 def request(prompt: list[int] | None = None, **params: object) -> Request:
-    given = {"max_tokens": 20, "seed": 1, "ignore_eos": True} | params
+    inputs = {"max_tokens": 20, "seed": 1, "ignore_eos": True} | params
     return Request(
         request_id=new_request_id(),
         prompt_token_ids=prompt or [1, 2, 3],
-        params=SamplingParams(**given),  # type: ignore[arg-type]
+        params=SamplingParams(**inputs),  # type: ignore[arg-type]
     )
 
 
@@ -99,34 +99,34 @@ def pid_of(client: EngineClient) -> int:
     return int(pid)
 
 
-def undisturbed(made: list[Request]) -> object:
-    return run(inproc(), lambda client: read(client.submit(made)))
+def undisturbed(result: list[Request]) -> object:
+    return run(inproc(), lambda client: read(client.submit(result)))
 
 
 def test_both_links_give_what_the_oracle_says() -> None:
-    made = requests(6)
-    answers = undisturbed(made)
+    result = requests(6)
+    answers = undisturbed(result)
     assert isinstance(answers, dict)
-    for index, one in enumerate(made):
+    for index, one in enumerate(result):
         assert answers[index][0] == Oracle(fake.VOCAB_SIZE, [fake.EOS]).stream(one, 2048)
         assert len(answers[index][1]) == len(answers[index][0])
         assert len(answers[index][2]) == len(one.prompt_token_ids) - 1
         assert answers[index][3] == Finish("length")
-    assert run(child(), lambda client: read(client.submit(made))) == answers
+    assert run(child(), lambda client: read(client.submit(result))) == answers
 
 
 def test_a_killed_engine_is_a_pause_and_nothing_else() -> None:
     """Promise 2: same ids, same logprobs, each once, though the process died twice."""
-    made = requests(8, LONG)
+    result = requests(8, LONG)
     client = child(delay=0.01)
 
     async def work(client: EngineClient) -> object:
         kill = lambda: os.kill(pid_of(client), signal.SIGKILL)  # noqa: E731
-        return await read(client.submit(made), {2: kill, 6: kill})
+        return await read(client.submit(result), {2: kill, 6: kill})
 
     answers = run(client, work)
     assert client.num_restarts == 2
-    assert answers == undisturbed(made)
+    assert answers == undisturbed(result)
 
 
 def test_what_follows_the_engine_hears_which_requests_go_on_in_the_next_one() -> None:
@@ -144,10 +144,10 @@ def test_what_follows_the_engine_hears_which_requests_go_on_in_the_next_one() ->
 
     async def work(client: EngineClient) -> object:
         client.observer = Ends()
-        gone, stays = client.submit([first]), client.submit([second])
+        aborted, stays = client.submit([first]), client.submit([second])
 
         def abort_and_kill() -> None:
-            gone.close()
+            aborted.close()
             os.kill(pid_of(client), signal.SIGKILL)
 
         return await read(stays, {2: abort_and_kill})
@@ -160,26 +160,26 @@ def test_control_a_client_that_forgets_what_it_delivered_is_noticed(monkeypatch:
     from headrace.engine.resumption import OpenRequest
 
     monkeypatch.setattr(OpenRequest, "resumed", lambda self: self.request)
-    made = requests(8, LONG)
+    result = requests(8, LONG)
 
     async def work(client: EngineClient) -> object:
-        return await read(client.submit(made), {6: lambda: os.kill(pid_of(client), signal.SIGKILL)})
+        return await read(client.submit(result), {6: lambda: os.kill(pid_of(client), signal.SIGKILL)})
 
-    assert run(child(delay=0.01), work) != undisturbed(made)
+    assert run(child(delay=0.01), work) != undisturbed(result)
 
 
 def test_R_02_a_frozen_engine_is_killed_and_its_streams_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """SIGSTOP in mid-answer: found by the steps that do not come, stacks shown, replaced; same bits as undisturbed."""
-    made = requests(8, LONG)
+    result = requests(8, LONG)
     client = child(delay=0.01)
     client.replicas[0].watchdog = Watchdog(1.0)
 
     async def work(client: EngineClient) -> object:
-        return await read(client.submit(made), {3: lambda: os.kill(pid_of(client), signal.SIGSTOP)})
+        return await read(client.submit(result), {3: lambda: os.kill(pid_of(client), signal.SIGSTOP)})
 
     answers = run(client, work)
     assert client.num_restarts == 1
-    assert answers == undisturbed(made)
+    assert answers == undisturbed(result)
     assert "most recent call first" in caplog.text
 
 
@@ -350,10 +350,10 @@ def test_R_04_leaving_a_stream_frees_its_blocks() -> None:
 
 
 def test_R_05_aborts_that_hit_nothing_harm_nobody() -> None:
-    made = requests(3)
+    result = requests(3)
 
     async def work(client: EngineClient) -> object:
-        stream = client.submit(made)
+        stream = client.submit(result)
         ended = request(max_tokens=1)
         await read(client.submit([ended]))
         for _ in range(3):
@@ -365,7 +365,7 @@ def test_R_05_aborts_that_hit_nothing_harm_nobody() -> None:
         assert client.num_restarts == 0
         return done
 
-    assert run(child(), work) == undisturbed(made)
+    assert run(child(), work) == undisturbed(result)
 
 
 def test_R_14_deltas_of_a_slow_reader_are_merged() -> None:

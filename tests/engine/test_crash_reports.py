@@ -32,7 +32,7 @@ PROMPT = [203, 151, 97, 188, 149, 211, 163]
 def leaks(report: Any) -> list[str]:
     """Words that must not be in a report, and places where two tokens of the prompt follow each other."""
     text = json.dumps(report)
-    found = [word for word in WORDS if word in text]
+    words = [word for word in WORDS if word in text]
     pairs = set(itertools.pairwise(PROMPT))
 
     def walk(value: Any) -> None:
@@ -41,12 +41,12 @@ def leaks(report: Any) -> list[str]:
                 walk(each)
         elif isinstance(value, list):
             numbers = [each for each in value if isinstance(each, int)]
-            found.extend(f"tokens {pair}" for pair in itertools.pairwise(numbers) if pair in pairs)
+            words.extend(f"tokens {pair}" for pair in itertools.pairwise(numbers) if pair in pairs)
             for each in value:
                 walk(each)
 
     walk(report)
-    return found
+    return words
 
 
 def die(folder: Path, kind: int) -> dict[str, Any]:
@@ -71,8 +71,8 @@ def die(folder: Path, kind: int) -> dict[str, Any]:
     asyncio.run(work())
     [path] = (folder / "made" / "here").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    made: dict[str, Any] = json.loads(path.read_bytes())
-    return made
+    data: dict[str, Any] = json.loads(path.read_bytes())
+    return data
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_where_none_can_be_written_the_log_says_so(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("text", "output"),
     [
         ("exit status -11", "exit status -11"),
         ("frozen: no step for 1.2 s, no processor time for 1.0 s of them", None),
@@ -167,8 +167,8 @@ def test_where_none_can_be_written_the_log_says_so(tmp_path: Path, caplog: pytes
         ("the prompt of a client", "an exception"),
     ],
 )
-def test_a_reason_quotes_nobody(said: str, told: str | None) -> None:
-    assert plain_reason(said) == (told or said)
+def test_a_reason_quotes_nobody(text: str, output: str | None) -> None:
+    assert plain_reason(text) == (output or text)
 
 
 def test_a_server_writes_them_unless_told_not_to(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from headrace.text.bounded import BoundedProcess
 
 @pytest.fixture
 def process() -> Iterator[BoundedProcess]:
-    made = BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
-    yield made
-    made.close()
+    bounded_process = BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
+    yield bounded_process
+    bounded_process.close()
 
 
 def order_of_turns(process: BoundedProcess) -> list[str]:

@@ -46,9 +46,9 @@ async def lengths(small: bool) -> list[int]:
 
 def test_R_21_a_read_takes_no_more_than_it_may() -> None:
     assert max(asyncio.run(lengths(small=False))) > READ_BYTES, "it does so by itself"
-    found = asyncio.run(lengths(small=True))
-    assert max(found) == READ_BYTES
-    assert sum(found) == 100_000
+    result = asyncio.run(lengths(small=True))
+    assert max(result) == READ_BYTES
+    assert sum(result) == 100_000
 
 
 def test_R_21_callers_and_the_engine_are_read_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

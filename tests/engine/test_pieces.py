@@ -144,11 +144,11 @@ def test_R_03_frames_of_the_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     decode = frames.decode_from_engine
     monkeypatch.setattr(frames, "decode_from_engine", lambda payload: (sizes.append(len(payload)), decode(payload))[1])
     params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True, prompt_logprobs=20)
-    made = [Request(request_id=new_request_id(), prompt_token_ids=[i] * 1500, params=params) for i in range(2)]
+    requests = [Request(request_id=new_request_id(), prompt_token_ids=[i] * 1500, params=params) for i in range(2)]
     oracle = Oracle(fake.VOCAB_SIZE, [fake.EOS])
-    answers = run(child(max_num_batched_tokens=4096), lambda client: read(client.submit(made)))
+    answers = run(child(max_num_batched_tokens=4096), lambda client: read(client.submit(requests)))
     assert isinstance(answers, dict)
-    for index, one in enumerate(made):
+    for index, one in enumerate(requests):
         assert answers[index][0] == oracle.stream(one, 2048)
         assert answers[index][2] == [oracle.logprob(index, 1 + i, 20).logprob for i in range(1499)]
     # The control: one frame of all of it is above the bound.
@@ -159,24 +159,24 @@ def test_R_03_frames_of_the_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 def posted(monkeypatch: pytest.MonkeyPatch, turn_bytes: int) -> tuple[list[int], list[frames.ToEngine]]:
     """The bytes that are sent between two turns of the loop, and the messages, of 40 long requests and an end."""
     monkeypatch.setattr(links, "POSTED_BYTES", turn_bytes)
-    sent = bytearray()
+    messages = bytearray()
 
     async def work() -> list[int]:
         link = ProcessLink(EngineConfig(model="fake"))
-        link._writer = SimpleNamespace(is_closing=lambda: False, write=sent.extend)  # type: ignore[assignment]
+        link._writer = SimpleNamespace(is_closing=lambda: False, write=messages.extend)  # type: ignore[assignment]
         params = SamplingParams(max_tokens=1, seed=1)
         for place in range(40):
             link.post(Add(Request(request_id=str(place), prompt_token_ids=[60_000] * 5000, params=params)))
         link.post(frames.Shutdown())
         turns = []
         while link._posted:
-            before = len(sent)
+            before = len(messages)
             await asyncio.sleep(0)
-            turns.append(len(sent) - before)
+            turns.append(len(messages) - before)
         return turns
 
     turns = asyncio.run(work())
-    return turns, [frames.decode_to_engine(payload) for payload in frames.FrameBuffer().feed(bytes(sent))]
+    return turns, [frames.decode_to_engine(payload) for payload in frames.FrameBuffer().feed(bytes(messages))]
 
 
 def test_R_03_messages_are_encoded_a_bounded_number_of_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,23 +260,23 @@ def generated(num: int, has_logprobs: bool) -> Generation:
 
 @pytest.mark.parametrize("has_logprobs", [True, False])
 def test_R_03_a_slow_reader_takes_a_bounded_number_of_tokens_at_a_time(has_logprobs: bool) -> None:
-    made = generated(2000, has_logprobs)
+    result = generated(2000, has_logprobs)
 
     async def work() -> list[int]:
         task = asyncio.ensure_future(anext_all())
         turns = [0]
         while not task.done():
             await asyncio.sleep(0)
-            turns.append(sum(len(state.token_ids) for state in made.states))
+            turns.append(sum(len(state.token_ids) for state in result.states))
         return [after - before for before, after in itertools.pairwise(turns)]
 
     async def anext_all() -> None:
-        async for _ in made:
+        async for _ in result:
             pass
 
     turns = asyncio.run(work())
     assert max(turns) <= 2 * generation.PART_TOKENS
-    for state in made.states:
+    for state in result.states:
         assert state.token_ids == list(range(2000))
         assert len(state.logprobs) == (2000 if has_logprobs else 0)
         assert len(state.prompt_logprobs) == 9
@@ -298,13 +298,13 @@ class Counted(list[Any]):
 
 
 def test_R_03_log_probabilities_are_freed_in_slices_beside_the_loop() -> None:
-    made = generated(4, True)
+    result = generated(4, True)
     lists = [Counted(entries(1000)), Counted(entries(700))]
-    made.states[0].logprobs, made.states[1].prompt_logprobs = lists[0], lists[1]
+    result.states[0].logprobs, result.states[1].prompt_logprobs = lists[0], lists[1]
 
     async def work() -> None:
-        made.release()
-        made.release()
+        result.release()
+        result.release()
         await asyncio.get_running_loop().shutdown_default_executor()
 
     asyncio.run(work())
@@ -312,7 +312,7 @@ def test_R_03_log_probabilities_are_freed_in_slices_beside_the_loop() -> None:
         assert not each
         assert max(each.sizes) <= generation.FREED
         assert each.threads.isdisjoint({threading.get_ident()})
-    assert made.states[0].logprobs == []
+    assert result.states[0].logprobs == []
     few = Counted(entries(2))
     free([few])
     assert few.sizes == [2]

@@ -46,12 +46,12 @@ def test_R_28_an_engine_whose_recording_has_no_folder_any_more_is_restarted(
         assert live.metric("schedule_recordings_ended_total") == 0
         with HTTP.stream("POST", live.url + "/v1/completions", json=body | {"stream": True}) as reply:
             events = lines_of(reply)
-            told = [json.loads(next(events)[6:])]
+            data = [json.loads(next(events)[6:])]
             shutil.rmtree(folder)
             assert link.pid is not None
             os.kill(link.pid, signal.SIGKILL)
-            told += [json.loads(line[6:]) for line in events if line.startswith("data: {")]
-        assert "".join(event["choices"][0]["text"] for event in told if event["choices"]) == whole
+            data += [json.loads(line[6:]) for line in events if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in data if event["choices"]) == whole
         assert live.post("/v1/completions", body).json()["choices"][0]["text"] == whole
         assert live.metric("engine_restarts_total") == live.metric("schedule_recordings_ended_total") == 1
     # The engine's process logs in the form that the server reads.

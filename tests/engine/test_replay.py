@@ -149,11 +149,11 @@ def test_a_changed_decision_or_token_is_noticed_at_its_step(
     fit = [r for r in records if isinstance(r, kind) and len(r.seq_ids if kind is StepPlan else r.result.logprobs) > 1]
     record = fit[len(fit) // 2]
     change(record)
-    with pytest.raises(ReplayDifference) as told:
+    with pytest.raises(ReplayDifference) as error:
         run_again(write(tmp_path / "changed", records))
-    assert told.value.what == field
-    assert told.value.step_id == (record.step_id if isinstance(record, StepPlan) else record.result.step_id)
-    assert "the log has" in str(told.value)
+    assert error.value.what == field
+    assert error.value.step_id == (record.step_id if isinstance(record, StepPlan) else record.result.step_id)
+    assert "the log has" in str(error.value)
 
 
 def test_a_request_that_is_left_out_is_noticed(log: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_recording_is_bounded_and_what_was_before_is_kept(tmp_path: Path, capl
     assert "at most 20000 are written" in run_again(path).end
 
 
-def fails(*told: Any) -> int:
+def fails(*output: Any) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

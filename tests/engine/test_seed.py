@@ -8,10 +8,10 @@ from headrace.text.inputs import seed_source
 
 def test_seed_source() -> None:
     first, again, other, fresh = seed_source(7), seed_source(7), seed_source(8), seed_source(None)
-    drawn = [first() for _ in range(5)]
-    assert drawn == [again() for _ in range(5)]
-    assert len({*drawn, *(other() for _ in range(5)), *(fresh() for _ in range(5))}) == 15
-    assert all(0 <= seed < 2**53 for seed in drawn)
+    samples = [first() for _ in range(5)]
+    assert samples == [again() for _ in range(5)]
+    assert len({*samples, *(other() for _ in range(5)), *(fresh() for _ in range(5))}) == 15
+    assert all(0 <= seed < 2**53 for seed in samples)
 
 
 def test_an_engine_s_seed_makes_a_run_repeatable(model: str) -> None:

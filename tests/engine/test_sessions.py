@@ -90,9 +90,9 @@ def _rewrite(path: Path, change_blocks: bool = False, **fields: Any) -> None:
 
 @pytest.fixture
 def core() -> Iterator[EngineCore]:
-    made = fake.build(EngineConfig(model="fake", num_gpu_blocks_override=40))
-    yield made
-    made.close()
+    result = fake.build(EngineConfig(model="fake", num_gpu_blocks_override=40))
+    yield result
+    result.close()
 
 
 @pytest.fixture

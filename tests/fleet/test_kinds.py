@@ -50,8 +50,8 @@ def planner(config: dict[str, Any], memory: float) -> Planner:
 )
 def test_memory_is_divided_as_an_engine_divides_it(config: Any, memory: float, kinds: Any) -> None:
     one = planner(config, memory)
-    found, sizes = pools_of(one, 16, 32, 512)
-    assert found == kinds
+    result, sizes = pools_of(one, 16, 32, 512)
+    assert result == kinds
     each = []
     for kind in kinds:
         if kind.is_state:

@@ -120,9 +120,9 @@ def test_a_run_that_breaks_too_many_goals_ends_early() -> None:
 def test_the_smallest_fleet_is_found() -> None:
     calls = [Call(float(i), 8, 4) for i in range(400)]
     goals = {"ttft": 20_000.0}
-    found = smallest_fleet(lambda num: play(calls, num, goals=goals, most_failures=4), 64)
-    assert found is not None
-    num, run = found
+    result = smallest_fleet(lambda num: play(calls, num, goals=goals, most_failures=4), 64)
+    assert result is not None
+    num, run = result
     assert num > 1
     assert not run.has_failed
     assert play(calls, num - 1, goals=goals, most_failures=4).has_failed

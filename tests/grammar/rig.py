@@ -25,8 +25,8 @@ def campaign() -> Campaign:
 
 def load(width: int, eos_token_ids: list[int]) -> tuple[Vocabulary, Encode]:
     tokenizer = campaign().tokenizer
-    made = Vocabulary.of(tokenizer.token_bytes, tokenizer.is_special, tokenizer.vocab_size, width, eos_token_ids)
-    return made, campaign().encode
+    result = Vocabulary.of(tokenizer.token_bytes, tokenizer.is_special, tokenizer.vocab_size, width, eos_token_ids)
+    return result, campaign().encode
 
 
 def make_matchers(width: int = 2048, **options: Any) -> Matchers:

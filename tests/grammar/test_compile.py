@@ -114,9 +114,9 @@ def test_whitespace_is_bounded() -> None:
     compact = StructuredOutputs(json=PERSON, disable_any_whitespace=True)
     assert accepts(compact, '{"name":"Tom","age":3}')
     assert not accepts(compact, '{"name": "Tom","age":3}')
-    own = StructuredOutputs(json=PERSON, whitespace_pattern="[ \\n]{0,3}")
-    assert accepts(own, '{"name":\n\n "Tom", "age": 3}')
-    assert not accepts(own, '{"name":\n\n\n\n"Tom", "age": 3}')
+    structured_outputs = StructuredOutputs(json=PERSON, whitespace_pattern="[ \\n]{0,3}")
+    assert accepts(structured_outputs, '{"name":\n\n "Tom", "age": 3}')
+    assert not accepts(structured_outputs, '{"name":\n\n\n\n"Tom", "age": 3}')
 
 
 def test_a_pattern_for_whitespace_matches_nothing_else() -> None:
@@ -178,8 +178,8 @@ def test_the_deepest_schema_that_is_taken() -> None:
 @pytest.mark.parametrize("keyword", ["$dynamicRef", "$recursiveRef"])
 def test_references_that_depend_on_the_way_are_told(keyword: str) -> None:
     schema = {"type": "object", "properties": {"a": {keyword: "#m"}, "b": {"type": "null"}}, "required": ["a"]}
-    made = compile_grammar(StructuredOutputs(json=schema))
-    assert made.warnings == [f"{keyword} at #/properties/a is not enforced"]
+    result = compile_grammar(StructuredOutputs(json=schema))
+    assert result.warnings == [f"{keyword} at #/properties/a is not enforced"]
     assert accepts(StructuredOutputs(json=schema), '{"a": [1]}')
     assert not accepts(StructuredOutputs(json=schema), '{"a": 1, "b": 2}')
 

@@ -27,9 +27,9 @@ PARAMS = SamplingParams(max_tokens=100)
 
 @pytest.fixture
 def matchers() -> Iterator[Matchers]:
-    made = make_matchers()
-    yield made
-    made.close()
+    result = make_matchers()
+    yield result
+    result.close()
 
 
 def mask_of(matchers: Matchers, constraint: StructuredOutputs, tokens: list[int], seq_id: int = 1) -> list[int]:
@@ -173,19 +173,19 @@ def test_a_slow_grammar_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> N
         return right(constraint)
 
     monkeypatch.setattr(compiling, "compile_grammar", slow)
-    made = make_matchers()
-    mask_of(made, JSON, [], seq_id=2)
+    result = make_matchers()
+    mask_of(result, JSON, [], seq_id=2)
     late = StructuredOutputs(regex="slow")
-    made.begin([(1, late, []), (2, JSON, [])])
-    assert made.wait([1, 2], others=True) == {1}
-    assert allowed(made.mask(2, JSON, []))
-    assert made.num_deferred == 1
+    result.begin([(1, late, []), (2, JSON, [])])
+    assert result.wait([1, 2], others=True) == {1}
+    assert allowed(result.mask(2, JSON, []))
+    assert result.num_deferred == 1
     gate.set()
     # Alone, it is waited for.
-    made.begin([(1, late, [])])
-    assert made.wait([1], others=False) == set()
-    assert allowed(made.mask(1, late, []))
-    made.close()
+    result.begin([(1, late, [])])
+    assert result.wait([1], others=False) == set()
+    assert allowed(result.mask(1, late, []))
+    result.close()
 
 
 def test_prefilling_builds_ahead(matchers: Matchers) -> None:
@@ -195,11 +195,11 @@ def test_prefilling_builds_ahead(matchers: Matchers) -> None:
 
 
 def test_without_an_end_of_text_there_are_no_constraints() -> None:
-    made = Matchers(load, 2048, [])
-    made.begin([(1, JSON, [])])
+    result = Matchers(load, 2048, [])
+    result.begin([(1, JSON, [])])
     with pytest.raises(GrammarError, match="end-of-text"):
-        made.mask(1, JSON, [])
-    made.close()
+        result.mask(1, JSON, [])
+    result.close()
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,10 @@ def test_the_tokenizer_is_read_once_and_ahead_of_its_use() -> None:
         reads.append(width)
         return load(width, eos_token_ids)
 
-    made = Matchers(counted, 2048, [EOS])
+    result = Matchers(counted, 2048, [EOS])
     assert reads == []
-    made.warm()
-    made.warm()
-    assert mask_of(made, JSON, [])
+    result.warm()
+    result.warm()
+    assert mask_of(result, JSON, [])
     assert reads == [2048]
-    made.close()
+    result.close()

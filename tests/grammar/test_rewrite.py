@@ -46,9 +46,9 @@ EXACT: list[tuple[Any, list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), EXACT, ids=lambda x: json.dumps(x)[:60])
 def test_means_the_same(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
-    found = judge(schema, valid=valid, invalid=invalid)
-    assert (found.refused, found.wrong, found.invalid) == ("", [], [])
-    assert found.documents
+    result = judge(schema, valid=valid, invalid=invalid)
+    assert (result.refused, result.wrong, result.invalid) == ("", [], [])
+    assert result.documents
 
 
 NARROWER: list[tuple[Any, list[Any], list[Any]]] = [
@@ -65,9 +65,9 @@ NARROWER: list[tuple[Any, list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("schema", "valid", "invalid"), NARROWER, ids=lambda x: json.dumps(x)[:60])
 def test_means_less_and_says_so(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
-    found = judge(schema, valid=valid, invalid=invalid)
-    assert (found.refused, found.wrong, found.invalid) == ("", [], [])
-    assert found.warnings
+    result = judge(schema, valid=valid, invalid=invalid)
+    assert (result.refused, result.wrong, result.invalid) == ("", [], [])
+    assert result.warnings
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,19 @@ def test_random_logic_is_never_wider_than_the_schema() -> None:
     num_taken = num_documents = 0
     for _ in range(120):
         schema = random_schema(dice, 3)
-        found = judge(schema, documents=2)
-        num_taken += not found.refused
-        num_documents += found.documents
-        assert found.invalid == [], schema
+        result = judge(schema, documents=2)
+        num_taken += not result.refused
+        num_documents += result.documents
+        assert result.invalid == [], schema
     assert num_taken > 60
     assert num_documents > 80
 
 
 def test_control_a_negation_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite.Rewriter, "deny", lambda self, schema, path: True)
-    found = judge({"type": "boolean", "not": {"const": True}}, invalid=[True], documents=20)
-    assert found.wrong
-    assert found.invalid
+    result = judge({"type": "boolean", "not": {"const": True}}, invalid=[True], documents=20)
+    assert result.wrong
+    assert result.invalid
 
 
 def test_values_are_counted_as_jsonschema_counts_them() -> None:
@@ -149,9 +149,9 @@ def test_values_are_counted_as_jsonschema_counts_them() -> None:
 def test_examples_and_counterexamples_of_regexes(pattern: str) -> None:
     import re
 
-    found = witness.example(pattern)
-    assert found is not None
-    assert re.search(pattern, found)
+    result = witness.example(pattern)
+    assert result is not None
+    assert re.search(pattern, result)
     samples = ["", "a", "b", "ab", "ba", "a1", "xx", "x", "abcd", "1", "bcx", "cab"]
     for other in witness.others(pattern):
         assert not [text for text in samples if re.search(other, text) and re.search(pattern, text)]

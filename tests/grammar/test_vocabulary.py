@@ -48,8 +48,8 @@ def check_text(tokenizer: Tokenizer) -> None:
             answer.append(forced[0] if forced else dice.choice(choices))
             assert answer[-1] in choices
             assert matcher.consume_token(answer[-1])
-        said = tokenizer.decode(prompt + answer).removeprefix(tokenizer.decode(prompt))
-        assert re.fullmatch(REGEX, said), said
+        text = tokenizer.decode(prompt + answer).removeprefix(tokenizer.decode(prompt))
+        assert re.fullmatch(REGEX, text), text
 
 
 def test_text_is_what_the_regex_allows_built_in() -> None:

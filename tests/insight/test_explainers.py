@@ -24,8 +24,8 @@ def test_the_last_requests_of_unloaded_models_are_kept() -> None:
     explainer = Explainer(nothing, nothing, None, lambda: nothing)
     explainers.add(explainer)
     explainer.lives.ended.update(calls("z").lives.ended)
-    for kept in (calls("a", "b"), calls(), calls("c", "d")):
-        explainers.retire(cast(Explainer, object()), kept)
+    for model_calls in (calls("a", "b"), calls(), calls("c", "d")):
+        explainers.retire(cast(Explainer, object()), model_calls)
     assert [len(explainers.of_call(name)) for name in "abcdz"] == [0, 1, 1, 1, 1]
     explainers.retire(explainer, explainer.calls)
     assert [len(explainers.of_call(name)) for name in "abcdz"] == [0, 0, 1, 1, 1]

@@ -84,8 +84,8 @@ def test_the_parts_sum_to_the_latency_and_are_those_of_a_plain_account(notes: li
         assert computed == pytest.approx(theirs["computed"], abs=1e-6)
         for name in ("mask_late", "no_budget", "preempted", "queued"):
             assert life.parts.get(name, 0) == pytest.approx(theirs[name], abs=1e-6), name
-    wanted = {"prefill", "decode", "queued", "preempted", "recomputed", "mask_late", "between_steps", *ESTIMATES}
-    assert wanted <= set(seen)
+    expected = {"prefill", "decode", "queued", "preempted", "recomputed", "mask_late", "between_steps", *ESTIMATES}
+    assert expected <= set(seen)
     assert set(seen) <= WORDS.keys()
 
 

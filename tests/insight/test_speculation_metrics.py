@@ -34,7 +34,7 @@ def test_metrics_tell_them_by_vllms_names() -> None:
         num_quarantined=0,
         is_fleet=False,
     )
-    told = ServerMetrics(client, "m").render().decode()
+    decoded = ServerMetrics(client, "m").render().decode()
     for line in (
         'headrace:spec_decode_num_drafts_total{engine="0",model_name="m"} 5.0',
         'headrace:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 13.0',
@@ -42,4 +42,4 @@ def test_metrics_tell_them_by_vllms_names() -> None:
         'headrace:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 3.0',
         'headrace:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 1.0',
     ):
-        assert line in told
+        assert line in decoded

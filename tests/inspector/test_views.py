@@ -48,9 +48,9 @@ def fact(page: Any, name: str) -> int:
 
 
 def metric(server: Any, name: str) -> int:
-    found = re.search(rf"^headrace:{name}{{[^}}]*}} (\S+)$", HTTP.get(f"{server.url}/metrics").text, re.M)
-    assert found is not None, name
-    return int(float(found[1]))
+    match = re.search(rf"^headrace:{name}{{[^}}]*}} (\S+)$", HTTP.get(f"{server.url}/metrics").text, re.M)
+    assert match is not None, name
+    return int(float(match[1]))
 
 
 TWIN = """
@@ -202,13 +202,13 @@ def test_the_views_go_by_keyboard(open_page: OpenPage, server: Any) -> None:
     value = page.locator("output.value")
     value.wait_for()
     page.get_by_label("Format").select_option("bfloat16")
-    shown = float(value.inner_text())
+    number = float(value.inner_text())
     page.get_by_role("button", name="sign bit 15").focus()
     press(page, "Enter")
-    page.locator("output.value", has_text=re.compile(f"^{re.escape(f'{-shown:g}')}$")).wait_for()
+    page.locator("output.value", has_text=re.compile(f"^{re.escape(f'{-number:g}')}$")).wait_for()
     press(page, "Tab", "Space")
     page.wait_for_function("document.querySelector('output.value').textContent.length > 0")
-    assert abs(float(value.inner_text())) != abs(shown)
+    assert abs(float(value.inner_text())) != abs(number)
     page.locator("figure canvas").focus()
     press(page, "End")
     page.locator("h2", has_text="Weight 127").wait_for()
@@ -235,9 +235,9 @@ def test_every_view_shows_a_recording(open_page: OpenPage, tmp_path: Path, setti
         assert browser.violations(page) == []
         assert not browser.is_wider_than_the_screen(page), name
         if name == "steps":
-            shown = steps[middle - fact(page, "steps") : middle]
-            tokens = sum(sum(step.lens) + sum(num for _, num, _ in step.guesses) for step in shown)
-            assert page.locator("[data-fact='tokens a step']").inner_text() == f"{tokens / len(shown):.1f}"
+            panel = steps[middle - fact(page, "steps") : middle]
+            tokens = sum(sum(step.lens) + sum(num for _, num, _ in step.guesses) for step in panel)
+            assert page.locator("[data-fact='tokens a step']").inner_text() == f"{tokens / len(panel):.1f}"
         if name == "speculation":
             guesses = [guess for step in steps[:middle] for guess in step.guesses]
             assert fact(page, "drafted") == sum(num for _, num, _ in guesses)

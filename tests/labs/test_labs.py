@@ -121,10 +121,13 @@ def test_the_knobs_leave_what_they_promise() -> None:
 
 def test_a_pass_gives_one_token_more_than_it_keeps() -> None:
     lab = result("speculation")
-    for alpha, passes, guesses, tokens, formula, kept, fewer in lab.rows:
+    for alpha, passes, guesses, tokens, formula, num_accepted, fewer in lab.rows:
         assert float(passes) > 0
         assert formula == tokens_per_pass(float(alpha), float(guesses))
-        assert (float(tokens) - float(kept), float(formula) - float(fewer)) == (pytest.approx(1), pytest.approx(1))
+        assert (float(tokens) - float(num_accepted), float(formula) - float(fewer)) == (
+            pytest.approx(1),
+            pytest.approx(1),
+        )
     # Right guesses are all kept: the formula is exact, and the textbook's reading of it is off by one.
     assert lab.rows[-1][3] == pytest.approx(lab.rows[-1][4])
     assert lab.rows[-1][5] != pytest.approx(lab.rows[-1][4])

@@ -25,8 +25,8 @@ def repository_files() -> list[str]:
     except (OSError, subprocess.CalledProcessError):
         names = []
     if not names:
-        kept = ("src", "tests", "bench", "docs", "examples", "training")
-        names = [str(p.relative_to(rules.ROOT)) for folder in kept for p in (rules.ROOT / folder).rglob("*")]
+        folders = ("src", "tests", "bench", "docs", "examples", "training")
+        names = [str(p.relative_to(rules.ROOT)) for folder in folders for p in (rules.ROOT / folder).rglob("*")]
     return [name for name in names if name.endswith(TEXT) and (rules.ROOT / name).is_file()]
 
 

@@ -22,12 +22,12 @@ def test_a_count_that_is_another_is_noticed(tmp_path: Path) -> None:
     pieces = [one, one | {"steps": 500, "seed": 8, "commit": "def"}]
     report = {"tier": "commit", "campaigns": {"C-1": pieces}}
     (tmp_path / "campaign-commit.json").write_text(json.dumps(report))
-    made = page.written(f"before\n{page.BEGIN}\n{page.END}\nafter\n", page.section(tmp_path))
-    assert "| C-1 | steps 2,000 | 0 | 7, 8 | 1.0 | abc, def | a machine, 2 cores |" in made
-    assert page.quoted(made) == page.section(tmp_path)
-    assert page.quoted(made.replace("2,000", "3,000")) != page.section(tmp_path)
-    assert made.startswith("before\n")
-    assert made.endswith("after\n")
+    result = page.written(f"before\n{page.BEGIN}\n{page.END}\nafter\n", page.section(tmp_path))
+    assert "| C-1 | steps 2,000 | 0 | 7, 8 | 1.0 | abc, def | a machine, 2 cores |" in result
+    assert page.quoted(result) == page.section(tmp_path)
+    assert page.quoted(result.replace("2,000", "3,000")) != page.section(tmp_path)
+    assert result.startswith("before\n")
+    assert result.endswith("after\n")
     with pytest.raises(ValueError, match="marks"):
         page.written("a page without marks", "x")
 
@@ -50,7 +50,7 @@ def test_each_row_keeps_the_host_and_commit_of_its_own_run(tmp_path: Path) -> No
     again = {"seed": 0, "commit": "def", "host": OTHER}
     keep(out, "commit", "C-2", first | again, add=False)
     keep(out, "commit", "C-1", first | again | {"seed": 1}, add=True)
-    made = page.section(tmp_path)
-    assert "| C-1 | steps 10 | 0 | 0, 1 | 1.0 | abc, def | a machine, 2 cores; another one, 4 cores |" in made
-    assert "| C-2 | steps 5 | 0 | 0 | 0.5 | def | another one, 4 cores |" in made
+    result = page.section(tmp_path)
+    assert "| C-1 | steps 10 | 0 | 0, 1 | 1.0 | abc, def | a machine, 2 cores; another one, 4 cores |" in result
+    assert "| C-2 | steps 5 | 0 | 0 | 0.5 | def | another one, 4 cores |" in result
     assert "host" not in json.loads(out.read_text())

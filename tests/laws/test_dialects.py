@@ -49,7 +49,7 @@ def test_no_cell_is_empty_and_every_dialect_works() -> None:
 
 
 def test_control_a_dialect_that_is_read_wrongly_is_noticed() -> None:
-    said = dialects.Answer("", "Hi", dialects.CALLS)
-    assert dialects.reads("hermes", None, said)
+    answer = dialects.Answer("", "Hi", dialects.CALLS)
+    assert dialects.reads("hermes", None, answer)
     # White space before a mark is the mark's.
-    assert not dialects.reads("hermes", None, said._replace(content="Hi "))
+    assert not dialects.reads("hermes", None, answer._replace(content="Hi "))

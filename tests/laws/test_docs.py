@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -118,3 +119,30 @@ def test_links_between_documents_lead_somewhere() -> None:
     broken = [f"{page.name}: {dead}" for page in pages for dead in dead_links(page.read_text(), page.parent)]
     assert not broken
     assert dead_links("see [this](docs/nothing.md#part) and [that](Makefile)", rules.ROOT) == ["docs/nothing.md"]
+
+
+def wrong_glossary(text: str) -> list[str]:
+    """Rows of the glossary that are out of order or repeated, name no file of the package, or are beyond sixty."""
+    rows = re.findall(r"^\| ([a-z-]+) \| .+ \| `([\w/.]+)` \|$", text, re.M)
+    nouns = [noun for noun, _ in rows]
+    broken = [f"{after} after {noun}" for noun, after in itertools.pairwise(nouns) if noun >= after]
+    broken += [f"{noun}: no {file}" for noun, file in rows if not (rules.PACKAGE / file).is_file()]
+    return broken + ([] if 0 < len(rows) <= 60 else [f"{len(rows)} nouns"])
+
+
+def test_the_glossary_is_short_and_names_files() -> None:
+    assert wrong_glossary((rules.ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "| b | x | `gguf.py` |\n| a | x | `gguf.py` |",
+        "| a | x | `gguf.py` |\n| a | x | `gguf.py` |",
+        "| a | x | `core/nothing.py` |",
+        "| a | no file |",
+        "\n".join(f"| a{'a' * i} | x | `gguf.py` |" for i in range(61)),
+    ],
+)
+def test_control_a_wrong_glossary_is_noticed(text: str) -> None:
+    assert wrong_glossary(text)

@@ -17,24 +17,24 @@ def faults(text: str) -> list[str]:
     """What is wrong with the table of a page."""
     rows = re.findall(r"^\| (R-\d\d) ([^|]*)\| ([^|]*) \|(.*)\|$", text, re.M)
     names = [name for name, *_ in rows]
-    found = [f"twice: {name}" for name in sorted(set(names)) if names.count(name) > 1]
-    found += [f"no row: R-{number:02d}" for number in NUMBERS if f"R-{number:02d}" not in names]
-    for name, _, state, shown in rows:
+    result = [f"twice: {name}" for name in sorted(set(names)) if names.count(name) > 1]
+    result += [f"no row: R-{number:02d}" for number in NUMBERS if f"R-{number:02d}" not in names]
+    for name, _, state, evidence in rows:
         if state not in STATES:
-            found.append(f"{name}: not of the states {STATES}")
-        linked = re.findall(r"\]\(\.\./([\w/]+\.py)\)([^\[]*)", shown)
+            result.append(f"{name}: not of the states {STATES}")
+        linked = re.findall(r"\]\(\.\./([\w/]+\.py)\)([^\[]*)", evidence)
         if state == "passed" and not linked:
-            found.append(f"{name}: passed, and no test is named")
+            result.append(f"{name}: passed, and no test is named")
         for path, rest in linked:
             source = rules.ROOT / path
             there = source.read_text(encoding="utf-8") if source.is_file() else ""
-            found += [] if there else [f"{name}: {path} is not there"]
-            found += [
+            result += [] if there else [f"{name}: {path} is not there"]
+            result += [
                 f"{name}: {path} has no {t}" for t in re.findall(r"`(test_\w+)`", rest) if f"def {t}(" not in there
             ]
-        if state in ("open", "not applicable") and len(shown.strip()) < 10:
-            found.append(f"{name}: no reason")
-    return found
+        if state in ("open", "not applicable") and len(evidence.strip()) < 10:
+            result.append(f"{name}: no reason")
+    return result
 
 
 def test_every_fault_has_a_row_and_its_tests_exist() -> None:

@@ -11,6 +11,16 @@ def test_words_say_what_they_mean() -> None:
     assert not broken, "\n".join(broken)
 
 
+@pytest.mark.parametrize("folder", ["bench", "training", "tests"])
+def test_words_outside_the_package_do_too(folder: str) -> None:
+    paths = sorted((rules.ROOT / folder).rglob("*.py"))
+    assert paths
+    broken = [
+        line for path in paths for line in rules.word_violations(str(path.relative_to(rules.ROOT)), path.read_text())
+    ]
+    assert not broken, "\n".join(broken)
+
+
 @pytest.mark.parametrize(
     "source",
     [

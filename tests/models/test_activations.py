@@ -107,13 +107,13 @@ def copied(directory: Path, target: Path) -> Path:
 def test_beside_a_packed_file_the_measurement_is_kept(planted: Path, tmp_path: Path, measuring: list[str]) -> None:
     path = copied(planted, tmp_path)
     chosen = wide_of(path, quantization="int8", save_packed=True)
-    (kept,) = path.glob("*.packed.measured")
+    (measurement,) = path.glob("*.packed.measured")
     assert wide_of(path, quantization="int8") == chosen
     assert measuring == ["measured"]
     assert chosen[1] == "mixed"
     # The choice is what the file says.
-    values = json.loads(kept.read_text())
-    kept.write_text(json.dumps(values | {"losses": dict.fromkeys(values["losses"], 0.0)}))
+    values = json.loads(measurement.read_text())
+    measurement.write_text(json.dumps(values | {"losses": dict.fromkeys(values["losses"], 0.0)}))
     assert wide_of(path, quantization="int8") == (set(), "int8")
     assert measuring == ["measured"]
 
@@ -129,14 +129,14 @@ def test_what_another_build_measured_or_is_damaged_is_measured_again(
 ) -> None:
     path = copied(planted, tmp_path)
     chosen = wide_of(path, quantization="int8", save_packed=True)
-    (kept,) = path.glob("*.packed.measured")
-    before = kept.read_text()
-    kept.write_text(text.replace("BUILD", build()))
+    (measurement,) = path.glob("*.packed.measured")
+    before = measurement.read_text()
+    measurement.write_text(text.replace("BUILD", build()))
     assert wide_of(path, quantization="int8") == chosen
     assert measuring == ["measured"] * 2
-    assert kept.read_text() != before  # a start without --save-packed writes nothing
+    assert measurement.read_text() != before  # a start without --save-packed writes nothing
     assert wide_of(path, quantization="int8", save_packed=True) == chosen
-    assert kept.read_text() == before
+    assert measurement.read_text() == before
 
 
 def test_another_context_is_measured_for_itself(planted: Path, tmp_path: Path, measuring: list[str]) -> None:
@@ -163,8 +163,8 @@ def test_I_13_chunks_and_threads_do_not_change_the_bits(planted: Path, mode: str
 
 
 def test_16bit_is_the_reference_s_arithmetic(plain: Path) -> None:
-    found = logits(plain, quantization="int8", activations="16bit")
-    assert distance(found, logits(plain, quantization="int8", backend="torch_ref")) < 2e-5
+    result = logits(plain, quantization="int8", activations="16bit")
+    assert distance(result, logits(plain, quantization="int8", backend="torch_ref")) < 2e-5
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +190,11 @@ def test_experts(experts: Path) -> None:
 def test_a_table_that_int8_does_not_hold_takes_floats(model: str, request: pytest.FixtureRequest) -> None:
     directory = request.getfixturevalue(model)
     ids = [i % 100 for i in IDS]
-    found, rounded, reference = (
+    result, rounded, reference = (
         follow(load(directory, dtype="float32", quantization="nf4", **more), ids, [len(ids)])
         for more in ({}, {"activations": "int8"}, {"backend": "torch_ref"})
     )
-    assert distance(found, reference) < 2e-5, "NF4's levels are exact"
+    assert distance(result, reference) < 2e-5, "NF4's levels are exact"
     assert 1e-3 < distance(rounded, reference) < 0.3, "asked for, int8 rounds them and the activations"
     assert wide_of(directory, quantization="nf4")[1] == "16bit"
     assert wide_of(directory, quantization="mxfp4")[1] in ("int8", "mixed"), "twice E2M1's numbers are whole"

@@ -148,8 +148,8 @@ def test_logits_equal_transformers(model_type: str, changes: dict[str, Any], tmp
             expected = theirs(torch.tensor([token_ids])).logits[0]
     for backend in BACKENDS:
         runner = load(tmp_path, block_size=8, backend=backend)
-        found = follow(runner, token_ids, chunk_sizes(NUM_PROMPT, [13, 1, 64, 7]) + [1] * NUM_DECODE)
-        assert (found - expected).abs().max() <= TOLERANCE, backend
+        actual = follow(runner, token_ids, chunk_sizes(NUM_PROMPT, [13, 1, 64, 7]) + [1] * NUM_DECODE)
+        assert (actual - expected).abs().max() <= TOLERANCE, backend
     assert expected.std() > 0.3  # lively enough for the comparison to mean something
 
 
@@ -160,10 +160,10 @@ def test_steps_of_mamba_are_bounded(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]
     for backend in BACKENDS:
-        found = follow(
+        actual = follow(
             load(tmp_path, block_size=8, backend=backend), token_ids, [LENGTH - NUM_DECODE] + [1] * NUM_DECODE
         )
-        assert (found - expected).abs().max() <= 1e-3, backend
+        assert (actual - expected).abs().max() <= 1e-3, backend
 
 
 def test_dynamic_ntk_equals_transformers_token_by_token(tmp_path: Path, backend: str) -> None:
@@ -172,8 +172,8 @@ def test_dynamic_ntk_equals_transformers_token_by_token(tmp_path: Path, backend:
     theirs = save_random(config, tmp_path)
     token_ids = random_ids(100, config["vocab_size"], 2)
     outs = [stepped(theirs, token_ids)]
-    found = follow(load(tmp_path, backend=backend), token_ids, [100])
-    assert (found - torch.cat(outs)).abs().max() <= TOLERANCE
+    result = follow(load(tmp_path, backend=backend), token_ids, [100])
+    assert (result - torch.cat(outs)).abs().max() <= TOLERANCE
 
 
 def test_longrope_takes_the_short_factors_if_the_context_is_short(tmp_path: Path, backend: str) -> None:
@@ -211,8 +211,8 @@ def test_control_a_wrong_block_is_noticed(tmp_path: Path, backend: str) -> None:
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]
     runner = load(tmp_path, block_size=8, backend=backend)
-    found = follow(runner, token_ids, [40], seed=1)
-    assert (found - expected).abs().max() <= TOLERANCE
+    actual = follow(runner, token_ids, [40], seed=1)
+    assert (actual - expected).abs().max() <= TOLERANCE
     (table,) = scattered_tables([40], 8, runner.program.num_blocks, seed=1)
     unused = next(block for block in range(runner.program.num_blocks) if block not in table)
     last = all_logits(runner, make_batch([(0, 39, token_ids[39:], [table[0], unused, *table[2:]])]))
@@ -232,5 +232,5 @@ def test_half_precision_stays_near(dtype: str, tolerance: float, tmp_path: Path,
         program.cache.layers[0].dtype if backend == "cpu" else str(program.caches[0].keys.dtype).removeprefix("torch.")
     )
     assert stored == dtype
-    found = follow(runner, token_ids, [50])
-    assert 0 < (found - expected).abs().max() <= tolerance
+    actual = follow(runner, token_ids, [50])
+    assert 0 < (actual - expected).abs().max() <= tolerance

@@ -36,28 +36,28 @@ def stops_in(llm: LLM, prompt: list[int], width: int, num: int) -> list[int] | N
     """Tokens that the beams of an endless search choose, so that beams do end."""
     if not num:
         return None
-    (found,) = llm.beam_search([prompt], BeamSearchParams(beam_width=width, max_tokens=NUM_TOKENS, ignore_eos=True))
+    (result,) = llm.beam_search([prompt], BeamSearchParams(beam_width=width, max_tokens=NUM_TOKENS, ignore_eos=True))
     chosen = [
         answer.tokens[len(prompt) + 3 + 4 * i]
-        for i, answer in enumerate(itertools.islice(itertools.cycle(found.sequences), 4))
+        for i, answer in enumerate(itertools.islice(itertools.cycle(result.sequences), 4))
     ]
     return sorted(set(chosen))[:num]
 
 
 def expected(reference: Any, prompt: list[int], case: dict[str, Any]) -> tuple[list[list[int]], list[float]]:
     with torch.no_grad():
-        found = reference.generate(
+        outputs = reference.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
             num_beams=case["beam_width"], num_return_sequences=case["beam_width"], max_new_tokens=NUM_TOKENS,
             length_penalty=case["length_penalty"], early_stopping=case["early_stopping"],
             eos_token_id=case["stop_token_ids"], pad_token_id=0, return_dict_in_generate=True, output_scores=True,
         )  # fmt: skip
-    told = []
-    for row in found.sequences.tolist():
+    actual = []
+    for row in outputs.sequences.tolist():
         answer = row[len(prompt) :]
         ends = [i for i, token in enumerate(answer) if token in (case["stop_token_ids"] or ())]
-        told.append(answer[: ends[0] + 1] if ends else answer)
-    return told, found.sequences_scores.tolist()
+        actual.append(answer[: ends[0] + 1] if ends else answer)
+    return actual, outputs.sequences_scores.tolist()
 
 
 @pytest.mark.sampled(2)
@@ -70,10 +70,10 @@ def test_beams_are_those_of_transformers(pair: Any) -> None:
         case = options | {"stop_token_ids": stops_in(llm, prompt, options["beam_width"], seed // 3 % 4)}
         token_ids, scores = expected(reference, prompt, case)
         params = BeamSearchParams(max_tokens=NUM_TOKENS, ignore_eos=True, **case)
-        (found,) = llm.beam_search({"prompt_token_ids": prompt}, params)
-        assert [answer.tokens[len(prompt) :] for answer in found.sequences] == token_ids, case
-        assert [answer.score for answer in found.sequences] == pytest.approx(scores, rel=2e-6, abs=2e-5), case
-        ended += sum(answer.finish_reason == "stop" for answer in found.sequences)
+        (actual,) = llm.beam_search({"prompt_token_ids": prompt}, params)
+        assert [answer.tokens[len(prompt) :] for answer in actual.sequences] == token_ids, case
+        assert [answer.score for answer in actual.sequences] == pytest.approx(scores, rel=2e-6, abs=2e-5), case
+        ended += sum(answer.finish_reason == "stop" for answer in actual.sequences)
     assert ended > 60 / step
 
 
@@ -85,8 +85,8 @@ def test_one_beam_is_transformers_greedy(pair: Any) -> None:
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
             max_new_tokens=NUM_TOKENS, eos_token_id=None, pad_token_id=0,
         ).tolist()  # fmt: skip
-    (found,) = llm.beam_search([prompt], BeamSearchParams(beam_width=1, max_tokens=NUM_TOKENS, ignore_eos=True))
-    assert found.sequences[0].tokens == row
+    (result,) = llm.beam_search([prompt], BeamSearchParams(beam_width=1, max_tokens=NUM_TOKENS, ignore_eos=True))
+    assert result.sequences[0].tokens == row
 
 
 @pytest.mark.sampled(2)
@@ -98,6 +98,6 @@ def test_control_another_length_penalty_is_noticed(pair: Any) -> None:
         case = options | {"stop_token_ids": stops_in(llm, prompt, options["beam_width"], 3)}
         token_ids, _ = expected(reference, prompt, case)
         wrong = BeamSearchParams(max_tokens=NUM_TOKENS, ignore_eos=True, **(case | {"length_penalty": 0.5}))
-        (found,) = llm.beam_search([prompt], wrong)
-        differ += [answer.tokens[len(prompt) :] for answer in found.sequences] != token_ids
+        (actual,) = llm.beam_search([prompt], wrong)
+        differ += [answer.tokens[len(prompt) :] for answer in actual.sequences] != token_ids
     assert differ > 2

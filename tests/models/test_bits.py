@@ -98,29 +98,29 @@ def logits_of(runner: Runner, lengths: list[int], sizes: list[list[int]], seed: 
         chunks = [(i, starts[i], tokens[i][starts[i] : starts[i] + sizes[i][step]], tables[i]) for i in alive]
         prompts = [min(NUM_PROMPT, lengths[i]) for i in alive]
         nexts = {
-            at: tokens[i][start + len(own)]
-            for at, (i, start, own, _) in enumerate(chunks)
-            if start + len(own) < prompts[at]
+            at: tokens[i][start + len(chunk_ids)]
+            for at, (i, start, chunk_ids, _) in enumerate(chunks)
+            if start + len(chunk_ids) < prompts[at]
         }
-        samples = [start + len(own) >= n for (_, start, own, _), n in zip(chunks, prompts, strict=True)]
+        samples = [start + len(chunk_ids) >= n for (_, start, chunk_ids, _), n in zip(chunks, prompts, strict=True)]
         recorder.sampled, recorder.foretold = [], []
         batch = make_batch(
             chunks, params=[ASKS] * len(chunks), num_prompts=prompts, samples=samples, next_token_ids=nexts
         )
         result = run(runner, batch)
         sampled, foretold = iter(recorder.sampled), iter(recorder.foretold)
-        for at, (i, _, own, _) in enumerate(chunks):
+        for at, (i, _, chunk_ids, _) in enumerate(chunks):
             rows[i] += itertools.islice(foretold, len(result.prompt_logprobs.get(at, [])))
             if samples[at]:
                 rows[i].append(next(sampled))
-            starts[i] += len(own)
+            starts[i] += len(chunk_ids)
     return rows
 
 
-def assert_bits(found: list[F32], expected: list[F32]) -> None:
-    assert len(found) == len(expected)
-    wrong = [p for p, (a, b) in enumerate(zip(found, expected, strict=True)) if a.tobytes() != b.tobytes()]
-    assert not wrong, f"positions {wrong[:5]} of {len(found)} differ"
+def assert_bits(actual: list[F32], expected: list[F32]) -> None:
+    assert len(actual) == len(expected)
+    wrong = [p for p, (a, b) in enumerate(zip(actual, expected, strict=True)) if a.tobytes() != b.tobytes()]
+    assert not wrong, f"positions {wrong[:5]} of {len(actual)} differ"
 
 
 @pytest.mark.sampled(31)
@@ -161,9 +161,9 @@ def test_control_a_logit_that_leans_on_the_batch_is_noticed(runner: Runner, monk
     right = program.logits
     monkeypatch.setattr(program, "forward", forward)
     monkeypatch.setattr(program, "logits", lambda rows: leaning(right(rows)))
-    found, _ = logits_of(runner, [40, 9], [[40], [9]], 7, blocks=1)
+    result, _ = logits_of(runner, [40, 9], [[40], [9]], 7, blocks=1)
     with pytest.raises(AssertionError, match="differ"):
-        assert_bits(found, whole)
+        assert_bits(result, whole)
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,15 @@ def test_half_precision_keeps_the_law(form: dict[str, str], dtype: str, director
     runner = load(directories["gemma2"], block_size=8, dtype=dtype, **form)
     runner.sampler = runner._rounds.sampler = Recorder()  # type: ignore[assignment]
     (whole,) = logits_of(runner, [60], [[60]], 7, blocks=1)
-    found, *_ = logits_of(runner, [60, 9, 30], [chunk_sizes(60, [7]), [9], [1] * 30], 7, blocks=2)
-    assert_bits(found, whole)
+    result, *_ = logits_of(runner, [60, 9, 30], [chunk_sizes(60, [7]), [9], [1] * 30], 7, blocks=2)
+    assert_bits(result, whole)
 
 
 def company_differs(runner: Runner) -> bool:
     """Whether 40 positions in one piece alone and in pieces among strangers come out differently."""
     (whole,) = logits_of(runner, [40], [[40]], 7, blocks=1)
-    found, *_ = logits_of(runner, [40, 9, 30], [chunk_sizes(40, [7]), [9], [11] * 2 + [8]], 7, blocks=2)
-    return any(a.tobytes() != b.tobytes() for a, b in zip(found, whole, strict=True))
+    result, *_ = logits_of(runner, [40, 9, 30], [chunk_sizes(40, [7]), [9], [11] * 2 + [8]], 7, blocks=2)
+    return any(a.tobytes() != b.tobytes() for a, b in zip(result, whole, strict=True))
 
 
 @pytest.fixture(params=["int4", "int8"])

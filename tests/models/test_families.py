@@ -91,13 +91,13 @@ def test_layers_named_by_letters_have_the_bits_of_those_named_by_words(tmp_path:
 
 def test_experts_in_one_tensor_have_the_bits_of_those_apart(mixture: Path, tmp_path: Path) -> None:
     def stack(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
-        kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+        others = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
         for layer in (0, 2, 3):
             stem = f"model.layers.{layer}.mlp.experts"
             experts = [[tensors[f"{stem}.{e}.{part}_proj.weight"] for part in ("gate", "up")] for e in range(11)]
-            kept[f"{stem}.gate_up_proj"] = torch.stack([torch.cat(parts) for parts in experts])
-            kept[f"{stem}.down_proj"] = torch.stack([tensors[f"{stem}.{e}.down_proj.weight"] for e in range(11)])
-        return kept, config
+            others[f"{stem}.gate_up_proj"] = torch.stack([torch.cat(parts) for parts in experts])
+            others[f"{stem}.down_proj"] = torch.stack([tensors[f"{stem}.{e}.down_proj.weight"] for e in range(11)])
+        return others, config
 
     stacked = rewritten(mixture, tmp_path / "stacked", stack)
     assert torch.equal(logits_of(stacked), logits_of(mixture))
@@ -143,8 +143,8 @@ def test_the_text_of_a_model_for_images_equals_transformers(outer: str, inner: s
     token_ids = random_ids(60, 199, 1)
     with torch.inference_mode():
         expected = theirs(torch.tensor([token_ids])).logits[0]
-    found = follow(load(tmp_path, backend="cpu"), token_ids, [7, 53])
-    assert (found - expected).abs().max() <= 1e-4
+    actual = follow(load(tmp_path, backend="cpu"), token_ids, [7, 53])
+    assert (actual - expected).abs().max() <= 1e-4
     assert expected.std() > 0.3
 
 
@@ -170,25 +170,25 @@ def test_experts_of_mxfp4_are_read_from_their_blocks(tmp_path: Path) -> None:
 
     def as_blocks(tensors: dict[str, torch.Tensor], values: dict[str, Any], blocks: bool) -> Any:
         generator.manual_seed(5)
-        kept = dict(tensors)
+        stored_tensors = dict(tensors)
         for name, tensor in tensors.items():
             if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                 continue
             num, num_in, num_out = tensor.shape
             codes = torch.randint(0, 16, (num, num_out, num_in // 32, 32), generator=generator, dtype=torch.uint8)
             scales = torch.randint(122, 125, (num, num_out, num_in // 32), generator=generator, dtype=torch.uint8)
-            del kept[name]
+            del stored_tensors[name]
             if blocks:
-                kept[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-                kept[f"{name}_scales"] = scales
+                stored_tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+                stored_tensors[f"{name}_scales"] = scales
             else:
                 weight = levels[codes.long()] * torch.exp2(scales.float() - 127)[..., None]
-                kept[name] = weight.flatten(2).transpose(1, 2)
+                stored_tensors[name] = weight.flatten(2).transpose(1, 2)
         method = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-        return kept, values | (method if blocks else {})
+        return stored_tensors, values | (method if blocks else {})
 
     floats = rewritten(tmp_path / "floats", tmp_path / "wide", lambda t, c: as_blocks(t, c, False))
     blocks = rewritten(tmp_path / "floats", tmp_path / "blocks", lambda t, c: as_blocks(t, c, True))
-    found, expected = (logits_of(path, activations=act) for path, act in ((blocks, "16bit"), (floats, "auto")))
-    assert (found - expected).abs().max() < 1e-4
+    actual, expected = (logits_of(path, activations=act) for path, act in ((blocks, "16bit"), (floats, "auto")))
+    assert (actual - expected).abs().max() < 1e-4
     assert expected.std() > 0.3

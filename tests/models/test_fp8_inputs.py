@@ -70,8 +70,10 @@ def stacked(rng: np.random.Generator, each: list[Inputs | None], num_in: int) ->
         layers.append(QWeight(bits, scales, group=num_in, bits=8, inputs=inputs))
     scheme = fit_of(layers, TorchRef.schemes).scheme
     assert scheme is not None
-    kept = [dataclasses.replace(fitted(layer, scheme), inputs=layer.inputs) for layer in layers]
-    return Stacked("a", kept, scheme), np.concatenate([layer.dequantize() for layer in layers]).astype(np.float64)
+    fitted_layers = [dataclasses.replace(fitted(layer, scheme), inputs=layer.inputs) for layer in layers]
+    return Stacked("a", fitted_layers, scheme), np.concatenate([layer.dequantize() for layer in layers]).astype(
+        np.float64
+    )
 
 
 CASES: list[list[Inputs | None]] = [
@@ -96,16 +98,16 @@ def test_products_are_those_of_float64(each: list[Inputs | None], dtype: str) ->
     x = torch.from_numpy(rng.standard_t(3, (5, 200)).astype(np.float32))
     x[2] = 0
     wide = x.double().numpy()
-    found = backend.ops.linear(x, matrix).double().numpy()
+    actual = backend.ops.linear(x, matrix).double().numpy()
     sizes = np.abs(wide) @ np.abs(weight).T + 1e-9
     places = [slice(24 * i, 24 * i + 24) for i in range(len(each))]
     for place, inputs in zip(places, each, strict=True):
         product = expected(wide, weight[place], inputs or Inputs())
         bound = 1e-6 if dtype == "float32" else 2.0**-8
-        assert (np.abs(found[:, place] - product) <= bound * sizes[:, place]).all()
+        assert (np.abs(actual[:, place] - product) <= bound * sizes[:, place]).all()
         # Without rounding the products are others, so this can fail.
-        assert (np.abs(found[:, place] - wide @ weight[place].T) > 1e-4 * sizes[:, place]).any()
-    assert not found[2].any()
+        assert (np.abs(actual[:, place] - wide @ weight[place].T) > 1e-4 * sizes[:, place]).any()
+    assert not actual[2].any()
 
 
 def test_rows_do_not_depend_on_their_company() -> None:
@@ -166,11 +168,11 @@ def test_what_a_checkpoint_says_is_what_is_computed(stored: Path, tmp_path: Path
     assert torch.equal(logits(dynamic), wide)  # auto: the weights' own loss
     of_rows = logits(dynamic, activations="fp8")
     assert torch.equal(logits(stored, activations="fp8"), of_rows)  # rows' own scales where nothing is said
-    found = [of_rows, logits(static, activations="fp8"), logits(other, activations="fp8")]
-    losses = [distance(each, wide) for each in found]
+    result = [of_rows, logits(static, activations="fp8"), logits(other, activations="fp8")]
+    losses = [distance(each, wide) for each in result]
     assert 1e-3 < losses[0] < 0.2
     assert losses[0] < losses[2]  # what is beyond the largest code becomes it
-    assert len({tuple(each.flatten().tolist()) for each in found}) == 3
+    assert len({tuple(each.flatten().tolist()) for each in result}) == 3
 
 
 def test_the_cpu_keeps_16_bits_and_says_so(stored: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -196,10 +198,10 @@ def test_weights_that_are_no_8_bit_floats_have_no_such_inputs(plain: Path) -> No
     [("per-tensor", "expected static or dynamic"), (["static"], "expected static or dynamic")],
 )
 def test_an_unknown_scheme(plain: Path, tmp_path: Path, scheme: Any, message: str) -> None:
-    made = tmp_path / "made"
-    quantise_checkpoint(plain, made, Options(method="fp8", group_size=-1, bits=8), "fp8")
-    config = json.loads((made / "config.json").read_text())
+    result = tmp_path / "made"
+    quantise_checkpoint(plain, result, Options(method="fp8", group_size=-1, bits=8), "fp8")
+    config = json.loads((result / "config.json").read_text())
     config["quantization_config"]["activation_scheme"] = scheme
-    (made / "config.json").write_text(json.dumps(config))
+    (result / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
-        build_runner(EngineConfig(model=str(made)))
+        build_runner(EngineConfig(model=str(result)))

@@ -38,15 +38,15 @@ def test_golden_logits_and_logprobs(name: str, backend: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_golden_greedy_continuations_of_all_prompts_at_once(name: str, backend: str) -> None:
     runner = load(MODELS[name][0], backend=backend, dtype="float32")
-    told = cases(name)
-    known = [list(case["prompt_ids"]) for case in told]
-    done = [0] * len(told)
-    lengths = [len(k) + len(case["greedy_ids"]) for k, case in zip(known, told, strict=True)]
+    output = cases(name)
+    known = [list(case["prompt_ids"]) for case in output]
+    done = [0] * len(output)
+    lengths = [len(k) + len(case["greedy_ids"]) for k, case in zip(known, output, strict=True)]
     tables = scattered_tables(lengths, runner.block_size, runner.program.num_blocks, seed=3)
-    while alive := [i for i in range(len(told)) if len(known[i]) < lengths[i]]:
+    while alive := [i for i in range(len(output)) if len(known[i]) < lengths[i]]:
         batch = make_batch([(i, done[i], known[i][done[i] :], tables[i]) for i in alive])
         for i, token_id in zip(alive, run(runner, batch).token_ids, strict=True):
             done[i] = len(known[i])
             known[i].append(token_id)
-    for tokens, case in zip(known, told, strict=True):
+    for tokens, case in zip(known, output, strict=True):
         assert tokens[len(case["prompt_ids"]) :] == case["greedy_ids"], case["prompt"]

@@ -61,7 +61,7 @@ def fill(program: Any, kind: int, block: int) -> None:
 def logits(program: Any, tables: list[list[int]], *, frees: bool, num_visible: int = 0) -> list[F32]:
     """The last logits of each chunk. frees: blocks behind the window are not named, and are overwritten once the
     sequence has passed them; `num_visible`: so many more, which are still seen."""
-    tokens, start, found = random_ids(LENGTH, program.vocab_size, 3), 0, []
+    tokens, start, result = random_ids(LENGTH, program.vocab_size, 3), 0, []
     named = [list(table) for table in tables]
     for size in SIZES:
         num_free = max(0, start - WINDOW + 1) // BLOCK if frees else 0
@@ -69,9 +69,9 @@ def logits(program: Any, tables: list[list[int]], *, frees: bool, num_visible: i
         for block in tables[1][: num_free and num_free + num_visible]:
             fill(program, 1, block)
         chunks = Chunks([start], [tokens[start : start + size]], named[:1], more_tables=[named[1:]])
-        found.append(program.forward(chunks, [size - 1])[1].fetch().copy())
+        result.append(program.forward(chunks, [size - 1])[1].fetch().copy())
         start += size
-    return found
+    return result
 
 
 def same(a: list[F32], b: list[F32]) -> bool:
@@ -104,8 +104,8 @@ def test_control_the_other_kinds_table_is_noticed(program: Any) -> None:
     fill(program, 0, tables[0][0])
     last = LENGTH - 1
     token = random_ids(LENGTH, program.vocab_size, 3)[last:]
-    found = program.forward(Chunks([last], [token], tables[:1], more_tables=[tables[1:]]), [0])[1].fetch().copy()
-    assert not same([found], whole[-1:])
+    result = program.forward(Chunks([last], [token], tables[:1], more_tables=[tables[1:]]), [0])[1].fetch().copy()
+    assert not same([result], whole[-1:])
 
 
 def test_tables_of_other_kinds_than_the_models_are_refused(program: Any) -> None:

@@ -43,12 +43,12 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
+def checkpoints(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    result = {}
     for method, layout in (("rtn", "compressed-tensors"), ("llm_int8", "bitsandbytes")):
-        found[method] = tmp_path_factory.mktemp(method)
-        quantise_checkpoint(planted, found[method], Options(method=method, bits=8, group_size=-1), layout, TEXT)
-    return found
+        result[method] = tmp_path_factory.mktemp(method)
+        quantise_checkpoint(planted, result[method], Options(method=method, bits=8, group_size=-1), layout, TEXT)
+    return result
 
 
 def logits(directory: Path, sizes: list[int] | None = None, **options: Any) -> torch.Tensor:
@@ -59,68 +59,68 @@ def matrices_of(runner: Runner) -> list[Any]:
     return runner.program.model.ops.matrices  # type: ignore[attr-defined, no-any-return]
 
 
-def test_it_loses_less_than_plain_int8_where_outliers_are_planted(planted: Path, made: dict[str, Path]) -> None:
+def test_it_loses_less_than_plain_int8_where_outliers_are_planted(planted: Path, checkpoints: dict[str, Path]) -> None:
     plain = logits(planted)
-    naive, split = (distance(logits(made[method]), plain) for method in ("rtn", "llm_int8"))
+    naive, split = (distance(logits(checkpoints[method]), plain) for method in ("rtn", "llm_int8"))
     assert split < 0.3 * naive
     assert split < 0.08
 
 
 def test_control_outliers_that_stay_in_the_row_spoil_it(
-    planted: Path, made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    planted: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = logits(planted)
-    own = matrices._outliers
+    outliers = matrices._outliers
 
     def left_in(source: Any, pool: Any) -> Any:
-        found = own(source, pool)
-        if found is not None:
-            found.back.data[:] = 0
-        return found
+        result = outliers(source, pool)
+        if result is not None:
+            result.back.data[:] = 0
+        return result
 
-    good = distance(logits(made["llm_int8"]), plain)
+    good = distance(logits(checkpoints["llm_int8"]), plain)
     monkeypatch.setattr(matrices, "_outliers", left_in)
-    assert distance(logits(made["llm_int8"]), plain) > 3 * good
+    assert distance(logits(checkpoints["llm_int8"]), plain) > 3 * good
 
 
-def test_both_backends_mean_the_same(made: dict[str, Path]) -> None:
-    runners = [load(made["llm_int8"], dtype="float32", backend=backend) for backend in ("cpu", "torch_ref")]
+def test_both_backends_mean_the_same(checkpoints: dict[str, Path]) -> None:
+    runners = [load(checkpoints["llm_int8"], dtype="float32", backend=backend) for backend in ("cpu", "torch_ref")]
     native, reference = (matrices_of(runner) for runner in runners)
     num_split = 0
-    for own, other in zip(native, reference, strict=True):
-        torch.testing.assert_close(torch.from_numpy(own.dense()), other.dense(), rtol=1e-6, atol=0)
-        if own.outliers is not None:
+    for native_row, other in zip(native, reference, strict=True):
+        torch.testing.assert_close(torch.from_numpy(native_row.dense()), other.dense(), rtol=1e-6, atol=0)
+        if native_row.outliers is not None:
             num_split += 1
-            assert own.kind == "i8"
-            if "q_proj" in own.name or "gate_proj" in own.name:
-                assert set(own.outliers.columns.tolist()) >= set(PLANTED)
+            assert native_row.kind == "i8"
+            if "q_proj" in native_row.name or "gate_proj" in native_row.name:
+                assert set(native_row.outliers.columns.tolist()) >= set(PLANTED)
     assert num_split >= 4
-    found, expected = (follow(runner, IDS, [len(IDS)]) for runner in runners)
-    assert distance(found, expected) < 0.08
+    actual, expected = (follow(runner, IDS, [len(IDS)]) for runner in runners)
+    assert distance(actual, expected) < 0.08
 
 
-def test_I_13_chunks_do_not_change_the_bits(made: dict[str, Path]) -> None:
-    whole = logits(made["llm_int8"])
-    assert torch.equal(logits(made["llm_int8"], [1, 7, 2, 50]), whole)
-    assert torch.equal(logits(made["llm_int8"], num_threads=1), whole)
+def test_I_13_chunks_do_not_change_the_bits(checkpoints: dict[str, Path]) -> None:
+    whole = logits(checkpoints["llm_int8"])
+    assert torch.equal(logits(checkpoints["llm_int8"], [1, 7, 2, 50]), whole)
+    assert torch.equal(logits(checkpoints["llm_int8"], num_threads=1), whole)
 
 
 def test_the_load_says_so(
-    made: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO):
-        load(made["llm_int8"], dtype="float32", save_packed=True)
+        load(checkpoints["llm_int8"], dtype="float32", save_packed=True)
     assert "int8-channel kernels with outliers in 16 bits" in caplog.text
     assert "has outliers, which a packed file has no place for" in caplog.text
-    assert not list(made["llm_int8"].glob("*.packed*"))
+    assert not list(checkpoints["llm_int8"].glob("*.packed*"))
 
 
-def test_parts_with_other_outliers_are_parts_of_their_own(made: dict[str, Path], tmp_path: Path) -> None:
+def test_parts_with_other_outliers_are_parts_of_their_own(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """As somebody else might write them."""
     directory = tmp_path / "changed"
     directory.mkdir()
-    for path in made["llm_int8"].iterdir():
+    for path in checkpoints["llm_int8"].iterdir():
         (directory / path.name).write_bytes(path.read_bytes())
     name = "model.layers.0.self_attn.k_proj"
     for path in directory.glob("*.safetensors"):
@@ -130,7 +130,11 @@ def test_parts_with_other_outliers_are_parts_of_their_own(made: dict[str, Path],
             tensors[f"{name}.outlier_weight"] = tensors[f"{name}.outlier_weight"][:, :-1].contiguous()
             save_file(tensors, path)
     runner = load(directory, dtype="float32", activations="16bit")
-    [stack] = [own for own in matrices_of(runner) if name.rpartition(".")[0] in own.name and "k_proj" in own.name]
+    [stack] = [
+        matrice
+        for matrice in matrices_of(runner)
+        if name.rpartition(".")[0] in matrice.name and "k_proj" in matrice.name
+    ]
     assert [len(part.outliers.columns) for part in stack.parts] == [2, 1, 2]
     # Where nothing of the activations is rounded, both backends mean the same but for the order of sums.
     assert distance(follow(runner, IDS, [len(IDS)]), logits(directory, backend="torch_ref")) < 1e-4

@@ -49,10 +49,10 @@ def test_both_backends_have_the_same_weights(model_type: str, quantization: str 
         load(tmp_path, backend=backend, quantization=quantization, dtype="float32").program
         for backend in ("cpu", "torch_ref")
     ]
-    found, expected = (matrices(program.model) for program in programs)
-    assert len(found) == len(expected) >= 9
-    for own, reference in zip(found, expected, strict=True):
-        assert torch.equal(own, reference)
+    actual, expected = (matrices(program.model) for program in programs)
+    assert len(actual) == len(expected) >= 9
+    for native, reference in zip(actual, expected, strict=True):
+        assert torch.equal(native, reference)
 
 
 def logits_of(backend: str, quantization: str | None, cache: str = "auto") -> torch.Tensor:
@@ -76,9 +76,9 @@ MOST = 0.025
 @pytest.mark.parametrize("cache", ["float32", "int8"])
 @pytest.mark.parametrize("quantization", NAMES)
 def test_quantised_activations_cost_little(quantization: str, cache: str) -> None:
-    own, reference = logits_of("cpu", quantization, cache), logits_of("torch_ref", quantization)
-    assert 0.001 < distance(own, reference) < MOST
-    assert (own.argmax(1) == reference.argmax(1)).double().mean() > 0.94
+    native, reference = logits_of("cpu", quantization, cache), logits_of("torch_ref", quantization)
+    assert 0.001 < distance(native, reference) < MOST
+    assert (native.argmax(1) == reference.argmax(1)).double().mean() > 0.94
 
 
 @pytest.mark.sampled(2)
@@ -87,20 +87,20 @@ def test_quantised_activations_cost_little(quantization: str, cache: str) -> Non
     [("float32", 1e-5), ("float16", 1e-3), ("bfloat16", 0.006), ("int8", 0.015), ("fp8_e4m3", 0.1), ("fp8_e5m2", 0.2)],
 )
 def test_a_narrow_cache_costs_little(cache: str, most: float) -> None:
-    own, reference = logits_of("cpu", None, cache), logits_of("torch_ref", None)
-    assert most / 100 < distance(own, reference) < most
-    assert (own.argmax(1) == reference.argmax(1)).double().mean() > 1 - max(0.02, most / 2)
+    native, reference = logits_of("cpu", None, cache), logits_of("torch_ref", None)
+    assert most / 100 < distance(native, reference) < most
+    assert (native.argmax(1) == reference.argmax(1)).double().mean() > 1 - max(0.02, most / 2)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("cache", "most"), [("int8", 0.002), ("int4", 0.03), ("fp8_e4m3", 0.01), ("fp8_e5m2", 0.02)])
 def test_both_backends_round_a_cache_alike(cache: str, most: float) -> None:
     """Sums in another order move a number across a boundary now and then, which costs far less than the rounding."""
-    own, reference = (logits_of(backend, None, cache) for backend in ("cpu", "torch_ref"))
+    native, reference = (logits_of(backend, None, cache) for backend in ("cpu", "torch_ref"))
     plain = logits_of("torch_ref", None)
-    assert distance(own, reference) < most
-    assert distance(own, reference) < distance(own, plain) / 3
-    assert (own.argmax(1) == reference.argmax(1)).double().mean() > 0.98
+    assert distance(native, reference) < most
+    assert distance(native, reference) < distance(native, plain) / 3
+    assert (native.argmax(1) == reference.argmax(1)).double().mean() > 0.98
 
 
 def test_int8_is_near_the_weights_as_they_were_and_int4_is_not_far() -> None:

@@ -30,7 +30,7 @@ def test_a_machine_with_everything(native: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("xcr0", "kept"),
+    ("xcr0", "allowed"),
     [
         (0x6, {"avx2", "avx_vnni"}),  # AVX-512 in CPUID, not in XCR0
         (0x6 | 0x60000, {"avx2", "avx_vnni", "amx_int8"}),
@@ -42,8 +42,8 @@ def test_a_machine_with_everything(native: ModuleType) -> None:
         (0x0, set()),
     ],
 )
-def test_the_system_has_a_say(native: ModuleType, xcr0: int, kept: set[str]) -> None:
-    assert found(native, xcr0=xcr0) == kept
+def test_the_system_has_a_say(native: ModuleType, xcr0: int, allowed: set[str]) -> None:
+    assert found(native, xcr0=xcr0) == allowed
 
 
 def test_without_osxsave_xcr0_says_nothing(native: ModuleType) -> None:

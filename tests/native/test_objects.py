@@ -1,5 +1,5 @@
 """No instruction of one ISA stands in another's code. A function compiled for AVX-512 that the linker keeps for
-everybody ends the process of whoever has an older CPU, so the objects themselves are looked at."""
+everybody ends the process on an older CPU, so the objects themselves are looked at."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ FORBIDDEN = {
 
 
 def tool(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
+    result = shutil.which(name)
+    if result is None:
         pytest.skip(f"no {name}")
-    return found
+    return result
 
 
 def objects(target: str) -> list[Path]:
-    found = sorted((OBJECTS / f"{target}.dir").rglob("*.o"))
-    if not found:
+    paths = sorted((OBJECTS / f"{target}.dir").rglob("*.o"))
+    if not paths:
         pytest.skip("no build tree: make native")
-    return found
+    return paths
 
 
 def read(*command: str | Path) -> str:
@@ -51,8 +51,8 @@ def alien_symbols(path: Path, isa: str) -> list[str]:
     broken = []
     for line in read(tool("nm"), "-C", path).splitlines():
         kind, name = re.match(r"[0-9a-f ]{16} (\S) (.*)", line).groups()  # type: ignore[union-attr]
-        own = name.startswith(f"hr_{isa}::") or name == f"hr_kernels_{isa}"
-        if (kind == "u" or kind.isupper()) and kind != "U" and not own:
+        is_ours = name.startswith(f"hr_{isa}::") or name == f"hr_kernels_{isa}"
+        if (kind == "u" or kind.isupper()) and kind != "U" and not is_ours:
             broken.append(f"{path.name}: {kind} {name}")
         if kind in "Uw" and re.search(r"\bstd::|operator (?:new|delete)|__cxa|__gxx", name):
             broken.append(f"{path.name}: uses {name}")

@@ -102,13 +102,13 @@ def test_a_profile_has_a_time_for_each_record(native: ModuleType, numbers: np.nd
 def test_arguments_are_copied(native: ModuleType, numbers: np.ndarray) -> None:
     tape = native.Tape()
     out = np.zeros_like(numbers)
-    given = bytearray(
+    inputs = bytearray(
         pack(
             "scale", **SCALE | {"out": out.ctypes.data, "x": numbers.ctypes.data, "ld_out": 37, "ld_x": 37, "width": 37}
         )
     )
-    tape.add("scale", bytes(given))
-    given[:] = b"\xff" * len(given)
+    tape.add("scale", bytes(inputs))
+    inputs[:] = b"\xff" * len(inputs)
     tape.run([9, 0, 0])
     assert np.array_equal(out, numbers)
 

@@ -82,10 +82,10 @@ def test_every_mixture(name: str, random_models: RandomModels) -> None:
 
 def test_with_threads_chunks_and_a_small_cache(random_models: RandomModels) -> None:
     config, requests = case_of("qwen3_moe", random_models["qwen3_moe"])
-    wanted = bits(requests, **config)
+    expected = bits(requests, **config)
     more = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 70, "max_model_len": 512, "block_size": 8}
     core = make_core(tensor_parallel_size=2, enable_expert_parallel=True, **config | more | {"num_threads": 2})
-    assert_same(run(core, requests, preempt_every=3), wanted)
+    assert_same(run(core, requests, preempt_every=3), expected)
     assert core.stats().num_preemptions > 3
     core.close()
 

@@ -132,7 +132,7 @@ def refusal(host: RankHost) -> str:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("inputs", "message"),
     [
         ({"rank": 2}, "--rank 2 is not one of 1 to 1"),
         ({"rank": 0}, "--rank 0 is not one of 1 to 1"),
@@ -142,8 +142,8 @@ def refusal(host: RankHost) -> str:
     ],
     ids=["no such rank", "rank 0", "world", "version", "name"],
 )
-def test_S_44_a_rank_that_does_not_belong_is_refused_in_clear_words(given: dict[str, Any], message: str) -> None:
-    with rendezvous() as hosts, rank_host(hosts.address[1], weights=lambda: "w", **given) as host:
+def test_S_44_a_rank_that_does_not_belong_is_refused_in_clear_words(inputs: dict[str, Any], message: str) -> None:
+    with rendezvous() as hosts, rank_host(hosts.address[1], weights=lambda: "w", **inputs) as host:
         assert message in refusal(host)
 
 
@@ -306,10 +306,10 @@ def test_S_44_a_rank_takes_no_path_from_another_host() -> None:
     start = Start(config, 1, 2, 5, 3.0, True, [0])
     encoded = msgspec.msgpack.encode(start)
     assert b"/theirs" in encoded
-    found = prepared(encoded, 1, "/ours", 1, "lo")
-    assert b"/theirs" not in found
-    assert b"fleet.secret" not in found
-    decoded = msgspec.msgpack.decode(found, type=Start)
+    result = prepared(encoded, 1, "/ours", 1, "lo")
+    assert b"/theirs" not in result
+    assert b"fleet.secret" not in result
+    decoded = msgspec.msgpack.decode(result, type=Start)
     assert (decoded.config.model, decoded.config.num_threads, decoded.config.quantization) == ("/ours", 1, "int8")
     assert (decoded.memory, decoded.cpus, decoded.interface) == (-1, [], "lo")
     for wrong in (b"x", msgspec.msgpack.encode(Go()), encoded[:-3]):

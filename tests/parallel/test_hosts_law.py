@@ -100,8 +100,8 @@ def test_a_rank_that_gathers_needs_an_interface_of_its_host() -> None:
 def test_three_hosts_with_uneven_shares_change_no_bit() -> None:
     port = free_port()
     with rank_host(port, shallow(2), rank=1, world=3), rank_host(port, shallow(2), rank=2, world=3):
-        found = bits(core_at(port, tensor_parallel_size=3))
-    assert_same(found, bits(make_core(model=shallow(2))))
+        result = bits(core_at(port, tensor_parallel_size=3))
+    assert_same(result, bits(make_core(model=shallow(2))))
 
 
 def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +112,9 @@ def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exchange, "__call__", lambda self, size: sizes.append(size) or move(self, size))
     port = free_port()
     with rank_host(port, shallow(2), command=(sys.executable, "-m", "tests.support.small_slots")):
-        found = bits(core_at(port))
+        result = bits(core_at(port))
     assert small_slots.SLOT_BYTES / 4 < max(sizes) <= small_slots.SLOT_BYTES + 64
-    assert_same(found, bits(make_core(model=shallow(2))))
+    assert_same(result, bits(make_core(model=shallow(2))))
 
 
 @pytest.mark.parametrize("mode", [pytest.param("right", marks=pytest.mark.slow), "reverse"])
@@ -123,12 +123,12 @@ def test_control_parts_in_the_wrong_place_are_noticed(mode: str, monkeypatch: py
     port = free_port()
     with rank_host(port, shallow(2), command=(sys.executable, "-m", "tests.support.wrong_ranks", mode)):
         wrong_ranks.patch(mode, monkeypatch.setattr)
-        found = bits(core_at(port))
+        result = bits(core_at(port))
     if mode == "right":
-        assert_same(found, alone)
+        assert_same(result, alone)
     else:
         with pytest.raises(AssertionError, match="differ"):
-            assert_same(found, alone)
+            assert_same(result, alone)
 
 
 def child() -> int:

@@ -62,12 +62,12 @@ def bits(requests: list[Request], ranks: int = 1, field: str = "tensor_parallel_
     core = make_core(**{field: ranks}, **form)
     try:
         assert (type(core.executor.program) is PROGRAMS[field]) == (ranks > 1)  # type: ignore[attr-defined]
-        found = run(core, requests)
+        result = run(core, requests)
         for part in groups_of(requests, 3):
-            assert_same(run(core, part), found)
+            assert_same(run(core, part), result)
     finally:
         core.close()
-    return found
+    return result
 
 
 def check(requests: list[Request], ranks: int, **form: Any) -> None:
@@ -140,10 +140,10 @@ def test_with_speculation_grammars_penalties_chunks_and_a_small_cache() -> None:
     more = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 70, "max_model_len": 512, "block_size": 8}
     spec = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
     alone = make_core(model=shallow(2), enable_prefix_caching=False)
-    wanted = run(alone, requests)
+    expected = run(alone, requests)
     alone.close()
     core = make_core(model=shallow(2), tensor_parallel_size=2, speculative_config=spec, **more)
-    assert_same(run(core, requests, preempt_every=5), wanted)
+    assert_same(run(core, requests, preempt_every=5), expected)
     stats = core.stats()
     assert stats.num_preemptions > 3
     assert stats.num_draft_tokens > 0
@@ -169,7 +169,7 @@ def test_each_rank_reads_its_panels_of_a_packed_file(
 def test_hidden_states_and_prompt_logprobs() -> None:
     params = SamplingParams(max_tokens=2, seed=1, temperature=0.0, prompt_logprobs=2, logprobs=1)
     requests = [msgspec.structs.replace(r, params=params) for r in few()[:4]]
-    found = []
+    result = []
     for ranks in (1, 2):
         core = make_core(model=shallow(2), tensor_parallel_size=ranks)
         for i, request in enumerate(requests):
@@ -183,9 +183,9 @@ def test_hidden_states_and_prompt_logprobs() -> None:
                 rows.setdefault(name, []).extend((e.logprob, *e.top) for e in entries)
             rows |= output.pooled
         core.close()
-        found.append(rows)
-    assert len(found[0]) == 8
-    assert found[0] == found[1]
+        result.append(rows)
+    assert len(result[0]) == 8
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize("mode", ["reverse", "sum"])

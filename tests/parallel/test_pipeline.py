@@ -61,10 +61,10 @@ def test_states_windows_and_experts(name: str, random_models: RandomModels) -> N
     """Cached prefixes, whose states are kept, and windows whose blocks are given back; chunks and preemption too."""
     form = {"model": str(random_models[name]), "skip_tokenizer_init": True, "max_num_seqs": 8}
     requests = requests_of(models.find(name).TINY["vocab_size"])
-    wanted = bits(requests, **form)
-    assert_same(bits(requests, 2, max_num_batched_tokens=48, **form), wanted)
+    expected = bits(requests, **form)
+    assert_same(bits(requests, 2, max_num_batched_tokens=48, **form), expected)
     core = make_core(pipeline_parallel_size=2, **form)
-    assert_same(run(core, requests, preempt_every=4), wanted)
+    assert_same(run(core, requests, preempt_every=4), expected)
     core.close()
 
 
@@ -73,10 +73,10 @@ def test_with_speculation_grammars_penalties_chunks_and_a_small_cache() -> None:
     more = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 70, "max_model_len": 512, "block_size": 8}
     spec = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
     alone = make_core(model=shallow(2), enable_prefix_caching=False)
-    wanted = run(alone, requests)
+    expected = run(alone, requests)
     alone.close()
     core = make_core(model=shallow(2), pipeline_parallel_size=2, speculative_config=spec, **more)
-    assert_same(run(core, requests, preempt_every=5), wanted)
+    assert_same(run(core, requests, preempt_every=5), expected)
     stats = core.stats()
     assert stats.num_preemptions > 3
     assert stats.num_draft_tokens > 0
@@ -95,14 +95,14 @@ def test_each_stage_reads_its_matrices_of_a_packed_file(tmp_path: Path, caplog: 
 
 def test_offline_with_hidden_states_and_prompt_logprobs() -> None:
     prompts = ["Once upon", "The dog ran over the hill and"]
-    params, found = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=2), []
+    params, result = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=2), []
     for ranks in (1, 2):
         llm = LLM(shallow(2), pipeline_parallel_size=ranks, num_gpu_blocks_override=64, max_model_len=512)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         vectors = [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
-        found.append(([(o.outputs[0].token_ids, repr(o.prompt_logprobs)) for o in outputs], vectors))
+        result.append(([(o.outputs[0].token_ids, repr(o.prompt_logprobs)) for o in outputs], vectors))
         llm.close()
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 @pytest.mark.parametrize("mode", ["rounded", "reverse"])
@@ -165,7 +165,7 @@ def test_stages_out_of_step_find_it_out(core: EngineCore) -> None:
 def test_a_call_that_a_stage_can_not_compute_ends_its_request_alone(core: EngineCore) -> None:
     """Rank 1 fails for one token: the request that has it fails, and the others go on with their bits."""
     requests = make_requests()[::18]
-    wanted = run(core, requests)
+    expected = run(core, requests)
     group = group_of(core)
     send, bad = group.send, requests[1].prompt_token_ids[:2]
     assert [r.prompt_token_ids[:2] for r in requests].count(bad) == 1
@@ -187,7 +187,7 @@ def test_a_call_that_a_stage_can_not_compute_ends_its_request_alone(core: Engine
     assert reasons.pop(again[1].request_id) == "error", reasons
     assert set(reasons.values()) == {"length"}
     group.send = send
-    assert_same(run(core, requests), wanted)
+    assert_same(run(core, requests), expected)
 
 
 def test_closing_ends_all_stages() -> None:

@@ -43,11 +43,11 @@ def vocab_size_of(name: str) -> int:
 
 
 def check(path: Path, world: int, vocab_size: int, **form: Any) -> None:
-    wanted = results(programs_of(path, None, **form), vocab_size)
+    expected = results(programs_of(path, None, **form), vocab_size)
     program, stages = staged(path, world, **form)
-    assert results(program, vocab_size) == wanted
-    assert stages.sent > 5  # the calls went in pieces
-    assert all(all(finite) for finite, *_ in wanted[:3])
+    assert results(program, vocab_size) == expected
+    assert stages.num_sent > 5  # the calls went in pieces
+    assert all(all(finite) for finite, *_ in expected[:3])
 
 
 @pytest.mark.parametrize("name", [name for name in models.names() if name != SHARED])

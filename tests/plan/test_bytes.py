@@ -115,9 +115,9 @@ def test_latency_is_ttft_and_tpot_for_each_further_token() -> None:
 def test_the_alpha_formula_counts_tokens_of_a_pass_and_kept_guesses_are_one_fewer() -> None:
     """By simulation of the rule itself: a pass keeps guesses up to the first wrong one, and draws one token more."""
     alpha, num = 0.8, 4
-    chances = [alpha**kept * (1 - alpha) for kept in range(num)] + [alpha**num]
-    kept = sum(number * chance for number, chance in enumerate(chances))
-    assert steps.kept_guesses(alpha, num) == pytest.approx(kept)
-    assert steps.tokens_per_pass(alpha, num) == pytest.approx(kept + 1)
+    chances = [alpha**total * (1 - alpha) for total in range(num)] + [alpha**num]
+    total = sum(number * chance for number, chance in enumerate(chances))
+    assert steps.kept_guesses(alpha, num) == pytest.approx(total)
+    assert steps.tokens_per_pass(alpha, num) == pytest.approx(total + 1)
     assert round(steps.tokens_per_pass(alpha, num), 4) == 3.3616
     assert steps.tokens_per_pass(1.0, num) == num + 1

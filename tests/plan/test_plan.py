@@ -91,9 +91,9 @@ def test_a_step_reads_and_writes_the_states_of_its_sequences() -> None:
 def test_a_layer_that_reads_the_cache_of_another_keeps_nothing_and_reads_as_much() -> None:
     tiny = models.find("gemma4_text").TINY
     each = count(tiny | {"num_kv_shared_layers": 0}, Forms("bfloat16")), count(tiny, Forms("bfloat16"))
-    own, shared = (Roofline(counts, hardware.find("h100"), "bfloat16") for counts in each)
+    separate, shared = (Roofline(counts, hardware.find("h100"), "bfloat16") for counts in each)
     assert each[1].kv_token_bytes("bfloat16") < each[0].kv_token_bytes("bfloat16")
-    read = [step.num_bytes([64], [1], 0) - step.num_bytes([32], [1], 0) for step in (own, shared)]
+    read = [step.num_bytes([64], [1], 0) - step.num_bytes([32], [1], 0) for step in (separate, shared)]
     assert read[0] == read[1] > 0
 
 

@@ -44,28 +44,28 @@ def cases(data: Path) -> Iterator[Case]:
         truths = {answer["id"]: answer["ground_truth"] for answer in map(json.loads, answers)}
         for case in map(json.loads, lines):
             tools = [{"type": "function", "function": schema(function, top=True)} for function in case["function"]]
-            calls = [(name, chosen(given)) for truth in truths[case["id"]] for name, given in truth.items()]
+            calls = [(name, chosen(inputs)) for truth in truths[case["id"]] for name, inputs in truth.items()]
             yield Case(case["id"], case["question"][0], tools, calls)
 
 
-def schema(given: Any, top: bool = False) -> Any:
+def schema(inputs: Any, top: bool = False) -> Any:
     """The cases' Python-like types as JSON's."""
-    if isinstance(given, list):
-        return [schema(one) for one in given]
-    if not isinstance(given, dict):
-        return given
-    made = {key: schema(value) for key, value in given.items()}
-    kind = made.get("type")
+    if isinstance(inputs, list):
+        return [schema(one) for one in inputs]
+    if not isinstance(inputs, dict):
+        return inputs
+    result = {key: schema(value) for key, value in inputs.items()}
+    kind = result.get("type")
     if isinstance(kind, str) and not top:
-        made["type"] = TYPES.get(kind, kind)
-        if made["type"] == "any":
-            del made["type"]
-    return made
+        result["type"] = TYPES.get(kind, kind)
+        if result["type"] == "any":
+            del result["type"]
+    return result
 
 
-def chosen(given: Mapping[str, Any]) -> dict[str, Any]:
+def chosen(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The first accepted value of each parameter; one that may be left out is."""
-    return {name: plain(values[0]) for name, values in given.items() if values and "" not in values}
+    return {name: plain(values[0]) for name, values in inputs.items() if values and "" not in values}
 
 
 def plain(value: Any) -> Any:
@@ -87,7 +87,7 @@ class Model(NamedTuple):
 
 def models(data: Path) -> list[Model]:
     """The templates that write calls, and what the formats without one would write."""
-    made = []
+    result = []
     sources = {
         "hermes-2-pro": "llama.cpp/NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja",
         "llama-3.1": "llama.cpp/meta-llama-Llama-3.1-8B-Instruct.jinja",
@@ -107,13 +107,13 @@ def models(data: Path) -> list[Model]:
         if form is None:
             raise ValueError(f"no format is found in {path}")
         think = "qwen3" if "</think>" in source else None
-        made.append(Model(name, form, template, lambda case, template=template: by_template(template, case), think))
-    chatml = made[0].template
+        result.append(Model(name, form, template, lambda case, template=template: by_template(template, case), think))
+    chatml = result[0].template
     written = {"pythonic": pythonic, "granite": granite, "deepseek_v3": deepseek_v31, "llama3_json": llama_tagged}
     written |= {"functionary_v31": functionary, "firefunction": firefunction, "muse_glimmer": muse_glimmer}
-    made += [Model(f"{form}, written", form, chatml, write) for form, write in written.items()]
-    made.append(Model("command_r7b, written", "command_r7b", chatml, command_r7b, "command_r7b"))
-    return made
+    result += [Model(f"{form}, written", form, chatml, write) for form, write in written.items()]
+    result.append(Model("command_r7b, written", "command_r7b", chatml, command_r7b, "command_r7b"))
+    return result
 
 
 def by_template(template: ChatTemplate, case: Case) -> str | None:
@@ -142,7 +142,7 @@ def by_template(template: ChatTemplate, case: Case) -> str | None:
 
 
 def pythonic(case: Case) -> str:
-    calls = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in case.calls)
+    calls = (f"{name}({', '.join(f'{key}={value!r}' for key, value in inputs.items())})" for name, inputs in case.calls)
     return f"[{', '.join(calls)}]"
 
 
@@ -153,18 +153,19 @@ def granite(case: Case) -> str:
 
 def deepseek_v31(case: Case) -> str:
     calls = (
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(given)}<｜tool▁call▁end｜>" for name, given in case.calls
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(inputs)}<｜tool▁call▁end｜>"
+        for name, inputs in case.calls
     )
     return f"<｜tool▁calls▁begin｜>{''.join(calls)}<｜tool▁calls▁end｜>"
 
 
 def llama_tagged(case: Case) -> str:
-    calls = (json.dumps({"name": name, "parameters": given}, ensure_ascii=False) for name, given in case.calls)
+    calls = (json.dumps({"name": name, "parameters": inputs}, ensure_ascii=False) for name, inputs in case.calls)
     return "<|python_tag|>" + "; ".join(calls)
 
 
 def functionary(case: Case) -> str:
-    return "".join(f"<function={name}>{json.dumps(given)}</function>" for name, given in case.calls)
+    return "".join(f"<function={name}>{json.dumps(inputs)}</function>" for name, inputs in case.calls)
 
 
 def firefunction(case: Case) -> str:
@@ -173,8 +174,8 @@ def firefunction(case: Case) -> str:
 
 def command_r7b(case: Case) -> str:
     calls = (
-        json.dumps({"tool_call_id": str(place), "tool_name": name, "parameters": given}, ensure_ascii=False)
-        for place, (name, given) in enumerate(case.calls)
+        json.dumps({"tool_call_id": str(place), "tool_name": name, "parameters": inputs}, ensure_ascii=False)
+        for place, (name, inputs) in enumerate(case.calls)
     )
     actions = ",\n    ".join(calls)
     return f"<|START_THINKING|><|END_THINKING|><|START_ACTION|>[\n    {actions}\n]<|END_ACTION|>"
@@ -183,8 +184,8 @@ def command_r7b(case: Case) -> str:
 def muse_glimmer(case: Case) -> str:
     """Strings bare, and all else as JSON."""
     calls = ""
-    for name, given in case.calls:
-        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+    for name, inputs in case.calls:
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in inputs.items()}
         parameters = "".join(
             f'<atem:parameter name="{key}">{value}</atem:parameter>\n' for key, value in values.items()
         )
@@ -211,8 +212,8 @@ def check(model: Model, case: Case, counts: Counter[str], every_split: bool = Tr
         return content, calls
 
     content, calls = parsed([text])
-    found = [(name, json.loads(arguments)) for name, arguments in calls]
-    assert found == case.calls, f"{model.name} {case.name}: {text!r} gave {found}"
+    result = [(name, json.loads(arguments)) for name, arguments in calls]
+    assert result == case.calls, f"{model.name} {case.name}: {text!r} gave {result}"
     assert not content.strip(), f"{model.name} {case.name}: {text!r} left {content!r}"
     counts["texts"] += 1
     counts["calls"] += len(calls)

@@ -184,9 +184,9 @@ def again(tools: str, style: str | None, answer: Answer) -> bool:
     """Whether what was read, put back as the model's turn and read again, is the same."""
     form, marks = FORMATS[tools], STYLES[style] if style else NO_STYLE
 
-    def once(said: Answer) -> Read:
+    def once(text: Answer) -> Read:
         parser = tool_parser(tools, USE.schemas, style=style, prompt=PROMPT)
-        return read(parser, [speak(said, form, marks, PROMPT)])
+        return read(parser, [speak(text, form, marks, PROMPT)])
 
     first = once(answer)
     back = Answer(first[1], first[0], tuple((name, json.loads(arguments)) for name, arguments in first[2]))
@@ -222,8 +222,8 @@ def measured(tools: str | None, style: str | None) -> tuple[str, ...]:
     if tools is None:
         return ("no",) * 6
     thought = "I think." if style else ""
-    said = "" if says_first(FORMATS[tools]) else "Let me see."
-    one, two = Answer(thought, said, CALLS[:1]), Answer(thought, said, CALLS)
+    text = "" if says_first(FORMATS[tools]) else "Let me see."
+    one, two = Answer(thought, text, CALLS[:1]), Answer(thought, text, CALLS)
     try:
         strict = holds(tools)
     except RequestError:

@@ -106,13 +106,15 @@ def seeds() -> list[bytes]:
     others = [name for name in NUMBERS if name not in ("I8", "I16", "I32", "I64", "F64", "F32")]
     small = [name for name in others if TENSOR_TYPES[NUMBERS[name]][1] <= 32]
     places = ("token_embd", "blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v", "blk.0.attn_output", "blk.0.ffn_down")
-    made = [model_file("llama", {"": "Q4_0", "token_embd": "Q8_0"}, 32, "llama")]
-    made.append(model_file("qwen2", dict(zip(places, small, strict=False)), 32, "gpt2"))
-    made.append(model_file("gemma2", {"": "F16"} | dict(zip(places, small[len(places) :], strict=False)), 32, "llama"))
+    result = [model_file("llama", {"": "Q4_0", "token_embd": "Q8_0"}, 32, "llama")]
+    result.append(model_file("qwen2", dict(zip(places, small, strict=False)), 32, "gpt2"))
+    result.append(
+        model_file("gemma2", {"": "F16"} | dict(zip(places, small[len(places) :], strict=False)), 32, "llama")
+    )
     wide = [name for name in others if name not in small]
     for i in range(0, len(wide), len(places)):
-        made.append(model_file("llama", dict(zip(places, wide[i:], strict=False)), 256, "llama"))
-    return made
+        result.append(model_file("llama", dict(zip(places, wide[i:], strict=False)), 256, "llama"))
+    return result
 
 
 def damaged(files: list[bytes], seed: int, number: int) -> bytes:
@@ -170,8 +172,8 @@ class Course:
         return "read"
 
     def _tokenizer(self, file: GGUF) -> None:
-        made = guarded(lambda _: Tokenizer(*tokenizer_gguf.read_metadata(file)), Path("fuzzed"))
-        made.decode(made.encode("a bc"))
+        result = guarded(lambda _: Tokenizer(*tokenizer_gguf.read_metadata(file)), Path("fuzzed"))
+        result.decode(result.encode("a bc"))
 
     def _model(self, file: GGUF, reading: Reading) -> None:
         config = ModelConfig(reading.values)
@@ -227,9 +229,9 @@ def main() -> int:
         report[str(options.seed)] = dict(counts)
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(report, indent=1) + "\n")
-        told = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(counts.items()))
+        output = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(counts.items()))
         rate = step / (time.monotonic() - begin)
-        print(f"{sum(counts.values()):,} mutations of seed {options.seed} ({rate:,.0f}/s): {told}", flush=True)
+        print(f"{sum(counts.values()):,} mutations of seed {options.seed} ({rate:,.0f}/s): {output}", flush=True)
     return int(bool(counts.keys() - {"read", "refused"}))
 
 

@@ -193,8 +193,8 @@ def stopped(process: Any) -> Iterator[None]:
 def run(name: str, num_restarts: int, num_clients: int = 8, kill: bool = False) -> dict[str, Any]:
     """Counts of one campaign."""
     statuses: Counter[int] = Counter()
-    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as result, contextlib.ExitStack() as stack:
+        folder = Path(result)
         folder.chmod(0o755)
         write_tokenizer(folder)
         backends = []

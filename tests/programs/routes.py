@@ -107,8 +107,8 @@ def rows(app: Starlette) -> list[tuple[str, ...]]:
             text = f"another name of `{ALIASES[path]}`"
         if first.unserved:
             text = f"**501**: {REASONS[path]}"
-        shown = re.sub(r":\w+}", "}", path)
-        cells.append((f"`{methods} {shown}`", names[id(first.api)], access, text))
+        plain_path = re.sub(r":\w+}", "}", path)
+        cells.append((f"`{methods} {plain_path}`", names[id(first.api)], access, text))
     return cells
 
 

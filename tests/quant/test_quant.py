@@ -51,16 +51,16 @@ def widened(weight: QWeight, part: Tensor | None) -> Tensor:
     return part.repeat_interleave(weight.group, 1)[:, : weight.shape[1]]
 
 
-def errors(weight: Tensor, made: QWeight) -> tuple[Tensor, Tensor]:
+def errors(weight: Tensor, result: QWeight) -> tuple[Tensor, Tensor]:
     """(|w - dequantised|, |scale|) of every weight that lies within the outermost codes, or half a step beyond."""
-    scale = widened(made, made.scales)
-    zero = widened(made, made.zeros) if made.zeros is not None else 0.0
-    least = widened(made, made.mins) if made.mins is not None else 0.0
-    low, high = (0, 2**made.bits - 1) if made.bits < 8 else (-127, 127)
+    scale = widened(result, result.scales)
+    zero = widened(result, result.zeros) if result.zeros is not None else 0.0
+    least = widened(result, result.mins) if result.mins is not None else 0.0
+    low, high = (0, 2**result.bits - 1) if result.bits < 8 else (-127, 127)
     ends = torch.stack([(low - zero) * scale + least, (high - zero) * scale + least])
     half = scale.abs() / 2
     inside = (weight >= ends.amin(0) - half) & (weight <= ends.amax(0) + half)
-    return (weight - made.dequantize()).abs()[inside], scale.abs()[inside]
+    return (weight - result.dequantize()).abs()[inside], scale.abs()[inside]
 
 
 def test_the_names_of_the_config_are_the_schemes() -> None:
@@ -95,11 +95,11 @@ def test_a_module_that_is_no_format_can_not_be_named_by_a_checkpoint(method: str
 @pytest.mark.parametrize("num_in", [1, 31, 32, 33, 128, 200, 384])
 def test_a_weight_is_within_half_a_step(scheme: Scheme, num_in: int) -> None:
     weight = normal(7, num_in)
-    made = quantise(weight, scheme)
-    assert made.shape == (7, num_in)
-    assert made.scales is not None
-    assert made.scales.shape == (7, -(-num_in // (scheme.group or num_in)))
-    error, scale = errors(weight, made)
+    result = quantise(weight, scheme)
+    assert result.shape == (7, num_in)
+    assert result.scales is not None
+    assert result.scales.shape == (7, -(-num_in // (scheme.group or num_in)))
+    error, scale = errors(weight, result)
     assert (error <= scale * 0.5001).all()
     # By far most weights are inside the codes, or the bound above would say nothing.
     assert error.numel() >= 0.8 * weight.numel()
@@ -107,28 +107,28 @@ def test_a_weight_is_within_half_a_step(scheme: Scheme, num_in: int) -> None:
 
 def test_the_bound_is_broken_by_codes_that_are_off_by_one() -> None:
     weight = normal(7, 128)
-    made = quantise(weight, Scheme("i4", 32))
-    wrong = QWeight((made.codes + 1).clamp(0, 15), made.scales, made.zeros, group=32, bits=4)
+    result = quantise(weight, Scheme("i4", 32))
+    wrong = QWeight((result.codes + 1).clamp(0, 15), result.scales, result.zeros, group=32, bits=4)
     error, scale = errors(weight, wrong)
     assert not (error <= scale * 0.5001).all()
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=str)
 def test_codes_stay_in_their_range_and_scales_in_float16(scheme: Scheme) -> None:
-    made = quantise(normal(40, 200) * torch.logspace(-9, 5, 40).unsqueeze(1), scheme)
+    result = quantise(normal(40, 200) * torch.logspace(-9, 5, 40).unsqueeze(1), scheme)
     low, high = (0, 2**scheme.bits - 1) if scheme.bits < 8 else (-127, 127)
-    assert made.codes.dtype == torch.int8
-    assert int(made.codes.min()) >= low
-    assert int(made.codes.max()) <= high
-    assert int(made.codes.max()) - int(made.codes.min()) >= 15
-    for part in (made.scales, made.mins):
+    assert result.codes.dtype == torch.int8
+    assert int(result.codes.min()) >= low
+    assert int(result.codes.max()) <= high
+    assert int(result.codes.max()) - int(result.codes.min()) >= 15
+    for part in (result.scales, result.mins):
         assert part is None or part.dtype == torch.float32
         if part is not None and scheme.group:
             assert torch.equal(part, part.half().float())
     if not scheme.group:
-        assert made.scales is not None
-        assert not torch.equal(made.scales, made.scales.half().float())
-    assert scheme_of(made) == scheme
+        assert result.scales is not None
+        assert not torch.equal(result.scales, result.scales.half().float())
+    assert scheme_of(result) == scheme
 
 
 @pytest.mark.parametrize("scheme", INT4, ids=str)
@@ -143,18 +143,18 @@ def test_the_largest_weight_has_the_code_without_a_mirror_image(scheme: Scheme) 
 @pytest.mark.parametrize("num_in", [1, 33, 64, 200])
 def test_codes_of_a_book_are_those_of_the_nearest_entries(scheme: Scheme, num_in: int) -> None:
     weight = normal(7, num_in)
-    made = quantise(weight, scheme)
-    assert scheme_of(made) == scheme
-    scale = widened(made, made.scales)
+    result = quantise(weight, scheme)
+    assert scheme_of(result) == scheme
+    scale = widened(result, result.scales)
     assert torch.equal(scale, scale.half().float())
     entries = torch.tensor(LEVELS[scheme.book]).float()
     distances = (entries * scale.unsqueeze(-1) - weight.unsqueeze(-1)).abs()
-    error = (made.dequantize() - weight).abs()
+    error = (result.dequantize() - weight).abs()
     assert torch.allclose(error, distances.amin(-1), atol=1e-7)
     if scheme.book == "e2m1":
         assert bool((torch.log2(scale) == torch.log2(scale).round()).all())
     # Negative control: another code is not the nearest.
-    wrong = QWeight((made.codes + 1) % 16, made.scales, group=scheme.group, bits=4, codebook=made.codebook)
+    wrong = QWeight((result.codes + 1) % 16, result.scales, group=scheme.group, bits=4, codebook=result.codebook)
     assert not torch.allclose((wrong.dequantize() - weight).abs(), distances.amin(-1), atol=1e-7)
 
 
@@ -196,18 +196,18 @@ def test_groups_of_nothing_stay_nothing(scheme: Scheme) -> None:
     weight = normal(5, 256)
     weight[1] = 0
     weight[3, 128:] = 0
-    made = quantise(weight, scheme).dequantize()
-    assert (made[weight == 0] == 0).all()
-    assert (made[0] != 0).any()
+    result = quantise(weight, scheme).dequantize()
+    assert (result[weight == 0] == 0).all()
+    assert (result[0] != 0).any()
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=str)
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-20, 3e-8, 1e-7, 6e-6, 1e-4])
 def test_tiny_weights_keep_the_bound_and_stay_finite(scheme: Scheme, size: float) -> None:
     weight = normal(4, 128) * (size / 0.02)
-    made = quantise(weight, scheme)
-    assert torch.isfinite(made.dequantize()).all()
-    error, scale = errors(weight, made)
+    result = quantise(weight, scheme)
+    assert torch.isfinite(result.dequantize()).all()
+    error, scale = errors(weight, result)
     # Within float32's own last bits, where it has hardly any.
     assert (error <= scale * 0.501 + 2e-45).all()
     # Float16 has few bits left there, and none of them may be spent on cutting weights off.
@@ -253,14 +253,14 @@ def test_weights_whose_scale_float16_can_not_hold(scheme: Scheme) -> None:
 )
 def test_any_matrix(scheme: Scheme, num_out: int, num_in: int, seed: int, exponent: int, dtype: torch.dtype) -> None:
     weight = (normal(num_out, num_in, seed) * 50 * 2.0**exponent).to(dtype)
-    made = quantise(weight, scheme)
-    error, scale = errors(weight.float(), made)
+    result = quantise(weight, scheme)
+    error, scale = errors(weight.float(), result)
     # A weight of float32 has a rounding of its own.
     assert (error <= scale * 0.501 + weight.float().abs().max() * 2.0**-24).all()
     # Rows are quantised by themselves: whatever stands beside them.
     one = quantise(weight[-1:], scheme)
-    assert torch.equal(one.codes, made.codes[-1:])
-    assert torch.equal(one.dequantize(), made.dequantize()[-1:])
+    assert torch.equal(one.codes, result.codes[-1:])
+    assert torch.equal(one.dequantize(), result.dequantize()[-1:])
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=str)
@@ -336,11 +336,11 @@ def test_codes_that_no_kernel_knows_come_as_floats() -> None:
 def test_slabs_cover_all_rows_and_begin_at_panels() -> None:
     for num_out, num_in in ((1, 1), (31, 64), (4096, 4096), (128256, 2048), (5000, 2**23)):
         source = source_of([QWeight(torch.empty(1, 1).expand(num_out, num_in))])
-        found = list(slabs(source))
-        assert [first for first, _ in found] == [0, *(last for _, last in found[:-1])]
-        assert found[-1][1] == num_out
-        assert all(first % 32 == 0 for first, _ in found)
-        assert all((last - first) * num_in <= max(4 * 2**20, 32 * num_in) for first, last in found)
+        result = list(slabs(source))
+        assert [first for first, _ in result] == [0, *(last for _, last in result[:-1])]
+        assert result[-1][1] == num_out
+        assert all(first % 32 == 0 for first, _ in result)
+        assert all((last - first) * num_in <= max(4 * 2**20, 32 * num_in) for first, last in result)
 
 
 def test_minimums_are_added_after_the_product() -> None:

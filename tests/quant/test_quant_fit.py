@@ -79,14 +79,14 @@ def test_codes_in_the_form_of_a_kernel_are_the_same_weights(bits: int, zeros: st
     weight = made_up(bits, zeros, group=group)
     fit = fit_of([weight])
     assert fit.scheme == scheme
-    made = fitted(weight, scheme)
-    assert made.bits == scheme.bits
+    result = fitted(weight, scheme)
+    assert result.bits == scheme.bits
     low, high = (-128, 127) if scheme.kind == "i8" else (0, 2**scheme.bits - 1)
-    assert int(made.codes.min()) >= low
-    assert int(made.codes.max()) <= high
-    assert made.scales is not None
-    assert torch.equal(made.scales.half().float(), made.scales)
-    difference = (made.dequantize() - weight.dequantize()).abs().max()
+    assert int(result.codes.min()) >= low
+    assert int(result.codes.max()) <= high
+    assert result.scales is not None
+    assert torch.equal(result.scales.half().float(), result.scales)
+    difference = (result.dequantize() - weight.dequantize()).abs().max()
     assert weight.scales is not None
     step = float(weight.scales.max())
     if scheme.has_min:
@@ -96,7 +96,7 @@ def test_codes_in_the_form_of_a_kernel_are_the_same_weights(bits: int, zeros: st
         # Only the order of a product and a subtraction differs.
         assert fit.rounding == 0.0
         assert float(difference) <= 1e-7
-    assert torch.equal(fitted(weight.rows(3, 9), scheme).dequantize(), made.dequantize()[3:9])
+    assert torch.equal(fitted(weight.rows(3, 9), scheme).dequantize(), result.dequantize()[3:9])
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_inputs_in_another_order_keep_their_kernel(bits: int) -> None:
     fit = fit_of([weight, weight])
     assert fit.scheme == fit_of([made_up(bits, "any")]).scheme
     assert np.array_equal(fit.permutation, order)
-    made = fitted(weight, fit.scheme)
-    assert float((made.dequantize() - weight.dequantize()).abs().max()) <= fit.rounding * 0.011
+    result = fitted(weight, fit.scheme)
+    assert float((result.dequantize() - weight.dequantize()).abs().max()) <= fit.rounding * 0.011
     # Not on every backend, and not in two orders.
     assert "act-order" in fit_of([weight], permutes=False).why
     for rest in (made_up(bits, "any", permutation=other), made_up(bits, "any")):
@@ -172,9 +172,9 @@ def test_inputs_of_any_group_keep_their_weights() -> None:
         "mixed": torch.randperm(16) % 4,
         "uneven": torch.tensor([0] * 9 + [1] * 2 + [3] * 5),
     }.items():
-        made = by_tensors(codes, scales, g_idx)
-        assert (made.permutation is not None) == (name == "mixed")
-        assert torch.allclose(made.dequantize(), (codes.float() - 8) * scales[:, g_idx])
+        result = by_tensors(codes, scales, g_idx)
+        assert (result.permutation is not None) == (name == "mixed")
+        assert torch.allclose(result.dequantize(), (codes.float() - 8) * scales[:, g_idx])
 
 
 @pytest.mark.parametrize("wrong", [-1, 4, 2**30])
@@ -186,7 +186,7 @@ def test_a_group_that_does_not_exist_is_refused(wrong: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "name", "found"),
+    ("pattern", "name", "result"),
     [
         (".*lm_head", "lm_head", True),
         (r"model\.layers\.\d+\.mlp\.(gate|up)_proj$", "model.layers.11.mlp.up_proj", True),
@@ -194,8 +194,8 @@ def test_a_group_that_does_not_exist_is_refused(wrong: int) -> None:
         ("layers", "model.layers", False),
     ],
 )
-def test_patterns_fit_the_beginning_of_a_name(pattern: str, name: str, found: bool) -> None:
-    assert matches(pattern, name) is found
+def test_patterns_fit_the_beginning_of_a_name(pattern: str, name: str, result: bool) -> None:
+    assert matches(pattern, name) is result
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(.*){9}", ".*.*.*.*.*x", "a" * 300, "(", "[", "*"])
@@ -271,9 +271,9 @@ def test_codes_from_a_table_that_a_kernel_has(table: tuple[float, ...], book: st
     fit = fit_of([weight])
     assert fit.scheme == Scheme("i4", min(group, 128), book=book)
     assert fit.rounding <= most
-    made = fitted(weight.rows(3, 30), fit.scheme)
-    shares = (made.dequantize() - weight.dequantize()[3:30]).abs() / made.dequantize().abs().clamp(1e-9)
-    assert torch.equal(made.codes, weight.codes[3:30])
+    result = fitted(weight.rows(3, 30), fit.scheme)
+    shares = (result.dequantize() - weight.dequantize()[3:30]).abs() / result.dequantize().abs().clamp(1e-9)
+    assert torch.equal(result.codes, weight.codes[3:30])
     assert float(shares.max()) <= most
     assert fit_of([weight, made_up(4, "middle", group=group)]).scheme is None
 
@@ -288,12 +288,12 @@ def test_8_bit_floats_reach_a_backend_that_declares_them_as_they_are(group: int,
     weight = floats(group)
     fit = fit_of([weight], SCHEMES | F8_SCHEMES)
     assert (fit.scheme, fit.rounding) == (Scheme("f8", kernel, dtype=E4M3), 0.0)
-    made = fitted(weight, fit.scheme)
-    assert made.codes.dtype == torch.float8_e4m3fn
-    assert made.scales is not None
-    assert made.scales.shape == (40, 256 // kernel if kernel else 1)
-    assert torch.equal(made.dequantize(), weight.dequantize())
-    both = Stacked("both", [made, made.rows(0, 7)], fit.scheme)
+    result = fitted(weight, fit.scheme)
+    assert result.codes.dtype == torch.float8_e4m3fn
+    assert result.scales is not None
+    assert result.scales.shape == (40, 256 // kernel if kernel else 1)
+    assert torch.equal(result.dequantize(), weight.dequantize())
+    both = Stacked("both", [result, result.rows(0, 7)], fit.scheme)
     slab = both.slab(32, 47)
     assert torch.equal(slab.dequantize(), torch.cat([weight.dequantize()[32:], weight.dequantize()[:7]]))
     assert fit_of([weight]).why == "8-bit floats have no kernel", "to a backend without them they go as floats"

@@ -26,14 +26,14 @@ def test_texts_are_cut_into_pieces_up_to_the_number() -> None:
 
 
 def test_generated_text_end_when_there_are_enough() -> None:
-    asked: list[int] = []
+    requests: list[int] = []
 
     def answer(seeds: range) -> Sequence[Sequence[int]]:
-        asked.extend(seeds)
+        requests.extend(seeds)
         return [[seed, 1, 2] for seed in seeds]
 
     assert generated_text(answer, 8, 7) == [[0, 1, 2], [1, 1, 2]]
-    assert asked == list(range(BATCH))
+    assert requests == list(range(BATCH))
     with pytest.raises(RequestError, match="FILE"):
         generated_text(lambda seeds: [[0] for _ in seeds], 8, 7)
 

@@ -36,8 +36,10 @@ def words(first: int, count: int) -> list[list[int]]:
     """What the shallow model says to nothing, under seeds first ... first + count - 1."""
     llm = LLM(shallow(), skip_tokenizer_init=True, num_threads=1)
     try:
-        asked = [SamplingParams(temperature=1, max_tokens=LENGTH, seed=seed) for seed in range(first, first + count)]
-        outputs = llm.generate([{"prompt_token_ids": [0]}] * count, asked, use_tqdm=False)
+        sampling_params = [
+            SamplingParams(temperature=1, max_tokens=LENGTH, seed=seed) for seed in range(first, first + count)
+        ]
+        outputs = llm.generate([{"prompt_token_ids": [0]}] * count, sampling_params, use_tqdm=False)
     finally:
         llm.close()
     return [[0, *output.outputs[0].token_ids] for output in outputs]
@@ -50,13 +52,13 @@ def loss(model: str | Path, texts: Sequence[list[int]]) -> float:
         outputs = llm.generate(list(texts), SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     finally:
         llm.close()
-    found = [
+    logprobs = [
         entry[token_id].logprob
         for output, ids in zip(outputs, texts, strict=True)
         for token_id, entry in zip(ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
         if entry is not None
     ]
-    return -math.fsum(found) / len(found)
+    return -math.fsum(logprobs) / len(logprobs)
 
 
 def make(out: Path, method: str, layout: str, source: Path | None = None, **changes: Any) -> driver.Report:
@@ -165,12 +167,12 @@ def test_a_broken_run_goes_on_to_the_same_bytes(tmp_path: Path, small: Path, met
 
     with pytest.raises(Killed):
         quantise_checkpoint(small, tmp_path / "broken", options, layout, TEXT, progress=kill)
-    made = sorted(path.name for path in (tmp_path / "broken").glob("*.safetensors"))
+    names = sorted(path.name for path in (tmp_path / "broken").glob("*.safetensors"))
     again: list[str] = []
     quantise_checkpoint(
         small, tmp_path / "broken", options, layout, TEXT, progress=lambda done, total, name: again.append(name)
     )
-    assert len([name for name in again if name]) == 14 - 7 * len(made)  # finished layers are not made again
+    assert len([name for name in again if name]) == 14 - 7 * len(names)  # finished layers are not made again
     assert files_of(tmp_path / "broken") == files_of(tmp_path / "whole")
 
 
@@ -238,9 +240,9 @@ def test_smoothquant_is_served_better_than_plain_int8(tmp_path: Path) -> None:
     texts = words(100, 8)
     plain = loss(shallow(), texts)
     assert loss(spoilt, texts) == pytest.approx(plain, abs=1e-6)
-    kept: dict[str, Any] = {"source": spoilt, "bits": 8, "group_size": -1}
-    make(tmp_path / "rtn", "rtn", "compressed-tensors", **kept)
-    make(tmp_path / "smooth", "smoothquant", "compressed-tensors", **kept)
+    options: dict[str, Any] = {"source": spoilt, "bits": 8, "group_size": -1}
+    make(tmp_path / "rtn", "rtn", "compressed-tensors", **options)
+    make(tmp_path / "smooth", "smoothquant", "compressed-tensors", **options)
     naive, smooth = loss(tmp_path / "rtn", texts), loss(tmp_path / "smooth", texts)
     assert abs(smooth - plain) < 0.3 * abs(naive - plain)
 
@@ -284,8 +286,8 @@ def log_probabilities(model: Path) -> list[float]:
     """Of a text's tokens after each other."""
     llm = LLM(str(model), skip_tokenizer_init=True, num_threads=1)
     try:
-        asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        [output] = llm.generate([TEXT[0]], asked, use_tqdm=False)
+        sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        [output] = llm.generate([TEXT[0]], sampling_params, use_tqdm=False)
     finally:
         llm.close()
     pairs = zip(TEXT[0][1:], (output.prompt_logprobs or [])[1:], strict=True)
@@ -308,10 +310,10 @@ def test_every_family(tmp_path: Path, model_type: str) -> None:
     source = tmp_path / "model"
     save_random(dict(find(model_type).TINY), source)
     plain = quantise_checkpoint(source, tmp_path / "rtn", Options(group_size=8), "compressed-tensors", TEXT)
-    made = quantise_checkpoint(
+    result = quantise_checkpoint(
         source, tmp_path / "gptq", Options(method="gptq", group_size=8), "compressed-tensors", TEXT
     )
-    assert mean(made.errors) < mean(plain.errors)
+    assert mean(result.errors) < mean(plain.errors)
     # In 8 bits little is lost, unless a scale is folded to the wrong place (the test below: over 0.3). How much depends
     # on the scales that were found, and those on the arithmetic of the processor: up to 0.17 was seen.
     options = Options(method="awq", bits=8, group_size=8)

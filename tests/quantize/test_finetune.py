@@ -42,8 +42,8 @@ def source(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     tensors = {name: 2 * t if t.dim() == 2 else t for name, t in llama_tensors(CONFIG, torch.bfloat16).items()}
     tensors.pop("lm_head.weight", None)
-    told = {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
-    return write_llama(tmp_path / "model", tensors, **CONFIG, **told)
+    output = {"tie_word_embeddings": True, "torch_dtype": "bfloat16", "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+    return write_llama(tmp_path / "model", tensors, **CONFIG, **output)
 
 
 def test_it_begins_at_round_to_nearest_and_ends_below(script: ModuleType, source: Path, tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_it_begins_at_round_to_nearest_and_ends_below(script: ModuleType, source
     plain = student.embed_tokens.weight.clone()
     script.export(student, source, tmp_path / "begun", OPTIONS)
     quantise_checkpoint(source, tmp_path / "rtn", Options(method="rtn", bits=3, group_size=32), "compressed-tensors")
-    begun, rtn = (weights_of(tmp_path / name) for name in ("begun", "rtn"))
-    assert begun.keys() == rtn.keys()
-    assert all(torch.equal(begun[name], rtn[name]) for name in rtn)
+    start, rtn = (weights_of(tmp_path / name) for name in ("begun", "rtn"))
+    assert start.keys() == rtn.keys()
+    assert all(torch.equal(start[name], rtn[name]) for name in rtn)
     rows = torch.randint(0, 64, (24, 32))
     before, after = script.finetune(student, teacher, rows, minutes=1, steps=40, lr=3e-3)
     assert after < 0.8 * before
@@ -66,20 +66,20 @@ def test_it_begins_at_round_to_nearest_and_ends_below(script: ModuleType, source
         {n: weights_of(tmp_path / "tuned").get(f"model.{n}", t) for n, t in again.state_dict().items()}
     )
     with torch.no_grad():
-        found = float(script.divergence(again, teacher, rows[:12]))
-    assert found == pytest.approx(after, rel=1e-3)
+        result = float(script.divergence(again, teacher, rows[:12]))
+    assert result == pytest.approx(after, rel=1e-3)
     assert torch.equal(student.embed_tokens.weight, plain)
 
 
 def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     """The quantised layers, as the reader has them."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
-    made = {}
+    result = {}
     for path in directory.glob("*.safetensors"):
         file = _File(path)
         names = [name.removesuffix(".weight_packed") for name in file._file.entries if name.endswith(".weight_packed")]
-        made |= {f"{name}.weight": tensor(compressed_tensors.read(file, name, config).dequantize()) for name in names}
-    return made
+        result |= {f"{name}.weight": tensor(compressed_tensors.read(file, name, config).dequantize()) for name in names}
+    return result
 
 
 def test_gradients_go_past_the_rounding(script: ModuleType) -> None:
@@ -97,17 +97,17 @@ def test_training_goes_on_where_it_was_broken_off(
     teacher = script.load_model(source).requires_grad_(False)
     rows = torch.randint(0, 64, (24, 32), generator=torch.Generator().manual_seed(2))
 
-    def trained(kept: Any) -> Any:
+    def trained(state: Any) -> Any:
         student = script.rounded_copy(teacher, OPTIONS)
-        return student, lambda: script.finetune(student, teacher, rows, minutes=1, steps=8, lr=3e-3, kept=kept)
+        return student, lambda: script.finetune(student, teacher, rows, minutes=1, steps=8, lr=3e-3, saved=state)
 
     whole, run = trained(None)
     figures = run()
     path = tmp_path / "OUT.state"
     saved = script.Kept.save
 
-    def break_off(kept: Any, course: Any, parts: Any) -> None:
-        saved(kept, course, parts)
+    def break_off(state: Any, course: Any, parts: Any) -> None:
+        saved(state, course, parts)
         if course.step == 4:
             raise KeyboardInterrupt
 
@@ -117,14 +117,14 @@ def test_training_goes_on_where_it_was_broken_off(
     monkeypatch.undo()
     with pytest.raises(SystemExit, match="of another training"):
         trained(script.Kept(path, "b"))[1]()
-    kept = script.Kept(path, "a")
-    course, parts = kept.load()
-    resumed, run = trained(kept)
+    state = script.Kept(path, "a")
+    course, parts = state.load()
+    resumed, run = trained(state)
     assert run() == figures
     assert all(torch.equal(resumed.state_dict()[name], t) for name, t in whole.state_dict().items())
     # The moments are part of what was learned: without them it ends elsewhere.
-    kept.save(course, parts | {"moments": {name: torch.zeros_like(t) for name, t in parts["moments"].items()}})
-    other, run = trained(kept)
+    state.save(course, parts | {"moments": {name: torch.zeros_like(t) for name, t in parts["moments"].items()}})
+    other, run = trained(state)
     run()
     assert not torch.equal(other.layers[0].mlp.up_proj.weight, whole.layers[0].mlp.up_proj.weight)
 
@@ -135,5 +135,5 @@ def test_zero_points_are_those_of_rounding(script: ModuleType, source: Path, tmp
     script.export(script.rounded_copy(script.load_model(source), options), source, tmp_path / "begun", options)
     plain = Options(method="rtn", bits=bits, group_size=32, symmetric=False)
     quantise_checkpoint(source, tmp_path / "rtn", plain, "compressed-tensors")
-    begun, rtn = (weights_of(tmp_path / name) for name in ("begun", "rtn"))
-    assert all(torch.equal(begun[name], rtn[name]) for name in rtn)
+    start, rtn = (weights_of(tmp_path / name) for name in ("begun", "rtn"))
+    assert all(torch.equal(start[name], rtn[name]) for name in rtn)

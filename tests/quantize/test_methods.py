@@ -32,18 +32,18 @@ def text(num_in: int, rows: int = 400, seed: int = 1, outliers: tuple[int, ...] 
 
 
 def statistics_of(x: Tensor) -> Statistics:
-    made = Statistics(x.shape[1])
+    statistics = Statistics(x.shape[1])
     for part in x.split(130):
-        made.add(part)
-    return made
+        statistics.add(part)
+    return statistics
 
 
 def options_of(method: str, **changes: Any) -> Options:
     return find_method(method).verify(Options(method=method, **({"group_size": 32} | changes)))
 
 
-def output_error(weight: Tensor, made: QWeight, x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x @ (made.dequantize() - weight).t()))
+def output_error(weight: Tensor, result: QWeight, x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x @ (result.dequantize() - weight).t()))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -55,10 +55,10 @@ def test_packed_codes_come_out_again(bits: int, count: int) -> None:
 
 def test_statistics_are_those_of_all_rows_at_once() -> None:
     x = text(64)
-    made = statistics_of(x)
-    torch.testing.assert_close(made.hessian, x.t() @ x / len(x), rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(made.mean_abs, x.abs().mean(0))
-    assert torch.equal(made.max_abs, x.abs().amax(0))
+    statistics = statistics_of(x)
+    torch.testing.assert_close(statistics.hessian, x.t() @ x / len(x), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(statistics.mean_abs, x.abs().mean(0))
+    assert torch.equal(statistics.max_abs, x.abs().amax(0))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -67,28 +67,28 @@ def test_statistics_are_those_of_all_rows_at_once() -> None:
 def test_rounding_is_to_the_nearest(bits: int, symmetric: bool, group: int) -> None:
     weight = normal(24, 64) * 0.1
     options = options_of("rtn", bits=bits, symmetric=symmetric, group_size=group)
-    made = find_method("rtn").quantise(weight, None, options, "w")
-    assert made.scales is not None
-    assert made.zeros is not None
-    assert torch.equal(made.scales.half().float(), made.scales)
-    assert int(made.codes.max()) < 2**bits
-    assert float(made.zeros.min()) >= 1
-    step = made.scales.repeat_interleave(made.group, 1)
+    result = find_method("rtn").quantise(weight, None, options, "w")
+    assert result.scales is not None
+    assert result.zeros is not None
+    assert torch.equal(result.scales.half().float(), result.scales)
+    assert int(result.codes.max()) < 2**bits
+    assert float(result.zeros.min()) >= 1
+    step = result.scales.repeat_interleave(result.group, 1)
     # Symmetric codes of few bits have no mirror image of the least; there the largest may be half a step beyond.
     # A scale that float16 rounds down cuts the outermost off by so many steps more.
     slack = (1.01 if symmetric and bits < 8 else 0.51) + 2**bits / 2**11
     if bits > 2:
-        assert bool(((made.dequantize() - weight).abs() <= slack * step).all())
+        assert bool(((result.dequantize() - weight).abs() <= slack * step).all())
     if group == 0:
-        assert len(made.scales.unique()) == 1
+        assert len(result.scales.unique()) == 1
 
 
 def test_groups_of_one_sign_and_of_nothing() -> None:
     weight = torch.cat((normal(4, 32).abs(), -normal(4, 32).abs(), torch.zeros(4, 32)))
-    made = find_method("rtn").quantise(weight, None, options_of("rtn", symmetric=False), "w")
-    assert made.scales is not None
-    assert float((made.dequantize() - weight).abs().max()) < float(made.scales.max())
-    assert not bool(made.dequantize()[8:].any())
+    result = find_method("rtn").quantise(weight, None, options_of("rtn", symmetric=False), "w")
+    assert result.scales is not None
+    assert float((result.dequantize() - weight).abs().max()) < float(result.scales.max())
+    assert not bool(result.dequantize()[8:].any())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
@@ -120,8 +120,8 @@ def test_gptq_is_what_the_slow_way_gives(block: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gptq, "BLOCK", block)
     weight, known = normal(16, 64), statistics_of(text(64))
     options = options_of("gptq", group_size=16, act_order="none", symmetric=False)
-    made = gptq.quantise(weight, known, options, "w")
-    same = (made.codes == slow_gptq(weight, known.hessian, options)).float().mean()
+    result = gptq.quantise(weight, known, options, "w")
+    same = (result.codes == slow_gptq(weight, known.hessian, options)).float().mean()
     assert float(same) > 0.99  # float32 and float64 may part at a half
 
 
@@ -139,10 +139,10 @@ def test_gptq_without_anything_known_is_rounding_to_nearest() -> None:
 def test_gptq_loses_less_than_rounding(act_order: Any, bits: int, group: int) -> None:
     weight, x = normal(48, 128), text(128)
     options = options_of("gptq", bits=bits, act_order=act_order, group_size=group, symmetric=False)
-    made = gptq.quantise(weight, statistics_of(x), options, "w")
+    result = gptq.quantise(weight, statistics_of(x), options, "w")
     plain = find_method("rtn").quantise(weight, None, options, "w")
-    assert output_error(weight, made, x) < 0.8 * output_error(weight, plain, x)
-    assert (made.permutation is not None) == (act_order == "group" and group < 128)
+    assert output_error(weight, result, x) < 0.8 * output_error(weight, plain, x)
+    assert (result.permutation is not None) == (act_order == "group" and group < 128)
 
 
 def test_gptq_of_inputs_that_were_never_seen() -> None:
@@ -150,16 +150,16 @@ def test_gptq_of_inputs_that_were_never_seen() -> None:
     x[:, 5:20] = 0
     weight = normal(16, 64)
     options = options_of("gptq", act_order="none")
-    made = gptq.quantise(weight, statistics_of(x), options, "w")
+    result = gptq.quantise(weight, statistics_of(x), options, "w")
     plain = find_method("rtn").quantise(weight, None, options, "w")
     # Nothing is lost to them and nothing made up for.
-    assert torch.equal(made.codes[:, 6:19] > 0, plain.codes[:, 6:19] > 0)
-    assert bool(torch.isfinite(made.dequantize()).all())
+    assert torch.equal(result.codes[:, 6:19] > 0, plain.codes[:, 6:19] > 0)
+    assert bool(torch.isfinite(result.dequantize()).all())
 
 
 def test_gptq_of_fewer_rows_than_inputs() -> None:
-    made = gptq.quantise(normal(16, 128), statistics_of(text(128, rows=3)), options_of("gptq"), "w")
-    assert bool(torch.isfinite(made.dequantize()).all())
+    result = gptq.quantise(normal(16, 128), statistics_of(text(128, rows=3)), options_of("gptq"), "w")
+    assert bool(torch.isfinite(result.dequantize()).all())
 
 
 def block_of(x: Tensor, stored: torch.dtype = torch.float32, seed: int = 3) -> tuple[Layer, Tensor]:
@@ -204,8 +204,8 @@ def test_folding_between_linear_layers_with_heads_that_share() -> None:
     expected = (x @ before.t() + bias)[:, index] @ after.t()
     layer = Layer({"v": before.clone(), "o": after.clone()}, biases={"v": bias.clone()})
     folding.apply(layer, Fold("v", ["o"], index), torch.tensor([0.5, 2.0, 3.0, 0.1]))
-    made = (x @ layer.weights["v"].t() + layer.biases["v"])[:, index] @ layer.weights["o"].t()
-    torch.testing.assert_close(made, expected)
+    actual = (x @ layer.weights["v"].t() + layer.biases["v"])[:, index] @ layer.weights["o"].t()
+    torch.testing.assert_close(actual, expected)
 
 
 def layer_error(method: str, x: Tensor, **changes: Any) -> float:
@@ -214,11 +214,11 @@ def layer_error(method: str, x: Tensor, **changes: Any) -> float:
     layer, weight = block_of(x)
     gain = layer.norms["norm"].clone()
     find_method(method).prepare(layer, options)
-    made = [
+    result = [
         find_method(method).quantise(weight, layer.statistics[name], options, name).dequantize()
         for name, weight in layer.weights.items()
     ]
-    out = (x * (layer.norms["norm"] / gain)) @ torch.cat(made).t()
+    out = (x * (layer.norms["norm"] / gain)) @ torch.cat(result).t()
     return float(torch.linalg.vector_norm(out - x @ weight.t()))
 
 
@@ -250,8 +250,8 @@ def test_smoothquant_loses_less_where_activations_have_outliers() -> None:
         layer, weight = block_of(x)
         gain = layer.norms["norm"].clone()
         find_method(method).prepare(layer, options)
-        made = [find_method(method).quantise(w, None, options, n).dequantize() for n, w in layer.weights.items()]
-        out = in_eight_bits(x * (layer.norms["norm"] / gain)) @ torch.cat(made).t()
+        result = [find_method(method).quantise(w, None, options, n).dequantize() for n, w in layer.weights.items()]
+        out = in_eight_bits(x * (layer.norms["norm"] / gain)) @ torch.cat(result).t()
         errors[method] = float(torch.linalg.vector_norm(out - x @ weight.t()))
     assert errors["smoothquant"] < 0.5 * errors["rtn"]
 

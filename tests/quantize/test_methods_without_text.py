@@ -69,22 +69,22 @@ def made(form: str, weight: Tensor, statistics: Statistics | None = None) -> tup
     method, writer = find_method(options.method), find_writer(layout)
     options = replace(method.verify(options), scale_dtype=writer.scale_dtype(torch.float32))
     writer.verify(options)
-    given = method.quantise(weight, statistics, options, "a.b")
-    stored = Store(writer.tensors("a.b", given, options))
+    inputs = method.quantise(weight, statistics, options, "a.b")
+    stored = Store(writer.tensors("a.b", inputs, options))
     config = writer.quantization_config(options, ["lm_head"])
     json.dumps(config)
-    return given, weight_of(writer.read(stored, "a.b", config)), stored
+    return inputs, weight_of(writer.read(stored, "a.b", config)), stored
 
 
-def error(weight: Tensor, found: QWeight) -> float:
-    return float((found.dequantize() - weight).norm() / weight.norm())
+def error(weight: Tensor, result: QWeight) -> float:
+    return float((result.dequantize() - weight).norm() / weight.norm())
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_is_read_to_the_bit(form: str) -> None:
     weight = gaussian()
-    given, back, _ = made(form, weight)
-    assert torch.equal(back.dequantize(), given.dequantize())
+    inputs, back, _ = made(form, weight)
+    assert torch.equal(back.dequantize(), inputs.dequantize())
     assert error(weight, back) <= MOST.get(form, 0.03)
 
 
@@ -118,14 +118,14 @@ def test_hqq_is_below_round_to_nearest() -> None:
             options = Options("hqq", bits, 64, symmetric=False)
             x = weight.view(len(weight), -1, 64)
             near = hqq.loss(x, *grid.find(x, options), bits).sum()
-            own = hqq.quantise(weight, None, options, "w")
-            assert own.scales is not None
-            assert own.zeros is not None
-            found = hqq.loss(x, own.scales, own.zeros, bits).sum()
-            assert found < near * 0.99
-            assert torch.equal(own.zeros, own.zeros.round())
-            assert own.zeros.min() >= 1
-            assert own.zeros.max() <= 2**bits - 1
+            hqq_weight = hqq.quantise(weight, None, options, "w")
+            assert hqq_weight.scales is not None
+            assert hqq_weight.zeros is not None
+            total = hqq.loss(x, hqq_weight.scales, hqq_weight.zeros, bits).sum()
+            assert total < near * 0.99
+            assert torch.equal(hqq_weight.zeros, hqq_weight.zeros.round())
+            assert hqq_weight.zeros.min() >= 1
+            assert hqq_weight.zeros.max() <= 2**bits - 1
 
 
 def test_control_hqq_without_rounds_is_not_below(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +133,8 @@ def test_control_hqq_without_rounds_is_not_below(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hqq, "SHARES", (1.0,))
     weight = gaussian()
     options = Options("hqq", 4, 64, symmetric=False)
-    own, near = hqq.quantise(weight, None, options, "w"), grid.quantise(weight, options, "w")
-    assert torch.equal(own.dequantize(), near.dequantize())
+    hqq_weight, near = hqq.quantise(weight, None, options, "w"), grid.quantise(weight, options, "w")
+    assert torch.equal(hqq_weight.dequantize(), near.dequantize())
 
 
 def test_nf4s_levels_and_table(shared_data: Path) -> None:
@@ -147,14 +147,17 @@ def test_nf4s_levels_and_table(shared_data: Path) -> None:
 def test_bitsandbytes_reads_nf4() -> None:
     functional = pytest.importorskip("bitsandbytes").functional
     weight = gaussian()
-    given, _, stored = made("nf4", weight)
+    inputs, _, stored = made("nf4", weight)
     parts = {name.removeprefix("a.b.weight."): part for name, part in stored.items() if name != "a.b.weight"}
     state = functional.QuantState.from_dict(parts, torch.device("cpu"))
     state.dtype = torch.float32
     theirs = functional.dequantize_4bit(stored["a.b.weight"], state)
-    assert torch.allclose(theirs, given.dequantize(), atol=1e-6)
-    own = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-    assert error(weight, given) <= float((functional.dequantize_4bit(*own) - weight).norm() / weight.norm()) * 1.001
+    assert torch.allclose(theirs, inputs.dequantize(), atol=1e-6)
+    library_codes = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    assert (
+        error(weight, inputs)
+        <= float((functional.dequantize_4bit(*library_codes) - weight).norm() / weight.norm()) * 1.001
+    )
 
 
 def test_compressed_tensors_reads_fp8_and_mxfp4() -> None:
@@ -165,32 +168,32 @@ def test_compressed_tensors_reads_fp8_and_mxfp4() -> None:
     weight = gaussian()
     for form in ("fp8", "mxfp4"):
         options, layout = FORMS[form]
-        given, _, stored = made(form, weight)
+        inputs, _, stored = made(form, weight)
         method, writer = find_method(options.method), find_writer(layout)
         config = QuantizationConfig.model_validate(writer.quantization_config(method.verify(options), ["lm_head"]))
         scheme = config.config_groups["group_0"]
         reader: Any = BaseCompressor.get_value_from_registry(scheme.format)
         theirs = reader.decompress({name.removeprefix("a.b."): part for name, part in stored.items()}, scheme)
-        assert torch.allclose(theirs["weight"].float(), given.dequantize(), rtol=8e-3, atol=1e-6), form
+        assert torch.allclose(theirs["weight"].float(), inputs.dequantize(), rtol=8e-3, atol=1e-6), form
 
 
 def test_transformers_reads_mxfp4_in_blocks() -> None:
     reader = pytest.importorskip("transformers.integrations.mxfp4")
     weight = gaussian()
-    given, _, stored = made("mxfp4 in blocks", weight)
+    inputs, _, stored = made("mxfp4 in blocks", weight)
     parts = [stored[f"a.b.weight_{part}"].unsqueeze(0) for part in ("blocks", "scales")]
     theirs = reader.convert_moe_packed_tensors(*parts, dtype=torch.float32)
-    assert torch.equal(theirs[0].t(), given.dequantize())
+    assert torch.equal(theirs[0].t(), inputs.dequantize())
 
 
 def test_mxfp4_is_no_worse_than_the_specifications_scale() -> None:
     weight = gaussian()
-    own = mxfp4.quantise(weight, None, Options("mxfp4", 4, 32), "w")
+    ours = mxfp4.quantise(weight, None, Options("mxfp4", 4, 32), "w")
     x = weight.view(len(weight), -1, 32)
     power = torch.exp2(torch.floor(torch.log2(x.abs().amax(-1))) - 2)
     codes = mxfp4._nearest(x, power)
-    plain = QWeight(codes.flatten(1), power, group=32, bits=4, codebook=own.codebook)
-    assert error(weight, own) < error(weight, plain)
+    plain = QWeight(codes.flatten(1), power, group=32, bits=4, codebook=ours.codebook)
+    assert error(weight, ours) < error(weight, plain)
 
 
 def outlying(num_in: int = 512, columns: tuple[int, ...] = (5, 77, 400), times: float = 60.0) -> tuple[Tensor, Tensor]:
@@ -211,13 +214,13 @@ def test_llm_int8_is_below_naive_int8_where_outliers_are_planted() -> None:
     x, columns = outlying()
     statistics = Statistics(weight.shape[1])
     statistics.add(x)
-    given, back, _ = made("llm_int8", weight, statistics)
+    inputs, back, _ = made("llm_int8", weight, statistics)
     assert isinstance(back, SplitWeight)
     assert back.columns is not None
-    assert given.scales is not None
+    assert inputs.scales is not None
     assert torch.equal(back.columns, columns)
     exact = x @ weight.t()
-    naive = by_rows(x) @ QWeight(given.codes, given.scales, group=512, bits=8).dequantize().t()
+    naive = by_rows(x) @ QWeight(inputs.codes, inputs.scales, group=512, bits=8).dequantize().t()
     rest = x.clone()
     rest[:, columns] = 0
     split = by_rows(rest) @ back.dequantize().t() + x[:, columns] @ back.dequantize()[:, columns].t()
@@ -244,9 +247,9 @@ def test_llm_int8_without_outliers_is_plain_int8() -> None:
 def test_llm_int8_keeps_no_more_than_a_share() -> None:
     statistics = Statistics(64)
     statistics.add(torch.arange(64.0).repeat(2, 1) + 10)
-    found = llm_int8.outliers(statistics, 64)
-    assert found is not None
-    assert found.tolist() == list(range(48, 64))
+    outliers = llm_int8.outliers(statistics, 64)
+    assert outliers is not None
+    assert outliers.tolist() == list(range(48, 64))
 
 
 @pytest.mark.parametrize(

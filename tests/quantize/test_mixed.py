@@ -25,8 +25,8 @@ def ids() -> list[int]:
 
 
 def measured(groups: list[list[Step]], num_weights: int = 100, other_bits: float = 0.0) -> Any:
-    made = [SimpleNamespace(steps=steps) for steps in groups]
-    return SimpleNamespace(groups=made, num_weights=num_weights, other_bits=other_bits)
+    layers = [SimpleNamespace(steps=steps) for steps in groups]
+    return SimpleNamespace(groups=layers, num_weights=num_weights, other_bits=other_bits)
 
 
 def test_hull_leaves_out_what_saves_little() -> None:
@@ -48,12 +48,12 @@ def test_bits_go_where_they_save_most() -> None:
 def measured_once() -> Iterator[None]:
     """What a group costs depends on model, text and ladder alone, and so is found out once for all tests here."""
     known: dict[tuple[object, ...], list[Step]] = {}
-    own = mixed._Measured.measure
+    original = mixed._Measured.measure
 
     def measure(self: mixed._Measured, group: mixed.Group) -> None:
         key = (mixed.LADDER, group.plans[0].name)
         if key not in known:
-            own(self, group)
+            original(self, group)
             known[key] = group.steps
         group.steps = known[key]
 
@@ -65,9 +65,9 @@ def measured_once() -> Iterator[None]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", [3.5, 4.6, 6.0])
 def test_budget_and_loss_of_the_built_in_model(bits: float, tmp_path: Path) -> None:
-    made = mixed.write(PATH, tmp_path / "mixed.gguf", bits, [ids()])
-    assert bits - 0.6 < made.written.bits <= bits
-    assert 0 < made.measured < 5 * made.predicted
+    result = mixed.write(PATH, tmp_path / "mixed.gguf", bits, [ids()])
+    assert bits - 0.6 < result.written.bits <= bits
+    assert 0 < result.measured < 5 * result.predicted
 
 
 @pytest.mark.slow
@@ -76,18 +76,18 @@ def test_a_mixture_is_below_one_type_for_all(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(mixed, "LADDER", ("Q4_K",))
     plain = mixed.write(PATH, tmp_path / "plain.gguf", 16.0, [ids()])
     monkeypatch.undo()
-    made = mixed.write(PATH, tmp_path / "mixed.gguf", plain.written.bits + 0.001, [ids()])
-    assert made.written.bits <= plain.written.bits + 0.001
-    assert made.measured < plain.measured
-    own = mixed._Measured.measure
+    result = mixed.write(PATH, tmp_path / "mixed.gguf", plain.written.bits + 0.001, [ids()])
+    assert result.written.bits <= plain.written.bits + 0.001
+    assert result.measured < plain.measured
+    measure = mixed._Measured.measure
 
     def backwards(self: mixed._Measured, group: mixed.Group) -> None:
-        own(self, group)
+        measure(self, group)
         group.steps = [step._replace(loss=step.loss / group.steps[0].loss ** 2) for step in group.steps]
 
     monkeypatch.setattr(mixed._Measured, "measure", backwards)
     wrong = mixed.write(PATH, tmp_path / "wrong.gguf", plain.written.bits + 0.001, [ids()])
-    assert wrong.measured > made.measured
+    assert wrong.measured > result.measured
 
 
 def test_a_text_is_needed(tmp_path: Path) -> None:

@@ -35,10 +35,12 @@ def small(directory: Path, **changes: int) -> Path:
 
 def options_of(method: str) -> list[Options]:
     """As many as fit none, some and all."""
-    made = [Options(method=method, bits=bits, group_size=size) for bits in (2, 3, 4, 5, 8) for size in (32, 64, -1, 0)]
-    turned = [dataclasses.replace(one, symmetric=symmetric) for one in made[::3] for symmetric in (True, False)]
-    ordered = [dataclasses.replace(one, act_order="group") for one in made[:12:2]] if method == "gptq" else []
-    return made + turned + ordered
+    options = [
+        Options(method=method, bits=bits, group_size=size) for bits in (2, 3, 4, 5, 8) for size in (32, 64, -1, 0)
+    ]
+    turned = [dataclasses.replace(one, symmetric=symmetric) for one in options[::3] for symmetric in (True, False)]
+    ordered = [dataclasses.replace(one, act_order="group") for one in options[:12:2]] if method == "gptq" else []
+    return options + turned + ordered
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +60,21 @@ def test_every_method_in_every_format_is_refused_at_once_or_made(
     for model, layout, options in itertools.product(models, writer_names(), options_of(method)):
         out = tmp_path / str(num_made)
         try:
-            wanted = find_method(method).verify(options)
-            find_writer(layout).verify(wanted)
-            driver.verify_checkpoint(model, wanted, layout)
+            expected = find_method(method).verify(options)
+            find_writer(layout).verify(expected)
+            driver.verify_checkpoint(model, expected, layout)
         except (RequestError, CheckpointError):
             num_refused += 1
             continue
         if num_made % 4 == 0 or model == models[1]:  # enough, and the sizes that are most likely to break
-            driver.quantise_checkpoint(model, out, wanted, layout, TEXT)
+            driver.quantise_checkpoint(model, out, expected, layout, TEXT)
         num_made += 1
     assert num_made > 0
     assert num_refused > num_made
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "found"),
+    ("layout", "changes", "result"),
     [
         ("awq", {"intermediate_size": 100}, "eights of outputs"),
         ("gptq", {"intermediate_size": 100}, "whole words of 4 bits"),
@@ -80,10 +82,10 @@ def test_every_method_in_every_format_is_refused_at_once_or_made(
         ("compressed-tensors", {"intermediate_size": 100, "hidden_size": 72}, "group_size 48"),
     ],
 )
-def test_sizes_are_looked_at_first(layout: str, changes: dict[str, int], found: str, tmp_path: Path) -> None:
+def test_sizes_are_looked_at_first(layout: str, changes: dict[str, int], result: str, tmp_path: Path) -> None:
     model = small(tmp_path / "model", **changes)
-    options = Options(group_size=48 if "48" in found else -1)
-    with pytest.raises(CheckpointError, match=found):
+    options = Options(group_size=48 if "48" in result else -1)
+    with pytest.raises(CheckpointError, match=result):
         driver.verify_checkpoint(model, find_method("rtn").verify(options), layout)
 
 
@@ -99,10 +101,10 @@ def test_nothing_is_asked_of_a_model_that_is_refused(tmp_path: Path, monkeypatch
         (["--method", "smoothquant", "--format", "awq"], "format"),
         (["--method", "llm_int8", "--format", "gptq"], "format"),
     ]
-    for arguments, found in wrong:
+    for arguments, result in wrong:
         done = CliRunner().invoke(app, ["quantize", str(model), str(tmp_path / "out"), *arguments])
         assert isinstance(done.exception, HeadraceError), arguments
-        assert found in str(done.exception)
+        assert result in str(done.exception)
     done = CliRunner().invoke(app, ["quantize", str(model), str(tmp_path / "here" / "out"), "--method", "gptq"])
     assert isinstance(done.exception, HeadraceError)
     mixture = ["quantize", str(model), str(tmp_path / "out.gguf"), "--method", "mixed", "--bits", "1.5"]
@@ -114,8 +116,8 @@ def test_nothing_is_asked_of_a_model_that_is_refused(tmp_path: Path, monkeypatch
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = find_method("rtn").verify(Options(group_size=32))
     needed = driver.verify_checkpoint(small(tmp_path / "model"), options, "gptq")
-    made = driver.quantise_checkpoint(tmp_path / "model", tmp_path / "made", options, "gptq")
-    assert 0.7 * made.num_bytes < needed < made.num_bytes
+    result = driver.quantise_checkpoint(tmp_path / "model", tmp_path / "made", options, "gptq")
+    assert 0.7 * result.num_bytes < needed < result.num_bytes
     usage = driver.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(driver.shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
     with pytest.raises(RequestError, match=f"place for {needed} bytes"):
@@ -128,8 +130,8 @@ def answer(model: Path, **changes: Any) -> list[float]:
     """Log-probabilities of a text's tokens."""
     llm = LLM(str(model), skip_tokenizer_init=True, num_threads=1, **changes)
     try:
-        asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        [output] = llm.generate([TEXT[0]], asked, use_tqdm=False)
+        sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        [output] = llm.generate([TEXT[0]], sampling_params, use_tqdm=False)
     finally:
         llm.close()
     pairs = zip(TEXT[0][1:], (output.prompt_logprobs or [])[1:], strict=True)

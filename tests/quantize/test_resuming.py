@@ -42,9 +42,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, die_at: int = -1) -> list[str]:
         if len(names) == die_at:
             raise Killed
         names.append(name)
-        return own(kind, rows, name)
+        return original(kind, rows, name)
 
-    own = gguf_writer.encode
+    original = gguf_writer.encode
     monkeypatch.setattr(gguf_writer, "encode", encode)
     return names
 
@@ -124,20 +124,20 @@ def test_groups_that_were_measured_are_not_measured_again(
     monkeypatch.setattr(mixed, "LADDER", ("Q4_0", "Q8_0"))
     whole, path = tmp_path / "whole.gguf", tmp_path / "model.gguf"
     expected = mixed.write(model, whole, 6.0, IDS)
-    asked: list[str] = []
-    own = mixed._Measured.measure
+    requests: list[str] = []
+    original = mixed._Measured.measure
 
     def measure(self: mixed._Measured, group: mixed.Group) -> None:
-        asked.append(group.plans[0].name)
-        if len(asked) == 9:
+        requests.append(group.plans[0].name)
+        if len(requests) == 9:
             raise Killed
-        own(self, group)
+        original(self, group)
 
     monkeypatch.setattr(mixed._Measured, "measure", measure)
     with pytest.raises(Killed):
         mixed.write(model, path, 6.0, IDS)
-    found = mixed.write(model, path, 6.0, IDS)
-    assert len(asked) == len(set(asked)) + 1 == 18
-    assert (found.predicted, found.measured) == (expected.predicted, expected.measured)
+    actual = mixed.write(model, path, 6.0, IDS)
+    assert len(requests) == len(set(requests)) + 1 == 18
+    assert (actual.predicted, actual.measured) == (expected.predicted, expected.measured)
     assert path.read_bytes() == whole.read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {"model", "whole.gguf", "model.gguf"}

@@ -46,8 +46,8 @@ def moved_away(runner: Runner) -> list[list[int]]:
     fetched: list[list[int]] = []
 
     def far_forward(chunks: Chunks, rows: list[int]) -> Any:
-        finite, made = forward(chunks, rows)
-        return finite, FarLogits(made, fetched)
+        finite, result = forward(chunks, rows)
+        return finite, FarLogits(result, fetched)
 
     program.forward = far_forward
     program.logits = lambda rows: FarLogits(logits(rows), fetched)

@@ -106,10 +106,10 @@ def test_outputs_are_those_of_one_step_after_the_other(
     requests = make_requests(24, kinds=kinds)
     options = CUDA | SIZES[size]
     alone, none = run(make_core(async_scheduling=False, **options), requests)
-    found, num_ahead = run(make_core(**options), requests)
+    result, num_ahead = run(make_core(**options), requests)
     assert none == 0
     assert num_ahead > 10
-    assert (found.tokens, found.logprobs, found.reasons) == (alone.tokens, alone.logprobs, alone.reasons)
+    assert (result.tokens, result.logprobs, result.reasons) == (alone.tokens, alone.logprobs, alone.reasons)
     assert set(alone.reasons.values()) == {"stop", "length"}
     assert not caplog.records
 
@@ -118,11 +118,11 @@ def test_aborts_under_a_running_step_change_no_other_output() -> None:
     requests = make_requests(24, seed=1, kinds=2 * KINDS + HOST_KINDS)
     whole, _ = run(make_core(async_scheduling=False, **CUDA), requests)
     options = CUDA | SIZES["small pool"]
-    found, num_ahead = run(make_core(**options), requests, aborts=3)
+    result, num_ahead = run(make_core(**options), requests, aborts=3)
     assert num_ahead > 10
-    assert "abort" in found.reasons.values()
-    for name, reason in found.reasons.items():
-        tokens = found.tokens.get(name, [])
+    assert "abort" in result.reasons.values()
+    for name, reason in result.reasons.items():
+        tokens = result.tokens.get(name, [])
         if reason == "abort":
             assert whole.tokens[name][: len(tokens)] == tokens
         else:
@@ -148,10 +148,10 @@ def test_a_token_that_the_device_can_not_tell_is_drawn_by_the_host(
         return (ids if is_right else (ids + 1) % 100), is_sure & False
 
     monkeypatch.setattr(Drawing, "choices", unsure)
-    found, num_ahead = run(make_core(**CUDA), requests)
+    result, num_ahead = run(make_core(**CUDA), requests)
     assert num_unsure > 10
     assert num_ahead > 10
-    assert (found.tokens, found.logprobs, found.reasons) == (alone.tokens, alone.logprobs, alone.reasons)
+    assert (result.tokens, result.logprobs, result.reasons) == (alone.tokens, alone.logprobs, alone.reasons)
 
 
 def test_ids_that_are_not_carried_on_the_device_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ def test_ids_that_are_not_carried_on_the_device_are_caught(monkeypatch: pytest.M
     program: Any = core.executor.program  # type: ignore[attr-defined]
     start = program.start
     monkeypatch.setattr(program, "start", lambda chunks, rows, draws, carried: start(chunks, rows, draws, {}))
-    found, _ = run(core, requests)
-    assert found.tokens != alone.tokens
+    result, _ = run(core, requests)
+    assert result.tokens != alone.tokens
 
 
 @pytest.mark.parametrize("where", ["start", "finish"])
@@ -211,8 +211,8 @@ def test_a_step_that_can_not_start_beside_another_is_computed_alone(monkeypatch:
         return start(*parts)
 
     monkeypatch.setattr(program, "start", failing)
-    found, _ = run(core, requests)
-    assert (found.tokens, found.logprobs, found.reasons) == (alone.tokens, alone.logprobs, alone.reasons)
+    result, _ = run(core, requests)
+    assert (result.tokens, result.logprobs, result.reasons) == (alone.tokens, alone.logprobs, alone.reasons)
 
 
 def test_where_steps_do_not_overlap(tmp_path: Any) -> None:

@@ -117,18 +117,18 @@ def test_prompt_logprobs_are_the_same_however_the_prompt_is_cut(runner: Runner) 
     assert [entry.token_id for entry in whole] == IDS[1:]
     assert all(len(entry.top) == 2 for entry in whole)
     for size in (1, 3, 7, 19):
-        found = []
+        response = []
         for start in range(0, len(IDS), size):
-            own = IDS[start : start + size]
-            last = start + len(own) == len(IDS)
+            chunk_ids = IDS[start : start + size]
+            last = start + len(chunk_ids) == len(IDS)
             result = runner.run(
                 batch_of(
-                    (start, own, C), params=[ASKS], num_prompts=[len(IDS)], samples=[last],
-                    next_token_ids={} if last else {0: IDS[start + len(own)]},
+                    (start, chunk_ids, C), params=[ASKS], num_prompts=[len(IDS)], samples=[last],
+                    next_token_ids={} if last else {0: IDS[start + len(chunk_ids)]},
                 )
             )  # fmt: skip
-            found += result.prompt_logprobs.get(0, [])
-        assert found == whole
+            response += result.prompt_logprobs.get(0, [])
+        assert response == whole
 
 
 def test_prompt_logits_are_made_some_rows_at_a_time(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +187,8 @@ def test_R_17_in_the_logits_of_a_prompt_row_alone(runner: Runner, monkeypatch: p
     right = runner.program.logits
 
     def logits(rows: list[int]) -> HostLogits:
-        made = right(rows)
-        return made._replace(finite=[row != 3 for row in rows])
+        outcome = right(rows)
+        return outcome._replace(finite=[row != 3 for row in rows])
 
     monkeypatch.setattr(runner.program, "logits", logits)
     both = batch_of((0, IDS, A), (0, IDS[:9], B), params=[ASKS, ASKS])
@@ -247,8 +247,8 @@ def test_copies_come_before_writes(runner: Runner) -> None:
     runner.run(batch_of((0, IDS[:6], A)))
     forked = [A[0], 30, 31, 32, 33]
     result = runner.run(batch_of((6, [7], A), (6, [8], forked), copies=[(A[1], 30)]))
-    for own, found in ((7, result.logprobs[0]), (8, result.logprobs[1])):
-        assert runner.run(batch_of((0, [*IDS[:6], own], C))).logprobs[0] == found
+    for last_id, outcome in ((7, result.logprobs[0]), (8, result.logprobs[1])):
+        assert runner.run(batch_of((0, [*IDS[:6], last_id], C))).logprobs[0] == outcome
 
 
 def test_close_may_be_called_twice(runner: Runner) -> None:
@@ -264,7 +264,7 @@ def test_R_25_how_torch_tells_that_memory_is_out() -> None:
 
 
 def test_R_17_in_a_chunk_that_samples_nothing(backend: str, tmp_path: Path) -> None:
-    """Its cache entries are of no use to anybody, and would spoil whoever shares the tokens before the bad one."""
+    """Its cache entries are useless, and would spoil every sequence that shares the tokens before the bad one."""
     runner = sick(tmp_path, backend, math.inf)
     result = runner.run(batch_of((0, [*IDS[:9], SICK], A), (0, IDS[:7], B), samples=[False, False]))
     assert result.errors.keys() == {0}

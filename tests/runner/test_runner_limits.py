@@ -63,7 +63,7 @@ def test_R_25_out_of_memory_shrinks_the_step_and_fails_what_does_not_fit_alone(
     result = runner.run(batch_of(*chunks, params=params))
     failed = {i for i, (_, ids, _) in enumerate(chunks) if len(ids) > most}
     assert result.errors.keys() == failed
-    assert all(told.startswith("out_of_memory: ") for told in result.errors.values())
+    assert all(value.startswith("out_of_memory: ") for value in result.errors.values())
     for i in range(len(chunks)):
         assert result.token_ids[i] == (-1 if i in failed else whole.token_ids[i])
         assert result.logprobs.get(i) == (None if i in failed else whole.logprobs.get(i))
@@ -169,9 +169,9 @@ def test_I_13_a_step_that_is_cut_gives_what_the_whole_one_gives(
     runner.program.forward = forward  # type: ignore[method-assign]
     for each in (whole_runner, runner):
         each.run(batch_of((0, IDS[:8], [30, 31])))
-    whole, found = whole_runner.run(busy_step()), runner.run(busy_step())
+    whole, result = whole_runner.run(busy_step()), runner.run(busy_step())
     assert len(sizes) > 45 // most
-    assert found == whole
+    assert result == whole
     assert {i: text.split(":")[0] for i, text in whole.errors.items()} == {
         1: "numerical_error", 2: "invalid_chunk", 6: "sampling_error", 7: "numerical_error"
     }  # fmt: skip
@@ -191,16 +191,16 @@ def test_R_25_memory_runs_out_in_a_step_that_is_cut(
     runner.program.max_rows = 3
     assert runner.run(step) == whole
     runner.program.max_rows = most
-    found = runner.run(step)
+    result = runner.run(step)
     for i, length in enumerate(step.lens):
         if length > 4:
-            assert found.errors[i].startswith("out_of_memory")
-            assert found.token_ids[i] == -1
-            assert i not in found.logprobs.keys() | found.prompt_logprobs.keys()
+            assert result.errors[i].startswith("out_of_memory")
+            assert result.token_ids[i] == -1
+            assert i not in result.logprobs.keys() | result.prompt_logprobs.keys()
         else:
-            assert (found.token_ids[i], found.errors.get(i)) == (whole.token_ids[i], whole.errors.get(i))
-            assert found.logprobs.get(i) == whole.logprobs.get(i)
-            assert found.prompt_logprobs.get(i) == whole.prompt_logprobs.get(i)
+            assert (result.token_ids[i], result.errors.get(i)) == (whole.token_ids[i], whole.errors.get(i))
+            assert result.logprobs.get(i) == whole.logprobs.get(i)
+            assert result.prompt_logprobs.get(i) == whole.prompt_logprobs.get(i)
 
 
 def test_control_a_cut_that_loses_a_token_is_noticed(

@@ -105,12 +105,12 @@ def sample(
     """Token ids of rows that need no history, and log-probabilities by row. Raises the first error."""
     rows = [Row(*each) for each in zip(params, positions, num_prompts, strict=True)]
     token_ids, logprobs = [], {}
-    for i, drawn in enumerate(sampler.sample_rows(logits, rows)):
-        if isinstance(drawn, ValueError):
-            raise drawn
-        token_ids.append(drawn.token_id)
-        if drawn.logprob is not None:
-            logprobs[i] = drawn.logprob
+    for i, samples in enumerate(sampler.sample_rows(logits, rows)):
+        if isinstance(samples, ValueError):
+            raise samples
+        token_ids.append(samples.token_id)
+        if samples.logprob is not None:
+            logprobs[i] = samples.logprob
     return token_ids, logprobs
 
 

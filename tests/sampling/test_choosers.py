@@ -62,18 +62,18 @@ def test_typical_p(logits: list[float], share: float) -> None:
     p = softmax(logits)
     level = entropy(p)
     order = sorted(range(len(p)), key=lambda i: (abs(-math.log(p[i]) - level), i))
-    kept, mass, near = [], 0.0, 1.0
+    kept_ids, mass, near = [], 0.0, 1.0
     for i in order:
-        kept.append(i)
+        kept_ids.append(i)
         mass += p[i]
         near = min(near, abs(mass - share))
         if mass >= share:
             break
     gaps = sorted(abs(-math.log(x) - level) for x in p)
     assume(near > 1e-9 and all(b - a > 1e-9 for a, b in pairwise(gaps)))
-    found = filters.typical_p(all_of(logits), SamplingParams(typical_p=share))
-    assert found.token_ids.tolist() == sorted(kept)
-    assert found.scaled.max() == 0.0
+    result = filters.typical_p(all_of(logits), SamplingParams(typical_p=share))
+    assert result.token_ids.tolist() == sorted(kept_ids)
+    assert result.scaled.max() == 0.0
 
 
 @given(LOGITS, SHARES)
@@ -84,8 +84,8 @@ def test_typical_p_is_transformers(logits: list[float], share: float) -> None:
     mass = np.cumsum([x for _, x in far])
     assume(np.abs(mass - share).min() > 1e-4)
     theirs = transformers.TypicalLogitsWarper(share)(torch.tensor([[0]]), torch.tensor([logits]))
-    found = filters.typical_p(all_of(logits), SamplingParams(typical_p=share))
-    assert found.token_ids.tolist() == survivors(theirs)
+    result = filters.typical_p(all_of(logits), SamplingParams(typical_p=share))
+    assert result.token_ids.tolist() == survivors(theirs)
 
 
 @given(LOGITS, SHARES)
@@ -115,10 +115,10 @@ def test_top_n_sigma(logits: list[float], n: float) -> None:
 
 def test_top_n_sigma_does_not_depend_on_the_temperature() -> None:
     logits = np.random.default_rng(3).normal(0, 2, 50).astype(np.float32).tolist()
-    kept = [
+    values = [
         filters.top_n_sigma(all_of(logits, t), SamplingParams(top_n_sigma=1.3)).token_ids.tolist() for t in (0.3, 9)
     ]
-    assert kept[0] == kept[1]
+    assert values[0] == values[1]
 
 
 @given(LOGITS, st.floats(0, 0.6), st.floats(0, 1), st.floats(0, 1))
@@ -126,19 +126,19 @@ def test_xtc(logits: list[float], threshold: float, probability: float, coin: fl
     p = softmax(logits)
     assume(min(abs(x - threshold) for x in p) > 1e-9)
     top = [i for i in ranking(logits) if p[i] >= threshold]
-    gone = top[:-1] if coin < probability else []
+    excluded = top[:-1] if coin < probability else []
     params = SamplingParams(xtc_probability=probability, xtc_threshold=threshold)
-    found = filters.xtc(all_of(logits), params, coin)
-    assert found.token_ids.tolist() == [i for i in range(len(p)) if i not in gone]
-    assert found.scaled.max() == 0.0
+    result = filters.xtc(all_of(logits), params, coin)
+    assert result.token_ids.tolist() == [i for i in range(len(p)) if i not in excluded]
+    assert result.scaled.max() == 0.0
 
 
 def test_xtc_tosses_its_own_coin() -> None:
     """As often as asked for, by the position alone, and not with the numbers that pick the token."""
     params = SamplingParams(seed=4, xtc_probability=0.3, xtc_threshold=0.2)
     logits = np.array([[3.0, 2.5, 0.0, -1.0]] * 2000, np.float32)
-    drawn = Sampler(4, []).sample_rows(logits, [Row(params, i, 0) for i in range(2000)])
-    excluded = {i for i, each in enumerate(drawn) if isinstance(each, Drawn) and each.token_id != 0}
+    samples = Sampler(4, []).sample_rows(logits, [Row(params, i, 0) for i in range(2000)])
+    excluded = {i for i, each in enumerate(samples) if isinstance(each, Drawn) and each.token_id != 0}
     coins = [noise.uniform(4, i, noise.XTC) for i in range(2000)]
     assert abs(sum(c < 0.3 for c in coins) / 2000 - 0.3) < 0.04
     assert all(i in excluded for i, c in enumerate(coins) if c < 0.3)
@@ -154,9 +154,9 @@ def test_dynamic_temperature(logits: list[float], temperature: float, spread: fl
     # Where the model is all but sure, weights of 44 bits leave an error in its tiny entropy that is seen.
     assume(warmth > 1e-3 and share > 1e-6)
     params = SamplingParams(temperature=temperature, dynatemp_range=spread, dynatemp_exponent=exponent)
-    found = filters.temperature(all_of(logits), params)
+    result = filters.temperature(all_of(logits), params)
     want = {i: (x - max(logits)) / warmth for i, x in enumerate(logits)}
-    assert found.scaled.tolist() == pytest.approx([want[i] for i in found.token_ids.tolist()], rel=1e-5, abs=1e-9)
+    assert result.scaled.tolist() == pytest.approx([want[i] for i in result.token_ids.tolist()], rel=1e-5, abs=1e-9)
 
 
 def test_dynamic_temperature_is_cold_where_the_model_is_sure() -> None:
@@ -183,11 +183,11 @@ def zipf_k(logits: list[float], mu: float, vocab_size: int) -> float:
 def test_mirostat_1(logits: list[float], mu: float) -> None:
     p = sorted(softmax(logits), reverse=True)
     assume(p[-1] > 1e-12)
-    wanted = min(zipf_k(logits, mu, len(logits)), 1e9 + 0.5)
-    assume(abs(wanted - round(wanted)) > 1e-6)
-    k = max(1, min(len(logits), int(wanted)))
-    found = filters.mirostat(all_of(logits), SamplingParams(mirostat=1), mu, len(logits))
-    assert found.token_ids.tolist() == sorted(ranking(logits)[:k])
+    expected = min(zipf_k(logits, mu, len(logits)), 1e9 + 0.5)
+    assume(abs(expected - round(expected)) > 1e-6)
+    k = max(1, min(len(logits), int(expected)))
+    actual = filters.mirostat(all_of(logits), SamplingParams(mirostat=1), mu, len(logits))
+    assert actual.token_ids.tolist() == sorted(ranking(logits)[:k])
 
 
 @given(LOGITS, st.floats(-1, 12))
@@ -195,8 +195,8 @@ def test_mirostat_2(logits: list[float], mu: float) -> None:
     bits = [-math.log2(p) for p in softmax(logits)]
     assume(min(abs(x - mu) for x in bits) > 1e-9)
     want = [i for i, x in enumerate(bits) if x <= mu] or [ranking(logits)[0]]
-    found = filters.mirostat(all_of(logits), SamplingParams(mirostat=2), mu, len(logits))
-    assert found.token_ids.tolist() == want
+    result = filters.mirostat(all_of(logits), SamplingParams(mirostat=2), mu, len(logits))
+    assert result.token_ids.tolist() == want
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -205,15 +205,15 @@ def test_mirostats_state(version: int) -> None:
     logits = np.random.default_rng(5).normal(0, 2, (1, 400)).astype(np.float32)
     bits = [-math.log2(p) for p in softmax(logits[0].tolist())]
     params = SamplingParams(seed=3, mirostat=version, mirostat_tau=4.0, mirostat_eta=0.2)
-    sampler, mu, told = Sampler(400, []), None, []
+    sampler, mu, output = Sampler(400, []), None, []
     for position in range(300):
-        [drawn] = sampler.sample_rows(logits, [Row(params, position, 0, state=mu)])
-        assert isinstance(drawn, Drawn)
-        want = (8.0 if mu is None else mu) - 0.2 * (bits[drawn.token_id] - 4.0)
-        assert drawn.state == pytest.approx(want, abs=1e-9)
-        mu = drawn.state
-        told.append(bits[drawn.token_id])
-    assert abs(sum(told[50:]) / 250 - 4.0) < 0.3
+        [samples] = sampler.sample_rows(logits, [Row(params, position, 0, state=mu)])
+        assert isinstance(samples, Drawn)
+        want = (8.0 if mu is None else mu) - 0.2 * (bits[samples.token_id] - 4.0)
+        assert samples.state == pytest.approx(want, abs=1e-9)
+        mu = samples.state
+        output.append(bits[samples.token_id])
+    assert abs(sum(output[50:]) / 250 - 4.0) < 0.3
 
 
 def test_mirostat_takes_the_place_of_the_filters() -> None:
@@ -231,9 +231,9 @@ def test_adaptive_p(logits: list[float], target: float, mean: float) -> None:
     aim = min(1.0, max(0.0, 2 * target - mean))
     far = [abs(p - aim) / 0.3 for p in softmax(logits)]
     want = [5.0 - 10.0 * d * d / (1.0 + d) for d in far]
-    found = filters.adaptive_p(all_of(logits), SamplingParams(adaptive_target=target), mean)
-    assert found.token_ids.tolist() == list(range(len(logits)))
-    assert found.scaled.tolist() == pytest.approx([x - max(want) for x in want], abs=1e-9)
+    result = filters.adaptive_p(all_of(logits), SamplingParams(adaptive_target=target), mean)
+    assert result.token_ids.tolist() == list(range(len(logits)))
+    assert result.scaled.tolist() == pytest.approx([x - max(want) for x in want], abs=1e-9)
 
 
 def test_adaptive_p_holds_the_mean_probability_at_its_target() -> None:
@@ -243,18 +243,18 @@ def test_adaptive_p_holds_the_mean_probability_at_its_target() -> None:
     means = []
     for target in (0.15, 0.3, -1.0):
         params = SamplingParams(seed=3, adaptive_target=target, adaptive_decay=0.8)
-        sampler, state, told = Sampler(5, []), None, []
+        sampler, state, output = Sampler(5, []), None, []
         for position in range(400):
-            [drawn] = sampler.sample_rows(logits, [Row(params, position, 0, state=state)])
-            assert isinstance(drawn, Drawn)
+            [samples] = sampler.sample_rows(logits, [Row(params, position, 0, state=state)])
+            assert isinstance(samples, Drawn)
             if target >= 0:
                 before = target if state is None else state
-                assert drawn.state == pytest.approx(0.8 * before + 0.2 * p[drawn.token_id], abs=1e-6)
+                assert samples.state == pytest.approx(0.8 * before + 0.2 * p[samples.token_id], abs=1e-6)
             else:
-                assert drawn.state is None
-            state = drawn.state
-            told.append(p[drawn.token_id])
-        means.append(sum(told) / 400)
+                assert samples.state is None
+            state = samples.state
+            output.append(p[samples.token_id])
+        means.append(sum(output) / 400)
     assert abs(means[0] - 0.15) < 0.03
     assert abs(means[1] - 0.3) < 0.03
     assert abs(means[2] - math.fsum(x * x for x in p)) < 0.03, "off: the model's own"
@@ -263,17 +263,17 @@ def test_adaptive_p_holds_the_mean_probability_at_its_target() -> None:
 def test_adaptive_p_runs_last_wherever_it_is_listed() -> None:
     logits = np.random.default_rng(6).normal(0, 2, (60, 50)).astype(np.float32)
     orders = (["adaptive_p", "temperature", "top_k"], ["temperature", "top_k", "adaptive_p"], ["temperature", "top_k"])
-    told = []
+    output = []
     for order in orders:
         params = SamplingParams(seed=3, adaptive_target=0.1, top_k=5, temperature=0.7, samplers=order)
-        told.append(Sampler(50, []).sample_rows(logits, [Row(params, i, 0) for i in range(60)]))
-    assert told[0] == told[1]
-    assert told[1] != told[2], "not listed"
-    assert all(isinstance(each, Drawn) and each.state is None for each in told[2])
+        output.append(Sampler(50, []).sample_rows(logits, [Row(params, i, 0) for i in range(60)]))
+    assert output[0] == output[1]
+    assert output[1] != output[2], "not listed"
+    assert all(isinstance(each, Drawn) and each.state is None for each in output[2])
     greedy = SamplingParams(seed=3, adaptive_target=0.1, temperature=0.0)
-    [drawn] = Sampler(50, []).sample_rows(logits[:1], [Row(greedy, 5, 0)])
-    assert isinstance(drawn, Drawn)
-    assert drawn.token_id == int(logits[0].argmax())
+    [samples] = Sampler(50, []).sample_rows(logits[:1], [Row(greedy, 5, 0)])
+    assert isinstance(samples, Drawn)
+    assert samples.token_id == int(logits[0].argmax())
 
 
 # -- order
@@ -318,10 +318,10 @@ def z_of(order: list[str], law: dict[int, float], logits: list[float]) -> float:
     params = [SamplingParams(seed=seed, samplers=order, **FIELDS) for seed in (1, 2)]  # type: ignore[arg-type]
     sampler, counts = Sampler(len(logits), []), Counter[int]()
     row = np.array([logits] * 2000, np.float32)
-    for own in params:
-        for drawn in sampler.sample_rows(row, [Row(own, i, 0) for i in range(2000)]):
-            assert isinstance(drawn, Drawn)
-            counts[drawn.token_id] += 1
+    for param in params:
+        for samples in sampler.sample_rows(row, [Row(param, i, 0) for i in range(2000)]):
+            assert isinstance(samples, Drawn)
+            counts[samples.token_id] += 1
     return chi_square_z(counts, law)
 
 
@@ -347,9 +347,9 @@ def test_penalties_may_come_after_filters() -> None:
     seen = [set(), set()]  # type: list[set[int]]
     for at, params in enumerate((early, late)):
         for position in range(60):
-            [drawn] = Sampler(3, []).sample_rows(logits, [Row(params, position, 0, history)])
-            assert isinstance(drawn, Drawn)
-            seen[at].add(drawn.token_id)
+            [samples] = Sampler(3, []).sample_rows(logits, [Row(params, position, 0, history)])
+            assert isinstance(samples, Drawn)
+            seen[at].add(samples.token_id)
     assert 2 in seen[0]
     assert 2 not in seen[1]
 
@@ -357,8 +357,8 @@ def test_penalties_may_come_after_filters() -> None:
 def test_samplers_that_are_not_listed_do_not_run() -> None:
     logits = np.array([[0.0, 0.0, 0.0, 0.0]] * 40, np.float32)
     params = SamplingParams(seed=1, top_k=1, temperature=0.0, samplers=["top_p"])
-    drawn = Sampler(4, []).sample_rows(logits, [Row(params, i, 0) for i in range(40)])
-    assert {each.token_id for each in drawn if isinstance(each, Drawn)} == {0, 1, 2, 3}
+    samples = Sampler(4, []).sample_rows(logits, [Row(params, i, 0) for i in range(40)])
+    assert {each.token_id for each in samples if isinstance(each, Drawn)} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("samplers", [["nonsense"], ["top_k", "top_k"], ["typ_p", "typical_p"], "top_k"])

@@ -34,9 +34,9 @@ def edited(logits: list[float], history: list[int], params: SamplingParams, num_
 
 def step(logits: list[float], row: Row) -> int:
     """The token that the whole sampler picks."""
-    [drawn] = Sampler(len(logits), [1]).sample_rows(np.array([logits], np.float32), [row])
-    assert isinstance(drawn, Drawn), drawn
-    return drawn.token_id
+    [samples] = Sampler(len(logits), [1]).sample_rows(np.array([logits], np.float32), [row])
+    assert isinstance(samples, Drawn), samples
+    return samples.token_id
 
 
 def penalized(logits: list[float], history: list[int], num_prompt: int, params: SamplingParams) -> list[float]:
@@ -44,15 +44,15 @@ def penalized(logits: list[float], history: list[int], num_prompt: int, params: 
     window = range(len(history)) if params.repeat_last_n < 0 else range(len(history))[-params.repeat_last_n :]
     if params.repeat_last_n == 0:
         window = range(0)
-    found = []
+    result = []
     for token_id, value in enumerate(logits):
         if any(history[i] == token_id for i in window):
             value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
         count = sum(history[i] == token_id for i in window if i >= num_prompt)
         value -= params.frequency_penalty * count
         value -= params.presence_penalty * (count > 0)
-        found.append(value)
-    return found
+        result.append(value)
+    return result
 
 
 @given(LOGITS, HISTORY, st.integers(0, 60), st.floats(0.1, 3), st.floats(-2, 2), st.floats(-2, 2), st.integers(-1, 70))
@@ -178,8 +178,8 @@ def test_what_forbids_everything_is_told_and_is_its_own_rows() -> None:
 def test_processors_of_the_caller() -> None:
     seen = []
 
-    def only_odd(prompt: list[int], told: list[int], x: np.ndarray) -> np.ndarray:
-        seen.append((prompt, told))
+    def only_odd(prompt: list[int], output: list[int], x: np.ndarray) -> np.ndarray:
+        seen.append((prompt, output))
         x[::2] = -np.inf
         return x
 
@@ -245,15 +245,15 @@ def test_trace_decode_token_ids() -> None:
     assert (params.max_tokens, params.ignore_eos) == (4, True), "the answer is the trace"
     for place, token_id in enumerate(trace):
         rows = [Row(params, 7 + place, 7, []), Row(plain, 7 + place, 7, [])]
-        drawn, own = Sampler(5, [1]).sample_rows(np.repeat(logits, 2, axis=0), rows)
-        assert isinstance(drawn, Drawn)
-        assert isinstance(own, Drawn)
-        assert (drawn.token_id, own.token_id) == (token_id, 2)
-        assert drawn.logprob is not None
-        assert own.logprob is not None
-        assert drawn.logprob.top == own.logprob.top
-        want = float(logits[0, token_id]) - 9.0 + dict(own.logprob.top)[2]
-        assert drawn.logprob.logprob == pytest.approx(want)
+        samples, second = Sampler(5, [1]).sample_rows(np.repeat(logits, 2, axis=0), rows)
+        assert isinstance(samples, Drawn)
+        assert isinstance(second, Drawn)
+        assert (samples.token_id, second.token_id) == (token_id, 2)
+        assert samples.logprob is not None
+        assert second.logprob is not None
+        assert samples.logprob.top == second.logprob.top
+        want = float(logits[0, token_id]) - 9.0 + dict(second.logprob.top)[2]
+        assert samples.logprob.logprob == pytest.approx(want)
     assert step(logits[0].tolist(), Row(params, 11, 7, [])) == 2, "beyond it the model goes on"
 
 

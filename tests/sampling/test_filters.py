@@ -24,9 +24,9 @@ def left(logits: list[float], **fields: float) -> tuple[list[int], list[float]]:
     """Token ids that the filters keep, ascending, and their probabilities."""
     params = SamplingParams(seed=0, **fields)  # type: ignore[arg-type]
     x = np.array(logits, np.float32)
-    found = filtered(x, params)
-    weights = np.exp(found.scaled)
-    return found.token_ids.tolist(), (weights / weights.sum()).tolist()
+    result = filtered(x, params)
+    weights = np.exp(result.scaled)
+    return result.token_ids.tolist(), (weights / weights.sum()).tolist()
 
 
 def agrees(logits: list[float], **fields: float) -> None:

@@ -128,8 +128,8 @@ def test_transformers_47932_top_k_keeps_its_distribution():
     params = SamplingParams(temperature=1.0, top_k=7, seed=5)
     counts = through_the_samplers(2000, params, params)
     assert not counts[7:].any()
-    kept = TARGET[:7] / TARGET[:7].sum()
-    assert chance_of(counts[:7], kept) > 0.01
+    expected = TARGET[:7] / TARGET[:7].sum()
+    assert chance_of(counts[:7], expected) > 0.01
     # A drafter that filters otherwise than it says, or a target that forgets its filter, is seen.
     whole = SamplingParams(temperature=1.0, seed=5)
     assert through_the_samplers(400, whole, params)[7:].any()

@@ -63,19 +63,19 @@ def disagreements(sample: Sample, vocab_size: int) -> int:
     """Rows that come out differently in a batch of 40, in another order, off alignment, or far apart."""
     logits, rows = workload(vocab_size)
     expected = [sample(logits[i : i + 1], [rows[i]])[0] for i in range(NUM_ROWS)]
-    assert not [drawn for drawn in expected if isinstance(drawn, ValueError)]
+    assert not [samples for samples in expected if isinstance(samples, ValueError)]
     order = list(range(NUM_ROWS))
     random.Random(2).shuffle(order)
     wide = np.zeros((NUM_ROWS, vocab_size + 3), np.float32)
     wide[:, 1:-2] = logits
     spread = np.zeros((NUM_ROWS, 2 * vocab_size), np.float32)
     spread[:, ::2] = logits
-    found = 0
+    total = 0
     for chosen in (list(range(NUM_ROWS)), order):
-        for given in (logits[chosen], wide[chosen][:, 1:-2], spread[chosen][:, ::2]):
-            drawn = sample(given, [rows[i] for i in chosen])
-            found += sum(drawn[at] != expected[i] for at, i in enumerate(chosen))
-    return found
+        for inputs in (logits[chosen], wide[chosen][:, 1:-2], spread[chosen][:, ::2]):
+            samples = sample(inputs, [rows[i] for i in chosen])
+            total += sum(samples[at] != expected[i] for at, i in enumerate(chosen))
+    return total
 
 
 @pytest.mark.parametrize("vocab_size", [61, 1001, 40007])
@@ -96,22 +96,22 @@ def test_control_last_bits_that_know_the_row_are_caught() -> None:
     honest = Sampler(61, [2])
 
     def nudged(logits: F32, rows: list[Row]) -> list[Drawn | ValueError]:
-        drawn = honest.sample_rows(logits, rows)
-        for i, each in enumerate(drawn):
+        samples = honest.sample_rows(logits, rows)
+        for i, each in enumerate(samples):
             assert isinstance(each, Drawn)
             entry = each.logprob
             assert entry is not None
             logprob = float(np.nextafter(entry.logprob, np.inf if i % 2 else -np.inf))
             each.logprob = TokenLogprob(entry.token_id, logprob, entry.rank, entry.top)
-        return drawn
+        return samples
 
     assert disagreements(nudged, 61) > 0
 
 
 def test_control_a_selection_that_knows_its_place_is_caught() -> None:
     def careless(rows: list[F32], greatest: list[float], cuts: list[object]) -> object:
-        found = select_all(rows, greatest, cuts)  # type: ignore[arg-type]
-        return [dataclasses.replace(each, scaled=each.scaled * (1 + i % 2)) for i, each in enumerate(found)]
+        result = select_all(rows, greatest, cuts)  # type: ignore[arg-type]
+        return [dataclasses.replace(each, scaled=each.scaled * (1 + i % 2)) for i, each in enumerate(result)]
 
     select: Select = careless  # type: ignore[assignment]
     assert disagreements(Sampler(61, [2], select).sample_rows, 61) > 0

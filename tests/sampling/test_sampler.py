@@ -51,10 +51,10 @@ def test_leaving_out_who_can_not_win_changes_nothing(spread: float) -> None:
     sampler = Sampler(3000, [])
     for position in range(50):
         params = SamplingParams(seed=9)
-        found = filtered(row, params)
-        pairs = zip(found.token_ids.tolist(), found.scaled.tolist(), strict=True)
+        result = filtered(row, params)
+        pairs = zip(result.token_ids.tolist(), result.scaled.tolist(), strict=True)
         sums = [s + token_gumbel(9, position, i) for i, s in pairs]
-        assert sample_one(sampler, row, params, position, 0) == found.token_ids[int(np.argmax(sums))]
+        assert sample_one(sampler, row, params, position, 0) == result.token_ids[int(np.argmax(sums))]
 
 
 def test_seed_and_position_matter() -> None:
@@ -156,13 +156,13 @@ def test_logprobs_after_the_samplers_are_those_of_the_draw() -> None:
         params = SamplingParams(**({"seed": 3, "logprobs": 50, "temperature": 0.8} | cut))
         after = msgspec.structs.replace(params, post_sampling_probs=True)
         rows = [Row(each, 1, 1) for each in (params, after)]
-        before, drawn = sampler.sample_rows(np.repeat(logits, 2, axis=0), rows)
-        assert before.token_id == drawn.token_id
+        before, samples = sampler.sample_rows(np.repeat(logits, 2, axis=0), rows)
+        assert before.token_id == samples.token_id
         [(token_ids, shares)] = sampler.shares(logits, rows[1:])
         expected = dict(zip(token_ids.tolist(), shares.tolist(), strict=True))
-        reported = {token_id: math.exp(logprob) for token_id, logprob in drawn.logprob.top}
+        reported = {token_id: math.exp(logprob) for token_id, logprob in samples.logprob.top}
         assert reported == pytest.approx(dict.fromkeys(range(50), 0.0) | expected, abs=1e-6)
-        assert math.exp(drawn.logprob.logprob) == pytest.approx(expected[drawn.token_id], rel=1e-5)
+        assert math.exp(samples.logprob.logprob) == pytest.approx(expected[samples.token_id], rel=1e-5)
         # The control: those before the samplers are others.
         assert {token_id: math.exp(logprob) for token_id, logprob in before.logprob.top} != pytest.approx(reported)
 

@@ -38,17 +38,17 @@ def test_watermark() -> None:
     banned = int(np.argmax(logits[0] + 3.0 * np.array(green)))
     want = max((i for i in range(V) if i != banned), key=lambda i: logits[0, i] + 3.0 * green[i])
     params = SamplingParams(temperature=0.0, watermark=mark, bad_words_token_ids=[[banned]], logprobs=0)
-    [drawn] = Sampler(V, []).sample_rows(logits, [Row(params, 9, 5, [3, 42])])
+    [samples] = Sampler(V, []).sample_rows(logits, [Row(params, 9, 5, [3, 42])])
     [plain] = Sampler(V, []).prompt_logprobs(logits, [want], 0)
-    assert isinstance(drawn, Drawn)
-    assert (drawn.token_id, drawn.logprob) == (want, plain)
+    assert isinstance(samples, Drawn)
+    assert (samples.token_id, samples.logprob) == (want, plain)
 
 
 def test_what_a_watermark_may_be() -> None:
     assert SamplingParams(watermark=True).watermark == Watermark()
     assert SamplingParams(watermark=False).watermark is None
-    given = SamplingParams(watermark={"gamma": 0.5, "hashing_key": 3})  # type: ignore[arg-type]
-    assert given.watermark == Watermark(gamma=0.5, hashing_key=3)
+    sampling_params = SamplingParams(watermark={"gamma": 0.5, "hashing_key": 3})  # type: ignore[arg-type]
+    assert sampling_params.watermark == Watermark(gamma=0.5, hashing_key=3)
     for bad, field in (
         (3, "watermark"), ({"gamma": 1.0}, "watermark.gamma"), ({"delta": "x"}, "watermark.delta"),
         ({"hashing_key": -1}, "watermark.hashing_key"), ({"bias": 2.0}, "watermark.bias"),
@@ -62,12 +62,12 @@ def test_detect_by_hand() -> None:
     mark = Watermark(gamma=0.4, hashing_key=5)
     text = [1, 2, 3, 1, 2, 9, 9, 9]
     pairs = set(pairwise(text))
-    found = watermark.detect(text, mark)
+    result = watermark.detect(text, mark)
     green = sum(is_green(mark, a, b) for a, b in pairs)
-    assert found[:2] == (len(pairs), green) == (5, green), "each pair once"
+    assert result[:2] == (len(pairs), green) == (5, green), "each pair once"
     z = (green - 0.4 * 5) / math.sqrt(5 * 0.4 * 0.6)
-    assert found.z_score == pytest.approx(z)
-    assert found.p_value == pytest.approx(0.5 * math.erfc(z / math.sqrt(2)))
+    assert result.z_score == pytest.approx(z)
+    assert result.p_value == pytest.approx(0.5 * math.erfc(z / math.sqrt(2)))
     with pytest.raises(RequestError, match="token_ids"):
         watermark.detect([1], mark)
 

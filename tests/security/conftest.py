@@ -25,14 +25,16 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def locked(tokenizer: Tokenizer, key_file: str) -> Iterator[Live]:
-    with Live(inproc(max_model_len=512), tokenizer, ServerConfig(api_key_file=key_file, log_stats_interval=0)) as made:
-        yield made
+    with Live(
+        inproc(max_model_len=512), tokenizer, ServerConfig(api_key_file=key_file, log_stats_interval=0)
+    ) as result:
+        yield result
 
 
 @pytest.fixture(scope="session")
 def live(tokenizer: Tokenizer) -> Iterator[Live]:
-    with Live(inproc(max_model_len=512), tokenizer, ServerConfig(log_stats_interval=0, any_model_name=False)) as made:
-        yield made
+    with Live(inproc(max_model_len=512), tokenizer, ServerConfig(log_stats_interval=0, any_model_name=False)) as result:
+        yield result
 
 
 @pytest.fixture

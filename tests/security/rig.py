@@ -177,19 +177,19 @@ def posts() -> list[str]:
 
 def body_of(path: str) -> dict[str, Any]:
     """A body that the route takes, or nearly; its answer is short."""
-    made = copy.deepcopy(BODIES[path][1] if path in BODIES else FORMS[path])
-    return made | ({"options": {"num_predict": 2}} if path in ("/api/generate", "/api/chat") else {})
+    result = copy.deepcopy(BODIES[path][1] if path in BODIES else FORMS[path])
+    return result | ({"options": {"num_predict": 2}} if path in ("/api/generate", "/api/chat") else {})
 
 
 def planted(body: Any, value: Any) -> Iterator[Any]:
     """Copies of `body` with `value` in the place of one text each, wherever it is, and as a field of its own."""
     for where in places(body):
-        made = copy.deepcopy(body)
-        inner = made
+        result = copy.deepcopy(body)
+        inner = result
         for key in where[:-1]:
             inner = inner[key]
         inner[where[-1]] = value
-        yield made
+        yield result
     if isinstance(body, dict):
         yield body | {"x": value}
 
@@ -207,13 +207,13 @@ def raw(live: Live, text: bytes, seconds: float = 10.0) -> bytes:
     """What the server says to these bytes, until it hangs up or says nothing more."""
     with socket.create_connection(("127.0.0.1", live.port), timeout=seconds) as client:
         client.sendall(text)
-        said = b""
+        reply = b""
         try:
             while data := client.recv(65536):
-                said += data
+                reply += data
         except (TimeoutError, ConnectionResetError):
             pass
-        return said
+        return reply
 
 
 def head(method: str, path: str, *lines: str) -> bytes:
@@ -242,14 +242,14 @@ def begin(
     """A call that goes on beside others. -> what waits for its reply."""
     body = content if json is None else encode(json).encode()
     target = concrete(path)
-    given = {"host": "localhost", "content-length": str(len(body))} | (
+    inputs = {"host": "localhost", "content-length": str(len(body))} | (
         {"content-type": "application/json"} if json else {}
     )
-    sent = [(name.lower().encode(), value.encode("latin-1")) for name, value in (given | (headers or {})).items()]
+    messages = [(name.lower().encode(), value.encode("latin-1")) for name, value in (inputs | (headers or {})).items()]
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": method}
     scope |= {"path": unquote(target), "raw_path": target.encode(), "query_string": query.encode(), "root_path": ""}
-    scope |= {"headers": sent, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", live.port), "state": {}}
-    told: list[dict[str, Any]] = []
+    scope |= {"headers": messages, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", live.port), "state": {}}
+    output: list[dict[str, Any]] = []
 
     async def work() -> None:
         bodies = [{"type": "http.request", "body": body, "more_body": False}]
@@ -258,7 +258,7 @@ def begin(
             return bodies.pop() if bodies else await asyncio.Event().wait()  # type: ignore[return-value]
 
         async def send(message: dict[str, Any]) -> None:
-            told.append(message)
+            output.append(message)
 
         await live.app(scope, receive, send)
 
@@ -266,7 +266,7 @@ def begin(
 
     def reply() -> httpx.Response:
         task.result(60)
-        text = b"".join(message.get("body", b"") for message in told[1:])
-        return httpx.Response(told[0]["status"], headers=told[0]["headers"], content=text)
+        text = b"".join(message.get("body", b"") for message in output[1:])
+        return httpx.Response(output[0]["status"], headers=output[0]["headers"], content=text)
 
     return reply

@@ -77,16 +77,16 @@ def test_S_33_a_page_of_another_place_is_not_told_what_it_reads(live: Live) -> N
 
 def test_S_33_no_preflight_is_granted(live: Live) -> None:
     for method, path in rig.routes(live.app):
-        asked = EVIL | {"access-control-request-method": method}
-        assert rig.call(live, "OPTIONS", path, headers=asked).status_code == 403
+        requests = EVIL | {"access-control-request-method": method}
+        assert rig.call(live, "OPTIONS", path, headers=requests).status_code == 403
 
 
 @pytest.mark.parametrize("kind", SIMPLE)
 def test_S_33_a_page_must_ask_before_it_sends_json(live: Live, kind: str) -> None:
     """Bodies of these kinds a browser sends without a preflight, so from a page none is taken for JSON."""
-    own = {"origin": "http://localhost", "content-type": kind}
+    headers = {"origin": "http://localhost", "content-type": kind}
     for path in rig.posts():
-        assert rig.call(live, "POST", path, content=b"{}", headers=own).status_code == 415, path
+        assert rig.call(live, "POST", path, content=b"{}", headers=headers).status_code == 415, path
     body = b'{"prompt": "x", "max_tokens": 1}'
     # Who is no browser may leave it out, as curl does.
     assert rig.call(live, "POST", "/v1/completions", content=body, headers={"content-type": kind}).status_code == 200
@@ -97,11 +97,11 @@ def test_pages_that_are_allowed(tokenizer: Tokenizer) -> None:
     config = ServerConfig(api_key="k", allowed_origins=[f'["{page}"]', "http://localhost:3000/"], log_stats_interval=0)
     body = {"prompt": "x", "max_tokens": 1}
     with Live(inproc(), tokenizer, config) as live:
-        asked = {
+        requests = {
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization,content-type",
         }
-        grant = HTTP.options(live.url + "/v1/completions", headers={"origin": page} | asked)
+        grant = HTTP.options(live.url + "/v1/completions", headers={"origin": page} | requests)
         assert (grant.status_code, grant.headers["access-control-allow-origin"]) == (200, page)
         assert grant.headers["access-control-allow-headers"] == "authorization,content-type"
         assert "access-control-allow-credentials" not in grant.headers
@@ -118,7 +118,7 @@ def test_pages_that_are_allowed(tokenizer: Tokenizer) -> None:
         # The key is needed all the same, and a page may read that it is.
         refused = HTTP.post(live.url + "/v1/completions", json=body, headers={"origin": page})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, page)
-        bad = asked | {"origin": page, "access-control-request-headers": "x\x01"}
+        bad = requests | {"origin": page, "access-control-request-headers": "x\x01"}
         assert "access-control-allow-headers" not in HTTP.options(live.url + "/", headers=bad).headers
 
 
@@ -128,10 +128,10 @@ def test_any_page_may_if_it_is_said(tokenizer: Tokenizer) -> None:
         assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "*")
 
 
-@pytest.mark.parametrize("given", ["evil.example", "https://a b", "https://x/path", "[1]", "["])
-def test_origins_that_are_none_are_refused(given: str) -> None:
+@pytest.mark.parametrize("inputs", ["evil.example", "https://a b", "https://x/path", "[1]", "["])
+def test_origins_that_are_none_are_refused(inputs: str) -> None:
     with pytest.raises(RequestError):
-        allowed_origins([given])
+        allowed_origins([inputs])
 
 
 def test_lists_come_in_either_form() -> None:

@@ -89,7 +89,7 @@ def test_S_07_a_template_of_a_requests_own_is_refused_on_every_route(live: Live)
             reply = rig.call(live, "POST", path, json=rig.body_of(path) | {name: evil, "stream": False})
             assert "uid=" not in reply.text
             assert reply.status_code < 500, path
-            # What is not refused is told to be ignored, where the reply has a place for it.
+            # A field that is not refused is named as ignored, where the reply has a place for it.
             assert reply.status_code != 200 or name in reply.text or path in SILENT, path
-        given = rig.body_of(path) | {"chat_template_kwargs": {"tokenize": True, "messages": evil}}
-        assert "uid=" not in rig.call(live, "POST", path, json=given).text
+        body = rig.body_of(path) | {"chat_template_kwargs": {"tokenize": True, "messages": evil}}
+        assert "uid=" not in rig.call(live, "POST", path, json=body).text

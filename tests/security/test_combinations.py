@@ -88,9 +88,9 @@ def test_S_14_every_field_of_a_completion_is_tried() -> None:
 def outcomes(live: Live, names: list[str]) -> dict[tuple[str, str], Outcome]:
     """Status and choices, or error, for each pair of features; many at once."""
     pairs = list(itertools.combinations(names, 2))
-    found: dict[tuple[str, str], Outcome] = {}
+    result: dict[tuple[str, str], Outcome] = {}
     for some in (pairs[first : first + 48] for first in range(0, len(pairs), 48)):
-        begun = {
+        tasks_begun = {
             pair: rig.begin(
                 live,
                 "POST",
@@ -99,26 +99,26 @@ def outcomes(live: Live, names: list[str]) -> dict[tuple[str, str], Outcome]:
             )
             for pair in some
         }
-        for pair, wait in begun.items():
+        for pair, wait in tasks_begun.items():
             reply = wait()
             assert reply.status_code in (200, 400), (pair, reply.text)
             assert '"error"' not in reply.text or reply.status_code == 400, (pair, reply.text)
-            told = reply.json() if "stream" not in pair or reply.status_code == 400 else {}
-            found[pair] = reply.status_code, told.get("choices") or told.get("error", {}).get("message")
+            body = reply.json() if "stream" not in pair or reply.status_code == 400 else {}
+            result[pair] = reply.status_code, body.get("choices") or body.get("error", {}).get("message")
     assert live.client.is_alive
     assert live.client.num_restarts == 0
     Live.wait(lambda: live.client.num_unfinished == 0)
     assert live.client.stats.num_running == live.client.stats.kv_cache_usage == 0
-    return found
+    return result
 
 
 def test_S_14_any_two_features_together_are_answered_or_refused(live: Live) -> None:
-    found = outcomes(live, FEW)
-    assert sum(status == 200 for status, _ in found.values()) > 0.7 * len(found)
+    result = outcomes(live, FEW)
+    assert sum(status == 200 for status, _ in result.values()) > 0.7 * len(result)
     # A beam search draws nothing and edits no logits, and an answer of one token has no three.
     others = ["top_k", "mirostat", "logit_bias", "watermark", "structured_outputs", "min_tokens"]
-    found = outcomes(live, ["use_beam_search", "max_tokens", *others])
-    refused = {pair for pair, (status, _) in found.items() if status == 400}
+    result = outcomes(live, ["use_beam_search", "max_tokens", *others])
+    refused = {pair for pair, (status, _) in result.items() if status == 400}
     assert refused >= {("use_beam_search", name) for name in others} | {("max_tokens", "min_tokens")}
 
 
@@ -156,12 +156,12 @@ def test_S_14_with_a_model_any_two_are_answered_alike_by_every_engine(
 ) -> None:
     """All pairs of features with a model: what one engine answers, each other answers, to the bit, or all refuse."""
     with real(Tokenizer.load(hub.resolve("builtin")), **ENGINES[name]) as live:
-        found = outcomes(live, list(FEATURES))
-    assert len(found) > 900
+        result = outcomes(live, list(FEATURES))
+    assert len(result) > 900
     if name == "coarse":
         # Other numbers, so other answers; what is allowed is the same.
-        found, plain = ({pair: (made[0], None) for pair, made in each.items()} for each in (found, plain))
-    assert {pair: (made, plain[pair]) for pair, made in found.items() if made != plain[pair]} == {}
+        result, plain = ({pair: (outcome[0], None) for pair, outcome in each.items()} for each in (result, plain))
+    assert {pair: (outcome, plain[pair]) for pair, outcome in result.items() if outcome != plain[pair]} == {}
 
 
 def test_S_14_control_an_engine_that_dies_is_noticed(tokenizer: Tokenizer) -> None:

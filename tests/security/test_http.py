@@ -20,8 +20,8 @@ from headrace.text.tokenizer import Tokenizer
 CONNECTION = "Connection: close"
 
 
-def status(said: bytes) -> int:
-    return int(said[9:12]) if said.startswith(b"HTTP/1.1 ") else 0
+def status(text: bytes) -> int:
+    return int(text[9:12]) if text.startswith(b"HTTP/1.1 ") else 0
 
 
 def test_S_19_headers_are_bounded_on_every_route(live: Live) -> None:
@@ -34,9 +34,9 @@ def test_S_19_headers_are_bounded_on_every_route(live: Live) -> None:
 
 
 def test_S_19_headers_without_an_end_are_a_431(live: Live) -> None:
-    said = rig.raw(live, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x-a: " + b"y" * 200_000)
-    assert status(said) == 431
-    assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    text = rig.raw(live, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"x-a: " + b"y" * 200_000)
+    assert status(text) == 431
+    assert json.loads(text.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
 
 
 SMUGGLED = [
@@ -54,23 +54,23 @@ SMUGGLED = [
 @pytest.mark.parametrize("text", SMUGGLED)
 def test_S_19_framing_that_can_be_read_in_two_ways_is_refused(live: Live, text: bytes) -> None:
     for path in rig.posts():
-        said = rig.raw(live, text.replace(b"{}", rig.concrete(path).encode(), 1))
-        assert status(said) in (400, 501), said[:80]
+        reply = rig.raw(live, text.replace(b"{}", rig.concrete(path).encode(), 1))
+        assert status(reply) in (400, 501), reply[:80]
         # One answer, and the connection is over: nothing that follows was taken for a request.
-        assert said.count(b"HTTP/1.1 ") == 1
+        assert reply.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.fixture
 def hasty(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
-    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as made:
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         monkeypatch.setitem(connection.SECONDS, Wait.HEADERS, 0.3)
         monkeypatch.setattr(limits, "BODY_IDLE_S", 0.3)
-        yield made
+        yield live
 
 
 def trickle(live: Live, text: bytes, pause: float, seconds: float) -> bytes:
     """Send a byte at a time until the server hangs up; what it said."""
-    said = b""
+    reply = b""
     with socket.create_connection(("127.0.0.1", live.port), timeout=seconds) as client:
         client.settimeout(pause)
         end = time.monotonic() + seconds
@@ -81,23 +81,23 @@ def trickle(live: Live, text: bytes, pause: float, seconds: float) -> bytes:
                 data = None
             except ConnectionResetError:
                 # It hung up with bytes of ours unread, and that may overtake its answer.
-                return said
+                return reply
             if data == b"":
-                return said
-            said += data or b""
+                return reply
+            reply += data or b""
             if time.monotonic() > end:
-                return said + b"(still open)"
+                return reply + b"(still open)"
             try:
                 client.sendall(text[index : index + 1] or b"x")
             except OSError:
-                return said
-    return said
+                return reply
+    return reply
 
 
 def test_S_19_headers_that_trickle_are_given_up(hasty: Live) -> None:
-    said = trickle(hasty, b"GET /health/live HTTP/1.1\r\nx-a: " + b"y" * 10**5, 0.02, 20)
-    assert status(said) == 408
-    assert not said.endswith(b"(still open)")
+    text = trickle(hasty, b"GET /health/live HTTP/1.1\r\nx-a: " + b"y" * 10**5, 0.02, 20)
+    assert status(text) == 408
+    assert not text.endswith(b"(still open)")
 
 
 def test_S_19_a_connection_that_says_nothing_is_given_up(hasty: Live) -> None:
@@ -105,13 +105,13 @@ def test_S_19_a_connection_that_says_nothing_is_given_up(hasty: Live) -> None:
     # And one that was answered, and begins again.
     with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as client:
         client.sendall(rig.head("GET", "/health/live"))
-        said = client.recv(4096)
-        assert status(said) == 200
-        while b"}" not in said:
-            said += client.recv(4096)
+        text = client.recv(4096)
+        assert status(text) == 200
+        while b"}" not in text:
+            text += client.recv(4096)
         client.sendall(b"GET /hea")
-        said = client.recv(4096)
-        assert status(said) == 408
+        text = client.recv(4096)
+        assert status(text) == 408
         # The rest of the answer, and then the end.
         while client.recv(4096):
             pass
@@ -127,9 +127,9 @@ def test_S_19_bodies_that_stop_or_trickle_are_given_up(hasty: Live, monkeypatch:
     start = rig.head("POST", "/v1/completions", "Content-Length: 1000000", "Content-Type: application/json")
     assert status(rig.raw(hasty, start + b"{", 20)) == 408
     monkeypatch.setattr(limits, "MIN_BODY_RATE", 10**6)
-    said = trickle(hasty, start + b"{" * 10**5, 0.01, 20)
-    assert not said.endswith(b"(still open)")
-    assert not said or status(said) == 408
+    text = trickle(hasty, start + b"{" * 10**5, 0.01, 20)
+    assert not text.endswith(b"(still open)")
+    assert not text or status(text) == 408
 
 
 def test_S_19_a_body_after_its_reply_is_given_up(hasty: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +170,13 @@ def test_S_19_what_the_system_holds_is_unread_too(hasty: Live) -> None:
     with socket.create_connection(("127.0.0.1", hasty.port), timeout=20) as client:
         client.sendall(rig.head("GET", "/openapi.json") * 150)
         Live.wait(lambda: any(each.flow.write_paused for each in hasty.server.server_state.connections))  # type: ignore[union-attr]
-        (held,) = hasty.server.server_state.connections
-        assert isinstance(held, connection.Connection)
-        before = held._unsent()
-        assert before > 2 * held.transport.get_write_buffer_size() > 0
+        (open_connection,) = hasty.server.server_state.connections
+        assert isinstance(open_connection, connection.Connection)
+        before = open_connection._unsent()
+        assert before > 2 * open_connection.transport.get_write_buffer_size() > 0
         for _ in range(16):
             client.recv(2**16)
-        Live.wait(lambda: held._unsent() < before)
+        Live.wait(lambda: open_connection._unsent() < before)
 
 
 def test_S_19_many_that_trickle_keep_nobody_out(live: Live) -> None:
@@ -192,9 +192,9 @@ def test_S_19_connections_are_bounded_by_open_files(live: Live, monkeypatch: pyt
     assert connection.max_connections() > 100
     Live.wait(lambda: not HTTP.get(live.url + "/load").json()["server_load"])
     monkeypatch.setattr(connection, "max_connections", lambda: 0)
-    said = rig.raw(live, rig.head("GET", "/health/live"))
-    assert status(said) == 503
-    assert b"too_many_connections" in said
+    text = rig.raw(live, rig.head("GET", "/health/live"))
+    assert status(text) == 503
+    assert b"too_many_connections" in text
 
 
 HOSTILE = [

@@ -21,7 +21,7 @@ CONFIG = b'{"model_type": "llama"}'
 
 
 class Host(ThreadingHTTPServer):
-    """A hub with one file, or a host to which it sends whoever asks for that.
+    """A hub with one file, or a host to which it redirects downloads of that file.
 
     Attributes:
         seen: what was sent as authorization with each call, by its path.
@@ -53,11 +53,11 @@ class Answer(BaseHTTPRequestHandler):
             headers |= {"location": here.elsewhere + self.path, "x-linked-etag": '"1234"'}
             headers["x-linked-size"] = str(len(CONFIG))
         elif "/tree/" in self.path:
-            told: Any = [{"type": "file", "path": "config.json", "size": len(CONFIG), "oid": "1234"}]
-            body = json.dumps(told).encode()
+            output: Any = [{"type": "file", "path": "config.json", "size": len(CONFIG), "oid": "1234"}]
+            body = json.dumps(output).encode()
         elif self.path.startswith("/api/"):
-            told = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}
-            body = json.dumps(told).encode()
+            output = {"id": "owner/name", "sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}
+            body = json.dumps(output).encode()
         self.send_response(status)
         for name, value in (headers | {"content-length": str(len(body))}).items():
             self.send_header(name, value)
@@ -73,8 +73,8 @@ class Answer(BaseHTTPRequestHandler):
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
     """The hub that is configured, and another host."""
     constants = pytest.importorskip("huggingface_hub.constants")
-    made = Host(), Host()
-    place = f"http://127.0.0.1:{made[0].server_port}"
+    result = Host(), Host()
+    place = f"http://127.0.0.1:{result[0].server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", place)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", place + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -82,8 +82,8 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Hos
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses.json"), raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    yield made
-    for each in made:
+    yield result
+    for each in result:
         each.shutdown()
         each.server_close()
 
@@ -99,6 +99,6 @@ def test_S_35_the_token_is_sent_to_no_other_host(hosts: tuple[Host, Host], moved
         # Only files lie elsewhere; to follow a list there, or to refuse, is as good.
         with contextlib.suppress(ModelNotFoundError):
             hub.resolve("owner/name")
-    seen = {sent for path, sent in ours.seen if "owner/name" in path}
+    seen = {messages for path, messages in ours.seen if "owner/name" in path}
     assert seen == {f"Bearer {TOKEN}"}, "the control: every call about the model has it here"
-    assert [sent for _, sent in other.seen if sent] == []
+    assert [messages for _, messages in other.seen if messages] == []

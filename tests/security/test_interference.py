@@ -35,10 +35,10 @@ def upload(who: str, *lines: str) -> Call:
 
 
 def batch(who: str) -> list[Call]:
-    wanted = {"input_file_id": f"<{who} file--1>", "endpoint": "/v1/completions", "completion_window": "24h"}
+    expected = {"input_file_id": f"<{who} file--1>", "endpoint": "/v1/completions", "completion_window": "24h"}
     return [
         upload(who, "a", "b"),
-        Call(who, "POST", "/v1/batches", wanted),
+        Call(who, "POST", "/v1/batches", expected),
         Call(who, "GET", f"/v1/batches/<{who} batch_-1>", manner=WAIT),
     ]
 
@@ -80,8 +80,8 @@ def test_S_40_anothers_long_batch_holds_up_none(shared: Rig) -> None:
 
 @pytest.mark.parametrize("who", ["alice", "twin"])
 def test_S_40_an_id_in_use_overwrites_nothing(shared: Rig, who: str) -> None:
-    taken = {"request_id": "<bob resp_0 bare>", "store": False, "cache_salt": "another"}
-    assert differences(shared, respond("bob"), respond(who, **taken), respond("bob")) == []
+    fields = {"request_id": "<bob resp_0 bare>", "store": False, "cache_salt": "another"}
+    assert differences(shared, respond("bob"), respond(who, **fields), respond("bob")) == []
 
 
 def test_S_40_control_a_shared_eviction_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

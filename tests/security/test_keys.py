@@ -24,16 +24,16 @@ from headrace.text.tokenizer import Tokenizer
 def wrongly_open(live: Live, key: str | None) -> list[tuple[str, str, int]]:
     """Routes that answer `key` otherwise than `ACCESS` says."""
     headers = {} if key is None else rig.bearer(key)
-    found = []
+    actual = []
     for method, path in rig.routes(live.app):
-        wanted = rig.access_of(method, path)
+        access = rig.access_of(method, path)
         status = rig.call(live, method, path, headers=headers).status_code
         refused = status in (401, 403)
-        opens = wanted == "public" or (key is not None and key in rig.OPENS.get(wanted, ()))
+        opens = access == "public" or (key is not None and key in rig.OPENS.get(access, ()))
         right = 401 if key is None else 403
         if refused == opens or (refused and status != right):
-            found.append((method, path, status))
-    return found
+            actual.append((method, path, status))
+    return actual
 
 
 def test_S_18_every_route_is_in_the_table_of_access(locked: Live) -> None:
@@ -58,11 +58,11 @@ def test_S_18_control_a_new_route_is_red_until_it_is_covered(tokenizer: Tokenize
         with pytest.raises(KeyError, match="new"):
             wrongly_open(live, None)
         # It is closed already, and the administrator's where nobody said otherwise.
-        wanted = {None: [401, 401], rig.PROBE: [403, 403], rig.ALICE: [200, 403], rig.ROOT: [200, 200]}
-        for key, statuses in wanted.items():
+        expected = {None: [401, 401], rig.PROBE: [403, 403], rig.ALICE: [200, 403], rig.ROOT: [200, 200]}
+        for key, statuses in expected.items():
             headers = {} if key is None else rig.bearer(key)
-            asked = [("POST", "/v1/new"), ("PUT", "/new/x")]
-            assert [rig.call(live, *each, headers=headers).status_code for each in asked] == statuses
+            requests = [("POST", "/v1/new"), ("PUT", "/new/x")]
+            assert [rig.call(live, *each, headers=headers).status_code for each in requests] == statuses
 
 
 @pytest.mark.parametrize("key", [None, rig.ALICE, rig.PROBE, rig.ROOT])
@@ -121,8 +121,8 @@ def test_S_18_other_spellings_of_a_path_need_a_key_too(locked: Live) -> None:
         ]
         spelled += [path.replace("/", "/%2f", 1), path.replace("e", "%65")]
         for each in spelled[:: 1 if path == "/v1/models" else 4]:
-            said = rig.raw(locked, rig.head(method, each, "Connection: close"))
-            assert said[9:12] in (b"401", b"400"), (method, each, said[:60])
+            reply = rig.raw(locked, rig.head(method, each, "Connection: close"))
+            assert reply[9:12] in (b"401", b"400"), (method, each, reply[:60])
     closed, ours = "Connection: close", f"Authorization: Bearer {rig.ALICE}"
     others = {
         rig.head("OPTIONS", "*", closed): b"401",
@@ -135,8 +135,8 @@ def test_S_18_other_spellings_of_a_path_need_a_key_too(locked: Live) -> None:
     assert {text: rig.raw(locked, text)[9:12] for text in others} == others
     # It may have hung up before all of the key was sent.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        said = rig.raw(locked, rig.head("GET", "/v1/models", closed, "Authorization: Bearer " + "x" * 10_000_000))
-        assert said[9:12] in (b"", b"431")
+        reply = rig.raw(locked, rig.head("GET", "/v1/models", closed, "Authorization: Bearer " + "x" * 10_000_000))
+        assert reply[9:12] in (b"", b"431")
 
 
 def test_S_18_all_keys_of_a_ring_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +150,10 @@ def test_S_18_all_keys_of_a_ring_are_compared_in_constant_time(monkeypatch: pyte
 
     ring = KeyRing.of([f"key{i}" for i in range(8)], None, None)
     monkeypatch.setattr(hmac, "compare_digest", counting)
-    for given in (b"key0", b"key7", b"", b"x" * 100_000):
+    for inputs in (b"key0", b"key7", b"", b"x" * 100_000):
         seen.clear()
-        ring.find(given)
-        assert seen == [(32, 32)] * 8, given[:10]
+        ring.find(inputs)
+        assert seen == [(32, 32)] * 8, inputs[:10]
     source = Path(auth.__file__).read_text()
     assert "digest ==" not in source
     assert "== digest" not in source
@@ -217,9 +217,9 @@ def test_a_file_may_hold_digests_and_must_be_there(folder: Path, caplog: pytest.
     digest = hashlib.sha256(b"secret").hexdigest()
     path = rig.write_keys(folder, f"[a]\nsha256 = '{digest}'\nclasses = ['metrics']\ntokens_per_minute = 5\n")
     ring = KeyRing.of(None, None, path)
-    found = ring.find(b"secret")
-    assert found is not None
-    assert (found.name, found.classes, ring.limits["a"].tokens) == ("a", {"metrics"}, 5)
+    result = ring.find(b"secret")
+    assert result is not None
+    assert (result.name, result.classes, ring.limits["a"].tokens) == ("a", {"metrics"}, 5)
     assert ring.find(digest.encode()) is None
     assert not caplog.records
     Path(path).chmod(0o644)
@@ -232,10 +232,13 @@ def test_a_file_may_hold_digests_and_must_be_there(folder: Path, caplog: pytest.
 def test_an_open_server_tells_when_strangers_can_reach_it(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made: list[Any] = [Live(inproc(), tokenizer, ServerConfig(host="0.0.0.0"))]
+    result: list[Any] = [Live(inproc(), tokenizer, ServerConfig(host="0.0.0.0"))]
     assert "no API key is set" in caplog.text
     caplog.clear()
-    made += [Live(inproc(), tokenizer, ServerConfig()), Live(inproc(), tokenizer, ServerConfig(host="::", api_key="k"))]
+    result += [
+        Live(inproc(), tokenizer, ServerConfig()),
+        Live(inproc(), tokenizer, ServerConfig(host="::", api_key="k")),
+    ]
     assert "no API key" not in caplog.text
-    for live in made:
+    for live in result:
         live.socket.close()

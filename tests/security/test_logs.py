@@ -57,13 +57,13 @@ def test_S_22_nor_when_something_breaks_that_nobody_foresaw(
     reply = HTTP.post(locked.url + "/v1/completions", json=body, headers=rig.bearer(rig.ALICE))
     assert reply.status_code == 500
     assert CANARY not in reply.text
-    said = log.getvalue()
-    assert CANARY not in said
-    assert "\nINFO forged" not in said
+    text = log.getvalue()
+    assert CANARY not in text
+    assert "\nINFO forged" not in text
     # The places are there, and the kinds of both errors.
-    assert "in broken" in said
-    assert re.search(r"^KeyError: \(\d+ characters", said, re.M)
-    assert re.search(r"^ValueError: \(\d+ characters", said, re.M)
+    assert "in broken" in text
+    assert re.search(r"^KeyError: \(\d+ characters", text, re.M)
+    assert re.search(r"^ValueError: \(\d+ characters", text, re.M)
 
 
 def test_S_22_control_an_open_log_does_tell(locked: Live) -> None:

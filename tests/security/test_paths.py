@@ -41,9 +41,9 @@ class Canary:
 
 @pytest.fixture
 def canary() -> Iterator[Canary]:
-    made = Canary()
-    yield made
-    made.socket.close()
+    result = Canary()
+    yield result
+    result.socket.close()
 
 
 def test_S_16_no_route_fetches_a_url(live: Live, canary: Canary) -> None:
@@ -59,9 +59,9 @@ def test_S_16_no_route_fetches_a_url(live: Live, canary: Canary) -> None:
         ]
         for path in rig.posts() if url.startswith("http://127") else ["/v1/chat/completions", "/v1/responses"]:
             body = rig.body_of(path)
-            given = [*rig.planted(body, url), *rig.planted(body, parts)]
-            given += [body | {"images": [url]}, body | {"input_file_id": url}, body | {"media": {"url": url}}]
-            for each in given:
+            inputs = [*rig.planted(body, url), *rig.planted(body, parts)]
+            inputs += [body | {"images": [url]}, body | {"input_file_id": url}, body | {"media": {"url": url}}]
+            for each in inputs:
                 assert rig.call(live, "POST", path, json=each).status_code < 500, (path, each)
     assert canary.num_hits == 0
     with socket.create_connection(("127.0.0.1", port)):
@@ -76,12 +76,12 @@ MAY_FETCH = {"hub": "huggingface_hub", "doctor": "huggingface_hub"}
 
 def fetchers(module: str, source: str) -> list[str]:
     """What a module could fetch with."""
-    found = []
+    result = []
     for _, name in rules.imports(source, module):
         wide = any(rules.under(name, client) for client in CLIENTS)
         if wide or rules.under(name, "huggingface_hub"):
-            found.append(name.partition(".")[0])
-    return found
+            result.append(name.partition(".")[0])
+    return result
 
 
 def test_S_16_S_35_nothing_that_serves_can_fetch() -> None:
@@ -112,7 +112,7 @@ def storing(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> I
 def payloads(secret: Path) -> list[str]:
     """Names of a file outside, in all spellings."""
     ups = ["../" * depth + "secret" for depth in range(1, 5)]
-    made = [
+    result = [
         str(secret),
         f"file://{secret}",
         f"file://../../{secret.name}",
@@ -122,55 +122,57 @@ def payloads(secret: Path) -> list[str]:
         ".",
         "",
     ]
-    made += ups + [up.replace("/", "\\") for up in ups] + [up.replace("..", "%2e%2e") for up in ups]
-    made += [up.replace("/", "%2f") for up in ups] + [up.replace("..", "....//") for up in ups]
-    made += (
+    result += ups + [up.replace("/", "\\") for up in ups] + [up.replace("..", "%2e%2e") for up in ups]
+    result += [up.replace("/", "%2f") for up in ups] + [up.replace("..", "....//") for up in ups]
+    result += (
         [up.replace(".", "\u2024") for up in ups] + ["file-" + up for up in ups] + ["/proc/self/environ", "hf://a/b"]
     )
-    return made
+    return result
 
 
 def test_S_21_no_path_of_a_clients_is_opened(storing: tuple[Live, Path]) -> None:
     live, folder = storing
-    given = payloads(folder / "secret")
+    inputs = payloads(folder / "secret")
     templates = [(m, p) for m, p in rig.routes(live.app) if re.search(r"{(?:\w+_id|name:path)}", p)]
     assert len(templates) > 10
     for method, template in templates:
-        for name in given:
+        for name in inputs:
             path = re.sub(r"{[\w:]+}", quote(name, safe="%"), template)
             reply = HTTP.request(method, live.url + path)
             # An empty name, or a dot that the client itself took away, leaves another route.
-            assert reply.status_code in (400, 404, 405, 501) or name in (".", "", "~/x", *given[8:12]), (method, path)
+            assert reply.status_code in (400, 404, 405, 501) or name in (".", "", "~/x", *inputs[8:12]), (method, path)
             assert SECRET not in reply.text
     for path in rig.posts():
-        for name in given if path in rig.FORMS else given[:4]:
+        for name in inputs if path in rig.FORMS else inputs[:4]:
             for body in rig.planted(rig.body_of(path), name):
                 reply = rig.call(live, "POST", path, json=body)
                 assert reply.status_code < 500
                 assert SECRET not in reply.text
-    kept = {path.name for path in (folder / "kept").rglob("*") if path.is_file() and not path.is_symlink()}
-    assert all(re.fullmatch(r"\.lock|(file-|batch_|resp_|conv_)[0-9a-f]{32}\.(json|bin)", name) for name in kept), kept
+    names = {path.name for path in (folder / "kept").rglob("*") if path.is_file() and not path.is_symlink()}
+    assert all(re.fullmatch(r"\.lock|(file-|batch_|resp_|conv_)[0-9a-f]{32}\.(json|bin)", name) for name in names), (
+        names
+    )
 
 
 def test_S_21_what_is_outside_and_what_is_not_there_sound_the_same(storing: tuple[Live, Path]) -> None:
     live, folder = storing
     for path in ("/v1/files/{}", "/v1/files/{}/content", "/v1/batches/{}", "/v1/responses/{}", "/v1/models/{}"):
-        told = set()
+        output = set()
         for name in ("../secret", "../absent", f"file-{'a' * 32}", f"file-{'b' * 32}", str(folder), "/no/such"):
             reply = HTTP.get(live.url + path.format(quote(name, safe="")))
             text = reply.json()["error"]["message"].replace(repr(name), "NAME").replace(repr(name[:77] + "..."), "NAME")
             # A reply about a route repeats the client's own path.
             text = re.sub(r"^there is no /.* here; .*", "there is no PATH", text)
-            told.add((reply.status_code, re.sub(r"'[^']*'", "NAME", text)))
+            output.add((reply.status_code, re.sub(r"'[^']*'", "NAME", text)))
         # A slash in the name makes it no id at all: there is no such route.
-        assert {status for status, _ in told} == {404}, path
-        assert len(told) <= 2, told
+        assert {status for status, _ in output} == {404}, path
+        assert len(output) <= 2, output
 
 
 def test_S_21_names_of_uploads_are_labels(storing: tuple[Live, Path]) -> None:
     live, folder = storing
     for name in ("../../../secret", "/etc/passwd", "C:secret"):
-        sent = HTTP.post(live.url + "/v1/files", files={"file": (name, b"mine")}, data={"purpose": "user_data"})
-        assert sent.json()["filename"] == name
-        assert HTTP.get(live.url + f"/v1/files/{sent.json()['id']}/content").content == b"mine"
+        response = HTTP.post(live.url + "/v1/files", files={"file": (name, b"mine")}, data={"purpose": "user_data"})
+        assert response.json()["filename"] == name
+        assert HTTP.get(live.url + f"/v1/files/{response.json()['id']}/content").content == b"mine"
     assert (folder / "secret").read_text() == SECRET

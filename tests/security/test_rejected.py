@@ -22,9 +22,9 @@ def test_S_15_no_route_takes_tensors_or_media(live: Live) -> None:
     """Refused, or told to be ignored: nothing decodes them."""
     for path in rig.posts():
         plain = rig.call(live, "POST", path, json=rig.body_of(path) | {"seed": 1})
-        for given in MEDIA:
-            reply = rig.call(live, "POST", path, json=rig.body_of(path) | {"seed": 1} | given)
-            assert reply.status_code in (400, 404, plain.status_code), (path, given)
+        for inputs in MEDIA:
+            reply = rig.call(live, "POST", path, json=rig.body_of(path) | {"seed": 1} | inputs)
+            assert reply.status_code in (400, 404, plain.status_code), (path, inputs)
             assert reply.status_code < 500
     kinds = ["image_url", "input_audio", "video_url", "file", "image_embeds"]
     for kind in kinds:
@@ -35,13 +35,13 @@ def test_S_15_no_route_takes_tensors_or_media(live: Live) -> None:
 
 def test_S_17_S_22_no_refusal_tells_of_the_house(live: Live) -> None:
     """Nothing of addresses, paths, users or tracebacks in any error that any route gives."""
-    told = []
+    output = []
     for method, path in rig.routes(live.app):
         for content in (b"", b"{", b"[1]", b'{"prompt": {}}', b'{"messages": 1}', b"\x00" * 50):
-            told.append(rig.call(live, method, path, content=content, headers={"content-type": "application/json"}))
+            output.append(rig.call(live, method, path, content=content, headers={"content-type": "application/json"}))
     for path in rig.posts():
-        told += [rig.call(live, "POST", path, json=body) for body in rig.planted(rig.body_of(path), {"a": [None]})]
-    errors = [reply for reply in told if reply.status_code >= 400]
+        output += [rig.call(live, "POST", path, json=body) for body in rig.planted(rig.body_of(path), {"a": [None]})]
+    errors = [reply for reply in output if reply.status_code >= 400]
     assert len(errors) > 200
     leaks = re.compile(
         r"0x[0-9a-f]{6,}|Traceback|File \"|\.py\b|/src/|site-packages|/home/|/root/|/tmp/|msgspec|headrace\."
@@ -51,9 +51,9 @@ def test_S_17_S_22_no_refusal_tells_of_the_house(live: Live) -> None:
 
 
 def gauges(live: Live) -> dict[str, float]:
-    wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    made = {name: live.metric(name) for name in wanted}
-    return made | {"load": float(HTTP.get(live.url + "/load").json()["server_load"])}
+    expected = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    actual = {name: live.metric(name) for name in expected}
+    return actual | {"load": float(HTTP.get(live.url + "/load").json()["server_load"])}
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [

@@ -28,8 +28,8 @@ def shared(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(storage, "MAX_RESPONSES", 3)
     keys = rig.write_keys(tmp_path, KEYS + "tokens_per_minute = 40\n")
     config = ServerConfig(api_key_file=keys, max_storage_bytes=150_000, max_batch_concurrency=2, log_stats_interval=0)
-    with Live(inproc(delay=0.001), tokenizer, config) as made:
-        yield made
+    with Live(inproc(delay=0.001), tokenizer, config) as live:
+        yield live
 
 
 def post(live: Live, key: str, path: str, body: Any) -> Any:
@@ -55,8 +55,8 @@ def requests(number: int, num_tokens: int) -> bytes:
 
 def start(live: Live, key: str, file_id: str) -> str:
     """-> the id of a batch."""
-    wanted = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch_id: str = post(live, key, "/v1/batches", wanted)["id"]
+    expected = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch_id: str = post(live, key, "/v1/batches", expected)["id"]
     return batch_id
 
 
@@ -151,12 +151,12 @@ def test_shares_are_equal_but_for_holders_with_their_own(tmp_path: Path) -> None
     def shares(text: str, whole: int) -> dict[str, int]:
         return KeyRing.of(None, None, rig.write_keys(tmp_path, text)).storage_shares(whole)
 
-    own = KEYS + "max_storage_bytes = 40\n[probe]\nkey = 'p'\nclasses = ['metrics']\n"
+    keys_file = KEYS + "max_storage_bytes = 40\n[probe]\nkey = 'p'\nclasses = ['metrics']\n"
     assert shares(KEYS, 90) == {"alice": 30, "bob": 30, "carol": 30}
-    assert shares(own, 100) == {"alice": 30, "bob": 30, "carol": 40}
+    assert shares(keys_file, 100) == {"alice": 30, "bob": 30, "carol": 40}
     assert KeyRing(()).storage_shares(100) == {}
     with pytest.raises(RequestError, match="max_storage_bytes: 41 is not allowed; it must be at least 42"):
-        shares(own, 41)
+        shares(keys_file, 41)
     with pytest.raises(RequestError, match="carol.max_storage_bytes"):
         shares(KEYS + "max_storage_bytes = 0\n", 100)
 
@@ -167,17 +167,17 @@ def test_shares_are_equal_but_for_holders_with_their_own(tmp_path: Path) -> None
 def overwritten(live: Live, key: str) -> bool:
     """Whether a response that is not stored can take the place of Alice's."""
     body = {"max_output_tokens": 4, "store": True}
-    kept = post(live, "alice", "/v1/responses", body | {"input": "first"})
-    before = get(live, "alice", f"/v1/responses/{kept['id']}")
-    name = kept["id"].partition("_")[2]
+    response = post(live, "alice", "/v1/responses", body | {"input": "first"})
+    before = get(live, "alice", f"/v1/responses/{response['id']}")
+    name = response["id"].partition("_")[2]
     reply = HTTP.post(
         live.url + "/v1/responses",
         json={"input": "other", "store": False, "request_id": name, "max_output_tokens": 9},
         headers=rig.bearer(key) | {"x-request-id": name},
     )
     assert reply.status_code == 200
-    after = get(live, "alice", f"/v1/responses/{kept['id']}")
-    return bool(reply.json()["id"] == kept["id"] or after != before)
+    after = get(live, "alice", f"/v1/responses/{response['id']}")
+    return bool(reply.json()["id"] == response["id"] or after != before)
 
 
 @pytest.mark.parametrize("key", ["alice", "bob"])
@@ -186,11 +186,11 @@ def test_S_25_no_id_of_a_callers_names_a_stored_response(shared: Live, key: str)
 
 
 def test_S_25_a_store_takes_new_ids_of_its_own_only(tmp_path: Path) -> None:
-    kept = Store("resp_", tmp_path, max_items=9, max_bytes=10**6)
-    used = kept.new_id()
-    kept.put(used, {}, b"first")
+    store = Store("resp_", tmp_path, max_items=9, max_bytes=10**6)
+    used = store.new_id()
+    store.put(used, {}, b"first")
     for entry_id in (used, "resp_x", "resp_../../x", "file-" + "0" * 32, used + "\n"):
         with pytest.raises(ValueError, match="no new id"):
-            kept.put(entry_id, {}, b"second")
-    assert kept.body(used) == b"first"
-    kept.close()
+            store.put(entry_id, {}, b"second")
+    assert store.body(used) == b"first"
+    store.close()

@@ -21,15 +21,15 @@ SERVE = Path(__file__).resolve().parents[1] / "programs" / "serve_fake.py"
 def listening(pid: int) -> set[tuple[str, int]]:
     """(address, port) of every socket of a process and its children that takes connections or packets; a path in
     the file system counts too."""
-    found = set()
+    result = set()
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         for kind in ("inet", "unix"):
             for each in process.net_connections(kind):
                 if kind == "unix" and each.laddr:
-                    found.add((str(each.laddr), 0))
+                    result.add((str(each.laddr), 0))
                 elif kind == "inet" and (each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM):
-                    found.add((each.laddr.ip, each.laddr.port))
-    return found
+                    result.add((each.laddr.ip, each.laddr.port))
+    return result
 
 
 @pytest.fixture(scope="module")

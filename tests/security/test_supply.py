@@ -18,14 +18,14 @@ LOCK = rules.ROOT / "requirements.lock"
 
 def parsed(text: str) -> dict[str, tuple[str, int]]:
     """Version and number of hashes, by name; every line must be of that form."""
-    found = {}
+    result = {}
     for line in text.replace("\\\n", " ").splitlines():
         if line.startswith("#"):
             continue
         match = re.fullmatch(r"([a-z0-9-]+)==(\S+)((?:\s+--hash=sha256:[0-9a-f]{64})*)", line)
         assert match, line
-        found[match[1]] = match[2], match[3].count("--hash=")
-    return found
+        result[match[1]] = match[2], match[3].count("--hash=")
+    return result
 
 
 def unlocked(names: dict[str, str], text: str) -> list[str]:
@@ -38,21 +38,21 @@ def unlocked(names: dict[str, str], text: str) -> list[str]:
 
 def needed() -> dict[str, str]:
     """Versions of headrace's packages and of all that they need here, by name."""
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     project = tomllib.loads((rules.ROOT / "pyproject.toml").read_text())["project"]
     todo = [Requirement(text) for text in project["dependencies"]]
     while todo:
-        wanted = todo.pop()
-        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-        if name in found:
+        expected = todo.pop()
+        name = re.sub(r"[-_.]+", "-", expected.name).lower()
+        if name in actual:
             continue
         installed = metadata.distribution(name)
-        found[name] = installed.version
+        actual[name] = installed.version
         for text in installed.requires or ():
             other = Requirement(text)
-            if other.marker is None or any(other.marker.evaluate({"extra": e}) for e in wanted.extras or ("",)):
+            if other.marker is None or any(other.marker.evaluate({"extra": e}) for e in expected.extras or ("",)):
                 todo.append(other)
-    return found
+    return actual
 
 
 def test_S_36_the_lock_has_all_that_is_needed_with_hashes() -> None:
@@ -76,10 +76,10 @@ def test_S_36_every_extra_is_pinned() -> None:
     groups = [*project["project"]["optional-dependencies"].values(), *project["dependency-groups"].values()]
     pins = [Requirement(line) for line in (rules.ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
     versions = {pin.name: [other.specifier for other in pins if other.name == pin.name] for pin in pins}
-    for wanted in (Requirement(text) for group in groups for text in group):
-        [*found] = versions[re.sub(r"[-_.]+", "-", wanted.name).lower()]
-        assert found, wanted
-        assert all(wanted.specifier.contains(str(one)[2:]) for one in found), wanted
+    for requirement in (Requirement(text) for group in groups for text in group):
+        [*actual] = versions[re.sub(r"[-_.]+", "-", requirement.name).lower()]
+        assert actual, requirement
+        assert all(requirement.specifier.contains(str(one)[2:]) for one in actual), requirement
 
 
 def test_S_36_the_bill_of_materials_names_the_lock() -> None:
@@ -87,12 +87,12 @@ def test_S_36_the_bill_of_materials_names_the_lock() -> None:
     bill = json.loads(done.stdout)
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     lock = parsed(LOCK.read_text())
-    told = {part["name"]: part for part in bill["components"]}
-    assert {name: part["version"] for name, part in told.items()} == {
+    output = {part["name"]: part for part in bill["components"]}
+    assert {name: part["version"] for name, part in output.items()} == {
         name: version for name, (version, _) in lock.items()
     }
-    assert all(part["hashes"] and part["purl"].startswith("pkg:pypi/") for part in told.values())
-    refs = {part["bom-ref"] for part in [*told.values(), bill["metadata"]["component"]]}
+    assert all(part["hashes"] and part["purl"].startswith("pkg:pypi/") for part in output.values())
+    refs = {part["bom-ref"] for part in [*output.values(), bill["metadata"]["component"]]}
     tree = {entry["ref"]: set(entry["dependsOn"]) for entry in bill["dependencies"]}
     assert set(tree) == refs
     assert set().union(*tree.values()) <= refs
@@ -129,7 +129,7 @@ def test_S_36_an_audit_that_could_look_up_nothing_is_no_success() -> None:
         return done.returncode, done.stdout
 
     assert audit("all")[0] == 0
-    status, said = audit()
-    assert (status, "1 of" in said, "NOT LOOKED UP" in said, "numpy" in said) == (2, True, True, True)
-    status, said = audit("bad")
-    assert (status, "starlette 1: PYSEC-1 CVE-1; mended in 2" in said) == (1, True)
+    status, reply = audit()
+    assert (status, "1 of" in reply, "NOT LOOKED UP" in reply, "numpy" in reply) == (2, True, True, True)
+    status, reply = audit("bad")
+    assert (status, "starlette 1: PYSEC-1 CVE-1; mended in 2" in reply) == (1, True)

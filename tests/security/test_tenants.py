@@ -32,8 +32,8 @@ def ask(live: Live, key: str, path: str, body: dict[str, Any], **more: Any) -> A
 def cached(live: Live, key: str, prompt: str, **more: Any) -> int:
     body = {"prompt": prompt, "max_tokens": 1, "seed": 1} | more
     usage = ask(live, key, "/v1/completions", body)["usage"]
-    found: int = usage["prompt_tokens_details"]["cached_tokens"]
-    return found
+    cached_tokens: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return cached_tokens
 
 
 def hits(live: Live) -> float:
@@ -45,12 +45,12 @@ def hits(live: Live) -> float:
 
 def long_body(path: str) -> dict[str, Any]:
     texts = {"hi": path + LONG, "ho": "!" + path + LONG}
-    made: dict[str, Any] = json.loads(
+    data: dict[str, Any] = json.loads(
         json.dumps(rig.body_of(path)),
         object_hook=lambda d: {k: texts.get(v, v) if isinstance(v, str) else v for k, v in d.items()},
     )
-    made |= {"documents": [texts["ho"]]} if "documents" in made else {}
-    return made
+    data |= {"documents": [texts["ho"]]} if "documents" in data else {}
+    return data
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def many(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Live]:
     """A server with two fresh holders for each route, whose caches are empty."""
     text = rig.KEY_FILE + "".join(f"[{who}{i}]\nkey = '{who}{i}'\n" for i in range(len(rig.BODIES)) for who in "ab")
     config = ServerConfig(api_key_file=rig.write_keys(tmp_path, text), log_stats_interval=0)
-    with Live(inproc(max_model_len=512), tokenizer, config) as made:
-        yield made
+    with Live(inproc(max_model_len=512), tokenizer, config) as live:
+        yield live
 
 
 def test_S_24_no_route_reads_another_keys_cache(many: Live) -> None:
     """Of every route: what the holder finds again, nobody else does."""
-    found = []
+    result = []
     for index, path in enumerate(rig.BODIES):
         body = long_body(path)
         rig.call(many, "POST", path, json=body, headers=rig.bearer(f"a{index}"))
@@ -72,8 +72,8 @@ def test_S_24_no_route_reads_another_keys_cache(many: Live) -> None:
         rig.call(many, "POST", path, json=body, headers=rig.bearer(f"b{index}"))
         assert hits(many) == before, path
         rig.call(many, "POST", path, json=body, headers=rig.bearer(f"a{index}"))
-        found += [path] if hits(many) > before else []
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"} <= set(found)
+        result += [path] if hits(many) > before else []
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"} <= set(result)
 
 
 def test_S_24_probing_anothers_prefix_finds_nothing(locked: Live) -> None:
@@ -100,7 +100,7 @@ def work_for(live: Live, key: str, word: str, monkeypatch: pytest.MonkeyPatch, *
     with monkeypatch.context() as patch:
         for module, name in ((grammars.GrammarChecker, "_try"), (inputs, "_all_token_bytes")):
             right = getattr(module, name)
-            patch.setattr(module, name, lambda *given, r=right, n=name: (built.append(n), r(*given))[1])
+            patch.setattr(module, name, lambda *source, r=right, n=name: (built.append(n), r(*source))[1])
         body = FORM | {"structured_outputs": {"regex": word}, "dry_sequence_breakers": [word]} | more
         # The fake engine does not follow forms: what counts is done before it gets the call.
         HTTP.post(live.url + "/v1/completions", json=body, headers=rig.bearer(key), timeout=30)
@@ -166,62 +166,65 @@ LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": 
 
 
 @pytest.fixture
-def kept(locked: Live) -> dict[str, str]:
+def objects(locked: Live) -> dict[str, str]:
     """Ids of what Alice keeps, by the name of the path's parameter."""
     headers = rig.bearer(rig.ALICE)
-    sent = HTTP.post(
+    response = HTTP.post(
         locked.url + "/v1/files", files={"file": ("in.jsonl", LINE)}, data={"purpose": "batch"}, headers=headers
     )
-    file_id = sent.json()["id"]
-    wanted = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch_id = ask(locked, rig.ALICE, "/v1/batches", wanted)["id"]
+    file_id = response.json()["id"]
+    expected = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch_id = ask(locked, rig.ALICE, "/v1/batches", expected)["id"]
 
     def done() -> bool:
         return HTTP.get(locked.url + f"/v1/batches/{batch_id}", headers=headers).json()["status"] == "completed"
 
     Live.wait(done, 20)
-    said = ask(locked, rig.ALICE, "/v1/responses", {"input": "hi", "max_output_tokens": 2})
+    text = ask(locked, rig.ALICE, "/v1/responses", {"input": "hi", "max_output_tokens": 2})
     output = HTTP.get(locked.url + f"/v1/batches/{batch_id}", headers=headers).json()["output_file_id"]
-    return {"file_id": file_id, "batch_id": batch_id, "response_id": said["id"], "output": output}
+    return {"file_id": file_id, "batch_id": batch_id, "response_id": text["id"], "output": output}
 
 
-def seen_by(live: Live, kept: dict[str, str], key: str) -> list[str]:
+def seen_by(live: Live, objects: dict[str, str], key: str) -> list[str]:
     """Routes that tell `key` of Alice's."""
-    found = []
+    result = []
     for method, path in rig.routes(live.app):
         for name in ("file_id", "batch_id", "response_id"):
-            ids = [kept[name], kept["output"]] if name == "file_id" else [kept[name]]
+            ids = [objects[name], objects["output"]] if name == "file_id" else [objects[name]]
             for entry_id in ids if f"{{{name}}}" in path else ():
                 # What would end it is tried by others only.
                 if key == rig.ALICE and method not in rig.READS:
                     continue
                 reply = HTTP.request(method, live.url + path.replace(f"{{{name}}}", entry_id), headers=rig.bearer(key))
                 if reply.status_code != 404:
-                    found.append(f"{method} {path}")
+                    result.append(f"{method} {path}")
     for path in ("/v1/files", "/v1/batches"):
         if HTTP.get(live.url + path, headers=rig.bearer(key)).json()["data"]:
-            found.append(f"GET {path}")
+            result.append(f"GET {path}")
     for path, body in (
-        ("/v1/batches", {"input_file_id": kept["file_id"], "endpoint": "/v1/completions", "completion_window": "1h"}),
-        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "previous_response_id": kept["response_id"]}),
+        (
+            "/v1/batches",
+            {"input_file_id": objects["file_id"], "endpoint": "/v1/completions", "completion_window": "1h"},
+        ),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "previous_response_id": objects["response_id"]}),
     ):
         if key != rig.ALICE and HTTP.post(live.url + path, json=body, headers=rig.bearer(key)).status_code != 404:
-            found.append(f"POST {path}")
-    return found
+            result.append(f"POST {path}")
+    return result
 
 
-def test_S_21_what_one_key_keeps_is_not_there_for_others(locked: Live, kept: dict[str, str]) -> None:
-    assert len(seen_by(locked, kept, rig.ALICE)) > 10
-    assert seen_by(locked, kept, rig.BOB) == []
-    assert seen_by(locked, kept, rig.ROOT) == []
+def test_S_21_what_one_key_keeps_is_not_there_for_others(locked: Live, objects: dict[str, str]) -> None:
+    assert len(seen_by(locked, objects, rig.ALICE)) > 10
+    assert seen_by(locked, objects, rig.BOB) == []
+    assert seen_by(locked, objects, rig.ROOT) == []
 
 
 def test_S_21_control_a_store_that_tells_everybody_is_noticed(
-    locked: Live, kept: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    locked: Live, objects: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store.tenants, "may_see", lambda owner: True)
-    found = seen_by(locked, {name: "x-1" if name == "batch_id" else entry for name, entry in kept.items()}, rig.BOB)
-    assert "GET /v1/files/{file_id}/content" in found
+    result = seen_by(locked, {name: "x-1" if name == "batch_id" else entry for name, entry in objects.items()}, rig.BOB)
+    assert "GET /v1/files/{file_id}/content" in result
 
 
 def test_owners_outlive_the_server(tmp_path: Path) -> None:
@@ -287,8 +290,8 @@ def test_buckets_refill_evenly_and_may_go_into_debt() -> None:
 def limited(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Live]:
     text = rig.KEY_FILE + "[carol]\nkey = 'carol'\nrequests_per_minute = 1000000\ntokens_per_minute = 40\n"
     config = ServerConfig(api_key_file=rig.write_keys(tmp_path, text), max_requests_per_minute=2, log_stats_interval=0)
-    with Live(inproc(), tokenizer, config) as made:
-        yield made
+    with Live(inproc(), tokenizer, config) as live:
+        yield live
 
 
 def test_a_key_that_used_up_its_minute_gets_429_on_every_route(limited: Live) -> None:
@@ -307,9 +310,9 @@ def test_tokens_of_prompts_and_answers_are_counted(limited: Live) -> None:
     body = {"prompt": "x" * 10, "max_tokens": 40, "ignore_eos": True}
     assert ask(limited, "carol", "/v1/completions", body)["usage"]["completion_tokens"] == 40
     refused = [HTTP.post(limited.url + path, json=long_body(path), headers=rig.bearer("carol")) for path in rig.BODIES]
-    told = {reply.request.url.path: reply.status_code for reply in refused}
+    output = {reply.request.url.path: reply.status_code for reply in refused}
     free = {"/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens", "/api/show", "/api/pull"}
     free |= {"/v1/responses/input_tokens", "/v1/conversations", *COUNTERS}
-    assert {path for path, status in told.items() if status != 429} == free
+    assert {path for path, status in output.items() if status != 429} == free
     assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused if reply.status_code == 429)
     ask(limited, rig.BOB, "/v1/completions", body)

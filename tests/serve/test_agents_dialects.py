@@ -145,8 +145,8 @@ def test_two_turns_of_an_agent(model: str, agent: Callable[..., Turn], shared_da
     families = json.loads((shared_data / "templates" / "families.json").read_text(encoding="utf-8"))
     template = families[model]["chat_template"] if model in families else LFM2
     tools, style = FORMATS[DIALECTS[model][0]], DIALECTS[model][1]
-    found = Dialect.of(ChatTemplate({"default": template}, {"bos_token": "<s>", "eos_token": "</s>"}))
-    assert found[:2] == DIALECTS[model]
+    result = Dialect.of(ChatTemplate({"default": template}, {"bos_token": "<s>", "eos_token": "</s>"}))
+    assert result[:2] == DIALECTS[model]
 
     def said(answer: Answer) -> str:
         # The template may have opened the reasoning: a model may open it all the same.

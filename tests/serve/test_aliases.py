@@ -26,10 +26,10 @@ def fixed(reply: Any) -> tuple[int, str]:
 def test_an_alias_is_its_target(live: Live, alias: str) -> None:
     method = "POST" if ALIASES[alias] in BODIES else "GET"
     body = BODIES[ALIASES[alias]][1] | {"seed": 1, "stream": False} if method == "POST" else None
-    for given in (body, {}) if body else (None,):
-        replies = [HTTP.request(method, live.url + path, json=given) for path in (alias, ALIASES[alias])]
+    for inputs in (body, {}) if body else (None,):
+        replies = [HTTP.request(method, live.url + path, json=inputs) for path in (alias, ALIASES[alias])]
         assert fixed(replies[0]) == fixed(replies[1])
-        assert replies[0].status_code == (200 if given == body else 400)
+        assert replies[0].status_code == (200 if inputs == body else 400)
 
 
 def test_an_alias_streams_as_its_target_does(live: Live) -> None:

@@ -35,13 +35,13 @@ def total(explanation: dict[str, Any]) -> float:
 
 
 def test_a_reply_has_the_parts_of_its_latency(live: Live) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     reply = live.post("/v1/completions", BODY | {"explain": True, "n": 2}).json()
-    taken = time.monotonic() - begun
+    seconds = time.monotonic() - start
     assert len(reply["explain"]) == 2
     for explanation in reply["explain"]:
         assert total(explanation) == pytest.approx(explanation["latency"], abs=1e-6)
-        assert 0 < explanation["ttft"] <= explanation["latency"] < taken
+        assert 0 < explanation["ttft"] <= explanation["latency"] < seconds
         assert {"prefill", "decode", "delivery"} <= {part["name"] for part in explanation["parts"]}
         assert explanation["finish_reason"] == "length"
         assert 0 < len(explanation["sentences"]) <= 5
@@ -158,9 +158,9 @@ def test_the_engines_requests_have_the_replys_id(live: Live, monkeypatch: pytest
     names: list[str] = []
 
     def noted(*args: Any, **options: Any) -> list[Request]:
-        made = make_requests(*args, **options)
-        names.extend(each.request_id for each in made)
-        return made
+        requests = make_requests(*args, **options)
+        names.extend(each.request_id for each in requests)
+        return requests
 
     monkeypatch.setattr(generation, "make_requests", noted)
     for path, begin in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):

@@ -167,7 +167,7 @@ def test_R_12_whoever_is_refused_is_neither_rendered_nor_tokenised(
             replies = [live.post(path, body) for path, body in calls.items()]
             assert [reply.json()["error"]["code"] for reply in replies] == ["queue_full"] * 3
             assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies)
-            # What is wrong whenever it comes is told now, too.
+            # A request that is wrong at any time is refused now, too.
             assert live.post("/v1/completions", dict(LONG, temperature=-1)).status_code == 400
             client.is_draining = True
             assert [live.post(path, body).status_code for path, body in calls.items()] == [503] * 3
@@ -250,8 +250,8 @@ def test_R_17_a_request_that_fails_fails_alone(tokenizer: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def mortal(tokenizer: Tokenizer) -> Iterator[Live]:
-    with Live(child(delay=0.003, max_restarts=10), tokenizer, ServerConfig(log_stats_interval=0)) as made:
-        yield made
+    with Live(child(delay=0.003, max_restarts=10), tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        yield live
 
 
 def test_a_killed_engine_is_a_pause_in_the_streams(mortal: Live) -> None:
@@ -397,9 +397,9 @@ def test_R_23_streams_that_outlast_the_drain_end_with_an_error(tmp_path: Path) -
             lines = reply.iter_lines()
             next(lines)
             served.process.send_signal(signal.SIGTERM)
-            found = [line for line in lines if line]
-        assert "data: [DONE]" not in found
-        assert "shutting down" in json.loads(found[-1].removeprefix("data: "))["error"]["message"]
+            result = [line for line in lines if line]
+        assert "data: [DONE]" not in result
+        assert "shutting down" in json.loads(result[-1].removeprefix("data: "))["error"]["message"]
         assert served.end()[0] == 0
 
 

@@ -84,12 +84,12 @@ def test_an_update_under_load_is_not_noticed(local: Live) -> None:
     assert [each["replica"] for each in before["replicas"]] == [0, 1]
     assert before["update"] is None
     assert before["router"] == "round-robin"
-    wanted = [completion(local, seed) for seed in range(4)]
+    expected = [completion(local, seed) for seed in range(4)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(completion, local, seed % 4) for seed in range(12)]
         reply = local.post("/fleet/update", {"settings": {"max_num_seqs": 32}, "patience": 0})
         assert reply.status_code == 200, reply.text
-        assert [answer.result() for answer in answers] == wanted * 3
+        assert [answer.result() for answer in answers] == expected * 3
     after = reply.json()
     assert after["update"] | {"seconds": 0} == {
         "state": "done", "num_replaced": 2, "num_replicas": 2, "settings": {"max_num_seqs": 32}, "seconds": 0,
@@ -193,13 +193,13 @@ def test_spans_name_the_replica(tokenizer: Tokenizer) -> None:
 
 
 def test_a_fleet_sleeps_and_wakes(local: Live) -> None:
-    wanted = completion(local, 1)
+    expected = completion(local, 1)
     assert local.post("/sleep", {}).status_code == 200
     assert local.client.pids == []
     reply = local.post("/fleet/update", {})
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "not_ready")
     assert local.post("/wake_up", {}).status_code == 200
-    assert completion(local, 1) == wanted
+    assert completion(local, 1) == expected
 
 
 def test_models_of_a_folder_have_one_engine_each(tmp_path: Any) -> None:

@@ -115,12 +115,12 @@ def test_top_prints_the_state_once(server: Live) -> None:
         assert next(tokens)
         outcome = CliRunner().invoke(app, ["top", server.url, "--once"])
     assert outcome.exit_code == 0, outcome.output
-    shown = dict(line.split(maxsplit=1) for line in outcome.stdout.splitlines())
-    assert not shown["tok/s"].startswith("0.0")
-    assert "1 running, 0 waiting" in shown["requests"]
+    parts = dict(line.split(maxsplit=1) for line in outcome.stdout.splitlines())
+    assert not parts["tok/s"].startswith("0.0")
+    assert "1 running, 0 waiting" in parts["requests"]
     assert "decode" in outcome.stdout.splitlines()[-1]
     # The engine does not know what its steps read.
-    assert shown["limit"] == "nothing was decoded just now"
+    assert parts["limit"] == "nothing was decoded just now"
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> It
 
 @pytest.fixture
 def client(server: Folded) -> Iterator[ollama.Client]:
-    made = ollama.Client(host=server.url, timeout=60)
-    yield made
-    made._client.close()
+    result = ollama.Client(host=server.url, timeout=60)
+    yield result
+    result._client.close()
 
 
 def loaded(client: ollama.Client) -> list[str]:
@@ -93,10 +93,10 @@ def test_K16_tags_and_show_read_the_files_and_load_nothing(server: Folded, clien
     assert tiny.details is not None
     details = (tiny.details.format, tiny.details.family, tiny.details.parameter_size, tiny.details.quantization_level)
     assert details == ("safetensors", "llama", "96", "F32")
-    shown = client.show("tiny")
-    assert shown.modelinfo is not None
-    assert shown.modelinfo["llama.context_length"] == 512
-    assert shown.template == Tokenizer.load(server.root / "tiny").chat_template
+    facts = client.show("tiny")
+    assert facts.modelinfo is not None
+    assert facts.modelinfo["llama.context_length"] == 512
+    assert facts.template == Tokenizer.load(server.root / "tiny").chat_template
     listed = HTTP.get(server.url + "/v1/models").json()["data"]
     assert {card["id"]: card["max_model_len"] for card in listed}["tiny"] == 512
     assert all(str(server.root) not in json.dumps(card) for card in listed)
@@ -232,15 +232,15 @@ def test_K16_create_sets_system_template_and_parameters(server: Folded, client: 
     lines = ['stop "<end>"', 'stop "<x>"', "num_predict 3", "temperature 0.25"]
 
     def check(name: str, system: str) -> None:
-        shown = server.post("/api/show", {"model": name}).json()
-        assert (shown["system"], shown["template"]) == (system, JINJA)
-        assert sorted(shown["parameters"].splitlines()) == sorted(lines)
-        assert shown["modelfile"].splitlines()[:3] == [
+        body = server.post("/api/show", {"model": name}).json()
+        assert (body["system"], body["template"]) == (system, JINJA)
+        assert sorted(body["parameters"].splitlines()) == sorted(lines)
+        assert body["modelfile"].splitlines()[:3] == [
             f"FROM {name}",
             f'TEMPLATE """{JINJA}"""',
             f'SYSTEM """{system}"""',
         ]
-        assert all(f"PARAMETER {line}\n" in shown["modelfile"] for line in lines)
+        assert all(f"PARAMETER {line}\n" in body["modelfile"] for line in lines)
 
     def prompt(name: str, *roles: str) -> str:
         messages = [{"role": role, "content": role[0]} for role in roles]
@@ -415,12 +415,12 @@ def test_K16_pull_fetches_from_the_hub_and_shows_its_progress(
     assert steps[-1].status == "success"
     weights = [step for step in steps if step.digest == "sha256:model.safetensors"]
     assert weights[-1].total == weights[-1].completed == len(files["model.safetensors"])
-    kept = server.root / "owner" / "name"
-    assert sorted(path.name for path in kept.iterdir()) == sorted(FILES), "no code, and nothing of the hub's client"
+    root = server.root / "owner" / "name"
+    assert sorted(path.name for path in root.iterdir()) == sorted(FILES), "no code, and nothing of the hub's client"
     assert client.generate("owner/name", "x", options={"num_predict": 1}).done
     assert [step.status for step in client.pull("owner/name", stream=True)] == ["success"]
     commands.rm(["owner/name"], url=server.url)
-    assert (capsys.readouterr().out, kept.exists()) == ("deleted owner/name\n", False)
+    assert (capsys.readouterr().out, root.exists()) == ("deleted owner/name\n", False)
     with pytest.raises(HeadraceError, match="other/name: the hub said: "):
         commands.pull("other/name", url=server.url)
     with pytest.raises(

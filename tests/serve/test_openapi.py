@@ -58,13 +58,13 @@ def references(form: Any) -> Iterator[str]:
 
 
 def test_openapi_has_every_route(live: Live, document: dict[str, Any]) -> None:
-    told = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    output = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
     there = {
         (method, re.sub(r":\w+}", "}", route.path))
         for route in live.app.routes
         for method in getattr(route, "methods", None) or ()
     }
-    assert told == {(method, path) for method, path in there if method != "HEAD"}
+    assert output == {(method, path) for method, path in there if method != "HEAD"}
     ids = [operation["operationId"] for item in document["paths"].values() for operation in item.values()]
     assert len(ids) == len(set(ids))
     assert all(operation["summary"] for item in document["paths"].values() for operation in item.values())
@@ -101,9 +101,9 @@ def test_openapi_replies_and_errors_are_as_told(live: Live, document: dict[str, 
     body = BODIES[path][1]
     form = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     jsonschema.validate(body, resolve(document, form), jsonschema.Draft202012Validator)
-    for given in (body | {"stream": False}, body | {"stream": 5}, body | {"model": "other"}, {}):
-        reply = live.post(path, given)
-        assert misfits(document, path, "post", reply.status_code, reply.json()) == [], given
+    for inputs in (body | {"stream": False}, body | {"stream": 5}, body | {"model": "other"}, {}):
+        reply = live.post(path, inputs)
+        assert misfits(document, path, "post", reply.status_code, reply.json()) == [], inputs
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_openapi_replies_to_get_are_as_told(live: Live, document: dict[str, Any]
 def test_openapi_replies_of_what_is_stored_are_as_told(live: Live, document: dict[str, Any]) -> None:
     """A file, a batch and a response, made, listed, told, ended and deleted."""
 
-    def told(method: str, path: str, entry_id: str = "", **given: Any) -> dict[str, Any]:
-        reply = HTTP.request(method, live.url + re.sub(r"{\w+}", entry_id, path), timeout=20, **given)
+    def told(method: str, path: str, entry_id: str = "", **inputs: Any) -> dict[str, Any]:
+        reply = HTTP.request(method, live.url + re.sub(r"{\w+}", entry_id, path), timeout=20, **inputs)
         assert reply.status_code == 200, reply.text
         assert misfits(document, path, method.lower(), 200, reply.json()) == []
         return dict(reply.json())
@@ -128,11 +128,11 @@ def test_openapi_replies_of_what_is_stored_are_as_told(live: Live, document: dic
         "POST", "/v1/files", files={"file": ("in.jsonl", line)}, data={"purpose": "batch", "expires_after": "3"}
     )
     assert file["warnings"]
-    wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = told("POST", "/v1/batches", json=wanted)
+    expected = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = told("POST", "/v1/batches", json=expected)
     one = "/v1/batches/{batch_id}"
     live.wait(lambda: told("GET", one, batch["id"])["status"] == "completed", 20)
-    other = told("POST", "/v1/batches", json=wanted | {"metadata": {"a": "b"}})
+    other = told("POST", "/v1/batches", json=expected | {"metadata": {"a": "b"}})
     ended = HTTP.post(live.url + f"/v1/batches/{other['id']}/cancel")
     assert ended.status_code in (200, 400), "it may have been done by then"
     assert misfits(document, f"{one}/cancel", "post", ended.status_code, ended.json()) == []

@@ -31,8 +31,8 @@ from headrace.text.tokenizer import Tokenizer
 
 @pytest.fixture
 def fresh(tokenizer: Tokenizer) -> Iterator[Live]:
-    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as made:
-        yield made
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0)) as live:
+        yield live
 
 
 def test_the_server_process_never_loads_torch() -> None:
@@ -76,10 +76,10 @@ def test_small_routes(live: Live) -> None:
 
 
 def test_tokenize_and_detokenize(live: Live) -> None:
-    made = live.post("/tokenize", {"prompt": "Hé", "return_token_strs": True}).json()
-    assert made["tokens"] == list("Hé".encode())
-    assert (made["count"], made["token_strs"][0]) == (3, "H")
-    assert live.post("/detokenize", {"tokens": made["tokens"]}).json() == {"prompt": "Hé", "content": "Hé"}
+    body = live.post("/tokenize", {"prompt": "Hé", "return_token_strs": True}).json()
+    assert body["tokens"] == list("Hé".encode())
+    assert (body["count"], body["token_strs"][0]) == (3, "H")
+    assert live.post("/detokenize", {"tokens": body["tokens"]}).json() == {"prompt": "Hé", "content": "Hé"}
     chat = live.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
     assert bytes(chat["tokens"]) == b"[user]x[a]"
 
@@ -91,8 +91,8 @@ def test_a_callers_id_is_echoed_and_names_nothing(live: Live) -> None:
     assert reply.json()["id"] == "cmpl-same\r\nid"
     assert context.REQUEST_ID.fullmatch(reply.headers["x-request-id"])
     assert "same" not in reply.headers["x-request-id"]
-    given = live.post("/v1/completions", body, headers={"x-request-id": "trace-7"})
-    assert given.headers["x-request-id"] == "trace-7"
+    response = live.post("/v1/completions", body, headers={"x-request-id": "trace-7"})
+    assert response.headers["x-request-id"] == "trace-7"
 
 
 def test_I_21_metrics_count_what_happened(fresh: Live) -> None:

@@ -94,12 +94,12 @@ CONTEXT = 2048
 def numeric_fields(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Names of the fields that are a number, and the name of its row in the bounds table."""
     hints = typing.get_type_hints(kind)
-    found = {}
+    result = {}
     for name, hint in hints.items():
         options = set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
         if options & {int, float}:
-            found[name] = schema.ROWS.get(name, name)
-    return found
+            result[name] = schema.ROWS.get(name, name)
+    return result
 
 
 FIELDS = [
@@ -265,8 +265,8 @@ def test_completions_refuse_naming_the_field(live: Live, body: dict[str, Any], f
     ],
 )
 def test_chat_refuses_naming_the_field(live: Live, body: dict[str, Any], field: str) -> None:
-    given = {"messages": [{"role": "user", "content": "hi"}]} | body
-    refused(live.post("/v1/chat/completions", given), field)
+    inputs = {"messages": [{"role": "user", "content": "hi"}]} | body
+    refused(live.post("/v1/chat/completions", inputs), field)
 
 
 def test_neutral_values_of_unsupported_fields_are_fine(live: Live) -> None:
@@ -301,10 +301,10 @@ def test_what_is_not_honoured_comes_back_in_warnings(
     live: Live, body: dict[str, Any], warnings: list[str] | None
 ) -> None:
     for stream in (False, True):
-        given = {"prompt": "x", "max_tokens": 3, "stream": stream} | body
-        reply = live.post("/v1/completions", given)
+        inputs = {"prompt": "x", "max_tokens": 3, "stream": stream} | body
+        reply = live.post("/v1/completions", inputs)
         assert reply.status_code == 200, reply.text
-        if given["stream"]:
+        if inputs["stream"]:
             first, *others = [strict(line[6:]) for line in reply.text.split("\n\n") if line[6:7] == "{"]
             assert all("warnings" not in chunk for chunk in others)
         else:
@@ -402,9 +402,9 @@ def test_R_16_every_chunk_is_strict_json(live: Live, monkeypatch: pytest.MonkeyP
     lines = [line for line in live.post("/v1/completions", body).text.split("\n") if line]
     assert lines[-1] == "data: [DONE]"
     pieces = [strict(line[6:])["choices"][0]["logprobs"] for line in lines[:-1]]
-    found = [x for piece in pieces if piece for x in piece["token_logprobs"]]
-    assert len(found) == 50
-    assert set(found) == {-9999.0}
+    result = [x for piece in pieces if piece for x in piece["token_logprobs"]]
+    assert len(result) == 50
+    assert set(result) == {-9999.0}
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
     top = strict(live.post("/v1/chat/completions", chat).text)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     assert {entry["logprob"] for entry in top} == {-9999.0}

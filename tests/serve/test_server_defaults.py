@@ -61,11 +61,16 @@ def test_a_request_wins_over_the_flags(started: Live) -> None:
 
     plain = settings()
     assert (plain["temperature"], plain["num"], plain["stop"], plain["ignore_eos"]) == (0.5, 3, ["zz"], True)
-    asked = settings(temperature=0.25, n_predict=2, stop=["b"], ignore_eos=False)
-    assert (asked["temperature"], asked["num"], asked["stop"], asked["ignore_eos"]) == (0.25, 2, ["b"], False)
-    shown = HTTP.get(started.url + "/props").json()
-    assert shown["default_generation_settings"]["params"]["temperature"] == 0.5
-    assert shown["chat_template"] == VARIABLE
+    requests = settings(temperature=0.25, n_predict=2, stop=["b"], ignore_eos=False)
+    assert (requests["temperature"], requests["num"], requests["stop"], requests["ignore_eos"]) == (
+        0.25,
+        2,
+        ["b"],
+        False,
+    )
+    props = HTTP.get(started.url + "/props").json()
+    assert props["default_generation_settings"]["params"]["temperature"] == 0.5
+    assert props["chat_template"] == VARIABLE
 
 
 def test_variables_of_the_template(started: Live) -> None:

@@ -41,7 +41,7 @@ class House:
         self.responses = Store("resp_", folder / "responses", max_items=2, max_bytes=10**6, evict=True)
         file_store = Store("file-", folder / "files", max_items=99, max_bytes=10**6)
         self.files = Files(file_store)
-        self.asked: list[str] = []
+        self.prompts: list[str] = []
         batch_store = Store("batch_", folder / "batches", max_items=99, max_bytes=10**6)
         self.writers = Direct()
         answerer = Answerer({URL: self._answer})
@@ -62,7 +62,7 @@ class House:
         return noted
 
     async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(body["prompt"])
+        self.prompts.append(body["prompt"])
         for _ in range(body["seed"] % 5):
             await asyncio.sleep(0)
         if body["prompt"].startswith("bad"):
@@ -139,8 +139,8 @@ class Scenario:
         fields = [{"custom_id": each, "method": "POST", "url": URL, "body": {"prompt": each}} for each in self.lines]
         text = b"".join(json.dumps(each).encode() + b"\n" for each in fields)
         file = await run(house.files.create, "in.jsonl", "batch", text)
-        wanted = {"input_file_id": file.id, "endpoint": URL, "completion_window": "24h"}
-        await run(house.batches.create, wanted)
+        expected = {"input_file_id": file.id, "endpoint": URL, "completion_window": "24h"}
+        await run(house.batches.create, expected)
         ids = [responses.new_id() for _ in range(4)]
         for number, entry_id in enumerate(ids):  # the third and fourth make the oldest give way
             await run(responses.put, entry_id, {}, b"begun %d" % number)
@@ -177,7 +177,7 @@ class Scenario:
             if wrong:
                 return wrong
             asyncio.run(house.finish())
-            if again := counted & set(house.asked):
+            if again := counted & set(house.prompts):
                 return f"lines that were counted are answered again: {sorted(again)}"
             for (status, counts, *_), lines in house.seen()["batches"].values():
                 ids = sorted(json.loads(line)["custom_id"] for line in lines)
@@ -204,11 +204,11 @@ def recorded(recording: Recording) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def contradicts(found: Snapshot, before: Snapshot, after: Snapshot) -> str:
+def contradicts(result: Snapshot, before: Snapshot, after: Snapshot) -> str:
     """Whether a server shows something that is neither as before the change in progress, nor as after it."""
-    for kind in found:
-        for entry_id in found[kind].keys() | before[kind].keys() | after[kind].keys():
-            texts = [each[kind].get(entry_id) for each in (found, before, after)]
+    for kind in result:
+        for entry_id in result[kind].keys() | before[kind].keys() | after[kind].keys():
+            texts = [each[kind].get(entry_id) for each in (result, before, after)]
             if texts[0] not in texts[1:]:
                 return f"{kind}: {texts[0]!r:.200} is neither {texts[1]!r:.200} nor {texts[2]!r:.200}"
     return ""

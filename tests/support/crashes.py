@@ -135,9 +135,9 @@ class Recording:
                         rename(names, change)
                 changes = [change for change in changes if change.target != op.target]
         seen: set[tuple[tuple[str, bytes], ...]] = set()
-        for kept in itertools.product((False, True), repeat=len(changes)):
+        for mask in itertools.product((False, True), repeat=len(changes)):
             there = dict(names)
-            for change, is_kept in zip(changes, kept, strict=True):
+            for change, is_kept in zip(changes, mask, strict=True):
                 if is_kept:
                     rename(there, change)
             inodes = sorted(set(there.values()))

@@ -80,24 +80,24 @@ def run(core: EngineCore, requests: list[Request], preempt_every: int = 0) -> di
 
 def make_requests() -> list[Request]:
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
-    made = []
+    result = []
     for (i, text), temperature in itertools.product(enumerate(PROMPTS), TEMPERATURES):
         params = SamplingParams(
             temperature=temperature, seed=1000 + i, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2,
             top_k=40 if i % 3 == 1 else 0, top_p=0.9 if i % 3 == 2 else 1.0,
         )  # fmt: skip
-        made.append(Request(request_id=f"{i}@{temperature}", prompt_token_ids=tokenizer.encode(text), params=params))
-    return made
+        result.append(Request(request_id=f"{i}@{temperature}", prompt_token_ids=tokenizer.encode(text), params=params))
+    return result
 
 
 def run_alone(requests: list[Request], **options: object) -> dict[str, Bits]:
     """Each by itself, one after the other, on a cold cache, by one thread."""
     core = make_core(enable_prefix_caching=False, **options)
-    found: dict[str, Bits] = {}
+    result: dict[str, Bits] = {}
     for request in requests:
-        found |= run(core, [request])
+        result |= run(core, [request])
     core.close()
-    return found
+    return result
 
 
 def groups_of(requests: list[Request], size: int) -> list[list[Request]]:
@@ -107,17 +107,17 @@ def groups_of(requests: list[Request], size: int) -> list[list[Request]]:
     return [mixed[i : i + size] for i in range(0, len(mixed), size)]
 
 
-def assert_same(found: dict[str, Bits], reference: dict[str, Bits]) -> None:
-    wrong = {k for k in found if found[k] != reference[k]}
-    assert not wrong, f"{len(wrong)} of {len(found)} differ, such as {sorted(wrong)[:4]}"
+def assert_same(result: dict[str, Bits], reference: dict[str, Bits]) -> None:
+    wrong = {k for k in result if result[k] != reference[k]}
+    assert not wrong, f"{len(wrong)} of {len(result)} differ, such as {sorted(wrong)[:4]}"
 
 
-def digest(found: dict[str, Bits]) -> str:
-    told = hashlib.sha256()
-    for name in sorted(found):
-        token_ids, logprobs = found[name]
-        told.update(f"{name} {token_ids} ".encode() + logprobs)
-    return told.hexdigest()
+def digest(result: dict[str, Bits]) -> str:
+    output = hashlib.sha256()
+    for name in sorted(result):
+        token_ids, logprobs = result[name]
+        output.update(f"{name} {token_ids} ".encode() + logprobs)
+    return output.hexdigest()
 
 
 if __name__ == "__main__":

@@ -27,24 +27,24 @@ def tool_parser(
     """A parser of calls in a format and of reasoning in a style, whose ids count the calls."""
     ids = (f"id{number}" for number in itertools.count())
     marks = NO_STYLE if style is None else STYLES[style]
-    made = AnswerForm(formats.FORMATS[form], marks, schemas=schemas or {})
-    return answers.new_parser(made, Bounds(enforced, single), lambda: next(ids), prompt)
+    answer_form = AnswerForm(formats.FORMATS[form], marks, schemas=schemas or {})
+    return answers.new_parser(answer_form, Bounds(enforced, single), lambda: next(ids), prompt)
 
 
 def thought_parser(style: str, inside: bool, form: str | None = None, prompt: str = "") -> ToolParser:
     """A parser of an answer that begins inside the reasoning, or before it."""
     tools = formats.NO_FORMAT if form is None else formats.FORMATS[form]
-    made = AnswerForm(tools, STYLES[style]._replace(begins_inside=False))
-    return answers.new_parser(made, prompt=STYLES[style].openings[0] if inside else prompt)
+    answer_form = AnswerForm(tools, STYLES[style]._replace(begins_inside=False))
+    return answers.new_parser(answer_form, prompt=STYLES[style].openings[0] if inside else prompt)
 
 
 def parts(parser: MessageParser, pieces: Iterable[str], cut: bool = False) -> list[MessagePart]:
     """What comes of a text in pieces; the last one ends it. `cut`: a limit did."""
-    made: list[MessagePart] = []
+    result: list[MessagePart] = []
     *most, last = list(pieces) or [""]
     for piece in most:
-        made += parser.feed(piece, False)
-    return made + parser.feed(last, True, cut)
+        result += parser.feed(piece, False)
+    return result + parser.feed(last, True, cut)
 
 
 def read(parser: MessageParser, pieces: Iterable[str], cut: bool = False) -> Read:

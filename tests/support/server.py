@@ -46,7 +46,7 @@ def write_tokenizer(directory: Path, vocab_size: int = fake.VOCAB_SIZE) -> Path:
     letters = byte_letters()
     vocab = {letter: index for index, letter in enumerate(letters[:255])} | {"<eos>": fake.EOS}
     vocab |= {f"word{index}": index for index in range(fake.VOCAB_SIZE, vocab_size)}
-    made = {
+    result = {
         "version": "1.0",
         "added_tokens": [
             {"id": fake.EOS, "content": "<eos>", "special": True, "single_word": False, "lstrip": False}
@@ -56,7 +56,7 @@ def write_tokenizer(directory: Path, vocab_size: int = fake.VOCAB_SIZE) -> Path:
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
-    (directory / "tokenizer.json").write_text(json.dumps(made))
+    (directory / "tokenizer.json").write_text(json.dumps(result))
     config = {"eos_token": "<eos>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
@@ -181,8 +181,8 @@ def child(delay: float = 0.0, max_restarts: int = 3, vocab_size: int = fake.VOCA
 def live(tokenizer: Tokenizer) -> Iterator[Live]:
     """One server for tests that do not harm it. A step takes a millisecond."""
     config = ServerConfig(log_stats_interval=0, any_model_name=False)
-    with Live(inproc(delay=0.001, max_num_seqs=64), tokenizer, config) as made:
-        yield made
+    with Live(inproc(delay=0.001, max_num_seqs=64), tokenizer, config) as result:
+        yield result
 
 
 @pytest.fixture

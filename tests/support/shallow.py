@@ -21,15 +21,15 @@ def shallow(num_layers: int = NUM_LAYERS) -> str:
     whole = builtin.directory()
     path = Path(tempfile.gettempdir()) / f"headrace-shallow-{num_layers}-{os.getuid()}-{whole.name}"
     if not path.is_dir():
-        made = Path(tempfile.mkdtemp(dir=path.parent))
+        result = Path(tempfile.mkdtemp(dir=path.parent))
         for name in builtin.BESIDE:
-            shutil.copyfile(whole / name, made / name)
+            shutil.copyfile(whole / name, result / name)
         config = json.loads((whole / "config.json").read_text("utf-8"))
-        (made / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+        (result / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
         header, data = builtin.read(whole / "model.safetensors")
-        kept = [name for name in header if ".layers." not in name or int(name.split(".")[2]) < num_layers]
+        names = [name for name in header if ".layers." not in name or int(name.split(".")[2]) < num_layers]
         entries, parts, at = {}, [], 0
-        for name in kept:
+        for name in names:
             if name == "__metadata__":
                 continue
             begin, end = header[name]["data_offsets"]
@@ -37,9 +37,9 @@ def shallow(num_layers: int = NUM_LAYERS) -> str:
             parts.append(bytes(data[begin:end]))
             at += end - begin
         text = json.dumps(entries).encode()
-        (made / "model.safetensors").write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *parts]))
+        (result / "model.safetensors").write_bytes(b"".join([len(text).to_bytes(8, "little"), text, *parts]))
         try:
-            made.rename(path)
+            result.rename(path)
         except OSError:  # another was faster
-            shutil.rmtree(made)
+            shutil.rmtree(result)
     return str(path)

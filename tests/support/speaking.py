@@ -66,8 +66,8 @@ def one(layout: Layout, number: int, call: Call) -> str:
         case "tagged":
             text = f"{before}{name}{after}"
             for key, value in values.items():
-                said = f"{isinstance(value, str)}".lower().join(layout.says_type) if layout.says_type[0] else ""
-                text += f"{key.join(layout.key)}{said}{plain(value).join(layout.value)}\n"
+                reply = f"{isinstance(value, str)}".lower().join(layout.says_type) if layout.says_type[0] else ""
+                text += f"{key.join(layout.key)}{reply}{plain(value).join(layout.value)}\n"
             return text + layout.end
         case "xml":
             return f"{before}{name}{after}{elements(layout.tag, values)}{layout.end}"

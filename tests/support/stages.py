@@ -57,7 +57,7 @@ class Stages:
 
     def __init__(self, programs: list[Any], world: int) -> None:
         self.programs, self.world = programs, world
-        self.call_id, self.sent = 0, 0
+        self.call_id, self.num_sent = 0, 0
         self.passed: list[Passed] = []
 
     def begin(self) -> int:
@@ -78,7 +78,7 @@ class Stages:
                 program, self.world, call, (lambda call_id, piece, it=before: next(it)) if i else None, passed.append
             )
         self.passed = passed
-        self.sent += len(passed)
+        self.num_sent += len(passed)
 
     def take(self, call_id: int, piece: int) -> Passed:
         return self.passed.pop(0)
@@ -119,17 +119,17 @@ def results(program: Any, vocab_size: int) -> list[Any]:
     of other rows, hidden states. Sequences keep blocks out of order, and states where the model has them."""
     has_states = program.kinds[-1].is_state
     tables = [[9, 2, 20, 5, 14], [3, 17, 8, 11, 1], [30, 4, 6, 19, 28]]
-    noise, found, done = np.random.default_rng(7), list[Any](), [0, 0, 0]
+    noise, result, done = np.random.default_rng(7), list[Any](), [0, 0, 0]
 
     def call(lengths: Sequence[int], copies: Sequence[tuple[int, int]] = ()) -> None:
-        turn = len(found)
+        turn = len(result)
         ids = [noise.integers(0, vocab_size, num).tolist() for num in lengths]
         reads = [-1 if not at else 3 * s + (turn + 1) % 2 for s, at in enumerate(done)] if has_states else []
         ends = np.cumsum(lengths) - 1
         writes = [(int(end), 3 * s + turn % 2) for s, end in enumerate(ends)] if has_states else []
         chunks = Chunks(list(done), ids, tables, copies, (), reads, writes)
         finite, logits = program.forward(chunks, ends.tolist())
-        found.append((finite, logits.fetch().tobytes(), list(logits.best)))
+        result.append((finite, logits.fetch().tobytes(), list(logits.best)))
         for s, num in enumerate(lengths):
             done[s] += num
 
@@ -139,6 +139,6 @@ def results(program: Any, vocab_size: int) -> list[Any]:
         program.copy_blocks([(20, 21), (2, 22)] if not program.kinds[kind].is_state else [(1, 12)], kind)
     tables[0] = [9, 22, 21, 5, 14]
     call([1, 1, 33], [(1, 23 * 16 + 4)])
-    found.append(program.logits([0, 3]).fetch().tobytes())
-    found.append(program.hidden_states([2, 34, 7]).tobytes())
-    return found
+    result.append(program.logits([0, 3]).fetch().tobytes())
+    result.append(program.hidden_states([2, 34, 7]).tobytes())
+    return result

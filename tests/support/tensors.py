@@ -41,8 +41,8 @@ def quantise(weight: Tensor, scheme: Scheme, name: str = "a weight") -> QWeight:
 
 
 def fit_of(weights: Sequence[QWeight], schemes: Collection[Scheme] = SCHEMES, *, permutes: bool = True) -> Fit:
-    found = fit.fit_of([arrays_of(weight) for weight in weights], schemes, permutes=permutes)
-    return found if found.columns is None else found._replace(columns=tensor(found.columns))
+    result = fit.fit_of([arrays_of(weight) for weight in weights], schemes, permutes=permutes)
+    return result if result.columns is None else result._replace(columns=tensor(result.columns))
 
 
 def fitted(weight: QWeight, scheme: Scheme) -> QWeight:

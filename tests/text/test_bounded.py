@@ -55,12 +55,12 @@ FAULTS = ("STOP", "KILL", "torn", "huge", "slow", "wrong")
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[BoundedProcess]:
-    made = BoundedProcess("child", 0.3)
+    bounded_process = BoundedProcess("child", 0.3)
     (tmp_path / "child.py").write_text(CHILD)
-    made._command = [sys.executable, str(tmp_path / "child.py"), "0.3"]
-    made.watchdog.timeout, made.watchdog.interval = 0.6, 0.05
-    yield made
-    made.close()
+    bounded_process._command = [sys.executable, str(tmp_path / "child.py"), "0.3"]
+    bounded_process.watchdog.timeout, bounded_process.watchdog.interval = 0.6, 0.05
+    yield bounded_process
+    bounded_process.close()
 
 
 def once(what: str, folder: Path) -> str:
@@ -179,9 +179,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_R_23_a_stopped_process_does_not_outlive_its_server() -> None:
     """It does not notice the end of its input; the kernel ends it."""
-    told = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, check=False).stdout
-    gone, left = psutil.wait_procs(
-        [psutil.Process(pid) for pid in map(int, told.split()) if psutil.pid_exists(pid)], 10
+    stdout = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, check=False).stdout
+    ended, left = psutil.wait_procs(
+        [psutil.Process(pid) for pid in map(int, stdout.split()) if psutil.pid_exists(pid)], 10
     )
-    assert told
-    assert not left, gone
+    assert stdout
+    assert not left, ended

@@ -55,10 +55,10 @@ def rendered(source: str, messages: list[dict[str, Any]], special: dict[str, str
 def sources() -> dict[str, str]:
     """Every template of the shared data, by file name or by place in the index."""
     root = data("templates")
-    found = {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*.jinja*"))}
+    result = {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*.jinja*"))}
     for i, entry in enumerate(index()):
-        found[f"index {i}, {entry['name']}"] = entry["template"]
-    return found
+        result[f"index {i}, {entry['name']}"] = entry["template"]
+    return result
 
 
 def index() -> list[dict[str, str]]:

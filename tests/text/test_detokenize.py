@@ -91,11 +91,11 @@ def test_R_15_stop_strings(name: str, data: st.DataObject) -> None:
     expected, stop, num_tokens = cut_at_stop(tok, ids, params)
     stream = DetokenizeStream(tok, params)
     parts = pushes(data, ids)
-    sent = ""
+    messages = ""
     for i, part in enumerate(parts):
-        sent += stream.push(part, final=i == len(parts) - 1)
-        assert expected.startswith(sent), "something was sent that is not part of the text"
-    assert (sent, stream.stop_reason) == (expected, stop)
+        messages += stream.push(part, final=i == len(parts) - 1)
+        assert expected.startswith(messages), "something was sent that is not part of the text"
+    assert (messages, stream.stop_reason) == (expected, stop)
     if stop is not None:
         assert stream.num_tokens == num_tokens
 
@@ -119,11 +119,11 @@ def test_R_16_two_to_four_byte_characters_are_never_halved(raw: bytes) -> None:
     tok = made_byte_level()
     of_byte = {tok.token_bytes(i)[0]: i for i in range(256)}
     stream = DetokenizeStream(tok, PARAMS)
-    said = [stream.push([of_byte[byte]]) for byte in b"a" + raw + b"b"]
+    text = [stream.push([of_byte[byte]]) for byte in b"a" + raw + b"b"]
     whole = (b"a" + raw + b"b").decode("utf-8", "replace")
-    assert "".join(said) == whole
+    assert "".join(text) == whole
     if "�" not in whole:
-        assert said == ["a", *[""] * (len(raw) - 1), raw.decode(), "b"], "a character comes with its last byte"
+        assert text == ["a", *[""] * (len(raw) - 1), raw.decode(), "b"], "a character comes with its last byte"
 
 
 def test_all_256_bytes_are_in_both_kinds_of_vocabulary() -> None:
@@ -232,8 +232,8 @@ def test_the_token_that_ended_it_is_not_text() -> None:
     tok = made_byte_level()
     ids = ids_of(tok, "ab")
     assert DetokenizeStream(tok, PARAMS).push(ids, final=True, stopped=True) == "a"
-    shown = SamplingParams(include_stop_str_in_output=True)
-    assert DetokenizeStream(tok, shown).push(ids, final=True, stopped=True) == "ab"
+    sampling_params = SamplingParams(include_stop_str_in_output=True)
+    assert DetokenizeStream(tok, sampling_params).push(ids, final=True, stopped=True) == "ab"
 
 
 def test_nothing_is_pushed_after_the_end() -> None:
@@ -247,9 +247,9 @@ def test_special_tokens_side_by_side() -> None:
     tok = tokenizer("word_piece")
     end = tok.token_to_id("<|end|>")
     assert end is not None
-    shown = SamplingParams(skip_special_tokens=False)
+    sampling_params = SamplingParams(skip_special_tokens=False)
     tight = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
-    assert DetokenizeStream(tok, shown).push([1, end, end], final=True) == "the <|end|> <|end|>"
+    assert DetokenizeStream(tok, sampling_params).push([1, end, end], final=True) == "the <|end|> <|end|>"
     assert DetokenizeStream(tok, tight).push([1, end, end], final=True) == "the <|end|><|end|>"
     assert DetokenizeStream(tok, PARAMS).push([1, end, end], final=True) == "the"
 

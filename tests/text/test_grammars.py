@@ -100,22 +100,22 @@ HOSTILE = (
 @pytest.fixture(scope="module")
 def checker() -> Iterator[GrammarChecker]:
     # A third of what a server gives keeps the test short.
-    made = GrammarChecker(Tokenizer.load(hub.resolve("builtin")), 2048, [1, 2], max_cpu_seconds=0.3)
-    yield made
-    made.close()
+    grammar_checker = GrammarChecker(Tokenizer.load(hub.resolve("builtin")), 2048, [1, 2], max_cpu_seconds=0.3)
+    yield grammar_checker
+    grammar_checker.close()
 
 
 def test_S_09_hostile_constraints_are_taken_or_refused_and_nothing_else(checker: GrammarChecker) -> None:
     assert len(HOSTILE) >= 200
     refused = 0
     for fields in HOSTILE:
-        start, said = time.monotonic(), ""
+        start, text = time.monotonic(), ""
         try:
             checker.check(SamplingParams(structured_outputs=fields))  # type: ignore[arg-type]
         except RequestError as error:
-            refused, said = refused + 1, str(error)
-        assert len(said) < 2000, fields
-        assert "0x" not in said
+            refused, text = refused + 1, str(error)
+        assert len(text) < 2000, fields
+        assert "0x" not in text
         # Processor time is bounded; the wall gets room for a machine under load.
         assert time.monotonic() - start < 20, fields
     assert refused > 60
@@ -133,12 +133,12 @@ def test_S_09_control_the_bound_on_time_is_what_stops_it() -> None:
 
 def test_S_09_verdicts_are_kept_and_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checker, "_verdicts", SaltedCache(20))
-    asked = 0
+    requests = 0
     right = checker.process.run
 
     def ask(job: object, reply_type: type[Any]) -> Any:
-        nonlocal asked
-        asked += 1
+        nonlocal requests
+        requests += 1
         return right(job, reply_type)
 
     monkeypatch.setattr(checker.process, "run", ask)
@@ -146,12 +146,12 @@ def test_S_09_verdicts_are_kept_and_bounded(checker: GrammarChecker, monkeypatch
         with pytest.raises(RequestError):
             checker.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(?=again)")))
         checker.check(SamplingParams(structured_outputs=StructuredOutputs(regex="again")))
-    assert asked == 2
+    assert requests == 2
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for i in range(400):
         checker.check(SamplingParams(structured_outputs=StructuredOutputs(json={"const": f"unique {i}"})))
         assert len(checker._verdicts) <= 20
-    assert asked == 402
+    assert requests == 402
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024
 
 

@@ -1,5 +1,5 @@
 """Laws of conversations: every template takes every history that the APIs allow, with all that is in it; a history that
-it takes as it is, is not changed; and every change is told.
+it takes as it is, is not changed; and every change is reported.
 
 `tests.support.histories` makes the histories, and the shared data has the templates (136 that differ).
 """
@@ -133,19 +133,19 @@ def source_of(name: str) -> str:
 
 def test_control_a_template_whose_needs_are_not_known_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     check([(LLAMA, source_of(LLAMA))], 30)
-    monkeypatch.setattr(templates, "changed", lambda given, names: (given, []))
+    monkeypatch.setattr(templates, "changed", lambda inputs, names: (inputs, []))
     with pytest.raises(AssertionError, match="single tool-calls"):
         check([(LLAMA, source_of(LLAMA))], 30)
 
 
 def test_control_a_change_without_need_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "changed", lambda given, names: changed(given, [*names, "joined turns"]))
+    monkeypatch.setattr(templates, "changed", lambda inputs, names: changed(inputs, [*names, "joined turns"]))
     with pytest.raises(AssertionError, match="taken as it is, and was changed"):
         check([(LLAMA, source_of(LLAMA))], 30)
 
 
 def test_control_a_change_that_is_not_told_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "changed", lambda given, names: (changed(given, names)[0], []))
+    monkeypatch.setattr(templates, "changed", lambda inputs, names: (changed(inputs, names)[0], []))
     with pytest.raises(AssertionError, match="nothing is told"):
         check([(LLAMA, source_of(LLAMA))], 30)
 
@@ -203,8 +203,8 @@ def test_every_need_has_a_change_and_the_table_counts_them(shared_data: Path) ->
     # The others are tried where a template refuses all the same.
     assert CHANGES.keys() - known <= {"one text", "plain results"}
     assert {*SMALL, *PLAIN} <= CHANGES.keys()
-    told = {name for name in known if CHANGES[name][1]} | {"one system text"}
-    assert set().union(*TABLE) == told
+    names = {name for name in known if CHANGES[name][1]} | {"one system text"}
+    assert set().union(*TABLE) == names
     page = (Path(__file__).parents[2] / "docs" / "howto-tools.md").read_text()
     counts = [sum(bool(row & each) for each in needs) for row in TABLE]
     assert documented(page) == (len(needs), counts)
@@ -238,9 +238,9 @@ def conversation(messages: list[Message], tools: list[Message] | None = None, **
     return Conversation(read_messages(messages), tools, Traits(**traits))
 
 
-def dumped(given: Conversation) -> list[Message]:
-    traits = msgspec.structs.replace(given.traits, takes_null=True)
-    return [message.template_form(traits) for message in given.messages]
+def dumped(inputs: Conversation) -> list[Message]:
+    traits = msgspec.structs.replace(inputs.traits, takes_null=True)
+    return [message.template_form(traits) for message in inputs.messages]
 
 
 def call(call_id: str, city: str) -> Message:
@@ -256,8 +256,8 @@ TWO = {"role": "assistant", "content": "I look.", "tool_calls": [call("a", "Bern
 
 
 def apply(name: str, messages: list[Message], tools: list[Message] | None = None) -> Any:
-    after, told = changed(conversation(messages, tools), [name])
-    assert bool(told) == bool(CHANGES[name][1])
+    after, output = changed(conversation(messages, tools), [name])
+    assert bool(output) == bool(CHANGES[name][1])
     again, none = changed(after, [name])
     assert (again, none) == (after, []), "what is changed needs no change"
     return dumped(after) if tools is None else after

@@ -89,6 +89,7 @@ def test_each_format_has_every_text_and_opens_an_answer(name: str) -> None:
 
 def tokenizer(special: dict[str, int], templates: dict[str, str] | None = None, first: int = 5) -> Any:
     return SimpleNamespace(
+        begin_of_chats="",
         chat_templates=templates or {},
         chat_template=(templates or {}).get("default"),
         special_tokens={"bos_token": "<s>"},
@@ -111,8 +112,8 @@ def test_an_answer_ends_at_the_mark_as_a_token_or_as_text() -> None:
     for other in (as_word, as_text):
         ended = with_ends(params, template_of(other, "chatml"), other)
         assert (ended.stop, ended.stop_token_ids) == (["a", "<|im_end|>"], [1])
-    own = tokenizer({}, {"default": "{{ messages }}"})
-    assert with_ends(params, template_of(own), own) == params
+    default_tokenizer = tokenizer({}, {"default": "{{ messages }}"})
+    assert with_ends(params, template_of(default_tokenizer), default_tokenizer) == params
 
 
 def test_a_template_for_tools_alone_stays() -> None:

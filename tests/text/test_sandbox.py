@@ -68,9 +68,9 @@ MARKS = ["<class", "posix", "__globals__", "<module", "<function", "root:", "<co
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[BoundedProcess]:
-    made = BoundedProcess(sandbox.__name__, 0.3)
-    yield made
-    made.close()
+    bounded_process = BoundedProcess(sandbox.__name__, 0.3)
+    yield bounded_process
+    bounded_process.close()
 
 
 def rendered(source: str, runner: BoundedProcess) -> str:
@@ -167,12 +167,14 @@ def test_S_08_deep_variables_are_refused(runner: BoundedProcess) -> None:
 
 
 def test_S_08_others_go_on_beside_a_bomb(runner: BoundedProcess) -> None:
-    own = BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)  # with the whole second that a server gives
+    bounded_process = BoundedProcess(
+        sandbox.__name__, sandbox.MAX_CPU_SECONDS
+    )  # with the whole second that a server gives
     done = threading.Event()
 
     def explode() -> None:
         with pytest.raises(RequestError):
-            rendered(BOMBS["nested loops"], own)
+            rendered(BOMBS["nested loops"], bounded_process)
         done.set()
 
     thread = threading.Thread(target=explode)
@@ -182,7 +184,7 @@ def test_S_08_others_go_on_beside_a_bomb(runner: BoundedProcess) -> None:
         assert rendered("{{ messages[0].content }}", runner) == "hi"
         num_rendered += 1
     thread.join()
-    own.close()
+    bounded_process.close()
     assert num_rendered > 50, "another runner's jobs do not wait for it"
 
 
@@ -211,13 +213,13 @@ def test_a_killed_process_is_started_again(runner: BoundedProcess) -> None:
 
 
 def test_closing_ends_the_process() -> None:
-    made = BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
-    assert rendered("x", made) == "x"
-    process = made._process
+    bounded_process = BoundedProcess(sandbox.__name__, sandbox.MAX_CPU_SECONDS)
+    assert rendered("x", bounded_process) == "x"
+    process = bounded_process._process
     assert process is not None
-    made.close()
+    bounded_process.close()
     assert process.poll() is not None
-    made.close()
+    bounded_process.close()
 
 
 def test_large_prompts_pass(runner: BoundedProcess) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.support.tokenizers import data, loaded, made_byte_level, made_scored, vectors
+from tokenizers import processors
 
 from headrace import builtin
 from headrace.protocol.errors import CheckpointError, RequestError
@@ -106,24 +107,23 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_tokenizer_config_decides_the_ends(saved: Path) -> None:
+def test_a_tokenizer_json_decides_the_ends(saved: Path) -> None:
+    """Its post-processor does; `add_bos_token` and `add_eos_token` beside it have no effect in transformers either."""
     text = "a the"
     plain = Tokenizer.load(saved)
     assert plain.encode(text) == plain.encode(text, add_special_tokens=False)
     assert plain.bos_token_id is None
     config = {"bos_token": "<|begin|>", "eos_token": {"content": "<|end|>"}}
-    both = Tokenizer.load(write_json(saved, tokenizer_config={**config, "add_bos_token": True, "add_eos_token": True}))
-    assert both.bos_token_id is not None
-    assert both.encode(text) == [both.bos_token_id, *plain.encode(text), both.eos_token_id]
-    assert both.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-    assert both.encode(text, add_special_tokens=False) == plain.encode(text)
-    both._tokenizer.save(str(saved / "tokenizer.json"))
-    unsaid = Tokenizer.load(write_json(saved, tokenizer_config=config))
-    assert unsaid.encode(text) == both.encode(text), "the tokenizer's own word stands"
-    neither = Tokenizer.load(
-        write_json(saved, tokenizer_config={**config, "add_bos_token": False, "add_eos_token": False})
-    )
-    assert neither.encode(text) == plain.encode(text)
+    ends = {"add_bos_token": True, "add_eos_token": True}
+    named = Tokenizer.load(write_json(saved, tokenizer_config=config | ends))
+    assert named.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    assert named.encode(text) == plain.encode(text)
+    begin = [("<|begin|>", named.bos_token_id)]
+    named._tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=begin)
+    named._tokenizer.save(str(saved / "tokenizer.json"))
+    for flag in (True, False):
+        folder = write_json(saved, tokenizer_config=config | dict.fromkeys(ends, flag))
+        assert Tokenizer.load(folder).encode(text) == [named.bos_token_id, *plain.encode(text)]
 
 
 def test_special_tokens_map_fills_what_the_config_leaves_out(saved: Path) -> None:

@@ -45,16 +45,16 @@ def tiny(t: Any, **values: int) -> Any:
 
 def drafters(t: Any, target: Any) -> dict[str, Any]:
     counts = torch.arange(40).flip(0)
-    made = {
+    result = {
         "eagle": t.speculators.Eagle.start(target, counts, 24),
         "mtp": t.speculators.Mtp.start(target),
         "medusa": t.speculators.Medusa.start(target, counts, 24),
         "draft_model": t.speculators.Whole(tiny(t, hidden_size=8, num_attention_heads=2, num_key_value_heads=1), 3),
     }
-    for drafter in made.values():
+    for drafter in result.values():
         for p in drafter.parameters():
             p.data += 0.2 * torch.randn_like(p)
-    return made
+    return result
 
 
 def chosen(depth: int, logits: Any) -> Any:
@@ -98,8 +98,8 @@ def test_draft_model_drafts_what_it_would_write(t: Any) -> None:
 def test_the_target_drafts_for_itself_without_fault(t: Any) -> None:
     """All its layers: every draft accepted, five tokens a pass; with one layer less some are not."""
     target = tiny(t)
-    made = t.samples.continued(target, torch.randint(0, 40, (4, 24)), torch.zeros(4), 60, torch.Generator())
-    ids = torch.from_numpy(made.tokens.astype("int64"))
+    result = t.samples.continued(target, torch.randint(0, 40, (4, 24)), torch.zeros(4), 60, torch.Generator())
+    ids = torch.from_numpy(result.tokens.astype("int64"))
     lengths = torch.full((4,), 60)
     for layers, perfect in ((3, True), (2, False)):
         right = t.acceptance.right_drafts(target, t.speculators.Whole(target, layers), ids)
@@ -111,21 +111,21 @@ def test_samples_are_the_targets_own(t: Any) -> None:
     """With a cache or without: the same tokens and shares; noise only above temperature 0."""
     target = tiny(t)
     prompts = torch.randint(0, 40, (3, 5))
-    made = t.samples.continued(target, prompts, torch.tensor([0.0, 0.0, 1.0]), 20, torch.Generator().manual_seed(0))
-    ids = torch.from_numpy(made.tokens.astype("int64"))
+    result = t.samples.continued(target, prompts, torch.tensor([0.0, 0.0, 1.0]), 20, torch.Generator().manual_seed(0))
+    ids = torch.from_numpy(result.tokens.astype("int64"))
     logprobs = target(ids).log_softmax(-1)
     for row in range(3):
-        n = int(made.lengths[row])
+        n = int(result.lengths[row])
         assert torch.equal(ids[row, :5], prompts[row])
-        best = torch.from_numpy(made.best[row, : n - 1, 0].astype("int64"))
+        best = torch.from_numpy(result.best[row, : n - 1, 0].astype("int64"))
         assert torch.equal(best, logprobs[row, : n - 1].argmax(-1))
         follows = torch.equal(ids[row, 5:n], logprobs[row, 4 : n - 1].argmax(-1))
         assert follows == (row < 2)
-        top = torch.from_numpy(made.logprobs[row, : n - 1, 0].astype("float32"))
+        top = torch.from_numpy(result.logprobs[row, : n - 1, 0].astype("float32"))
         torch.testing.assert_close(top, logprobs[row, : n - 1].max(-1).values, atol=5e-3, rtol=1e-3)
-    again, other = t.samples.judged(target, made), t.samples.judged(tiny(t, num_hidden_layers=2), made)
-    same = [(again.best[i, : n - 1] == made.best[i, : n - 1]).mean() for i, n in enumerate(made.lengths)]
-    differ = [(other.best[i, : n - 1] == made.best[i, : n - 1]).mean() for i, n in enumerate(made.lengths)]
+    again, other = t.samples.judged(target, result), t.samples.judged(tiny(t, num_hidden_layers=2), result)
+    same = [(again.best[i, : n - 1] == result.best[i, : n - 1]).mean() for i, n in enumerate(result.lengths)]
+    differ = [(other.best[i, : n - 1] == result.best[i, : n - 1]).mean() for i, n in enumerate(result.lengths)]
     assert min(same) > 0.95 > 0.5 > max(differ)
 
 
@@ -159,17 +159,17 @@ def config_of(target: Any, t: Any) -> dict[str, Any]:
 def test_layouts(t: Any, tmp_path: Path) -> None:
     """Names and shapes are those of docs/maintainers/drafter-layouts.md, and what is read back drafts the same."""
     target = tiny(t)
-    made = drafters(t, target)
+    result = drafters(t, target)
     ids = torch.randint(0, 40, (1, 9))
     view, every = t.speculators.view_of(target, ids), torch.arange(9)
     names = {}
     for method in ("eagle", "mtp", "medusa"):
-        for p in made[method].parameters():
+        for p in result[method].parameters():
             p.data = p.data.bfloat16().float()
-        made[method].save(tmp_path / method, config_of(target, t))
+        result[method].save(tmp_path / method, config_of(target, t))
         names[method] = {n: list(x.shape) for n, x in load_file(tmp_path / method / "model.safetensors").items()}
-        again = type(made[method]).load(tmp_path / method, target.shape)
-        for a, b in zip(made[method].draft(view, chosen, every), again.draft(view, chosen, every), strict=True):
+        again = type(result[method]).load(tmp_path / method, target.shape)
+        for a, b in zip(result[method].draft(view, chosen, every), again.draft(view, chosen, every), strict=True):
             assert torch.equal(a, b)
     assert names["medusa"] == {"token_map": [24]} | {
         name.format(k=k): shape
@@ -205,8 +205,8 @@ def test_layouts(t: Any, tmp_path: Path) -> None:
 def test_a_drafter_learns(t: Any) -> None:
     """A few steps on the target's own text lower the loss of each kind; frozen, it stays."""
     target = tiny(t)
-    made = t.samples.continued(target, torch.randint(0, 40, (8, 6)), torch.ones(8), 24, torch.Generator())
-    ids, lengths = torch.from_numpy(made.tokens.astype("int64")), torch.from_numpy(made.lengths)
+    result = t.samples.continued(target, torch.randint(0, 40, (8, 6)), torch.ones(8), 24, torch.Generator())
+    ids, lengths = torch.from_numpy(result.tokens.astype("int64")), torch.from_numpy(result.lengths)
     for name, drafter in drafters(t, target).items():
         if name == "draft_model":
             continue

@@ -111,11 +111,11 @@ is refused with HTTP 400, naming field, value and range. Written by `make docs`;
 ## Parameters
 
 The fields of `SamplingParams`, from `headrace/protocol/parameters.py`, and their names in the APIs that take them:
-"yes" is the same name. The range of a size is that of its length.
+"yes" is the same name. The range of a size bounds its length.
 
-- OpenAI's API has vLLM's extensions. A chat has `max_completion_tokens` too, and `top_logprobs` beside `logprobs`;
+- OpenAI's API has vLLM's extensions. A chat has `max_completion_tokens` too, and `top_logprobs` next to `logprobs`;
   Responses has `max_output_tokens`.
-- Ollama's names are fields of `options`; `top_logprobs` stands beside it.
+- Ollama's names are fields of `options`; `top_logprobs` stands next to it.
 - A share (`top_p`, `typical_p`) of 0 is greedy: it keeps one token. A `seed` of -1 is random, as none is. In Ollama's
   and llama-server's APIs a length of -1 or -2 means none, in Ollama's a length of 0 too.
 - A length of 0 (`max_tokens`, `max_completion_tokens`, `max_output_tokens`, `n_predict`) computes the prompt alone, to
@@ -185,27 +185,27 @@ an object after a dot (`--speculative-config.method mtp`), as `-O3`, with `--no-
 that `--config` names. `--quantization fp8` and `bitsandbytes` quantise plain weights while loading, to the nearest form
 here, which the log names."""
 FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
-(`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served beside OpenAI's: see
+(`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served next to OpenAI's: see
 [clients](howto-clients.md#llama-server). Where vLLM has a flag of the same name, that meaning counts: `--api-key-file`
 is a [file of holders](security.md#keys), `--seed` seeds the seeds of requests without one (`-s` is the seed of all of
 them), and the default port is 8000. Variables `LLAMA_ARG_...` are not read.
 
-- Sampling flags are the server's defaults: they precede those of the model's `generation_config.json`, and a request
-  precedes them. What no flag sets has vLLM's default (temperature 1, all tokens), not llama-server's.
+- Sampling flags are the server's defaults: they take precedence over the model's `generation_config.json`, and the
+  request over them. A parameter without a flag has vLLM's default (temperature 1, all tokens), not llama-server's.
 - `-c` is the context of one request, not of all together. More than the file's own is cut to it, with a warning.
 - `--chat-template` takes llama-server's names of common formats, a Jinja source or a file. A model without a template
   takes `chatml`, with a warning; its answers end at `<|im_end|>`, whether that is a token or not.
 - With `--rope-scaling`, `--rope-scale`, `--yarn-...` and `--override-kv`, values of the file are changed as by
   `--hf-overrides`.
 
-`make test-llama-server` runs llama.cpp's own tests of its server (those of llama-cpp-python 0.3.36) against headrace.
-Of 391 tests, 170 need what is not here: pictures, MCP, tools of the server, its router, or models from the network.
+`make test-llama-server` runs llama.cpp's own tests of its server (of llama-cpp-python 0.3.36) against headrace.
+Of 391 tests, 170 need absent features: pictures, MCP, tools of the server, its router, or models from the network.
 Of the other 221, 142 pass, none fails, and 78 differ for reasons that the table
 `tests/programs/llama_server/differences.toml` gives; llama.cpp skips one itself."""
 FROM_OLLAMA = """Ollama's routes (`/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` ...) are served on the port of
 the others: point `OLLAMA_HOST` of the client at headrace. `headrace serve PATH.gguf` serves a model, `headrace chat
 PATH.gguf` talks with it. Fields of a request that have no effect give a warning in the reply: see
-[clients](howto-clients.md#ollama). The server reads none of Ollama's variables; this table has what replaces them."""
+[clients](howto-clients.md#ollama). The server reads none of Ollama's variables; this table has their replacements."""
 
 
 def settings_page(source: str, text: str, settings: tuple[Setting, ...]) -> str:

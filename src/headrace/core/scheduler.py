@@ -245,8 +245,7 @@ class Scheduler:
         return batch
 
     def commit(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
-        """Apply the result of the oldest step: append tokens, end sequences, publish blocks, release the blocks that it
-        held.
+        """Apply the result of the oldest step: append tokens, end sequences, publish and release blocks.
 
         A chunk that failed ends its sequence, and nothing that it computed in the step is published.
         Raises `HeadraceError`, changing nothing, if `batch` is not the step in flight or `result` not its result.

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 class Layout(NamedTuple):
     """Names of the parts, behind `root`. `state_first`: the matrix has the state's columns first. `feeds_normed`: the
-    next guess goes on from the state after the last norm. `is_numbered`: the layer has the number after the target's
-    last one, which decides whether it is a mixture."""
+    next guess goes on from the state after the last norm. `number`: of the layer among the model's."""
 
     root: str
     embedding_norm: str
@@ -43,12 +42,12 @@ class Layout(NamedTuple):
     block: str = ""
     state_first: bool = False
     feeds_normed: bool = False
-    is_numbered: bool = False
+    number: int = 0
 
 
 LAYOUTS = (
     # DeepSeek-V3 and GLM-4; {n} is the number of the target's layers.
-    Layout("model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm", is_numbered=True),
+    Layout("model.layers.{n}.", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
     # MiMo
     Layout(
         "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm",
@@ -69,7 +68,7 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
             self, values: dict[str, Any], weights: SplitWeights, target: Target, layout: Layout, most: int
         ) -> None:
             self.measure(ModelConfig(values), weights, target.backend.ops, most)
-            size, root, self.is_numbered = self.hidden_size, layout.root, layout.is_numbered
+            size, root, self.first_layer = self.hidden_size, layout.root, layout.number
             self.feature_size = size
             self.embedding_norm = self.make_norm(root + layout.embedding_norm)
             self.state_norm = self.make_norm(root + layout.state_norm)
@@ -90,9 +89,6 @@ def next_layer(base: type[Decoder]) -> type[Decoder]:
         def layer_type(self, layer_id: int) -> str:
             return "full_attention"
 
-        def place(self, layer_id: int) -> int:
-            return self.num_layers if self.is_numbered else layer_id
-
         def enter(self, rows: Rows) -> Array:
             x = self.ops.linear(self.embedding_norm(self.embed(rows.token_ids)), self.of_embedding)
             return x + self.ops.linear(self.state_norm(rows.features), self.of_state)
@@ -104,7 +100,8 @@ def layout_of(directory: Path, num_layers: int) -> Layout | None:
     """Return the names of the checkpoint's MTP layer, None if it has none."""
     names = MappedCheckpoint(directory).names
     for layout in LAYOUTS:
-        named = layout._replace(root=layout.root.format(n=num_layers))
+        number = num_layers if "{n}" in layout.root else 0
+        named = layout._replace(root=layout.root.format(n=num_layers), number=number)
         if f"{named.root}{layout.matrix}.weight" in names:
             return named
     return None

@@ -290,7 +290,7 @@ class EngineClient:
     # -- messages of the engine
 
     def on_message(self, replica: Replica, message: frames.FromEngine) -> None:
-        """See `Holder`."""
+        """See `ReplicaOwner`."""
         match message:
             case frames.Output(output):
                 self._on_output(replica, output)
@@ -367,7 +367,7 @@ class EngineClient:
     # -- death
 
     def on_end(self, replica: Replica) -> None:
-        """See `Holder`."""
+        """See `ReplicaOwner`."""
         if self.observer is not None:
             self.observer.on_end(self._open, replica.index)
 

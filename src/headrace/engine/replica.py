@@ -1,6 +1,6 @@
 """`Replica`: the life of one engine behind a `Link`: its start, watchdog, death and restart, and the requests it has.
 
-Passes the engine's messages to its `Holder`, which owns the open requests and decides where they go after a death.
+Passes the engine's messages to its `ReplicaOwner`, which owns the open requests and sends them on after a death.
 Knows ids of requests, not their contents. `engine.client.EngineClient` holds one, a fleet several.
 """
 
@@ -30,7 +30,7 @@ RESTART_WINDOW_S = 600.0
 START_PATIENCE = 10
 
 
-class Holder(Protocol):
+class ReplicaOwner(Protocol):
     """Owns the open requests of its replicas. Called on the event loop."""
 
     def probe(self, replica: Replica) -> RequestStream:
@@ -89,7 +89,7 @@ class Replica:
     """
 
     def __init__(
-        self, link: Link, holder: Holder, index: int = 0, max_restarts: int = 0, watchdog_timeout: float = 60.0
+        self, link: Link, holder: ReplicaOwner, index: int = 0, max_restarts: int = 0, watchdog_timeout: float = 60.0
     ) -> None:
         self.link = link
         self.index = index

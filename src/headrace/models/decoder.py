@@ -280,6 +280,8 @@ class Decoder(Model):
     """What the names of all tensors but the head's may begin with."""
     default_window: int | None = 4096
     default_head_dim: int | None = None
+    first_layer = 0
+    """The number of its first layer: that of a drafter may lie behind the layers of a model."""
     has_mlp = True
     """Whether any layer has one; else the config may lack its width."""
     layer_types: tuple[str, ...] = ("full_attention", "sliding_attention")
@@ -341,10 +343,6 @@ class Decoder(Model):
         rope_table = make_rope_table(rope, self.head_dim, longest, self.max_model_len, self.default_theta)
         return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
 
-    def place(self, layer_id: int) -> int:
-        """The number of a layer among the checkpoint's, by which configs list kinds of MLPs."""
-        return layer_id
-
     def layer_type(self, layer_id: int) -> str:
         """One of the class's `layer_types`: what config.json's layer_types says, or the model's default."""
         kinds = self.config.words("layer_types", self.num_layers)
@@ -395,7 +393,7 @@ class PreNormLayer:
         self.attention_norm = decoder.make_norm(f"{name}.input_layernorm")
         self.attention = self.make_attention(decoder, f"{name}.self_attn", layer_id)
         self.mlp_norm = decoder.make_norm(f"{name}.post_attention_layernorm")
-        self.mlp = self.make_mlp(decoder, name, decoder.place(layer_id))
+        self.mlp = self.make_mlp(decoder, name, decoder.first_layer + layer_id)
 
     def make_attention(self, decoder: Decoder, name: str, layer_id: int) -> DecoderLayer:
         return Attention(decoder, name, layer_id)

@@ -39,7 +39,7 @@ class Layer:
         self.first_norm = decoder.make_norm(f"{name}.input_layernorm")
         self.mixer = self.make_mixer(decoder, name, layer_id)
         self.second_norm = decoder.make_norm(f"{name}.post_attention_layernorm")
-        self.mlp = self.make_mlp(decoder, name, layer_id)
+        self.mlp = self.make_mlp(decoder, name, decoder.first_layer + layer_id)
 
     def make_mixer(self, decoder: Decoder, name: str, layer_id: int) -> GatedAttention | GatedDelta:
         if decoder.layer_type(layer_id) == "linear_attention":

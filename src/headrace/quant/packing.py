@@ -129,9 +129,13 @@ def signed(codes: NDArray[np.int8], scales: NDArray[np.float32], zeros: NDArray[
 
 def by_index(codes: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | None, g_idx: NDArray[Any], group: int,
              bits: int, name: str) -> QWeight:  # fmt: skip
-    """Codes [out, in] whose input j has the scale (and zero) of group g_idx[j]; scales, zeros [out, groups]."""
+    """Codes [out, in] whose input j has the scale (and zero) of group g_idx[j]; scales, zeros [out, groups].
+
+    Some writers never fill the index: all -1, or all 0 where there are several groups. Then the groups are in order."""
     num_in, num_groups = codes.shape[1], scales.shape[1]
     index = g_idx.astype(np.int64)
+    if (index == -1).all() or (num_groups > 1 and not index.any()):
+        return QWeight(codes, scales, zeros, group=group, bits=bits)
     if ((index < 0) | (index >= num_groups)).any():
         raise CheckpointError(
             f"{name} has groups {int(index.min())} to {int(index.max())}; shape {list(g_idx.shape)}, expected 0 to "

@@ -33,6 +33,7 @@ def summary(info: EngineInfo, path: Path | None, url: str, num_routes: int) -> M
         else f"{form}{multiplied}; {engine}",
         "KV cache size": f"{num_tokens:,} tokens in {info.kv_cache_dtype or info.dtype}; "
         f"maximum concurrency for {length:,} tokens per request: {num_tokens / length:.2f}x",
+        "answers end with": f"token {', '.join(map(str, info.eos_token_ids))}" if info.eos_token_ids else "no token",
         "APIs": f"{', '.join(APIS.values())}; {num_routes} routes, listed at {url}/docs",
         "address": url,
     }
@@ -47,6 +48,7 @@ def summary(info: EngineInfo, path: Path | None, url: str, num_routes: int) -> M
         "num_cache_tokens": num_tokens,
         "activations": info.activations,
         "kv_cache_dtype": info.kv_cache_dtype,
+        "eos_token_ids": info.eos_token_ids,
         "apis": list(APIS.values()),
         "num_routes": num_routes,
         "address": url,

@@ -195,7 +195,7 @@ def template_of(
     # A model may have a template for requests with tools alone.
     others = {} if chat_template is not None else tokenizer.chat_templates
     sources = {"default": source(form, _adds_bos(tokenizer)), **others}
-    return ChatTemplate(sources, tokenizer.special_tokens, process, ends=form.marks)
+    return ChatTemplate(sources, tokenizer.special_tokens, process, form.marks, tokenizer.begin_of_chats)
 
 
 def with_ends(params: SamplingParams, template: ChatTemplate, tokenizer: Tokenizer) -> SamplingParams:

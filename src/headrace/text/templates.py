@@ -32,10 +32,12 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class TemplateSource(Protocol):
-    """The data of a tokenizer that a template needs: Jinja sources by name, and the text of special tokens by role."""
+    """The data of a tokenizer that a template needs: Jinja sources by name, the text of special tokens by role, and a
+    text that goes before a prompt which does not begin with it."""
 
     chat_templates: dict[str, str]
     special_tokens: dict[str, str]
+    begin_of_chats: str
 
 
 class Rendering(NamedTuple):
@@ -54,15 +56,16 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         process: BoundedProcess | None = None,
         ends: Sequence[str] = (),
+        begin: str = "",
     ) -> None:
         """`sources`: Jinja sources by name. "tool_use", if there is one, serves requests with tools, "default" the
         others. `special_tokens`: the template's variables bos_token, eos_token and the like. `process`: runs
         `sandbox`; None: the process that all templates share. `ends`: texts that end an answer, where the model's files
-        may not name them."""
+        may not name them. `begin`: goes before a prompt that does not begin with it."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self.process = process or shared_process()
-        self.ends = tuple(ends)
+        self.ends, self.begin = tuple(ends), begin
         self._traits: dict[str, Traits] = {}
         self._logged: set[Change] = set()
 
@@ -79,7 +82,7 @@ class ChatTemplate:
             sources = {"default": _source(chat_template)}
         if not sources:
             raise RequestError("messages", "a conversation", "a prompt: the model has no chat template")
-        return cls(sources, tokenizer.special_tokens, process)
+        return cls(sources, tokenizer.special_tokens, process, begin=tokenizer.begin_of_chats)
 
     @property
     def sources(self) -> list[str]:
@@ -148,7 +151,8 @@ class ChatTemplate:
             tried.append(conversation)
             result = self._result(source, conversation, variables)
             if result.error is None:
-                return Rendering(_cut(result.text) if continue_final_message else result.text, changes)
+                text = _cut(result.text) if continue_final_message else result.text
+                return Rendering(text if text.startswith(self.begin) else self.begin + text, changes)
             if len(tried) == 1:
                 # Of several refusals, the first concerns the conversation that the client sent.
                 refusal = _refusal(conversation, result.error)

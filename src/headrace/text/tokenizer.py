@@ -72,6 +72,8 @@ class Tokenizer:
         self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
             self._role_id(role) for role in _ROLES[:4]
         )
+        self.begin_of_chats = ""
+        """Text that goes before a rendered chat which does not begin with it."""
         self._set_ends(file, config)
         self._added = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
         self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -102,6 +104,8 @@ class Tokenizer:
         config = _json(directory / "tokenizer_config.json")
         for role, text in _json(directory / "special_tokens_map.json").items():
             config.setdefault(role, text)
+        if not file.is_whole:
+            _add_listed(config, _json(directory / "added_tokens.json"))
         return tokenizer_files.guarded(lambda folder: cls(file, config, _chat_templates(folder, config)), directory)
 
     @classmethod
@@ -249,13 +253,17 @@ class Tokenizer:
                 )
 
     def _set_ends(self, file: TokenizerFile, config: dict[str, Any]) -> None:
-        """Make `encode` add begin and end of text by tokenizer_config.json, or where it has no such fields by the
-        tokenizer's file."""
+        """Make `encode` add begin and end of text as the tokenizer's file does, or where that file is not whole by
+        tokenizer_config.json (as transformers has it)."""
+        if file.is_whole:
+            return
         ids = self._tokenizer.encode("", add_special_tokens=True).ids
         adds_bos = bool(ids and ids[0] == self.bos_token_id) or file.adds_bos
         adds_eos = len(ids) > 0 and ids[-1] == self.eos_token_id and (len(ids) > 1 or not adds_bos)
         want_bos = config.get("add_bos_token", adds_bos) and self.bos_token_id is not None
         want_eos = config.get("add_eos_token", adds_eos) and self.eos_token_id is not None
+        if file.begins_chats and want_bos:
+            self.begin_of_chats = self.special_tokens["bos_token"]
         if (want_bos, want_eos) == (adds_bos and not file.adds_bos, adds_eos):
             return
         begin = [self.special_tokens["bos_token"]] if want_bos else []
@@ -428,6 +436,22 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
 def _content(token: object) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
+
+
+def _add_listed(config: dict[str, Any], listed: dict[str, Any]) -> None:
+    """Add the tokens of added_tokens.json, ids by text, to the `added_tokens_decoder` of tokenizer_config.json. Tokens
+    with a role are special. Raises `CheckpointError` for an invalid id."""
+    texts = [config.get(role) for role in _ROLES]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name) or []
+        texts += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    special = {_content(text) for text in texts}
+    decoder = dict(config.get("added_tokens_decoder") or {})
+    for text, token_id in listed.items():
+        if type(token_id) is not int or token_id < 0:
+            raise CheckpointError(f"added_tokens.json puts {text!r:.80} at {token_id!r:.80}, expected a token id")
+        decoder.setdefault(str(token_id), {"content": text, "special": text in special})
+    config["added_tokens_decoder"] = decoder
 
 
 def _json(path: Path) -> dict[str, Any]:

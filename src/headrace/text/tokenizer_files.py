@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from headrace import hub
 from headrace.protocol.errors import CheckpointError
 
 MAX_BYTES = 64 * 2**20
@@ -32,18 +34,26 @@ _LLAMA3 = (
 SPLITS = {"gpt2": None, "llama": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
 """The rules by which byte-level BPE splits text before merging, by model_type. None is GPT-2's rule, which `tokenizers`
 has."""
+CLASSES = {"GPT2Tokenizer": "gpt2", "Qwen2Tokenizer": "qwen2"}
+"""Classes of transformers that read vocab.json and merges.txt, with their rule of splitting."""
 
 Read = TypeVar("Read")
 
 
 @dataclass
 class TokenizerFile:
-    """A tokenizer, and the begin and end of text that its file names (None: it names none)."""
+    """A tokenizer, and the begin and end of text that its file names (None: it names none).
+
+    `is_whole`: the file, a tokenizer.json, has all tokens, and decides whether begin and end are added; the other files
+    of its folder decide neither. `begins_chats`: a begin that is added to prompts is added to rendered chats too.
+    """
 
     tokenizer: tokenizers.Tokenizer
     bos_token: str | None = None
     eos_token: str | None = None
     adds_bos: bool = False
+    is_whole: bool = False
+    begins_chats: bool = False
 
 
 def present(path: Path) -> bool:
@@ -85,7 +95,7 @@ def _read_json(path: Path) -> TokenizerFile:
     tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return TokenizerFile(tokenizer)
+    return TokenizerFile(tokenizer, is_whole=True)
 
 
 # Byte-level BPE
@@ -108,14 +118,13 @@ def byte_level_bpe(
     return tokenizer
 
 
-def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], model_type: str | None) -> TokenizerFile:
-    """Return byte-level BPE with the splitting rule of `model_type`."""
-    if model_type not in SPLITS:
-        # config.json names no type that is known. Vocabularies of more than 100,000 tokens are newer than GPT-2's rule.
-        model_type = "llama" if len(vocab) > 100_000 else "gpt2"
-    pattern = SPLITS[model_type]
+def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], rule: str, spaced: bool = False) -> TokenizerFile:
+    """Return byte-level BPE with one of the rules `SPLITS`. `spaced`: a text begins as after a space."""
+    pattern = SPLITS[rule]
     cuts = () if pattern is None else (pattern,)
-    tokenizer = byte_level_bpe(vocab, merges, cuts, composed=model_type == "qwen2", whole_words=bool(cuts))
+    tokenizer = byte_level_bpe(vocab, merges, cuts, composed=rule == "qwen2", whole_words=bool(cuts))
+    if spaced:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=not cuts)
     end = "<|endoftext|>" if "<|endoftext|>" in vocab else None
     if end:
         tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
@@ -133,7 +142,39 @@ def _read_vocab_and_merges(path: Path) -> TokenizerFile:
         for number, (left, _, right) in enumerate(line.partition(" ") for line in lines)
         if right and not (number == 0 and left == "#version:")
     ]
-    return byte_level(vocab, merges, _model_type(path.parent))
+    config = _values(path.parent / "tokenizer_config.json")
+    return byte_level(vocab, merges, _rule(path.parent, config, len(vocab)), config.get("add_prefix_space") is True)
+
+
+def _rule(directory: Path, config: Mapping[str, Any], num_tokens: int) -> str:
+    """Return the rule of splitting of a vocab.json, by the tokenizer's class, or else by the model's type."""
+    kind = config.get("tokenizer_class")
+    if isinstance(kind, str):
+        rule = CLASSES.get(kind.removesuffix("Fast"))
+        if rule is None:
+            known = ", ".join(CLASSES)
+            raise CheckpointError(
+                f"{directory / 'tokenizer_config.json'}: tokenizer_class is {kind!r:.80}; of vocab.json and merges.txt "
+                f"the splitting is known for {known}; other classes need a tokenizer.json"
+            )
+        return rule
+    model_type = _model_type(directory)
+    if model_type is None:
+        return _rule_of_size(num_tokens)
+    if model_type in ("gpt2", "starcoder2"):
+        return "gpt2"
+    if re.match(r"qwen[23]", model_type):
+        return "qwen2"
+    raise CheckpointError(
+        f"{directory} has vocab.json and merges.txt, whose splitting is not known for the type {model_type!r:.80}: a "
+        "tokenizer.json, or a tokenizer_class in tokenizer_config.json, is missing"
+    )
+
+
+def _rule_of_size(num_tokens: int) -> str:
+    """Return the rule for files that stand alone. Vocabularies of more than 100,000 tokens are newer than GPT-2's
+    rule."""
+    return "llama" if num_tokens > 100_000 else "gpt2"
 
 
 def _read_tiktoken(path: Path) -> TokenizerFile:
@@ -156,7 +197,9 @@ def _read_tiktoken(path: Path) -> TokenizerFile:
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
             merges.append((spell(parts[0]), spell(parts[1])))
-    return byte_level({spell(token): rank for token, rank in ranks.items()}, merges, _model_type(path.parent))
+    model_type = _model_type(path.parent)
+    rule = model_type if model_type in SPLITS else _rule_of_size(len(ranks))
+    return byte_level({spell(token): rank for token, rank in ranks.items()}, merges, rule)
 
 
 def byte_letters() -> list[str]:
@@ -216,11 +259,13 @@ def _keeps_length(step: dict[str, Any]) -> bool:
 
 
 def _model_type(directory: Path) -> str | None:
-    config = directory / "config.json"
-    if not config.is_file():
-        return None
-    value = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    value = _values(directory / "config.json").get("model_type")
     return value if isinstance(value, str) else None
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; empty where there is no file."""
+    return hub.read_json(path) if path.is_file() else {}
 
 
 # SentencePiece
@@ -258,8 +303,14 @@ def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool
     return tokenizer
 
 
-def _add_metaspace(tokenizer: tokenizers.Tokenizer, dummy_prefix: bool, before: Iterable[Any] = ()) -> None:
-    prefix = [normalizers.Prepend(" ")] if dummy_prefix else []
+def _add_metaspace(
+    tokenizer: tokenizers.Tokenizer, dummy_prefix: bool, before: Iterable[Any] = (), first_alone: bool = False
+) -> None:
+    """Write spaces as "▁". `first_alone`: the dummy prefix goes before the whole text alone, and not before each text
+    between special tokens."""
+    if dummy_prefix and first_alone:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", "first", split=False)
+    prefix = [normalizers.Prepend(" ")] if dummy_prefix and not first_alone else []
     tokenizer.normalizer = normalizers.Sequence([*before, *prefix, normalizers.Replace(" ", "▁")])
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if dummy_prefix else steps)
@@ -294,7 +345,10 @@ def _read_dot_model(path: Path) -> TokenizerFile:
         elif number == 3:
             normalizer = _message(value)
     unk_id, bos_id, eos_id = (_id(trainer.get(number, [i])[0]) for i, number in enumerate((40, 41, 42)))
-    dummy_prefix = bool(normalizer.get(3, [1])[0])
+    config = _values(path.parent / "tokenizer_config.json")
+    dummy_prefix = bool(normalizer.get(3, [1])[0]) and config.get("add_prefix_space") is not False
+    # The slow classes of transformers encoded the texts between special tokens one by one; `legacy` keeps that.
+    first_alone = "tokenizer_class" in config and not config.get("legacy")
     kind = trainer.get(3, [1])[0]
     if kind == 2:
         tokenizer = scored(pieces, unk_id, dummy_prefix)
@@ -311,7 +365,7 @@ def _read_dot_model(path: Path) -> TokenizerFile:
     spaced = [piece for piece, _, kind in pieces if kind == USER_DEFINED and "▁" in piece]
     if spaced and dummy_prefix:
         raise CheckpointError(f"the user-defined piece {spaced[0]!r} beside a dummy prefix is not supported")
-    _add_metaspace(tokenizer, dummy_prefix, before)
+    _add_metaspace(tokenizer, dummy_prefix, before, first_alone)
     add_pieces(tokenizer, pieces, marks_spaces=True)
 
     def name(token_id: int) -> str | None:

@@ -105,7 +105,8 @@ def read_metadata(file: GGUF) -> tuple[TokenizerFile, dict[str, Any], dict[str, 
     flags = {name: file.flag(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "add_eos_token")}
     config: dict[str, Any] = {"add_bos_token": adds_bos} if adds_bos is not None else {}
     config |= {name: flag for name, flag in flags.items() if flag is not None}
-    return TokenizerFile(tokenizer), config | roles, _chat_templates(file)
+    # llama.cpp puts the begin before a chat whose template does not write it.
+    return TokenizerFile(tokenizer, begins_chats=True), config | roles, _chat_templates(file)
 
 
 def _refuse(file: GGUF, key: str, value: object, bound: str) -> NoReturn:

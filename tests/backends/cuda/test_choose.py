@@ -77,10 +77,10 @@ def expected(x: np.ndarray, draw: Draw) -> int:
 def test_the_kernel_draws_the_samplers_tokens(draw: Draw, masked: bool) -> None:
     x = rows()[: 2 if draw.top_k > 100 else None]  # the interpreter is slow with many candidates
     draws = [draw._replace(mask=mask(i), position=draw.position + i) if masked else draw for i in range(len(x))]
-    wanted = [expected(x[i].numpy(), each) for i, each in enumerate(draws)]
+    reference = [expected(x[i].numpy(), each) for i, each in enumerate(draws)]
     for mode in ("twin", "interpreted"):
         ids, margins = run(x, draws, mode, Config({"BLOCK": 1024}))
-        assert ids == wanted, mode
+        assert ids == reference, mode
         assert all(margin >= 0 for margin in margins)
         assert all(margin > MARGIN for margin, each in zip(margins, draws, strict=True) if each.temperature > 0)
 

@@ -59,19 +59,19 @@ def defaults(file: str, capability: int) -> list[Launch]:
         ]
         return [*few, *test_experts.launches_of(64, 128, 4, 2, torch.float32)]
     if file == "linear":
-        made = [test_linear.launch_of(n, k, None, rows, gated) for rows in ROWS for n, k, gated in SHAPES]
-        return [*made, test_linear.launch_of(1536, 576, None, 1, True, torch.float32)]
+        launches = [test_linear.launch_of(n, k, None, rows, gated) for rows in ROWS for n, k, gated in SHAPES]
+        return [*launches, test_linear.launch_of(1536, 576, None, 1, True, torch.float32)]
     if file == "linear_8bit" and capability >= 90:
-        made = [
+        launches = [
             test_linear_8bit.launch_of(grouped, None, n, k, gated, rows)
             for grouped in (False, True)
             for rows in ROWS
             for n, k, gated in SHAPES
         ]
-        return [*made, *[each for each in test_linear_8bit.launches() if each.kernel is linear_8bit.ROUND_ROWS]]
+        return [*launches, *[each for each in test_linear_8bit.launches() if each.kernel is linear_8bit.ROUND_ROWS]]
     if file == "linear_codes":
         schemes = (Scheme("i4", 64), Scheme("i4", 32), Scheme("i4", 64, True), Scheme("i8"))
-        made = [
+        launches = [
             launch
             for scheme in schemes
             for rows in ROWS[:3]
@@ -79,7 +79,7 @@ def defaults(file: str, capability: int) -> list[Launch]:
             for launch in test_linear_codes.launch_of(scheme, n, k, gated=gated, num_rows=rows)
         ]
         wide = [test_linear_codes.launch_of(scheme, 4096, 4096, wide=True, num_rows=65)[0] for scheme in schemes]
-        return made + wide
+        return launches + wide
     others = launches_of(file, capability)
     return [each for each in others if each.config.name not in {config.name for config in each.kernel.configs[1:]}]
 

@@ -142,8 +142,8 @@ def test_pairs_are_sorted_by_expert_and_then_by_row(mode: str) -> None:
     outputs = {"order": poisoned(900, dtype=torch.int32), "offsets": poisoned(12 + 1, dtype=torch.int32)}
 
     def make(out: Mapping[str, Tensor]) -> list[Launch]:
-        given = {"ids": ids, "order": out["order"], "offsets": out["offsets"], "sizes": sizes(250)}
-        return [Launch(module.GROUP, (12,), {**given, "TOP_K": 3, "DIM": 2}, Config({"PAIRS": 256}, 4))]
+        inputs = {"ids": ids, "order": out["order"], "offsets": out["offsets"], "sizes": sizes(250)}
+        return [Launch(module.GROUP, (12,), {**inputs, "TOP_K": 3, "DIM": 2}, Config({"PAIRS": 256}, 4))]
 
     out = written(make, outputs, mode, backwards)
     flat = ids[:250].flatten()
@@ -233,9 +233,9 @@ def test_a_split_that_depends_on_the_company_is_seen() -> None:
     broken = Kernel(_split_by_rows, GROUPED.twin)
 
     def make(out: Mapping[str, Tensor], rows: Sequence[int], config: Config) -> list[Launch]:
-        made: list[Any] = problem.make(out, rows, config)
-        made[3] = dataclasses.replace(made[3], kernel=broken, grid=(EXPERTS,))
-        return made
+        result: list[Any] = problem.make(out, rows, config)
+        result[3] = dataclasses.replace(result[3], kernel=broken, grid=(EXPERTS,))
+        return result
 
     first, *others = companies(problem, "interpreted", make)
     assert not all(torch.equal(first, other) for other in others)

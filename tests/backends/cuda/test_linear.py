@@ -65,52 +65,52 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_writes_what_its_twin_writes(dtype: torch.dtype, case: dict[str, Any]) -> None:
     gated, kind = case.get("gated", False), case.get("kind")
-    given = problem(dtype, case["num_in"], case["num_out"], gated)
-    chosen = {name: given[name] for name in ("bias", "residual") if case.get(name)}
-    config = module.default(given["weight"], 12, gated)
+    inputs = problem(dtype, case["num_in"], case["num_out"], gated)
+    chosen = {name: inputs[name] for name in ("bias", "residual") if case.get(name)}
+    config = module.default(inputs["weight"], 12, gated)
 
     def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
         return [
             linear(
-                given["x"], given["weight"], out["out"], sizes(ROWS - 2), 2, ROWS, num_programs=3,
+                inputs["x"], inputs["weight"], out["out"], sizes(ROWS - 2), 2, ROWS, num_programs=3,
                 scratch=Scratch(out["partial"], out["arrived"]), activation=kind, gated=gated, **chosen,
             )
         ]  # fmt: skip
 
-    scratch = scratch_for(given["weight"], ROWS, gated, config)
+    scratch = scratch_for(inputs["weight"], ROWS, gated, config)
     out = poisoned(ROWS, case["num_out"], dtype=torch.float32 if case.get("wide") else dtype)
     outputs = {"out": out, "arrived": scratch.arrived}
     shared = {"partial": scratch.partial}
     assert_twin_agrees(lambda copies: make({**copies, **shared}), outputs, 1e-4 if case.get("wide") else None)
     result = written(lambda copies: make({**copies, **shared}), outputs, "interpreted")["out"]
     assert result[ROWS - 2 :].isnan().all(), "a row beyond the step's rows was written"
-    exact = given["x"].double() @ given["weight"].double().t()
+    exact = inputs["x"].double() @ inputs["weight"].double().t()
     if "bias" in chosen:
-        exact += given["bias"].double()
+        exact += inputs["bias"].double()
     first, second = exact[:, : case["num_out"]], exact[:, case["num_out"] :]
     exact = ACTIVATIONS[kind](first) if kind else first
     if gated:
         exact = exact * second
     if "residual" in chosen:
-        exact = exact + given["residual"].double()
+        exact = exact + inputs["residual"].double()
     assert_close(result[: ROWS - 2], exact[: ROWS - 2], 1e-4 if case.get("wide") else None)
 
 
 def bits(
-    given: Mapping[str, Tensor], rows: slice, config: Config, mode: str, bucket: int, gated: bool, span: int = 0
+    inputs: Mapping[str, Tensor], rows: slice, config: Config, mode: str, bucket: int, gated: bool, span: int = 0
 ) -> Tensor:
     """Rows of the result under `config` in a bucket of so many rows; `span` replaces the matrix's own.
 
     They are float32, so that no rounding hides a difference.
     """
-    x = given["x"][rows]
-    num_out = given["weight"].shape[0] // (1 + gated)
+    x = inputs["x"][rows]
+    num_out = inputs["weight"].shape[0] // (1 + gated)
 
     def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
         launch = linear(
-            x, given["weight"], out["out"], sizes(len(x)), 2, bucket, num_programs=2,
-            scratch=scratch_for(given["weight"], bucket, gated, config), residual=given["residual"][rows],
-            bias=given["bias"], activation="silu" if gated else None, gated=gated, config=config,
+            x, inputs["weight"], out["out"], sizes(len(x)), 2, bucket, num_programs=2,
+            scratch=scratch_for(inputs["weight"], bucket, gated, config), residual=inputs["residual"][rows],
+            bias=inputs["bias"], activation="silu" if gated else None, gated=gated, config=config,
         )  # fmt: skip
         if span:
             spans = -(-x.shape[1] // span)
@@ -120,28 +120,28 @@ def bits(
     return written(make, {"out": poisoned(len(x), num_out, dtype=torch.float32)}, mode)["out"]
 
 
-def broken_law(given: Mapping[str, Tensor], mode: str, gated: bool, by_rows: bool = False) -> list[str]:
+def broken_law(inputs: Mapping[str, Tensor], mode: str, gated: bool, by_rows: bool = False) -> list[str]:
     """Where a row's bits are not those that it has among all, over all configurations. `by_rows` plants a split of K
     that follows the number of rows."""
-    expected = bits(given, slice(None), KERNEL.configs[0], mode, 24, gated)
-    tiles = {str(config.tiles): config for config in KERNEL.configs if suits(config, given["weight"])}
-    found = []
+    expected = bits(inputs, slice(None), KERNEL.configs[0], mode, 24, gated)
+    tiles = {str(config.tiles): config for config in KERNEL.configs if suits(config, inputs["weight"])}
+    actual = []
     configs = [*tiles.values()]
     for config in configs if mode == "interpreted" else (configs[0], configs[-1]):
         for rows, bucket in ((slice(None), 20), (slice(7, 8), 1), (slice(2, 8), 16)):
             span = 2048 if by_rows and bucket > 16 and not config.tiles["APART"] else 0
-            if not torch.equal(bits(given, rows, config, mode, bucket, gated, span), expected[rows]):
-                found.append(f"{config.name}: rows {rows} of {bucket}")
-    return found
+            if not torch.equal(bits(inputs, rows, config, mode, bucket, gated, span), expected[rows]):
+                actual.append(f"{config.name}: rows {rows} of {bucket}")
+    return actual
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_has_the_same_bits_in_any_company_bucket_and_configuration(gated: bool) -> None:
-    given = problem(torch.bfloat16, 1100, 70 - 30 * gated, gated, num_rows=20)
-    assert span_of(*given["weight"].shape) < 1100, "K is not split"
-    assert broken_law(given, "interpreted", gated) == []
-    assert broken_law(given, "twin", gated) == []
+    inputs = problem(torch.bfloat16, 1100, 70 - 30 * gated, gated, num_rows=20)
+    assert span_of(*inputs["weight"].shape) < 1100, "K is not split"
+    assert broken_law(inputs, "interpreted", gated) == []
+    assert broken_law(inputs, "twin", gated) == []
 
 
 @pytest.mark.sampled(2)
@@ -151,14 +151,14 @@ def test_a_split_of_k_by_rows_is_found(mode: str) -> None:
 
 
 def test_sums_are_added_in_order_whoever_arrives_last() -> None:
-    given = problem(torch.float32, 1536, 40, False)
-    config = module.default(given["weight"], ROWS)
+    inputs = problem(torch.float32, 1536, 40, False)
+    config = module.default(inputs["weight"], ROWS)
     results = []
     for order in (None, backwards, lambda num_programs: [4, 1, 5, 0, 3, 2]):
-        scratch = scratch_for(given["weight"], ROWS, False, config)
+        scratch = scratch_for(inputs["weight"], ROWS, False, config)
         out = poisoned(ROWS, 40, dtype=torch.float32)
         launch = linear(
-            given["x"], given["weight"], out, sizes(ROWS), 2, ROWS, num_programs=64, scratch=scratch, config=config
+            inputs["x"], inputs["weight"], out, sizes(ROWS), 2, ROWS, num_programs=64, scratch=scratch, config=config
         )
         assert launch.grid[0] == 6
         for _ in range(2):  # as in a replayed graph: the counters are 0 again
@@ -170,9 +170,9 @@ def test_sums_are_added_in_order_whoever_arrives_last() -> None:
 
 
 def test_scratch_that_is_too_small_is_refused() -> None:
-    given = problem(torch.bfloat16, 1536, 40, False)
+    inputs = problem(torch.bfloat16, 1536, 40, False)
     with pytest.raises(ValueError, match="scratch"):
-        linear(given["x"], given["weight"], given["residual"], sizes(ROWS), 2, ROWS, num_programs=2)
+        linear(inputs["x"], inputs["weight"], inputs["residual"], sizes(ROWS), 2, ROWS, num_programs=2)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -119,7 +119,7 @@ def broken_law(grouped: bool, mode: str, span_by_rows: bool = False) -> list[str
     weight, scales = weights(num_out, num_in, grouped, 1)
     assert span_of(num_out, num_in) < num_in, "K is not split"
     expected: Tensor | None = None
-    found = []
+    actual = []
     for config in {str(config.tiles): config for config in KERNEL.configs}.values():
         for part, bucket in ((slice(0, 18), 18), (slice(7, 8), 1)):
             out = poisoned(part.stop - part.start, num_out, dtype=torch.float32)
@@ -135,8 +135,8 @@ def broken_law(grouped: bool, mode: str, span_by_rows: bool = False) -> list[str
                 run_interpreted(launch)
             expected = out if expected is None else expected
             if not torch.equal(out, expected[part]):
-                found.append(f"{config.name}: {part}")
-    return found
+                actual.append(f"{config.name}: {part}")
+    return actual
 
 
 @pytest.mark.sampled(2)

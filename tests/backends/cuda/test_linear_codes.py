@@ -188,27 +188,27 @@ def emulated(code: str, inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dic
         if name in ("", ".reg"):
             continue
         target, *rest = operands
-        given = [value(operand) for operand in rest]
+        source = [value(operand) for operand in rest]
         if name == "mov.b32":
-            registers[target] = given[0]
+            registers[target] = source[0]
         elif name in ("shr.u32", "and.b32", "or.b32"):
             operation = {"shr.u32": operator.rshift, "and.b32": operator.and_, "or.b32": operator.or_}[name]
-            registers[target] = operation(*given)
+            registers[target] = operation(*source)
         elif name == "lop3.b32":
-            a, b, c, _ = given
+            a, b, c, _ = source
             assert rest[3] in ("0xEA", "0xCA")
             registers[target] = a & b | c if rest[3] == "0xEA" else a & b | ~a & c
         elif name == "prmt.b32":
-            both = given[0] | given[1] << 32
-            total = torch.zeros_like(both + given[2])
+            both = source[0] | source[1] << 32
+            total = torch.zeros_like(both + source[2])
             for place in range(4):
-                selector = given[2] >> 4 * place & 15
+                selector = source[2] >> 4 * place & 15
                 byte = both >> 8 * (selector & 7) & 255
                 total = total | torch.where(selector > 7, (byte >> 7) * 255, byte) << 8 * place
             registers[target] = total
         else:
             assert name in ("fma.rn.bf16x2", "fma.rn.f16x2")
-            a, b, c = (lanes(word) for word in given)
+            a, b, c = (lanes(word) for word in source)
             result = rounded(a * b + c, dtype)
             assert torch.equal(result, result.to(dtype).double())
             low, high = result.to(dtype).view(torch.int16).long() & 0xFFFF
@@ -220,12 +220,12 @@ def weights_of(code: str, packed: PackedCodes) -> Tensor:
     """The weights that the assembly makes of a packed matrix of one block [N, 4 H]."""
     words = packed.codes.long() & 0xFFFF
     word = words[:, 0::2] | words[:, 1::2] << 16  # pairs of neighbours lie in one register
-    given = {"$4": word}
+    source = {"$4": word}
     parts = [(5, packed.scales), (9, packed.scales if packed.mins is None else packed.mins)]
     for first, numbers in parts:
         both = numbers.long()[:, :, None] & 0xFFFFFFFF
-        given |= {f"${first}": both[0], f"${first + 2}": both[-1]}
-    registers = emulated(code, given, packed.dtype)
+        source |= {f"${first}": both[0], f"${first + 2}": both[-1]}
+    registers = emulated(code, source, packed.dtype)
     pairs = [torch.stack([registers[f"${i}"] & 0xFFFF, registers[f"${i}"] >> 16], 2).flatten(1) for i in range(4)]
     lanes = torch.cat(pairs, 1)
     return torch.where(lanes > 32767, lanes - 65536, lanes).to(torch.int16).view(packed.dtype)

@@ -35,14 +35,14 @@ def sizes(num_rows: int) -> Tensor:
 @pytest.mark.parametrize("width", [64, 100, 576])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_writes_what_its_twin_writes(dtype: torch.dtype, width: int, centred: bool) -> None:
-    given = problem(dtype, width)
-    bias = given["bias"] if centred else None
+    inputs = problem(dtype, width)
+    bias = inputs["bias"] if centred else None
 
     def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
         return [
             norm(
-                given["x"], given["weight"], out["out"], sizes(4), 0, 8, eps=1e-5, offset=1.0, bias=bias,
-                centred=centred, add=given["add"], total=out["total"],
+                inputs["x"], inputs["weight"], out["out"], sizes(4), 0, 8, eps=1e-5, offset=1.0, bias=bias,
+                centred=centred, add=inputs["add"], total=out["total"],
             )
         ]  # fmt: skip
 
@@ -50,19 +50,19 @@ def test_the_kernel_writes_what_its_twin_writes(dtype: torch.dtype, width: int, 
     assert_twin_agrees(make, outputs)
     results = written(make, outputs, "interpreted")
     assert results["out"][4].isnan().all(), "a row beyond the step's rows was written"
-    total = (given["x"] + given["add"])[:4].double()
+    total = (inputs["x"] + inputs["add"])[:4].double()
     middle = total - total.mean(-1, keepdim=True) if centred else total
-    exact = middle / (middle.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (given["weight"].double() + 1)
+    exact = middle / (middle.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (inputs["weight"].double() + 1)
     assert_close(results["out"][:4], exact if bias is None else exact + bias.double())
 
 
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 def test_a_row_has_the_same_bits_alone_and_among_others(mode: str) -> None:
-    given = problem(torch.bfloat16, 576)
+    inputs = problem(torch.bfloat16, 576)
 
     def run(first: int, last: int) -> Tensor:
         def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
-            return [norm(given["x"][first:last], given["weight"], out["out"], sizes(last - first), 0, 8, eps=1e-5)]
+            return [norm(inputs["x"][first:last], inputs["weight"], out["out"], sizes(last - first), 0, 8, eps=1e-5)]
 
         return written(make, {"out": poisoned(last - first, 576, dtype=torch.bfloat16)}, mode)["out"]
 
@@ -73,18 +73,18 @@ def test_a_row_has_the_same_bits_alone_and_among_others(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
 def test_a_sum_is_rounded_before_its_norm_and_a_norm_once(mode: str) -> None:
-    given = problem(torch.bfloat16, 576)
+    inputs = problem(torch.bfloat16, 576)
 
     def both(out: Mapping[str, Tensor]) -> Sequence[Launch]:
-        add, total = given["add"], out["total"]
-        first = norm(given["x"], given["weight"], out["out"], sizes(5), 0, 8, eps=1e-5, add=add, total=total)
-        return [first, norm(total, given["weight"], out["again"], sizes(5), 0, 8, eps=1e-5)]
+        add, total = inputs["add"], out["total"]
+        first = norm(inputs["x"], inputs["weight"], out["out"], sizes(5), 0, 8, eps=1e-5, add=add, total=total)
+        return [first, norm(total, inputs["weight"], out["again"], sizes(5), 0, 8, eps=1e-5)]
 
     outputs = {name: poisoned(5, 576, dtype=torch.bfloat16) for name in ("out", "total", "again")}
     results = written(both, outputs, mode)
     assert torch.equal(results["out"], results["again"])
     total = results["total"].double()
-    exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * given["weight"].double()
+    exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * inputs["weight"].double()
     unit = torch.exp2(exact.abs().log2().floor() - 7)
     assert ((results["out"].double() - exact).abs() <= 0.51 * unit).all()
 

@@ -167,8 +167,8 @@ def test_eight_bit_floats_are_multiplied_as_they_are(tmp_path: Path, block: tupl
     options: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 64}
     mine = load(directory, **(ON_CPU | options)).program
     assert isinstance(mine, CudaProgram)
-    held = [node.fields["matrix"].data for node in mine.tape.nodes if node.op == "linear"]
-    assert sum(isinstance(data, EightBits) for data in held) > len(held) / 2
+    matrices = [node.fields["matrix"].data for node in mine.tape.nodes if node.op == "linear"]
+    assert sum(isinstance(data, EightBits) for data in matrices) > len(matrices) / 2
     reference = load(directory, backend="torch_ref", **options).program
     chunks = chunks_of([20, 9], mine)
     exact = reference.forward(chunks, [19, 28])[1].fetch()
@@ -200,9 +200,9 @@ def assert_planned(program: Any, max_len: int) -> None:
     scratch = set()
     for size in bucket_sizes(program.max_rows):
         for launch in program._whole.launches(size):
-            held = [launch.arguments.get(name) for name in ("partial", "arrived")]
-            held += [each for each in [launch.arguments.get("out")] if launch.kernel is WIDEN]
-            scratch |= {each.untyped_storage().data_ptr() for each in held if isinstance(each, torch.Tensor)}
+            responses = [launch.arguments.get(name) for name in ("partial", "arrived")]
+            responses += [each for each in [launch.arguments.get("out")] if launch.kernel is WIDEN]
+            scratch |= {each.untyped_storage().data_ptr() for each in responses if isinstance(each, torch.Tensor)}
     assert planned == program.num_bytes > program.tape.arena.nbytes > 0
     assert len(scratch) <= 3, "scratch has grown, and launches hold what it was before"
 

@@ -37,7 +37,7 @@ def launches(device: str = "meta") -> list[Launch]:
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    made = []
+    result = []
     for heads, pairs, dtype in ((Heads(32, 8, 128), 64, torch.bfloat16), (Heads(9, 3, 64), 16, torch.float16)):
         table = RopeTable(empty(4096, pairs, dtype=torch.float32), empty(4096, pairs, dtype=torch.float32))
         norm = HeadNorm(empty(heads.head_dim, dtype=dtype), 1e-5, 0.0)
@@ -46,12 +46,12 @@ def launches(device: str = "meta") -> list[Launch]:
             layer = KVCache(
                 [LayerShape(heads.num_kv_heads, heads.head_dim)], [4], 16, kind, torch.device(device)
             ).layers[0]
-            given = (qkv, heads, layer, empty(256), empty(256), empty(4), 256)
-            made.append(rope_store(*given, rope_table=table, copies=(empty(257), empty(64))))
+            inputs = (qkv, heads, layer, empty(256), empty(256), empty(4), 256)
+            result.append(rope_store(*inputs, rope_table=table, copies=(empty(257), empty(64))))
             if kind == "bfloat16":
-                made.append(rope_store(*given, rope_table=table, q_norm=norm, k_norm=norm))
-                made.append(rope_store(*given))
-    return made
+                result.append(rope_store(*inputs, rope_table=table, q_norm=norm, k_norm=norm))
+                result.append(rope_store(*inputs))
+    return result
 
 
 class Problem:
@@ -149,9 +149,9 @@ def test_codes_are_those_of_the_reference_to_the_bit(kind: str, mode: str) -> No
     out = written(problem.make, problem.outputs(), mode)
     heads = problem.qkv[:5].reshape(5, -1, 24)
     places, source = list(problem.written), list(problem.source)
-    for numbers, given in zip(problem.numbers(out), (heads[:, 10:12], heads[:, 12:]), strict=True):
+    for numbers, inputs in zip(problem.numbers(out), (heads[:, 10:12], heads[:, 12:]), strict=True):
         stored = (
-            given.to(STORED[kind]).float() if kind in ("float32", "bfloat16", "float16") else as_stored(given, kind)
+            inputs.to(STORED[kind]).float() if kind in ("float32", "bfloat16", "float16") else as_stored(inputs, kind)
         )
         assert torch.equal(numbers[places], stored[source])
 

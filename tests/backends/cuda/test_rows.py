@@ -38,7 +38,7 @@ def launches(device: str = "meta") -> list[Launch]:
     x, out, table = empty(256, 4096), empty(256, 4096), empty(128256, 4096)
     wide, narrow, logits = empty(256, 28672), empty(256, 14336), empty(256, 128256, dtype=torch.float32)
     small, half = empty(256, 3072, dtype=torch.float16), empty(256, 1536, dtype=torch.float16)
-    made = [
+    result = [
         rows.select(x, ids, out, sizes, 256),
         rows.activation(narrow, "relu", narrow, sizes, 256),
         *(rows.gated(wide, kind, narrow, sizes, 256) for kind in KINDS[1:]),
@@ -47,41 +47,41 @@ def launches(device: str = "meta") -> list[Launch]:
         rows.finite(small, ids, sizes, 256),
     ]
     for config in rows.CONFIGS:
-        made += [
+        result += [
             rows.embedding(ids, table, out, sizes, 256, 2.0, config),
             rows.gated(wide, "silu", narrow, sizes, 256, 0, config),
             rows.softcap(logits, 30.0, logits, sizes, 256, 2, config),
             rows.finite(x, ids, sizes, 256, 0, config),
         ]
-    return made
+    return result
 
 
 def operators(dtype: torch.dtype, width: int, config: Config) -> dict[str, Callable[[Tensor], Launch]]:
     """Return each operator of rows as a function of its output [5, width]."""
     x, y = random(5, 2 * width + 12, dtype=dtype)[:, : 2 * width], random(5, width, dtype=dtype, seed=1)
     left, table, ids = x[:, :width], random(11, width, dtype=dtype, seed=2), torch.tensor([10, 0, 3, 3, 99]).int()
-    given: dict[str, Any] = {"sizes": SIZES, "num_rows": 6, "config": config}
-    made = {
-        "embedding": lambda out: rows.embedding(ids, table, out, scale=1.7, **given),
-        "select": lambda out: rows.select(table, ids, out, **given),
-        "add": lambda out: rows.add(left, y, out, **given),
-        "softcap": lambda out: rows.softcap(left, 1.5, out, **given),
+    inputs: dict[str, Any] = {"sizes": SIZES, "num_rows": 6, "config": config}
+    result = {
+        "embedding": lambda out: rows.embedding(ids, table, out, scale=1.7, **inputs),
+        "select": lambda out: rows.select(table, ids, out, **inputs),
+        "add": lambda out: rows.add(left, y, out, **inputs),
+        "softcap": lambda out: rows.softcap(left, 1.5, out, **inputs),
     }
     for kind in KINDS:
-        made[kind] = lambda out, kind=kind: rows.activation(left, kind, out, **given)
-        made[f"gated {kind}"] = lambda out, kind=kind: rows.gated(x, kind, out, **given)
-    return made
+        result[kind] = lambda out, kind=kind: rows.activation(left, kind, out, **inputs)
+        result[f"gated {kind}"] = lambda out, kind=kind: rows.gated(x, kind, out, **inputs)
+    return result
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [64, 100])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_write_what_their_twins_write(dtype: torch.dtype, width: int) -> None:
-    made = operators(dtype, width, NARROW)
-    outputs = {name: poisoned(5, width, dtype=dtype) for name in made}
+    outcome = operators(dtype, width, NARROW)
+    outputs = {name: poisoned(5, width, dtype=dtype) for name in outcome}
 
     def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
-        return [launch(out[name]) for name, launch in made.items()]
+        return [launch(out[name]) for name, launch in outcome.items()]
 
     assert_twin_agrees(make, outputs)
     results = written(make, outputs, "interpreted")

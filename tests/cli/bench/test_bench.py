@@ -111,18 +111,18 @@ def test_table_has_the_lines_of_vllm() -> None:
 
 
 def test_random_prompts_are_as_asked_for() -> None:
-    made = random_samples(
+    result = random_samples(
         50, 100, input_len=20, output_len=10, range_ratio=0.5, prefix_len=3, seed=1, avoid=frozenset({0, 99})
     )
     again = random_samples(
         50, 100, input_len=20, output_len=10, range_ratio=0.5, prefix_len=3, seed=1, avoid=frozenset({0, 99})
     )
-    assert made == again
-    assert made != random_samples(50, 100, input_len=20, output_len=10, range_ratio=0.5, prefix_len=3, seed=2)
-    assert len({tuple(sample.prompt[:3]) for sample in made}) == 1
-    assert all(10 <= sample.num_prompt_tokens - 3 <= 30 and 5 <= sample.output_len <= 15 for sample in made)
-    assert len({sample.num_prompt_tokens for sample in made}) > 5
-    assert not {0, 99} & {token_id for sample in made for token_id in sample.prompt}
+    assert result == again
+    assert result != random_samples(50, 100, input_len=20, output_len=10, range_ratio=0.5, prefix_len=3, seed=2)
+    assert len({tuple(sample.prompt[:3]) for sample in result}) == 1
+    assert all(10 <= sample.num_prompt_tokens - 3 <= 30 and 5 <= sample.output_len <= 15 for sample in result)
+    assert len({sample.num_prompt_tokens for sample in result}) > 5
+    assert not {0, 99} & {token_id for sample in result for token_id in sample.prompt}
 
 
 def num_words(text: str) -> int:
@@ -133,9 +133,9 @@ def test_prompts_of_files(tmp_path: Path) -> None:
     lines = [{"prompt": "one two", "output_tokens": 7}, {"turns": ["three"]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     plan = ServePlan(dataset_name="custom", dataset_path=str(tmp_path / "a.jsonl"), num_prompts=3)
-    made = file_samples(plan, num_words)
-    assert len(made) == 3
-    assert {Sample("one two", 2, 7), Sample("three", 1, 256)} == set(made)
+    result = file_samples(plan, num_words)
+    assert len(result) == 3
+    assert {Sample("one two", 2, 7), Sample("three", 1, 256)} == set(result)
     talk = [{"conversations": [{"value": "a b c"}, {"value": "d e"}]}, {"conversations": [{"value": "alone"}]}]
     (tmp_path / "b.json").write_text(json.dumps(talk))
     plan = ServePlan(dataset_name="sharegpt", dataset_path=str(tmp_path / "b.json"), num_prompts=1)
@@ -176,17 +176,17 @@ class Script(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append(body)
         chat = self.path.endswith("/chat/completions")
-        said = body["messages"][0]["content"] if chat else body["prompt"]
-        if said == "refuse":
+        content = body["messages"][0]["content"] if chat else body["prompt"]
+        if content == "refuse":
             self.reply(400, b'{"error": {"message": "no"}}')
             return
         pieces = [{"delta": {"content": t}} if chat else {"text": t} for t in ("", "he", "llo")]
         events: list[Any] = [{"choices": [{"index": 0, **piece}]} for piece in pieces]
-        if said == "break":
+        if content == "break":
             events.append({"error": {"message": "engine died"}})
         events.append({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}})
         text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
-        self.reply(200, (text + ("" if said == "cut" else "data: [DONE]\n\n")).encode())
+        self.reply(200, (text + ("" if content == "cut" else "data: [DONE]\n\n")).encode())
 
     def reply(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -239,7 +239,7 @@ def test_client_speaks_chat(scripted: str) -> None:
 
 
 def test_a_wait_in_the_client_is_not_the_server_s(scripted: str) -> None:
-    """With one slot, later requests wait; their wait is told apart, and `sent` comes after it."""
+    """With one slot, later requests wait; their wait is a figure of its own, and `sent` comes after it."""
     timelines, _ = asyncio.run(
         bench_serve.run(target(scripted), [Sample("hi", 3, 5)] * 5, ServePlan(max_concurrency=1))
     )

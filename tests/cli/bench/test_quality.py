@@ -31,26 +31,26 @@ def test_figures_of_two_known_distributions() -> None:
     tally = Tally()
     # Added constants change no probability, but they are differences of logits.
     tally.add([0, 1], logits(Q, P), logits(P, P) + np.float32(2.0))
-    told = tally.figures(num_bytes=3)
+    figures = tally.figures(num_bytes=3)
     kl = 0.5 * math.log(2) + 0.25 * math.log(0.5)
-    assert told["num_tokens"] == 2
-    assert told["perplexity"] == pytest.approx(4.0)
-    assert told["bits_per_byte"] == pytest.approx(4 / 3)
-    assert told["reference_perplexity"] == pytest.approx(math.sqrt(8))
-    assert told["mean_kl"] == pytest.approx(kl / 2, rel=1e-6)
-    assert told["max_kl"] == pytest.approx(kl, rel=1e-6)
-    assert told["mean_kl_stderr"] == pytest.approx(kl / 2, rel=1e-6)
-    assert told["top1_flip_rate"] == 0.5
-    assert told["max_logit_difference"] == pytest.approx(2 + math.log(2), rel=1e-6)
+    assert figures["num_tokens"] == 2
+    assert figures["perplexity"] == pytest.approx(4.0)
+    assert figures["bits_per_byte"] == pytest.approx(4 / 3)
+    assert figures["reference_perplexity"] == pytest.approx(math.sqrt(8))
+    assert figures["mean_kl"] == pytest.approx(kl / 2, rel=1e-6)
+    assert figures["max_kl"] == pytest.approx(kl, rel=1e-6)
+    assert figures["mean_kl_stderr"] == pytest.approx(kl / 2, rel=1e-6)
+    assert figures["top1_flip_rate"] == 0.5
+    assert figures["max_logit_difference"] == pytest.approx(2 + math.log(2), rel=1e-6)
 
 
 def test_a_model_beside_itself_is_no_distance_away() -> None:
     tally = Tally()
     rows = np.random.default_rng(0).normal(0, 3, (50, 97)).astype(np.float32)
     tally.add(list(range(50)), rows, rows)
-    told = tally.figures(100)
-    assert (told["mean_kl"], told["top1_flip_rate"], told["max_logit_difference"]) == (0, 0, 0)
-    assert told["perplexity"] == told["reference_perplexity"]
+    figures = tally.figures(100)
+    assert (figures["mean_kl"], figures["top1_flip_rate"], figures["max_logit_difference"]) == (0, 0, 0)
+    assert figures["perplexity"] == figures["reference_perplexity"]
 
 
 def test_tokens_that_are_never_said_cost_nothing() -> None:
@@ -99,21 +99,21 @@ class Counting:
 @pytest.mark.parametrize(("max_rows", "max_logits"), [(1000, 1000), (7, 3), (5, 100), (1, 1)])
 def test_figures_do_not_depend_on_how_rows_are_cut(max_rows: int, max_logits: int) -> None:
     rng = np.random.default_rng(1)
-    own, theirs = (rng.normal(0, 2, (31, 31)).astype(np.float32) for _ in range(2))
+    ours, theirs = (rng.normal(0, 2, (31, 31)).astype(np.float32) for _ in range(2))
     windows = [rng.integers(0, 31, size).tolist() for size in (40, 2, 17)]
 
     def told(*cut: int) -> dict[str, float]:
         tally = Tally()
-        assert list(score(Counting(own, *cut), Counting(theirs, 50, 50), windows, tally)) == [1, 2, 3]  # type: ignore[arg-type]
+        assert list(score(Counting(ours, *cut), Counting(theirs, 50, 50), windows, tally)) == [1, 2, 3]  # type: ignore[arg-type]
         return tally.figures(100)
 
     plain = Tally()
     for window in windows:
-        plain.add(window[1:], own[window[:-1]], theirs[window[:-1]])
+        plain.add(window[1:], ours[window[:-1]], theirs[window[:-1]])
     assert told(max_rows, max_logits) == plain.figures(100)
     # And a program that is one position off is another one.
     off = Tally()
-    off.add(windows[0][1:], own[windows[0][1:]], None)
+    off.add(windows[0][1:], ours[windows[0][1:]], None)
     assert off.nll != plain.nll[: len(off.nll)]
 
 
@@ -149,16 +149,16 @@ def test_errors_of_matrices_by_name() -> None:
     ones = np.ones((4, 8), np.float32)
     moved = ones.copy()
     moved[2, 3] = 3.0
-    own = [Plain("model.layers.0.a", moved), Plain("lm_head", ones)]
+    matrices = [Plain("model.layers.0.a", moved), Plain("lm_head", ones)]
     theirs = [Plain("lm_head", ones), Plain("layers.0.a", ones)]
-    assert list(layer_errors(own, theirs)) == [
+    assert list(layer_errors(matrices, theirs)) == [
         LayerError("layers.0.a", 4, 8, math.sqrt(4 / 32), 2.0),
         LayerError("lm_head", 4, 8, 0.0, 0.0),
     ]
     with pytest.raises(HeadraceError, match="different matrices, such as layers.0.a"):
-        list(layer_errors(own[1:], theirs))
+        list(layer_errors(matrices[1:], theirs))
     with pytest.raises(HeadraceError, match=r"\[4, 8\], the reference's is \[8, 4\]"):
-        list(layer_errors(own[1:], [Plain("lm_head", ones.T)]))
+        list(layer_errors(matrices[1:], [Plain("lm_head", ones.T)]))
 
 
 def test_a_matrix_of_zeros() -> None:
@@ -214,8 +214,8 @@ def test_an_audit_is_shown_for_its_own_weights_and_form(weights: Path) -> None:
     audit.save(weights, FORM, MEASURED)
     audit.save(weights, FORM | {"quantization": "int8"}, MEASURED | {"perplexity": 7.0})
     audits = audit.find(weights)
-    told = audit.of_form(audits, info())
-    assert told == {"perplexity": 7.5, "mean_kl": 0.01, "text": "a.txt", "num_tokens": 9}
+    form = audit.of_form(audits, info())
+    assert form == {"perplexity": 7.5, "mean_kl": 0.01, "text": "a.txt", "num_tokens": 9}
     other = audit.of_form(audits, info(quantization="int8"))
     assert other is not None
     assert other["perplexity"] == 7.0
@@ -259,7 +259,7 @@ def test_a_file_that_is_no_audit(weights: Path, text: str) -> None:
 def test_what_an_audit_may_not_say(weights: Path) -> None:
     audit.save(weights, FORM, MEASURED)
     path = weights / audit.NAME
-    said = json.loads(path.read_text())
-    said["audits"][0]["measured"] |= {"perplexity": math.inf, "mean_kl": True, "text": "x" * 999, "evil": {"a": 1}}
-    path.write_text(json.dumps(said))
+    data = json.loads(path.read_text())
+    data["audits"][0]["measured"] |= {"perplexity": math.inf, "mean_kl": True, "text": "x" * 999, "evil": {"a": 1}}
+    path.write_text(json.dumps(data))
     assert audit.find(weights)[0]["measured"] == {"text": "x" * audit.MAX_WORD, "num_tokens": 9}

@@ -24,8 +24,8 @@ class Answer(BaseModel):
 
 
 def model(**more):
-    own = {"api_base": report.URL + "/v1", "api_key": "none", "model": "builtin", "max_tokens": 20}
-    return OpenAILike(**own | {"is_chat_model": True, "is_function_calling_model": True, "max_retries": 0} | more)
+    options = {"api_base": report.URL + "/v1", "api_key": "none", "model": "builtin", "max_tokens": 20}
+    return OpenAILike(**options | {"is_chat_model": True, "is_function_calling_model": True, "max_retries": 0} | more)
 
 
 SCRIPTED = {"api_base": report.SCRIPTED_URL + "/v1", "api_key": report.KEY, "model": "scripted", "max_tokens": 2000}

@@ -20,8 +20,8 @@ def tops_of(seed, peaked=1.0):
 
     def tops(token_ids):
         noise = random.Random(f"{seed} {token_ids}")
-        made = [(token, -peaked * noise.expovariate(1.0)) for token in range(VOCAB)]
-        return sorted(made, key=lambda pair: (-pair[1], pair[0]))
+        result = [(token, -peaked * noise.expovariate(1.0)) for token in range(VOCAB)]
+        return sorted(result, key=lambda pair: (-pair[1], pair[0]))
 
     return tops
 
@@ -58,7 +58,7 @@ def test_the_rules_are_those_of_a_plain_search(early_stopping, length_penalty):
 
 def test_modes_and_penalties_do_make_a_difference():
     tops, stop_ids = tops_of(3, 0.5), frozenset((0, 5))
-    found = {
+    result = {
         str(search(tops, BeamSearchParams(beam_width=3, **more), stop_ids, 9))
         for more in (
             {},
@@ -69,7 +69,7 @@ def test_modes_and_penalties_do_make_a_difference():
             {"num_beam_groups": 3, "diversity_penalty": 1.0},
         )
     }
-    assert len(found) >= 5
+    assert len(result) >= 5
 
 
 def test_one_beam_is_greedy():
@@ -93,7 +93,7 @@ def test_groups_that_pay_for_likeness_differ_from_one_another():
 
 
 @pytest.mark.parametrize(
-    ("field", "given"),
+    ("field", "inputs"),
     [
         ("beam_width", {"beam_width": 0}),
         ("beam_width", {"beam_width": 65}),
@@ -107,9 +107,9 @@ def test_groups_that_pay_for_likeness_differ_from_one_another():
         ("stop_token_ids", {"stop_token_ids": [-1]}),
     ],
 )
-def test_parameters_that_can_not_be_are_refused_by_name(field, given):
+def test_parameters_that_can_not_be_are_refused_by_name(field, inputs):
     with pytest.raises(RequestError) as refused:
-        BeamSearchParams(**{"beam_width": 4, **given})
+        BeamSearchParams(**{"beam_width": 4, **inputs})
     assert refused.value.field == field
 
 
@@ -211,17 +211,17 @@ def test_a_preempted_search_goes_on_as_if_nothing_had_been(turn, caching):
     def run(preempt):
         bench = Bench(max_num_batched_tokens=9, enable_prefix_caching=caching)
         beams(bench, "a", 10, 4, 9)
-        found = {}
+        result = {}
         for step in range(200):
             if not bench.scheduler.has_work():
                 break
             bench.step()
-            found.update(bench.output.beams)
-            if preempt and step == turn and "a" not in found:
+            result.update(bench.output.beams)
+            if preempt and step == turn and "a" not in result:
                 assert bench.scheduler.preempt("a")
                 bench.scheduler.check()
                 assert bench.scheduler.stats().num_blocks_held == 0
-        return [(beam.token_ids, beam.score) for beam in found["a"].beams], bench.scheduler.stats().num_preemptions
+        return [(beam.token_ids, beam.score) for beam in result["a"].beams], bench.scheduler.stats().num_preemptions
 
     whole, _ = run(preempt=False)
     again, num_preemptions = run(preempt=True)
@@ -255,8 +255,8 @@ def test_answers_that_stop_say_so():
         bench.step()
     for beam in bench.output.beams["a"].beams:
         last = beam.token_ids[-1]
-        wanted = {EOS: Finish("stop"), 2: Finish("stop", stop_reason=2)}.get(last, Finish("length"))
-        assert beam.finish == wanted
+        response = {EOS: Finish("stop"), 2: Finish("stop", stop_reason=2)}.get(last, Finish("length"))
+        assert beam.finish == response
     assert bench.finished["a"] == bench.output.beams["a"].beams[0].finish
     assert bench.finished["a"].reason == "stop"
 

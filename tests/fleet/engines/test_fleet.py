@@ -43,9 +43,9 @@ def threads(cores: list[Callable[[], EngineCore]], **options: Any) -> Fleet:
 
 def core(fingerprint: str = "same", delay: float = 0.002, **config: Any) -> Callable[[], EngineCore]:
     def build() -> EngineCore:
-        made = fake.build(EngineConfig(model="fake", **config), delay)
-        made.fingerprint = lambda: fingerprint
-        return made
+        result = fake.build(EngineConfig(model="fake", **config), delay)
+        result.fingerprint = lambda: fingerprint
+        return result
 
     return build
 
@@ -64,21 +64,21 @@ def run(fleet: Fleet, work: Callable[[Fleet], Awaitable[Any]]) -> Any:
 
 
 async def all_of(
-    fleet: Fleet, wanted: list[Request], at: dict[int, Callable[[], object]] | None = None
+    fleet: Fleet, expected: list[Request], at: dict[int, Callable[[], object]] | None = None
 ) -> list[Answer]:
-    streams = [fleet.submit([each]) for each in wanted]
+    streams = [fleet.submit([each]) for each in expected]
     answers = await asyncio.gather(*(read(stream, at if not place else None) for place, stream in enumerate(streams)))
     return [answer[0] for answer in answers]
 
 
-def alone(wanted: list[Request]) -> list[Answer]:
+def alone(expected: list[Request]) -> list[Answer]:
     """What one engine gives that nobody disturbs."""
 
     async def whole() -> list[Answer]:
         client = inproc()
         await client.start()
         try:
-            return [(await read(client.submit([each])))[0] for each in wanted]
+            return [(await read(client.submit([each])))[0] for each in expected]
         finally:
             await client.close()
 
@@ -92,57 +92,57 @@ def kill(fleet: Fleet, index: int, sign: int = signal.SIGKILL) -> None:
 
 
 def test_streams_of_a_killed_replica_go_on_in_others() -> None:
-    wanted = requests(24, 60)
+    expected = requests(24, 60)
     fleet = processes()
 
     async def work(fleet: Fleet) -> list[Answer]:
-        return await all_of(fleet, wanted, {20: lambda: kill(fleet, 0)})
+        return await all_of(fleet, expected, {20: lambda: kill(fleet, 0)})
 
-    assert run(fleet, work) == alone(wanted)
+    assert run(fleet, work) == alone(expected)
     assert fleet.num_moved >= 4
     assert fleet.num_unfinished == fleet.num_waiting == 0
 
 
 def test_streams_of_a_stopped_replica_go_on_in_others() -> None:
-    wanted = requests(12, 60)
+    expected = requests(12, 60)
     fleet = processes(2, watchdog_timeout=1.0)
 
     async def work(fleet: Fleet) -> list[Answer]:
-        return await all_of(fleet, wanted, {20: lambda: kill(fleet, 0, signal.SIGSTOP)})
+        return await all_of(fleet, expected, {20: lambda: kill(fleet, 0, signal.SIGSTOP)})
 
-    assert run(fleet, work) == alone(wanted)
+    assert run(fleet, work) == alone(expected)
     assert fleet.num_moved >= 4
 
 
 def test_a_drained_replica_gets_no_more() -> None:
-    wanted = requests(12, 40)
+    expected = requests(12, 40)
     fleet = threads([core(), core()])
 
     async def work(fleet: Fleet) -> list[Answer]:
-        found = await all_of(fleet, wanted, {10: lambda: fleet.drain(0)})
+        actual = await all_of(fleet, expected, {10: lambda: fleet.drain(0)})
         assert not fleet.replicas[0].entries
         more = await all_of(fleet, requests(4))
         assert fleet.router.loads[0].num_open == 0
-        return found + more
+        return actual + more
 
-    assert run(fleet, work) == alone(wanted + requests(4))
+    assert run(fleet, work) == alone(expected + requests(4))
     assert fleet.num_moved >= 4
 
 
 def test_one_that_is_left_serves_and_none_is_the_end() -> None:
     fleet = processes(2, max_restarts=0)
-    wanted = requests(6, 60)
+    expected = requests(6, 60)
 
     async def work(fleet: Fleet) -> list[Answer]:
-        found = await all_of(fleet, wanted, {20: lambda: kill(fleet, 1)})
+        actual = await all_of(fleet, expected, {20: lambda: kill(fleet, 1)})
         assert fleet.is_alive
         kill(fleet, 0)
         await asyncio.wait_for(fleet.dead.wait(), 20)
         with pytest.raises(EngineDeadError):
             fleet.submit(requests(1))
-        return found
+        return actual
 
-    assert run(fleet, work) == alone(wanted)
+    assert run(fleet, work) == alone(expected)
 
 
 @pytest.mark.sampled(2)
@@ -156,16 +156,16 @@ def test_a_request_that_kills_is_refused_after_as_many_deaths_wherever_they_were
     async def work(fleet: Fleet) -> list[object]:
         return list(await asyncio.gather(*(outcome(fleet, each) for each in [*innocent, guilty])))
 
-    *found, end = run(fleet, work)
+    *result, end = run(fleet, work)
     assert end[0] is PoisonedRequestError
-    assert found == alone(innocent)
+    assert result == alone(innocent)
     assert fleet.num_quarantined == 1
     deaths = 4 if kind == deadly.KILL else 3
     assert f"died {deaths} times" in end[2] or f"died {deaths - 1} times" in end[2]
 
 
 def test_answers_go_on_only_with_the_same_fingerprint() -> None:
-    wanted = requests(8, 40)
+    expected = requests(8, 40)
     fleet = threads([core("a"), core("b"), core("a")], router="round-robin")
 
     async def work(fleet: Fleet) -> list[Answer]:
@@ -176,12 +176,12 @@ def test_answers_go_on_only_with_the_same_fingerprint() -> None:
                 where.setdefault(each, set()).add(fleet.replica(index).fingerprint)
 
         listen(fleet, note)
-        found = await all_of(fleet, wanted, {10: lambda: fleet.drain(0)})
+        actual = await all_of(fleet, expected, {10: lambda: fleet.drain(0)})
         assert fleet.num_moved > 0
         assert all(len(each) == 1 for each in where.values())
-        return found
+        return actual
 
-    assert run(fleet, work) == alone(wanted)
+    assert run(fleet, work) == alone(expected)
 
 
 def listen(fleet: Fleet, on_tokens: Callable[[int, list[str]], object]) -> None:
@@ -251,14 +251,14 @@ def test_a_caller_that_floods_delays_another_by_one_turn() -> None:
 @pytest.mark.parametrize("router", ROUTERS)
 def test_routers_share_out_what_comes(router: str) -> None:
     fleet = threads([core(), core(), core()], router=router)
-    wanted = [request([i, 2 * i, 7, i % 3], seed=i) for i in range(1, 25)]
+    responses = [request([i, 2 * i, 7, i % 3], seed=i) for i in range(1, 25)]
     used: set[int] = set()
 
     async def work(fleet: Fleet) -> list[Answer]:
         listen(fleet, lambda index, ids: used.add(index) if ids else None)
-        return await all_of(fleet, wanted)
+        return await all_of(fleet, responses)
 
-    assert run(fleet, work) == alone(wanted)
+    assert run(fleet, work) == alone(responses)
     assert used == {0, 1, 2}
 
 
@@ -312,7 +312,7 @@ def moved_with_state() -> tuple[list[Answer], int]:
 
 
 def test_a_sampler_with_a_state_goes_on_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, num_moved = moved_with_state()
+    result, num_moved = moved_with_state()
     assert num_moved == 1
 
     async def whole() -> list[Answer]:
@@ -324,7 +324,7 @@ def test_a_sampler_with_a_state_goes_on_with_it(monkeypatch: pytest.MonkeyPatch)
             await fleet.close()
 
     still = asyncio.run(whole())
-    assert found == still
+    assert result == still
     # A move that forgets the state is noticed.
     resumed = OpenRequest.resumed
 
@@ -339,8 +339,8 @@ def test_a_sampler_with_a_state_goes_on_with_it(monkeypatch: pytest.MonkeyPatch)
 def test_any_link_will_do() -> None:
     links: list[Link] = [InprocLink(core()), ProcessLink(EngineConfig(model="fake"), fake.command(0.0))]
     fleet = Fleet(links)
-    wanted = requests(8)
-    assert run(fleet, lambda fleet: all_of(fleet, wanted)) == alone(wanted)
+    expected = requests(8)
+    assert run(fleet, lambda fleet: all_of(fleet, expected)) == alone(expected)
 
 
 @pytest.mark.slow
@@ -350,13 +350,13 @@ def test_streams_move_between_instruction_sets_with_the_same_bits() -> None:
     config = EngineConfig(num_threads=1, num_gpu_blocks_override=256, skip_tokenizer_init=True)
     commands = [("env", f"HEADRACE_ISA={isa}", *ENGINE_COMMAND) for isa in ISAS]
     options = {"temperature": 1.0, "max_tokens": 60, "logprobs": 2}
-    wanted = [request([5, 6, i], seed=i, **options | ({"mirostat": 2} if i % 3 else {})) for i in range(12)]
+    responses = [request([5, 6, i], seed=i, **options | ({"mirostat": 2} if i % 3 else {})) for i in range(12)]
 
     def fleet(commands: list[tuple[str, ...]]) -> Fleet:
         return Fleet([ProcessLink(config, command) for command in commands], router="round-robin", max_restarts=3)
 
-    still = run(fleet([ENGINE_COMMAND]), lambda one: all_of(one, wanted))
+    still = run(fleet([ENGINE_COMMAND]), lambda one: all_of(one, responses))
     three = fleet(commands)
-    found = run(three, lambda one: all_of(one, wanted, {10: lambda: kill(three, 0)}))
+    actual = run(three, lambda one: all_of(one, responses, {10: lambda: kill(three, 0)}))
     assert three.num_moved >= 4
-    assert found == still
+    assert actual == still

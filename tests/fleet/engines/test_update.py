@@ -45,19 +45,19 @@ def updates(fleet: Fleet, num_good: int = 100) -> RollingUpdate:
     return RollingUpdate(fleet, EngineConfig(model="fake"), Threads(num_good))
 
 
-async def in_calls(fleet: Fleet, wanted: list[Request], num: int) -> list[Answer]:
+async def in_calls(fleet: Fleet, expected: list[Request], num: int) -> list[Answer]:
     """The answers of calls with `num` requests each."""
-    streams = [fleet.submit(wanted[at : at + num]) for at in range(0, len(wanted), num)]
+    streams = [fleet.submit(expected[at : at + num]) for at in range(0, len(expected), num)]
     answers = [await read(stream) for stream in streams]
     return [call[index] for call in answers for index in range(num)]
 
 
 def test_replicas_are_added_and_removed_while_streams_run() -> None:
-    wanted = requests(12, 60)
+    expected = requests(12, 60)
     fleet = threads([core()])
 
     async def work(fleet: Fleet) -> list[Answer]:
-        task = asyncio.create_task(all_of(fleet, wanted))
+        task = asyncio.create_task(all_of(fleet, expected))
         new = fleet.add(InprocLink(core()))
         await fleet.started(new)
         assert [each.index for each in fleet.replicas] == [0, 1]
@@ -65,14 +65,14 @@ def test_replicas_are_added_and_removed_while_streams_run() -> None:
         assert [each.index for each in fleet.replicas] == [1]
         assert fleet.num_moved > 0
         assert new.num_moved_here == fleet.num_moved
-        found = await task
+        actual = await task
         # What the removed one counted is not lost, and its number is free.
-        assert fleet.total.num_generated_tokens >= sum(len(answer[0]) for answer in found)
+        assert fleet.total.num_generated_tokens >= sum(len(answer[0]) for answer in actual)
         assert fleet.add(InprocLink(core())).index == 0
         more = await all_of(fleet, requests(8))
-        return found + more
+        return actual + more
 
-    assert run(fleet, work) == alone(wanted + requests(8))
+    assert run(fleet, work) == alone(expected + requests(8))
 
 
 def test_a_fleet_may_begin_empty() -> None:
@@ -107,7 +107,12 @@ def test_an_engine_that_does_not_start_leaves_the_fleet_as_it_was() -> None:
 
 
 def under_load(
-    fleet: Fleet, update: RollingUpdate, wanted: list[Request], settings: dict[str, Any], patience: float, num: int = 1
+    fleet: Fleet,
+    update: RollingUpdate,
+    expected: list[Request],
+    settings: dict[str, Any],
+    patience: float,
+    num: int = 1,
 ) -> tuple[list[Answer], dict[str, set[str]]]:
     """The answers of `wanted`, in calls of `num`, during an update, and what computed each request."""
     where: dict[str, set[str]] = {}
@@ -118,8 +123,8 @@ def under_load(
 
     async def work(fleet: Fleet) -> list[Answer]:
         listen(fleet, note)
-        task = asyncio.create_task(in_calls(fleet, wanted, num))
-        while len(where) < len(wanted) / 2:
+        task = asyncio.create_task(in_calls(fleet, expected, num))
+        while len(where) < len(expected) / 2:
             await asyncio.sleep(0.001)
         await update.run(settings, patience)
         return await task
@@ -128,12 +133,12 @@ def under_load(
 
 
 def test_an_update_of_settings_moves_streams_at_once() -> None:
-    wanted = requests(16, 120)
+    expected = requests(16, 120)
     fleet = threads([core(), core(), core()])
     update = updates(fleet)
     old = {id(each) for each in fleet.replicas}
-    found, _ = under_load(fleet, update, wanted, {"max_num_seqs": 64}, 0.0)
-    assert found == alone(wanted)
+    actual, _ = under_load(fleet, update, expected, {"max_num_seqs": 64}, 0.0)
+    assert actual == alone(expected)
     assert fleet.num_moved > 0
     assert not old & {id(each) for each in fleet.replicas}
     assert len(fleet.replicas) == 3
@@ -145,14 +150,14 @@ def test_an_update_of_settings_moves_streams_at_once() -> None:
 
 def stays_alike(fleet: Fleet) -> dict[str, set[str]]:
     """An update to other bits, with calls of four requests each; the places of all are few."""
-    wanted = requests(24, 60)
+    expected = requests(24, 60)
     update = updates(fleet)
-    found, where = under_load(fleet, update, wanted, {"quantization": "int8"}, 0.0, num=4)
-    assert found == alone(wanted)
+    actual, where = under_load(fleet, update, expected, {"quantization": "int8"}, 0.0, num=4)
+    assert actual == alone(expected)
     assert fleet.num_unfinished == 0
     assert {each.fingerprint for each in fleet.replicas} == {"int8"}
-    for at in range(0, len(wanted), 4):
-        call = [where[each.request_id] for each in wanted[at : at + 4]]
+    for at in range(0, len(expected), 4):
+        call = [where[each.request_id] for each in expected[at : at + 4]]
         assert len(set.union(*call)) == 1, f"a call had answers of {call}"
     return where
 
@@ -179,28 +184,28 @@ def test_an_update_that_skips_fingerprints_is_noticed(monkeypatch: pytest.Monkey
 
 
 def test_requests_have_time_to_end_where_they_are() -> None:
-    wanted = requests(6, 60)
+    expected = requests(6, 60)
     fleet = threads([core(), core()])
-    found, _ = under_load(fleet, updates(fleet), wanted, {}, 60.0)
-    assert found == alone(wanted)
+    actual, _ = under_load(fleet, updates(fleet), expected, {}, 60.0)
+    assert actual == alone(expected)
     assert fleet.num_moved == 0
 
 
 def test_one_engine_that_is_a_fleet_is_updated() -> None:
-    wanted = requests(8, 60)
+    expected = requests(8, 60)
     fleet = threads([core()])
-    found, where = under_load(fleet, updates(fleet), wanted, {"quantization": "int8"}, 0.0)
-    assert found == alone(wanted)
+    actual, where = under_load(fleet, updates(fleet), expected, {"quantization": "int8"}, 0.0)
+    assert actual == alone(expected)
     assert all(len(each) == 1 for each in where.values())
 
 
 def test_an_update_that_fails_says_how_far_it_came_and_harms_no_stream() -> None:
-    wanted = requests(12, 60)
+    expected = requests(12, 60)
     fleet = threads([core(), core(), core()])
     update = updates(fleet, num_good=1)
 
     async def work(fleet: Fleet) -> list[Answer]:
-        task = asyncio.create_task(all_of(fleet, wanted))
+        task = asyncio.create_task(all_of(fleet, expected))
         with pytest.raises(UpdateError, match="1 of 3 engines were replaced.*model.safetensors is missing"):
             await update.run({}, 0.0)
         assert len(fleet.replicas) == 3
@@ -209,7 +214,7 @@ def test_an_update_that_fails_says_how_far_it_came_and_harms_no_stream() -> None
         assert not update.is_running
         return await task + await all_of(fleet, requests(3))
 
-    assert run(fleet, work) == alone(wanted + requests(3))
+    assert run(fleet, work) == alone(expected + requests(3))
 
 
 def test_one_update_at_a_time_and_it_ends_with_the_server() -> None:
@@ -265,17 +270,17 @@ def test_a_request_goes_only_where_it_fits() -> None:
         new = fleet.add(InprocLink(core(max_model_len=64)))
         await fleet.started(new)
         removing = asyncio.create_task(fleet.remove(0))
-        found = await all_of(fleet, short)
+        result = await all_of(fleet, short)
         assert fleet.info.max_model_len == 64
         rest = (await read(stream))[0]
         await removing
         assert fleet.num_moved == 0
         assert len(rest[0]) > 64
-        return [*found, rest]
+        return [*result, rest]
 
-    *found, rest = run(fleet, work)
+    *result, rest = run(fleet, work)
     [whole] = alone([long])
-    assert found == alone(short)
+    assert result == alone(short)
     assert rest[0] == whole[0][-len(rest[0]) :]
 
 

@@ -71,11 +71,11 @@ def test_engines_come_and_one_goes_while_streams_run() -> None:
         demand = engines.roster.demand(engines.now)
         assert demand.num_replicas == 1
         assert demand.busy_replicas > 0
-        found = await reading
+        result = await reading
         # A name that went may not come back; another may.
         engines.announce("c")
         await until(lambda: engines.num_up == 2)
-        return found + await answers(engines.fleet, 4, 8)
+        return result + await answers(engines.fleet, 4, 8)
 
     assert run(Engines(), work) == alone([*requests(12, 60), *requests(4, 8)])
 
@@ -87,9 +87,9 @@ def test_the_last_engine_that_computes_so_ends_its_streams_itself() -> None:
         engines.announce("b")
         await until(lambda: engines.num_up == 2)
         engines.roster.withdraw("a")
-        found = await reading
+        result = await reading
         await until(lambda: not engines.roster.withdraw("a"))
-        return found
+        return result
 
     assert run(Engines({ord("b"): "other"}), work) == alone(requests(4, 60))
 

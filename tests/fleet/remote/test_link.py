@@ -32,19 +32,19 @@ def pid_of(server: EngineServer) -> int:
 
 
 def test_answers_are_those_of_an_engine_in_this_process() -> None:
-    made = requests(6)
+    result = requests(6)
 
     async def work(client: EngineClient, server: EngineServer) -> dict[int, Answer]:
-        return await read(client.submit(made))
+        return await read(client.submit(result))
 
-    assert run(work, child()) == undisturbed(made)
+    assert run(work, child()) == undisturbed(result)
 
 
 def test_long_rows_of_alternatives_come_whole_and_once() -> None:
-    made = [request(max_tokens=2, logprobs=-1, prompt_logprobs=-1)]
+    actual = [request(max_tokens=2, logprobs=-1, prompt_logprobs=-1)]
 
     async def work(client: EngineClient) -> Any:
-        stream = client.submit(made)
+        stream = client.submit(actual)
         async with stream:
             return [delta for deltas in [each async for each in stream] for _, delta in deltas]
 
@@ -66,30 +66,30 @@ def test_long_rows_of_alternatives_come_whole_and_once() -> None:
 
 
 def test_a_killed_engine_behind_its_server_is_a_pause() -> None:
-    made = requests(8, LONG)
+    result = requests(8, LONG)
 
     async def work(client: EngineClient, server: EngineServer) -> dict[int, Answer]:
         kill = lambda: os.kill(pid_of(server), signal.SIGKILL)  # noqa: E731
-        answers = await read(client.submit(made), {2: kill, 6: kill})
+        answers = await read(client.submit(result), {2: kill, 6: kill})
         assert client.num_restarts == 2
         return answers
 
-    assert run(work, child(delay=0.01)) == undisturbed(made)
+    assert run(work, child(delay=0.01)) == undisturbed(result)
 
 
 def test_a_stopped_engine_is_replaced_and_a_slow_one_is_not() -> None:
     """Its server lives and reports no processor time; a long step reports some."""
-    made = requests(4, LONG)
+    result = requests(4, LONG)
 
     async def work(client: EngineClient, server: EngineServer) -> dict[int, Answer]:
         first = pid_of(server)
         stop = lambda: os.kill(first, signal.SIGSTOP)  # noqa: E731
-        answers = await read(client.submit(made), {5: stop})
+        answers = await read(client.submit(result), {5: stop})
         assert client.num_restarts == 1
         assert pid_of(server) != first
         return answers
 
-    assert run(work, child(delay=0.01), watchdog_timeout=1.5) == undisturbed(made)
+    assert run(work, child(delay=0.01), watchdog_timeout=1.5) == undisturbed(result)
 
 
 def test_the_time_of_a_processor_goes_on_between_beats_and_ends_with_them() -> None:
@@ -111,7 +111,7 @@ def test_the_time_of_a_processor_goes_on_between_beats_and_ends_with_them() -> N
 @pytest.mark.parametrize("is_cut", [False, True], ids=["silent", "cut"])
 def test_a_lost_connection_is_a_pause(is_cut: bool) -> None:
     """A cut on the way, and a front that hears nothing."""
-    made = requests(4, LONG)
+    result = requests(4, LONG)
 
     async def work(client: EngineClient, server: EngineServer) -> dict[int, Answer]:
         def lose() -> None:
@@ -122,12 +122,12 @@ def test_a_lost_connection_is_a_pause(is_cut: bool) -> None:
             else:
                 channel.send = lambda frame: None  # type: ignore[method-assign]
 
-        answers = await read(client.submit(made), {5: lose})
+        answers = await read(client.submit(result), {5: lose})
         assert client.num_restarts == 1
         return answers
 
     link = child(delay=0.01)
-    assert run(work, link) == undisturbed(made)
+    assert run(work, link) == undisturbed(result)
 
 
 def test_a_front_that_leaves_leaves_no_requests_and_the_next_is_served() -> None:
@@ -146,13 +146,13 @@ def test_a_front_that_leaves_leaves_no_requests_and_the_next_is_served() -> None
             assert server._open == set()
             await second.answers()
             assert (second.stats.num_running, second.stats.num_waiting) == (0, 0)
-            made = requests(3)
-            answers = await read(second.submit(made))
+            result = requests(3)
+            answers = await read(second.submit(result))
             # The counters are those of this front.
             await second.answers()
             assert second.total.num_generated_tokens == sum(len(tokens) for tokens, *_ in answers.values())
             await second.close()
-            assert answers == await asyncio.to_thread(undisturbed, made)
+            assert answers == await asyncio.to_thread(undisturbed, result)
 
     asyncio.run(go())
 
@@ -304,8 +304,8 @@ def test_no_clock_of_the_engine_is_compared_with_ours(
     async def work(client: EngineClient, server: EngineServer) -> list[str]:
         client.observer = observer = Times()
         began = time.monotonic()
-        made = [request([1, 2, 3, 4, 5, 6, 7, 8, i // 2], max_tokens=30, seed=i) for i in range(8)]
-        await read(client.submit(made))
+        responses = [request([1, 2, 3, 4, 5, 6, 7, 8, i // 2], max_tokens=30, seed=i) for i in range(8)]
+        await read(client.submit(responses))
         await read(client.submit([request([1, 2, 3, 4, 5, 6, 7, 8, 1])]))
         tree = await client.orders.give(ReadCache(100), CacheTree)
         assert len(observer.steps) > 20

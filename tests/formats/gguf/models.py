@@ -81,9 +81,9 @@ def gguf_name(name: str, model_type: str) -> str:
         ):  # fmt: skip
             name = name.replace(theirs, ours)
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[model_type]], 9)
-        found = table.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
-        return str(found)
+        result = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert result is not None, name
+        return str(result)
     is_framed = model_type in ("gemma2", "gemma3_text", "muse_glimmer")
     others = GEMMA if is_framed else (("post_attention_layernorm", "ffn_norm"),)
     for theirs, ours in (*NAMES, *others):
@@ -377,20 +377,20 @@ def llama3_factors(config: dict[str, Any]) -> F32 | None:
     if rope.get("rope_type") != "llama3":
         return None
     dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    made = []
+    result = []
     for i in range(0, dim, 2):
         length = 2 * np.pi * rope["rope_theta"] ** (i / dim)
         low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
         high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
         if length < high:
-            made.append(1.0)
+            result.append(1.0)
         elif length > low:
-            made.append(rope["factor"])
+            result.append(rope["factor"])
         else:
             share = rope["original_max_position_embeddings"] / length - rope["low_freq_factor"]
             share /= rope["high_freq_factor"] - rope["low_freq_factor"]
-            made.append(1 / ((1 - share) / rope["factor"] + share))
-    return np.array(made, np.float32)
+            result.append(1 / ((1 - share) / rope["factor"] + share))
+    return np.array(result, np.float32)
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> tuple[NDArray[np.uint8], F32]:
@@ -399,12 +399,12 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> tuple[NDA
     elements, size = gguf.GGML_QUANT_SIZES[number]
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (int(np.prod(shape)) // elements, size), np.uint8)
-    wanted = shape[-1] ** -0.5
+    expected = shape[-1] ** -0.5
     scales = np.full(len(raw), 1e-3)
     for _ in range(2):
         set_scale(kind, raw, scales)
         weight = gguf.quants.dequantize(raw, number)
-        scales = scales * wanted / np.sqrt((weight.astype(np.float64) ** 2).mean(1) + 1e-30)
+        scales = scales * expected / np.sqrt((weight.astype(np.float64) ** 2).mean(1) + 1e-30)
     row_bytes = shape[-1] // elements * size
     return raw.reshape(*shape[:-1], row_bytes), weight.reshape(shape)
 

@@ -29,17 +29,17 @@ VECTORS = sorted(TYPES.keys() - {"Q8_K"})
 def test_equals_ggml_to_the_bit(kind: str, shared_data: Path) -> None:
     with safe_open(shared_data / "quant" / "gguf_block_vectors.safetensors", "np") as file:
         raw, expected = file.get_tensor(f"{kind}.raw"), file.get_tensor(f"{kind}.ref")
-    found = decode(kind, raw.reshape(4, -1)).dequantize().numpy()
-    assert np.array_equal(found.ravel(), expected.ravel())
+    actual = decode(kind, raw.reshape(4, -1)).dequantize().numpy()
+    assert np.array_equal(actual.ravel(), expected.ravel())
 
 
 @pytest.mark.parametrize("kind", VECTORS)
 def test_equals_gguf_py_on_random_bytes(kind: str) -> None:
     """More blocks than are decoded at once, on several threads."""
     raw, expected = random_blocks(kind, (3, 512, 256), seed=1)
-    found = decode(kind, raw.reshape(-1, raw.shape[-1]))
-    assert np.array_equal(found.dequantize().numpy(), expected.reshape(-1, 256))
-    values = found.codes if found.codebook is None else found.codebook
+    decoded = decode(kind, raw.reshape(-1, raw.shape[-1]))
+    assert np.array_equal(decoded.dequantize().numpy(), expected.reshape(-1, 256))
+    values = decoded.codes if decoded.codebook is None else decoded.codebook
     assert TYPES[kind].low <= int(values.min())
     assert int(values.max()) <= TYPES[kind].high
 
@@ -48,8 +48,8 @@ def test_q8_k_is_a_float_and_256_codes() -> None:
     codes = np.random.default_rng(0).integers(-128, 128, 512).astype(np.int8)
     scales = np.array([0.37, -1.5e-3], np.float32)
     blocks = [scales[i : i + 1].tobytes() + codes[256 * i : 256 * i + 256].tobytes() + bytes(32) for i in range(2)]
-    found = decode("Q8_K", np.frombuffer(b"".join(blocks), np.uint8).reshape(1, -1))
-    assert np.array_equal(found.dequantize().numpy()[0], codes * np.repeat(scales, 256))
+    decoded = decode("Q8_K", np.frombuffer(b"".join(blocks), np.uint8).reshape(1, -1))
+    assert np.array_equal(decoded.dequantize().numpy()[0], codes * np.repeat(scales, 256))
 
 
 def test_the_directory_knows_the_same_blocks() -> None:
@@ -77,30 +77,30 @@ def test_kernels_get_the_same_codes_where_a_form_has_them(kind: str) -> None:
     else:
         raw = random_blocks(kind, (64, 512), seed=2)[0]
     weight, scheme = decode(kind, raw), scheme_for({kind})
-    made = native(weight, kind, scheme, "w")
-    wanted, found = weight.dequantize(), made.dequantize()
-    assert made.group == scheme.group
-    assert made.group % 8 == 0
-    assert (made.mins is not None) == scheme.has_min
-    error = float((found - wanted).norm() / wanted.norm())
+    actual = native(weight, kind, scheme, "w")
+    expected, result = weight.dequantize(), actual.dequantize()
+    assert actual.group == scheme.group
+    assert actual.group % 8 == 0
+    assert (actual.mins is not None) == scheme.has_min
+    error = float((result - expected).norm() / expected.norm())
     if kind in EXACT:
         assert error == 0
     else:
         assert keeps_codes(kind, scheme)
         assert error <= 1e-3, "float16's rounding of scales and minima"
-    assert made.scales is not None
-    assert torch.equal(made.scales, made.scales.half().float())
+    assert actual.scales is not None
+    assert torch.equal(actual.scales, actual.scales.half().float())
 
 
 @pytest.mark.parametrize("kind", K_TYPES)
 def test_kernels_get_the_blocks_themselves_of_k_quants(kind: str) -> None:
     raw, expected = random_blocks(kind, (64, 512), seed=2)
-    made = k_blocks(kind, raw, "w")
+    actual = k_blocks(kind, raw, "w")
     assert scheme_for({kind}) == Scheme("k", 32, dtype=kind)
     assert native_flag(scheme_for({kind})) == K_TYPES[kind].code == 10 + int(kind[1])
-    assert made.shape == (64, 512)
-    assert made.codes.tobytes() == raw.tobytes()
-    assert np.array_equal(made.dequantize(), expected)
+    assert actual.shape == (64, 512)
+    assert actual.codes.tobytes() == raw.tobytes()
+    assert np.array_equal(actual.dequantize(), expected)
     assert (TYPES[kind].elements, TYPES[kind].size) == (256, K_TYPES[kind].size)
 
 
@@ -138,8 +138,8 @@ def test_a_type_in_the_form_of_a_wider_one(kinds: tuple[str, str]) -> None:
     scheme = scheme_for(set(kinds))
     for kind in kinds:
         weight = decode(kind, random_blocks(kind, (32, 512), seed=3)[0])
-        wanted, found = weight.dequantize(), native(weight, kind, scheme, "w").dequantize()
-        assert float((found - wanted).norm() / wanted.norm()) <= (1e-3 if keeps_codes(kind, scheme) else 1e-2)
+        expected, actual = weight.dequantize(), native(weight, kind, scheme, "w").dequantize()
+        assert float((actual - expected).norm() / expected.norm()) <= (1e-3 if keeps_codes(kind, scheme) else 1e-2)
 
 
 @pytest.mark.parametrize("d", [np.inf, -np.inf, np.nan])

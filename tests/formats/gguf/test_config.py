@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as a config: what is wrong is told with the file's own key; what is not known is refused."""
+"""A GGUF file's metadata as a config: errors name the file's own key; unknown settings are refused."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def of(
 ) -> Reading:
     """As `read`, of another architecture, whose keys are Llama's."""
     keys = {name: None for name in KEYS if name.startswith("llama.")}
-    own = {name.replace("llama", architecture): value for name, value in KEYS.items() if name.startswith("llama.")}
-    own |= {f"{architecture}.{name}": value for name, value in changes.items()}
-    return read(keys | own | {"general.architecture": (STRING, architecture)}, shapes, more)
+    renamed = {name.replace("llama", architecture): value for name, value in KEYS.items() if name.startswith("llama.")}
+    renamed |= {f"{architecture}.{name}": value for name, value in changes.items()}
+    return read(keys | renamed | {"general.architecture": (STRING, architecture)}, shapes, more)
 
 
 MIXTURE = {
@@ -183,10 +183,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_S_27_values_that_make_no_model_are_refused_by_name(case: str) -> None:
-    changes, told = REFUSED[case]
+    changes, output = REFUSED[case]
     with pytest.raises(CheckpointError) as caught:
         read(changes)
-    assert f"m.gguf: {told}" in str(caught.value) or told in str(caught.value)
+    assert f"m.gguf: {output}" in str(caught.value) or output in str(caught.value)
 
 
 def test_S_27_tensors_that_make_no_model_are_refused_by_name() -> None:

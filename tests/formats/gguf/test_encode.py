@@ -27,12 +27,12 @@ def gaussian(rows: int = 16, columns: int = 1024, seed: int = 0) -> NDArray[np.f
 
 
 def read(kind: str, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
-    made: NDArray[np.float32] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
-    return raw.view("<f4") if kind == "F32" else made
+    result: NDArray[np.float32] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    return raw.view("<f4") if kind == "F32" else result
 
 
-def error(weight: NDArray[np.float32], made: NDArray[np.float32]) -> float:
-    return float(np.sqrt(((made - weight) ** 2).mean()) / np.sqrt((weight**2).mean()))
+def error(weight: NDArray[np.float32], result: NDArray[np.float32]) -> float:
+    return float(np.sqrt(((result - weight) ** 2).mean()) / np.sqrt((weight**2).mean()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,9 +66,9 @@ def test_hard_blocks(kind: str) -> None:
     assert np.abs(read(kind, encode(kind, tiny))).max() < 1e-6
     lone = zeros.copy()
     lone[1, 77] = 3.0
-    made = read(kind, encode(kind, lone))
-    assert abs(made[1, 77] - 3) < 0.05
-    assert np.count_nonzero(np.abs(made) > 0.3) == 1
+    content = read(kind, encode(kind, lone))
+    assert abs(content[1, 77] - 3) < 0.05
+    assert np.count_nonzero(np.abs(content) > 0.3) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

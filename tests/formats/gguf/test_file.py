@@ -314,7 +314,7 @@ def test_S_27_memory_is_bounded_by_the_file() -> None:
     assert peak(short) < 2**20, "an array of strings costs nothing until it is asked for"
     tracemalloc.start()
     texts = GGUF(short).texts("texts", 2**20, 9)
-    held = tracemalloc.get_traced_memory()[0]
+    traced_memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert len(texts or ()) == 200_000
-    assert held > 2**20, "the measure sees what is held"
+    assert traced_memory > 2**20, "the measure sees what is held"

@@ -54,18 +54,18 @@ def test_control_an_id_that_nobody_checks_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_control_memory_beyond_the_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     course = Course()
-    held: list[object] = []
+    ballast: list[object] = []
     right = course.use
 
     def greedy(data: bytes, *, tokenizer: bool, model: bool) -> str:
-        if len(held) < 8:
-            held.append(np.ones(2**24, np.uint8))
+        if len(ballast) < 8:
+            ballast.append(np.ones(2**24, np.uint8))
         return right(data, tokenizer=tokenizer, model=model)
 
     monkeypatch.setattr(fuzz_gguf, "EVERY_PEAK", 1)
     monkeypatch.setattr(fuzz_gguf, "MAX_BYTES", 2**20)
     monkeypatch.setattr(course, "use", greedy)
-    monkeypatch.setattr(fuzz_gguf, "peak_bytes", lambda: sum(array.nbytes for array in held))  # type: ignore[attr-defined]
+    monkeypatch.setattr(fuzz_gguf, "peak_bytes", lambda: sum(array.nbytes for array in ballast))  # type: ignore[attr-defined]
     assert "memory within 1" in campaign(20, seed=1, first=0, keep=None, course=course)
 
 

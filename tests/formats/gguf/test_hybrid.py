@@ -65,14 +65,14 @@ def of_mamba(name: str, x: torch.Tensor, groups: int) -> torch.Tensor:
 def stacked(tensors: Tensors, pattern: str, merged: str) -> Tensors:
     """Each layer's experts, which `pattern` finds by layer, number and part, as one tensor under the name `merged`."""
     groups: dict[str, dict[int, torch.Tensor]] = {}
-    kept = {}
+    pieces = {}
     for name, x in tensors.items():
         match = re.fullmatch(pattern, name)
         if match is None:
-            kept[name] = x
+            pieces[name] = x
         else:
             groups.setdefault(merged.format(layer=match[1], part=match[3]), {})[int(match[2])] = x
-    return kept | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in groups.items()}
+    return pieces | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in groups.items()}
 
 
 def nemotron_h(tensors: Tensors, config: dict[str, Any], writer: Any) -> Tensors:
@@ -97,13 +97,17 @@ def nemotron_h(tensors: Tensors, config: dict[str, Any], writer: Any) -> Tensors
         writer.add_expert_group_count(config["n_group"])
         if config["moe_latent_size"] is not None:
             writer.add_moe_latent_size(config["moe_latent_size"])
-    found = {}
+    result = {}
     for name, x in tensors.items():
-        own = re.sub(r"^model\.", "backbone.", name).replace("e_score_correction_bias", "e_score_correction.bias")
-        own = own.replace("dt_bias", "dt.bias")
-        found[own] = of_mamba(name, x, config["n_groups"]) if "linear_attention" in kind_of(name, kinds) else x
+        original_name = re.sub(r"^model\.", "backbone.", name).replace(
+            "e_score_correction_bias", "e_score_correction.bias"
+        )
+        original_name = original_name.replace("dt_bias", "dt.bias")
+        result[original_name] = (
+            of_mamba(name, x, config["n_groups"]) if "linear_attention" in kind_of(name, kinds) else x
+        )
     pattern = r"backbone\.layers\.(\d+)\.mixer\.experts\.(\d+)\.(\w+)\.weight"
-    return stacked(found, pattern, "model.layers.{layer}.mlp.experts.{part}.weight")
+    return stacked(result, pattern, "model.layers.{layer}.mlp.experts.{part}.weight")
 
 
 def kind_of(name: str, kinds: list[str]) -> str:
@@ -128,23 +132,23 @@ def granitemoehybrid(tensors: Tensors, config: dict[str, Any], writer: Any) -> T
     if has_experts:
         writer.add_expert_count(config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    found: Tensors = {}
+    result: Tensors = {}
     for name, x in tensors.items():
         end = "_shexp.weight" if has_experts else ".weight"
         block = f"blk.{re.sub(r'[^0-9]', '', name.partition('layers.')[2].partition('.')[0])}"
         if name.endswith("shared_mlp.input_linear.weight"):
-            found |= dict(zip((f"{block}.ffn_gate{end}", f"{block}.ffn_up{end}"), x.chunk(2), strict=True))
+            result |= dict(zip((f"{block}.ffn_gate{end}", f"{block}.ffn_up{end}"), x.chunk(2), strict=True))
         elif name.endswith("shared_mlp.output_linear.weight"):
-            found[f"{block}.ffn_down{end}"] = x
+            result[f"{block}.ffn_down{end}"] = x
         elif name.endswith("block_sparse_moe.input_linear.weight"):
             parts = x.chunk(2, 1)
-            found |= dict(zip((f"{block}.ffn_gate_exps.weight", f"{block}.ffn_up_exps.weight"), parts, strict=True))
+            result |= dict(zip((f"{block}.ffn_gate_exps.weight", f"{block}.ffn_up_exps.weight"), parts, strict=True))
         elif name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
-            found[name] = in_pairs(x, heads)
+            result[name] = in_pairs(x, heads)
         else:
-            found[name.replace("dt_bias", "dt_proj.bias")] = of_mamba(name, x, config["mamba_n_groups"])
-    return found
+            result[name.replace("dt_bias", "dt_proj.bias")] = of_mamba(name, x, config["mamba_n_groups"])
+    return result
 
 
 def falcon_h1(tensors: Tensors, config: dict[str, Any], writer: Any) -> Tensors:
@@ -165,16 +169,16 @@ def falcon_h1(tensors: Tensors, config: dict[str, Any], writer: Any) -> Tensors:
         "out_proj": config["ssm_out_multiplier"], "lm_head": config["lm_head_multiplier"],
         "embed_tokens": config["embedding_multiplier"],
     }  # fmt: skip
-    found = {}
+    result = {}
     for name, x in tensors.items():
-        own = name.split(".")[-2]
-        if own == "in_proj":
+        part = name.split(".")[-2]
+        if part == "in_proj":
             parts = torch.tensor(config["ssm_multipliers"]).repeat_interleave(widths)
             x = x * config["ssm_in_multiplier"] * parts[:, None]
-        elif own in factors:
-            x = x * factors[own]
-        found[name.replace("dt_bias", "dt_proj.bias")] = of_mamba(name, x, config["mamba_n_groups"])
-    return found
+        elif part in factors:
+            x = x * factors[part]
+        result[name.replace("dt_bias", "dt_proj.bias")] = of_mamba(name, x, config["mamba_n_groups"])
+    return result
 
 
 def lfm2(tensors: Tensors, config: dict[str, Any], writer: Any) -> Tensors:
@@ -192,12 +196,12 @@ def lfm2(tensors: Tensors, config: dict[str, Any], writer: Any) -> Tensors:
         writer.add_leading_dense_block_count(config["num_dense_layers"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_feed_forward_length(inner)
-    found = {}
+    result = {}
     for name, x in tensors.items():
-        own = name.replace(".expert_bias", ".expert_bias.bias")
-        found[own] = x.squeeze(1) if name.endswith("conv.conv.weight") else x
+        original_name = name.replace(".expert_bias", ".expert_bias.bias")
+        result[original_name] = x.squeeze(1) if name.endswith("conv.conv.weight") else x
     pattern = r"model\.layers\.(\d+)\.feed_forward\.experts\.(\d+)\.(\w+)\.weight"
-    return stacked(found, pattern, "layers.{layer}.feed_forward.experts.{part}.weight")
+    return stacked(result, pattern, "layers.{layer}.feed_forward.experts.{part}.weight")
 
 
 CONVERTERS: dict[str, Callable[[Tensors, dict[str, Any], Any], Tensors]] = {
@@ -229,9 +233,9 @@ def write(directory: Path, path: Path, architecture: str) -> Path:
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, 9)
     for name, x in CONVERTERS[config["model_type"]](tensors, config, writer).items():
-        own = name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert own is not None, name
-        writer.add_tensor(own, np.ascontiguousarray(x.numpy()))
+        gguf_name = name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, name
+        writer.add_tensor(gguf_name, np.ascontiguousarray(x.numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -248,8 +252,10 @@ def test_a_hybrids_file_is_the_model_of_its_safetensors(
     path = write(tmp_path, tmp_path / "model.gguf", architecture)
     token_ids = random_ids(60, 199, 1)
     for backend in BACKENDS:
-        expected, found = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
-        assert (found - expected).abs().max() < 2e-4, backend
+        expected, actual = (
+            follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path)
+        )
+        assert (actual - expected).abs().max() < 2e-4, backend
         assert expected.std() > 0.3
 
 

@@ -43,9 +43,9 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def reference(requests: list[Request], mixture: dict[str, Any]) -> dict[str, Bits]:
-    found = run_alone(requests, **mixture)
-    assert len({tuple(ids) for ids, _ in found.values()}) > len(found) / 2
-    return found
+    alone = run_alone(requests, **mixture)
+    assert len({tuple(ids) for ids, _ in alone.values()}) > len(alone) / 2
+    return alone
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_I_13_bits_of_a_gguf_file(
 @pytest.mark.slow
 def test_I_13_every_isa_gives_the_same_bits_of_a_gguf_file(mixture: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "tests.support.law", json.dumps([mixture])]
-    told = {}
+    output = {}
     for isa in require_native().isas():
         env = os.environ | {"HEADRACE_ISA": isa}
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        served, told[isa] = done.stdout.split()
+        served, output[isa] = done.stdout.split()
         assert served == isa
-    assert len(set(told.values())) == 1, told
+    assert len(set(output.values())) == 1, output

@@ -111,8 +111,8 @@ def test_floats_have_the_bits_of_safetensors(
     save_random(config, tmp_path)
     path = convert(tmp_path, tmp_path / "model.gguf")
     token_ids = random_ids(60, config.get("text_config", config)["vocab_size"], 1)
-    expected, found = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
-    assert torch.equal(found, expected)
+    expected, actual = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
+    assert torch.equal(actual, expected)
 
 
 def test_experts_of_mxfp4_have_the_numbers_of_their_blocks(tmp_path: Path) -> None:
@@ -131,11 +131,11 @@ def test_experts_of_mxfp4_have_the_numbers_of_their_blocks(tmp_path: Path) -> No
             tensors[name] = torch.from_numpy(gguf.quants.dequantize(blocks, mxfp4)).transpose(1, 2).contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
     token_ids = random_ids(40, 199, 1)
-    expected, found = (
+    expected, actual = (
         follow(load(p, backend="cpu", dtype="float32", activations=act), token_ids, [40])
         for p, act in ((tmp_path, "auto"), (path, "16bit"))
     )
-    assert (found - expected).abs().max() < 1e-4
+    assert (actual - expected).abs().max() < 1e-4
     assert expected.std() > 0.3
 
 
@@ -145,11 +145,11 @@ def quantised(directory: Path, choose: Choose) -> Path:
     blocks: dict[str, Any] = {}
     tensors = load_file(directory / "model.safetensors")
     config = BIG
-    made = {}
+    result = {}
     for i, (name, tensor) in enumerate(sorted(tensors.items())):
         theirs = gguf_name(name, "llama")
         if tensor.dim() < 2 or choose(theirs) == "F16":
-            made[name] = tensor.half().float() if tensor.dim() > 1 else tensor
+            result[name] = tensor.half().float() if tensor.dim() > 1 else tensor
             continue
         raw, weight = random_blocks(choose(theirs), tuple(tensor.shape), seed=i)
         blocks[theirs] = (raw, gguf.GGMLQuantizationType[choose(theirs)])
@@ -157,8 +157,8 @@ def quantised(directory: Path, choose: Choose) -> Path:
         rows = converted(name, torch.arange(len(weight), dtype=torch.float32)[:, None], config)[:, 0].long()
         back = torch.empty_like(rows)
         back[torch.arange(len(rows))] = torch.argsort(rows)
-        made[name] = torch.from_numpy(weight[back.numpy()].copy())
-    save_file(made, directory / "model.safetensors")
+        result[name] = torch.from_numpy(weight[back.numpy()].copy())
+    save_file(result, directory / "model.safetensors")
 
     def form(name: str, weight: Any) -> tuple[Any, Any]:
         if name in blocks:
@@ -190,8 +190,8 @@ MIXTURES: dict[str, Choose] = {
 }
 
 
-def kl(expected: torch.Tensor, found: torch.Tensor) -> float:
-    p, q = expected.double().log_softmax(-1), found.double().log_softmax(-1)
+def kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    p, q = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -206,10 +206,10 @@ def test_blocks_are_the_weights_that_gguf_py_reads(mixture: str, tmp_path: Path)
         exact = follow(load(path, backend=backend, dtype="float32", quantization="none"), token_ids, [40])
         assert torch.equal(exact, expected), backend
         assert expected.std() > 0.1
-        own = follow(load(path, backend=backend, dtype="float32"), token_ids, [40])
-        assert math.isfinite(own.abs().max())
+        ours = follow(load(path, backend=backend, dtype="float32"), token_ids, [40])
+        assert math.isfinite(ours.abs().max())
         # cpu also quantises activations; torch_ref shows what the forms of the weights cost.
-        assert kl(expected, own) <= {"cpu": 1e-3, "torch_ref": 5e-6}[backend], backend
+        assert kl(expected, ours) <= {"cpu": 1e-3, "torch_ref": 5e-6}[backend], backend
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -228,8 +228,8 @@ def test_matrices_that_are_one_for_the_model_keep_forms_of_their_own(
     assert [line.split(",")[0] for line in told(caplog)] == [
         "4 of Q4_K run as Q4_K", "7 of Q6_K run as Q6_K", "1 of Q6_K run as Q6_K (table"
     ]  # fmt: skip
-    wanted = load(tmp_path, backend="torch_ref", dtype="float32").program.model.ops.matrices
-    exact = {matrix.name: matrix.dense() for matrix in wanted}
+    matrices = load(tmp_path, backend="torch_ref", dtype="float32").program.model.ops.matrices
+    exact = {matrix.name: matrix.dense() for matrix in matrices}
     for matrix in runner.program.model.ops.matrices:
         assert np.array_equal(matrix.dense(), exact[matrix.name].numpy()), matrix.name
 

@@ -82,18 +82,18 @@ def write(directory: Path, path: Path, kind: Any = None) -> Path:
     table = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture), 9)
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
-        for own, weight in converted(name, tensor.float(), config).items():
-            if ".experts." in own:
-                head, _, tail = own.partition(".experts.")
+        for original_name, weight in converted(name, tensor.float(), config).items():
+            if ".experts." in original_name:
+                head, _, tail = original_name.partition(".experts.")
                 number, part, _ = tail.split(".")
                 experts.setdefault(f"{head}.experts.{part}.weight", {})[int(number)] = weight
                 continue
-            theirs = table.get_name(own, try_suffixes=(".weight", ".bias"))
-            assert theirs is not None, own
+            theirs = table.get_name(original_name, try_suffixes=(".weight", ".bias"))
+            assert theirs is not None, original_name
             writer.add_tensor(theirs, np.ascontiguousarray(weight.numpy()))
-    for own, parts in experts.items():
-        theirs = table.get_name(own, try_suffixes=(".weight",))
-        assert theirs is not None, own
+    for original_name, parts in experts.items():
+        theirs = table.get_name(original_name, try_suffixes=(".weight",))
+        assert theirs is not None, original_name
         writer.add_tensor(theirs, torch.stack([parts[i] for i in range(len(parts))]).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -110,6 +110,6 @@ def test_a_file_is_the_model_of_its_safetensors(model_type: str, backend: str, t
     save_random(models.find(model_type).TINY | changes, tmp_path)
     path = write(tmp_path, tmp_path / "model.gguf")
     token_ids = random_ids(60, 199, 1)
-    expected, found = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
-    assert (found - expected).abs().max() < 2e-4
+    expected, actual = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
+    assert (actual - expected).abs().max() < 2e-4
     assert expected.std() > 0.3

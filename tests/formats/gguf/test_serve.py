@@ -34,8 +34,8 @@ QUESTION = [{"role": "user", "content": "Tell me a story about a dog."}]
 
 def golden(name: str) -> dict[str, Any]:
     cases = json.loads((GGUF_DATA / "golden_logits.json").read_text())["files"]
-    found: dict[str, Any] = next(case for case in cases if case["file"] == name)
-    return found
+    result: dict[str, Any] = next(case for case in cases if case["file"] == name)
+    return result
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -50,10 +50,10 @@ def test_golden_logits_of_every_file(name: str, backend: str, shared_data: Path)
 
     assert (last(dtype="float32", quantization="none") - expected).abs().max() <= 1e-4
     # As it is served: codes in the kernels' forms, activations (cpu) in int8, cache in the model's dtype.
-    own = last() if backend == "cpu" else last(dtype="float32")
-    p, q = expected.log_softmax(-1), own.log_softmax(-1)
+    last_logits = last() if backend == "cpu" else last(dtype="float32")
+    p, q = expected.log_softmax(-1), last_logits.log_softmax(-1)
     assert float((p.exp() * (p - q)).sum()) <= 3e-3
-    assert int(own.argmax()) == int(expected.argmax())
+    assert int(last_logits.argmax()) == int(expected.argmax())
 
 
 def test_text_and_ids_of_the_prompt(shared_data: Path) -> None:
@@ -99,13 +99,13 @@ def builtin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_serve_answers_as_the_model_it_was_made_of(builtin: Path) -> None:
     params = SamplingParams(max_tokens=200, temperature=0)
-    own = LLM("builtin")
-    (text,) = own.generate(["Once upon a time"], params)
-    (chat,) = own.chat([QUESTION], params)
+    llm = LLM("builtin")
+    (text,) = llm.generate(["Once upon a time"], params)
+    (chat,) = llm.chat([QUESTION], params)
     with serve(str(builtin), "--served-model-name", "tales") as served:
         ask = {"model": "tales", "temperature": 0, "max_tokens": 200}
-        found = httpx.post(f"{served.url}/v1/completions", json=ask | {"prompt": "Once upon a time"}, timeout=60).json()
-        assert found["choices"][0]["text"] == text.outputs[0].text
+        body = httpx.post(f"{served.url}/v1/completions", json=ask | {"prompt": "Once upon a time"}, timeout=60).json()
+        assert body["choices"][0]["text"] == text.outputs[0].text
         answer = httpx.post(f"{served.url}/v1/chat/completions", json=ask | {"messages": QUESTION}, timeout=60).json()
     assert answer["choices"][0]["message"]["content"] == chat.outputs[0].text
     assert answer["choices"][0]["finish_reason"] == "stop", "<|end|>, which only the token's kind tells, ends the turn"
@@ -138,8 +138,8 @@ def test_flags_that_change_weights(builtin: Path, shared_data: Path) -> None:
 def test_what_runs_as_what_is_told_once(shared_data: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="headrace"):
         build_runner(EngineConfig(model=str(GGUF_DATA / "stories260K.Q5_1.gguf"), backend="cpu"))
-    told = [record.getMessage() for record in caplog.records if "run as" in record.getMessage()]
-    assert [line.split(": ")[1].split(",")[0] for line in told] == [
+    output = [record.getMessage() for record in caplog.records if "run as" in record.getMessage()]
+    assert [line.split(": ")[1].split(",")[0] for line in output] == [
         "5 of F16 run as float16",
         "1 of Q5_1 run as float16 (table)",
         "16 of Q5_1 run as int5 in groups of 32 with minima",

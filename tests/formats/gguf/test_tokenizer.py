@@ -12,6 +12,7 @@ from tests.support.tokenizers import data, loaded, vectors
 
 from headrace.protocol.errors import CheckpointError
 from headrace.text import tokenizer_files, tokenizer_gguf
+from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
 NAMES = ["llama-spm", "phi-3", "gpt-2", "falcon", "mpt", "starcoder", "deepseek-llm", "bert-bge"]
@@ -274,3 +275,22 @@ def test_S_27_random_damage_gives_a_checkpoint_error_or_a_tokenizer(kind: str) -
             tok.decode(tok.encode("abc cats <|end|> é", add_special_tokens=False))
             outcomes.add("read")
     assert outcomes == {"read", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("template", "add_bos", "begins"),
+    [
+        ("{{ messages[0]['content'] }}", None, 1),
+        ("{{ bos_token }}{{ messages[0]['content'] }}", None, 1),
+        ("{{ messages[0]['content'] }}", 0, 0),
+        ("{{ bos_token }}{{ messages[0]['content'] }}", 0, 1),
+    ],
+)
+def test_the_begin_of_a_chat_is_there_once(template: str, add_bos: int | None, begins: int) -> None:
+    """As llama.cpp has it: the file's `add_bos_token` decides, unless the template writes the begin itself."""
+    flags = [] if add_bos is None else [scalar("tokenizer.ggml.add_bos_token", BOOL, add_bos)]
+    tok = load_made([*SCORED, scalar("tokenizer.chat_template", STRING, template), *flags])
+    ids = tok.apply_chat_template([{"role": "user", "content": "a b"}])
+    assert ids == [1] * begins + tok.encode("a b", add_special_tokens=False)
+    rendered = ChatTemplate.of(tok, "{{ messages[0]['content'] }}").render([{"role": "user", "content": "a b"}])
+    assert rendered == ("<s>a b" if add_bos is None else "a b"), "another template, the same file"

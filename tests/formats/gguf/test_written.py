@@ -47,12 +47,12 @@ def test_floats_have_the_bits_of_safetensors(
     path = tmp_path / "model.gguf"
     convert(tmp_path, path, "F32")
     token_ids = random_ids(60, config["vocab_size"], 1)
-    expected, found = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
+    expected, actual = (follow(load(p, backend=backend, dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
     assert expected.std() > 0.1
-    if changes.get("rope_parameters", {}).get("rope_type") == "llama3":  # factors of float32 are told, not formulas
-        assert torch.allclose(found, expected, atol=1e-4)
+    if changes.get("rope_parameters", {}).get("rope_type") == "llama3":  # the file has factors of float32, not formulas
+        assert torch.allclose(actual, expected, atol=1e-4)
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
@@ -92,8 +92,8 @@ def test_levels_of_the_built_in_model(level: str, expected: torch.Tensor, tmp_pa
     assert written.num_bytes == path.stat().st_size
     exact = follow(load(path, backend="torch_ref", dtype="float32", quantization="none"), ids, [len(ids)])
     assert kl(expected, exact) <= MOST_KL[level]
-    own = follow(load(path, backend="cpu"), ids, [len(ids)])
-    assert kl(expected, own) <= MOST_KL[level] + 5e-3
+    ours = follow(load(path, backend="cpu"), ids, [len(ids)])
+    assert kl(expected, ours) <= MOST_KL[level] + 5e-3
     mine = reader.read(path)
     for tensor in gguf.GGUFReader(path).tensors:
         info = mine.tensors[tensor.name]
@@ -106,25 +106,25 @@ def test_levels_of_the_built_in_model(level: str, expected: torch.Tensor, tmp_pa
 
 
 def test_bits_and_losses_are_in_order(expected: torch.Tensor, tmp_path: Path) -> None:
-    ids, found = text_ids(), {}
+    ids, actual = text_ids(), {}
     for level in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"):
         path = tmp_path / f"{level}.gguf"
         bits = convert(PATH, path, level).bits
         exact = follow(load(path, backend="torch_ref", dtype="float32", quantization="none"), ids, [len(ids)])
-        found[level] = (bits, kl(expected, exact))
-    assert [bits for bits, _ in found.values()] == sorted(bits for bits, _ in found.values()), found
-    assert [loss for _, loss in found.values()] == sorted((loss for _, loss in found.values()), reverse=True), found
+        actual[level] = (bits, kl(expected, exact))
+    assert [bits for bits, _ in actual.values()] == sorted(bits for bits, _ in actual.values()), actual
+    assert [loss for _, loss in actual.values()] == sorted((loss for _, loss in actual.values()), reverse=True), actual
 
 
 def test_tokenizer_template_and_ends_come_along(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     convert(PATH, path, "Q8_0")
-    own, back = Tokenizer.load(PATH), Tokenizer.load(path)
+    original, back = Tokenizer.load(PATH), Tokenizer.load(path)
     for text in ("Hello <|end|> world", "<|user|>Tell me.<|end|><|assistant|>", "  x\n\n\ty 1234", "naïve 東京 🙂", ""):
-        assert back.encode(text) == own.encode(text)
-        assert back.decode(own.encode(text)) == own.decode(own.encode(text))
-    assert back.chat_templates == own.chat_templates
-    assert back.special_tokens == own.special_tokens
+        assert back.encode(text) == original.encode(text)
+        assert back.decode(original.encode(text)) == original.decode(original.encode(text))
+    assert back.chat_templates == original.chat_templates
+    assert back.special_tokens == original.special_tokens
     assert set(hub.eos_token_ids(path)) == set(hub.eos_token_ids(PATH))
 
 
@@ -135,8 +135,8 @@ def test_real_models(shared_data: Path, name: str, tmp_path: Path) -> None:
     expected = follow(load(directory, backend="torch_ref", dtype="float32"), token_ids, [100])
     for level, most in (("F32", 0.0), ("Q8_0", 1e-3), ("Q4_K_M", 0.5)):
         convert(directory, path, level)
-        found = follow(load(path, backend="torch_ref", dtype="float32", quantization="none"), token_ids, [100])
-        assert kl(expected, found) <= most
+        actual = follow(load(path, backend="torch_ref", dtype="float32", quantization="none"), token_ids, [100])
+        assert kl(expected, actual) <= most
 
 
 @pytest.mark.slow
@@ -156,12 +156,14 @@ def test_control_rows_that_are_not_put_in_pairs_are_noticed(tmp_path: Path, monk
     config = tiny("llama", {})
     save_random(config, tmp_path)
     path = tmp_path / "model.gguf"
-    own = gguf_model.planned
-    monkeypatch.setattr(gguf_model, "planned", lambda *a, **k: [plan._replace(turned=0) for plan in own(*a, **k)])
+    planned = gguf_model.planned
+    monkeypatch.setattr(gguf_model, "planned", lambda *a, **k: [plan._replace(turned=0) for plan in planned(*a, **k)])
     convert(tmp_path, path, "F32")
     token_ids = random_ids(60, config["vocab_size"], 1)
-    expected, found = (follow(load(p, backend="torch_ref", dtype="float32"), token_ids, [60]) for p in (tmp_path, path))
-    assert kl(expected, found) > 1e-3
+    expected, actual = (
+        follow(load(p, backend="torch_ref", dtype="float32"), token_ids, [60]) for p in (tmp_path, path)
+    )
+    assert kl(expected, actual) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -229,11 +231,11 @@ def test_codes_of_a_method_are_kept(bits: int, method: str, tmp_path: Path) -> N
     kinds = {info.type for name, info in reader.read(path).tensors.items() if ".attn_q.weight" in name}
     assert kinds == {"Q8_0" if bits == 8 else "Q4_0"}
     token_ids = random_ids(60, 2000, 6)
-    expected, found = (
+    expected, actual = (
         follow(load(p, backend="torch_ref", dtype="float32", **more), token_ids, [60])
         for p, more in ((tmp_path / "gptq", {}), (path, {"quantization": "none"}))
     )
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(actual, expected, atol=1e-4)
 
 
 def test_codes_that_no_block_holds_are_refused(tmp_path: Path) -> None:

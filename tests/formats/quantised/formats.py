@@ -51,10 +51,10 @@ def need(package: str) -> Any:
 
 def part_of(package: str, module: str, **attributes: dict[str, Any]) -> Any:
     """One module of an installed package, whose own __init__ files (and those named) are not run."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    part = importlib.util.find_spec(package)
+    if part is None or not part.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
-    root = Path(next(iter(found.submodule_search_locations)))
+    root = Path(next(iter(part.submodule_search_locations)))
     before = dict(sys.modules)
     try:
         for name, values in {package: {}, **attributes}.items():
@@ -75,8 +75,8 @@ def is_quantised(name: str) -> bool:
 
 def logits_of(model: Any) -> Tensor:
     with torch.inference_mode():
-        found: Tensor = model(torch.tensor([TOKEN_IDS])).logits[0].float()
-    return found
+        result: Tensor = model(torch.tensor([TOKEN_IDS])).logits[0].float()
+    return result
 
 
 def write(
@@ -87,17 +87,17 @@ def write(
     """A random model whose layers `packed(name, weight)` turns into tensors and the weights that they stand for."""
     model = save_random(CONFIG, directory)
     tensors = load_file(directory / "model.safetensors")
-    made: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name, weight in tensors.items():
         if not is_quantised(name):
-            made[name] = weight
+            result[name] = weight
             continue
         stem = name.removesuffix(".weight")
         parts, dequantised = packed(stem, weight)
-        made |= {f"{stem}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        result |= {f"{stem}.{part}": tensor.contiguous() for part, tensor in parts.items()}
         with torch.no_grad():
             model.get_parameter(name).copy_(dequantised)
-    save_file(made, directory / "model.safetensors", {"format": "pt"})
+    save_file(result, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config |= {"quantization_config": quantization_config}
     (directory / "config.json").write_text(json.dumps(config))
@@ -155,8 +155,8 @@ def act_order(directory: Path, group: int = 64) -> Written:
         words = sum(codes[:, i::8] << (4 * i) for i in range(8)).t()
         zeros = sum((zero[i::8].long() - 1) << (4 * i) for i in range(8)).t()
         parts = {"qweight": words, "qzeros": zeros, "g_idx": g_idx}
-        made = {name: torch.where(part >= 2**31, part - 2**32, part).to(torch.int32) for name, part in parts.items()}
-        return made | {"scales": scale.t().half()}, (codes - zero[:, g_idx]) * scale[:, g_idx]
+        result = {name: torch.where(part >= 2**31, part - 2**32, part).to(torch.int32) for name, part in parts.items()}
+        return result | {"scales": scale.t().half()}, (codes - zero[:, g_idx]) * scale[:, g_idx]
 
     config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False, "desc_act": True}
     return write(directory, config, packed)
@@ -181,8 +181,8 @@ def awq(directory: Path, group: int) -> Written:
         linear.weight.data = (codes.clamp(0, 15) - zero.repeat_interleave(group, 1)) * scale.repeat_interleave(group, 1)
         layer = writer.WQLinear_GEMM.from_linear(linear, 4, group, False, scale.t(), zero.t())
         parts = {name: getattr(layer, name) for name in ("qweight", "qzeros", "scales")}
-        own = writer.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales.float(), 4, group)
-        return parts, own.t()
+        library_weight = writer.dequantize_gemm(layer.qweight, layer.qzeros, layer.scales.float(), 4, group)
+        return parts, library_weight.t()
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     return write(directory, config | {"modules_to_not_convert": None}, packed)
@@ -219,14 +219,14 @@ def compressed(directory: Path, layout: str, **weights: Any) -> Written:
         state = {"weight": weight, "weight_scale": scale.float(), **extra}
         if not args.symmetric:
             state["weight_zero_point"] = zero
-        made = writer.compress(state, scheme)
+        result = writer.compress(state, scheme)
         if outer is not None:  # decompress multiplies in bfloat16
             from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
             from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-            own = unpack_fp4_from_uint8(made["weight_packed"], rows, columns, torch.float32)
-            return made, dequantize(own, made["weight_scale"].float(), args=args, global_scale=outer)
-        return made, writer.decompress(dict(made), scheme)["weight"].float()
+            library_codes = unpack_fp4_from_uint8(result["weight_packed"], rows, columns, torch.float32)
+            return result, dequantize(library_codes, result["weight_scale"].float(), args=args, global_scale=outer)
+        return result, writer.decompress(dict(result), scheme)["weight"].float()
 
     config = QuantizationConfig(
         config_groups={"group_0": scheme}, format=layout, ignore=["lm_head"], quantization_status="compressed"
@@ -243,10 +243,10 @@ def bitsandbytes(directory: Path, **options: Any) -> Written:
     plain = directory / "plain"
     save_random(CONFIG, plain)
     options = {"bnb_4bit_compute_dtype": torch.float32} | options
-    kept = {"dtype": torch.float32, "device_map": "cpu", "attn_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(**options), **kept)
+    settings = {"dtype": torch.float32, "device_map": "cpu", "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=BitsAndBytesConfig(**options), **settings)
     model.save_pretrained(directory / "quantised")
-    back = AutoModelForCausalLM.from_pretrained(directory / "quantised", **kept)
+    back = AutoModelForCausalLM.from_pretrained(directory / "quantised", **settings)
     return Written(directory / "quantised", logits_of(back.dequantize().eval()))
 
 
@@ -261,11 +261,11 @@ def fp8(directory: Path, block: tuple[int, int] | None, scale_fmt: str | None = 
 
     def packed(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         parts = writer._quantize_one(f"{name}.weight", weight)
-        made = {key.removeprefix(f"{name}."): part for key, part in parts.items()}
-        own = reader._dequantize_one(made["weight"], made["weight_scale_inv"], torch.float32)
+        result = {key.removeprefix(f"{name}."): part for key, part in parts.items()}
+        library_weight = reader._dequantize_one(result["weight"], result["weight_scale_inv"], torch.float32)
         if block is None:
-            made["weight_scale_inv"] = made["weight_scale_inv"].reshape(())
-        return made, own
+            result["weight_scale_inv"] = result["weight_scale_inv"].reshape(())
+        return result, library_weight
 
     stated = None if block is None else list(block)
     config_json = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": stated}

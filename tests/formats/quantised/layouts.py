@@ -59,9 +59,9 @@ def gptq(bits: int, group: int, offset: int = 1) -> tuple[dict[str, Tensor], Ten
     return parts, (q - spread(z)) * spread(s)
 
 
-def dynamic(rule: str, base: dict[str, Any], own: dict[str, Any], bits: int, group: int) -> Stored:
+def dynamic(rule: str, base: dict[str, Any], settings: dict[str, Any], bits: int, group: int) -> Stored:
     """GPTQModel's overrides, of which `rule` decides for "l"."""
-    rules = {"-:(?!l).*": {}, rule: own, ".*": {"bits": 2}}
+    rules = {"-:(?!l).*": {}, rule: settings, ".*": {"bits": 2}}
     config = {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": False, **base, "dynamic": rules}
     return Stored(config, *gptq(bits, group))
 
@@ -69,8 +69,8 @@ def dynamic(rule: str, base: dict[str, Any], own: dict[str, Any], bits: int, gro
 def auto_round(packing: str, bits: int, group: int, **settings: Any) -> Stored:
     config = {"quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": group}
     config |= {"sym": False, "data_type": "int"} | settings
-    own = next(iter(settings.get("extra_config", {"": {}}).values()))
-    bits, group = own.get("bits", bits), own.get("group_size", group)
+    values = next(iter(settings.get("extra_config", {"": {}}).values()))
+    bits, group = values.get("bits", bits), values.get("group_size", group)
     if not packing.endswith("awq"):
         return Stored(config, *gptq(bits, group, 1 if packing.endswith("auto_gptq") else 0))
     q, s = codes(0, 15), scales(NUM_IN // group)
@@ -100,8 +100,8 @@ def pairs(q: Tensor) -> Tensor:
     return (q[:, ::2] & 15 | (q[:, 1::2] & 15) << 4).to(torch.uint8)
 
 
-def torchao(kind: str, parts: dict[str, Tensor], weight: Tensor, **said: Any) -> Stored:
-    note = {"_type": kind, "_data": {"block_size": [1, 32]} | said}
+def torchao(kind: str, parts: dict[str, Tensor], weight: Tensor, **text: Any) -> Stored:
+    note = {"_type": kind, "_data": {"block_size": [1, 32]} | text}
     return Stored(
         {"quant_method": "torchao", "note": note}, {f"l._weight_{key}": t for key, t in parts.items()}, weight
     )
@@ -116,8 +116,8 @@ def torchao_int(bits: int, zero: int, dtype: str = "Int8Tensor", group: int = 32
     q, s = codes(-half, half - 1), scales(NUM_IN // group)
     z = torch.full(s.shape, zero, dtype=torch.int8)
     parts = {"qdata": q.to(torch.int8), "scale": s, "zero_point": z}
-    said = {"block_size": [1, group], "target_dtype": typed(f"int{bits}")}
-    return torchao(dtype, parts, (q - spread(z)) * spread(s), **said)
+    text = {"block_size": [1, group], "target_dtype": typed(f"int{bits}")}
+    return torchao(dtype, parts, (q - spread(z)) * spread(s), **text)
 
 
 def torchao_int4() -> Stored:
@@ -180,11 +180,11 @@ def swizzle(part: Tensor) -> Tensor:
     line r % 32, at place 4 * (r / 32)."""
     rows, columns = part.shape
     tall, wide = -(-rows // 128), -(-columns // 4)
-    made = torch.zeros(tall, wide, 32, 16, dtype=part.dtype)
+    values = torch.zeros(tall, wide, 32, 16, dtype=part.dtype)
     for row, column in np.ndindex(rows, columns):
         inside = row % 128
-        made[row // 128, column // 4, inside % 32, inside // 32 * 4 + column % 4] = part[row, column]
-    return made.reshape(tall * 32, wide * 16)
+        values[row // 128, column // 4, inside % 32, inside // 32 * 4 + column % 4] = part[row, column]
+    return values.reshape(tall * 32, wide * 16)
 
 
 def two_of_four(num_in: int) -> Tensor:
@@ -199,8 +199,8 @@ def marlin_24(bits: int, group: int, num_in: int = 512) -> Stored:
     q = codes(-half, half - 1, num_in)
     s = scales(num_in // group if group else 1)
     weight = q * mask * spread(s, num_in)
-    kept = (q[mask] + half).reshape(NUM_OUT, num_in // 2).t()  # [in / 2, out]
-    tiles = kept.reshape(num_in // 32, 16, NUM_OUT // 16, 16).transpose(1, 2).reshape(-1, 1024)
+    nonzero = (q[mask] + half).reshape(NUM_OUT, num_in // 2).t()  # [in / 2, out]
+    tiles = nonzero.reshape(num_in // 32, 16, NUM_OUT // 16, 16).transpose(1, 2).reshape(-1, 1024)
     order = []
     for lane in range(32):
         column, rows = lane // 4, [2 * (lane % 4) + r for r in (0, 1, 8, 9)]

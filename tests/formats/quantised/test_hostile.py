@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,10 +50,10 @@ def test_a_layer_left_alone_is_read_as_it_is(method: str) -> None:
 def test_lists_of_layers_left_alone_are_followed(method: str, key: str, value: list[str]) -> None:
     config, tensors = good()[method]
     name = "layers.3.mlp.l"
-    own = {tensor_name.replace("l.", f"{name}.", 1): tensor for tensor_name, tensor in tensors.items()}
-    assert read((config, own), name).scales is not None
+    renamed = {tensor_name.replace("l.", f"{name}.", 1): tensor for tensor_name, tensor in tensors.items()}
+    assert read((config, renamed), name).scales is not None
     plain = torch.randn(8, 16)
-    weight = read((config | {key: value}, own | {f"{name}.weight": plain}), name)
+    weight = read((config | {key: value}, renamed | {f"{name}.weight": plain}), name)
     assert weight.scales is None
     assert torch.equal(weight.codes, plain)
 
@@ -105,9 +106,9 @@ def test_a_tensor_of_another_type_is_named(method: str, name: str) -> None:
 
 def poisoned(value: float) -> Callable[[Tensor], Tensor]:
     def change(tensor: Tensor) -> Tensor:
-        made = tensor.clone()
-        made.view(-1)[0] = value
-        return made
+        result = tensor.clone()
+        result.view(-1)[0] = value
+        return result
 
     return change
 
@@ -151,6 +152,19 @@ def test_a_group_index_out_of_range_is_refused(wrong: int) -> None:
     g_idx[5] = wrong
     with pytest.raises(CheckpointError, match=r"l\.g_idx has groups .* shape \[128\], expected 0 to 1"):
         read((config, tensors | {"l.g_idx": g_idx}))
+
+
+@pytest.mark.parametrize("unfilled", [0, -1])
+@pytest.mark.parametrize("method", ["gptq", "compressed-tensors"])
+def test_a_group_index_that_was_never_filled_has_no_effect(method: str, unfilled: int) -> None:
+    """Of writers without act-order. Every input with the scale of group 0 would be another model."""
+    config, tensors = good()[method]
+    name = "l.g_idx" if method == "gptq" else "l.weight_g_idx"
+    plain = read((config, {key: value for key, value in tensors.items() if key != name}))
+    index = torch.full((128,), unfilled, dtype=torch.int32)
+    assert np.array_equal(read((config, tensors | {name: index})).dequantize(), plain.dequantize())
+    swapped = torch.arange(128, dtype=torch.int32).flip(0) // 64
+    assert not np.array_equal(read((config, tensors | {name: swapped})).dequantize(), plain.dequantize())
 
 
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
@@ -229,10 +243,10 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "changes", "said"), CONFIGS, ids=lambda part: str(part)[:40])
-def test_a_config_that_does_not_fit_is_refused(method: str, changes: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("method", "changes", "text"), CONFIGS, ids=lambda part: str(part)[:40])
+def test_a_config_that_does_not_fit_is_refused(method: str, changes: dict[str, Any], text: str) -> None:
     config, tensors = good()[method]
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=text):
         read((config | changes, tensors))
 
 
@@ -273,8 +287,8 @@ def test_any_config_is_refused_or_read(data: st.DataObject) -> None:
     """No error but a CheckpointError, whatever stands under a key that the reader looks at."""
     config, tensors = good()[data.draw(st.sampled_from(METHODS))]
     weights = config.get("config_groups", {}).get("group_0", {}).get("weights", {})
-    said = config.get("note", {})
-    places = (config, weights, said, said.get("_data"), config.get("dynamic"), config.get("extra_config"))
+    response = config.get("note", {})
+    places = (config, weights, response, response.get("_data"), config.get("dynamic"), config.get("extra_config"))
     places += (config.get("global_quant_config", {}).get("weight"),)
     place = data.draw(st.sampled_from([place for place in places if place]))
     names = [*place, "modules_to_not_convert", "ignore", "checkpoint_format", "sparsity_config", "block_structure"]

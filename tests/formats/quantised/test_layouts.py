@@ -15,8 +15,8 @@ from headrace.quant.base import QWeight
 FACTS = ("l.shape", "l.bitmask", "l.packing", "l.nbits", "l.axis", "l.group_size", "l.quant_scale")
 
 
-def distance(found: QWeight, stored: Stored) -> float:
-    weight = found.dequantize()
+def distance(result: QWeight, stored: Stored) -> float:
+    weight = result.dequantize()
     assert weight.shape == stored.weight.shape
     return float((weight - stored.weight).abs().max() / stored.weight.abs().max())
 
@@ -24,9 +24,9 @@ def distance(found: QWeight, stored: Stored) -> float:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_codes_stand_for_the_weights(name: str) -> None:
     stored = LAYOUTS[name]()
-    found = read((stored.config, stored.tensors))
-    assert (found.scales is None) == (name == "hqq, groups of outputs")
-    assert distance(found, stored) < 1e-6
+    content = read((stored.config, stored.tensors))
+    assert (content.scales is None) == (name == "hqq, groups of outputs")
+    assert distance(content, stored) < 1e-6
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -49,8 +49,8 @@ def test_control_a_changed_tensor_is_seen(name: str) -> None:
 def test_a_rule_can_leave_a_layer_plain(method: str, key: str, rule: str) -> None:
     plain = torch.randn(8, 16)
     config = {"quant_method": method, "bits": 4, "group_size": 8, "packing_format": "auto_round"}
-    own = {} if rule.startswith("-:") else {"bits": 16}
-    weight = read((config | {key: {rule: own, ".*": {"bits": 2}}}, {"l.weight": plain, "l.qweight": plain}))
+    settings = {} if rule.startswith("-:") else {"bits": 16}
+    weight = read((config | {key: {rule: settings, ".*": {"bits": 2}}}, {"l.weight": plain, "l.qweight": plain}))
     assert weight.scales is None
     assert torch.equal(weight.codes, plain)
 
@@ -67,21 +67,21 @@ def test_the_first_rule_decides_and_a_name_precedes_patterns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "part", "said"),
+    ("name", "part", "text"),
     [
         ("sparse-24-bitmask", "l.bitmask", "does not mark half of each row"),
         ("marlin-24, groups", "l.meta", "has one place twice in four"),
     ],
 )
-def test_places_that_are_not_two_in_four_are_refused(name: str, part: str, said: str) -> None:
+def test_places_that_are_not_two_in_four_are_refused(name: str, part: str, text: str) -> None:
     stored = LAYOUTS[name]()
     wrong = torch.zeros_like(stored.tensors[part])
-    with pytest.raises(CheckpointError, match=rf"{part}.*{said}"):
+    with pytest.raises(CheckpointError, match=rf"{part}.*{text}"):
         read((stored.config, stored.tensors | {part: wrong}))
 
 
 @pytest.mark.parametrize(
-    ("part", "value", "said"),
+    ("part", "value", "text"),
     [
         ("packing", [ord(letter) for letter in "5bit_u8"], "packing, .* is '5bit_u8', expected one of 8bit_u8"),
         ("packing", [ord(letter) for letter in "2bit_u8"], "W_q is uint8 with shape"),
@@ -94,10 +94,10 @@ def test_places_that_are_not_two_in_four_are_refused(name: str, part: str, said:
         ("shape", [0, 128], r"shape is \[0, 128\]"),
     ],
 )
-def test_facts_of_hqq_that_do_not_fit_are_refused(part: str, value: Any, said: str) -> None:
+def test_facts_of_hqq_that_do_not_fit_are_refused(part: str, value: Any, text: str) -> None:
     stored = LAYOUTS["hqq"]()
     wrong = torch.tensor(value, dtype=stored.tensors[f"l.{part}"].dtype)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=text):
         read((stored.config, stored.tensors | {f"l.{part}": wrong}))
 
 
@@ -106,15 +106,15 @@ def test_sparse_floats_are_dense_weights() -> None:
     values = stored.tensors["l.compressed"].bfloat16()
     parts = {"l.compressed": values, "l.bitmask": stored.tensors["l.bitmask"], "l.shape": stored.tensors["l.shape"]}
     config = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
-    found = read((config, parts))
-    assert found.scales is None
+    content = read((config, parts))
+    assert content.scales is None
     factors = stored.tensors["l.weight_scale"]
-    torch.testing.assert_close(found.dequantize() * factors, stored.weight)
+    torch.testing.assert_close(content.dequantize() * factors, stored.weight)
 
 
 def test_factors_of_the_inputs_are_those_of_columns() -> None:
     """torchao's AWQ and SmoothQuant divide the weights by what they multiply the inputs with."""
     stored = LAYOUTS["torchao int4"]()
     factors = torch.rand(stored.weight.shape[1]) + 0.5
-    found = read((stored.config, stored.tensors | {"l._weight_act_pre_scale": factors}))
-    torch.testing.assert_close(found.dequantize(), stored.weight * factors)
+    content = read((stored.config, stored.tensors | {"l._weight_act_pre_scale": factors}))
+    torch.testing.assert_close(content.dequantize(), stored.weight * factors)

@@ -74,8 +74,8 @@ def test_compressed_tensors_decompresses_to_the_same_weights(tmp_path: Path, cas
     for name in NAMES:
         state = {key.removeprefix(f"{name}."): part for key, part in tensors.items() if key.startswith(f"{name}.")}
         state["weight_scale"] = state["weight_scale"].float()
-        found = reader.decompress(state, scheme)["weight"].float()
-        torch.testing.assert_close(found, own_weight(out, "compressed-tensors", name, config), rtol=1e-6, atol=1e-7)
+        result = reader.decompress(state, scheme)["weight"].float()
+        torch.testing.assert_close(result, own_weight(out, "compressed-tensors", name, config), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", ["int4", "int4-asym", "int4-act-order"])
@@ -86,8 +86,8 @@ def test_transformers_loads_the_directory(tmp_path: Path, case: str) -> None:
     loading = CompressedTensorsConfig(run_compressed=False)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=loading)
     expected = formats.logits_of(model.eval())
-    found = follow(load(out, backend="torch_ref", dtype="float32"), TOKEN_IDS, [len(TOKEN_IDS)])
-    assert distance(found, expected) < ROUNDED
+    actual = follow(load(out, backend="torch_ref", dtype="float32"), TOKEN_IDS, [len(TOKEN_IDS)])
+    assert distance(actual, expected) < ROUNDED
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -97,14 +97,14 @@ def test_auto_round_unpacks_gptq_to_the_same_weights(tmp_path: Path, bits: int, 
     reader = formats.part_of("auto_round", "auto_round_extension.torch.qlinear_torch_zp", **shells)
     out, tensors, config = made(tmp_path, "gptq", "gptq", bits=bits, **changes)
     for name in NAMES:
-        own = own_weight(out, "gptq", name, config)
-        layer = reader.QuantLinear(bits, config["group_size"], own.shape[1], own.shape[0], False)
+        ours = own_weight(out, "gptq", name, config)
+        layer = reader.QuantLinear(bits, config["group_size"], ours.shape[1], ours.shape[0], False)
         for part in ("qweight", "qzeros", "scales", "g_idx"):
             setattr(layer, part, tensors[f"{name}.{part}"])
         layer.scales = layer.scales.float()
         with torch.inference_mode():
-            found = layer(torch.eye(own.shape[1])).float().reshape(own.shape[1], own.shape[0]).t()
-        torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-7)
+            result = layer(torch.eye(ours.shape[1])).float().reshape(ours.shape[1], ours.shape[0]).t()
+        torch.testing.assert_close(result, ours, rtol=1e-6, atol=1e-7)
 
 
 def test_autoawq_unpacks_awq_to_the_same_weights(tmp_path: Path) -> None:
@@ -120,5 +120,5 @@ def test_autoawq_unpacks_awq_to_the_same_weights(tmp_path: Path) -> None:
     out, tensors, config = made(tmp_path, "awq", "awq")
     for name in NAMES:
         parts = [tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales")]
-        found = reader.dequantize_gemm(parts[0], parts[1], parts[2].float(), 4, 64).t()
-        torch.testing.assert_close(found, own_weight(out, "awq", name, config), rtol=1e-6, atol=1e-7)
+        result = reader.dequantize_gemm(parts[0], parts[1], parts[2].float(), 4, 64).t()
+        torch.testing.assert_close(result, own_weight(out, "awq", name, config), rtol=1e-6, atol=1e-7)

@@ -52,16 +52,16 @@ def test_each_part_has_its_own_form(stored: Path) -> None:
 
 @pytest.mark.parametrize("activations", ["int8", "16bit"])
 def test_both_backends_mean_the_same(stored: Path, activations: str) -> None:
-    own, reference = (
+    native, reference = (
         load(stored, activations=activations, **OPTIONS),
         load(stored, backend="torch_ref", dtype="float32"),
     )
-    pairs = zip(*(matrices(runner.program.model) for runner in (own, reference)), strict=True)
+    pairs = zip(*(matrices(runner.program.model) for runner in (native, reference)), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     expected = follow(reference, IDS, [len(IDS)])
-    found = follow(own, IDS, [len(IDS)])
-    assert distance(found, expected) < (1e-5 if activations == "16bit" else 0.05)
-    assert torch.equal(follow(own, IDS, [1, 9, 2, 48]), found)
+    actual = follow(native, IDS, [len(IDS)])
+    assert distance(actual, expected) < (1e-5 if activations == "16bit" else 0.05)
+    assert torch.equal(follow(native, IDS, [1, 9, 2, 48]), actual)
 
 
 def test_a_backend_without_parts_holds_them_widened_and_says_so(stored: Path, caplog: pytest.LogCaptureFixture) -> None:

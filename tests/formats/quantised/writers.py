@@ -49,8 +49,8 @@ def hqq(directory: Path) -> Tensor:
             continue
         linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         linear.weight.data = tensors.pop(name)
-        made = core.BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
-        layer = core.HQQLinear(linear, made, compute_dtype=torch.float32, device="cpu")
+        base_quantize_config = core.BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+        layer = core.HQQLinear(linear, base_quantize_config, compute_dtype=torch.float32, device="cpu")
         layer.encoded_state_dict = True
         stem = name.removesuffix("weight")
         tensors |= {stem + key: part.contiguous() for key, part in layer.state_dict().items() if part is not None}

@@ -20,8 +20,8 @@ def to_bf16(x: Floats) -> Array:
 
 
 def from_bf16(bits: Array) -> Floats:
-    found: Floats = (bits.astype(np.uint32) << 16).view(np.float32)
-    return found
+    result: Floats = (bits.astype(np.uint32) << 16).view(np.float32)
+    return result
 
 
 def to_half_byte(x: Floats, num_bits: int, drop: int) -> Array:
@@ -93,7 +93,9 @@ class Cache:
         tiles = -(-num_slots // 16)
         fill, scale = encoded(np.full(1, rubbish, np.float32), kind)
         self.packing = {"key": places(head_dim, "key"), "value": places(self.value_dim, "value")}
-        rows, row = (max(byte for byte, _ in own) + 1 if kind == "int4" else len(own) for own in self.packing.values())
+        rows, row = (
+            max(byte for byte, _ in value) + 1 if kind == "int4" else len(value) for value in self.packing.values()
+        )
         self.k = np.full((tiles, kv_heads, rows, 16), fill[0])
         self.v = np.full((tiles, kv_heads, 16, row), fill[0])
         if kind == "int4":
@@ -108,12 +110,12 @@ class Cache:
         tile, lane = slots // 16, slots % 16
         for what, x in (("key", keys), ("value", values))[: 1 if self.shares else 2]:
             codes, scales = encoded(x, self.kind)
-            own = (self.k_scale if what == "key" else self.v_scale).swapaxes(1, -1)  # [tiles, 16, (2,) kv_heads]
+            swapaxes = (self.k_scale if what == "key" else self.v_scale).swapaxes(1, -1)  # [tiles, 16, (2,) kv_heads]
             if self.kind == "int4":
-                own[tile, lane] = to_bf16(scales.swapaxes(1, 2))
+                swapaxes[tile, lane] = to_bf16(scales.swapaxes(1, 2))
                 codes = self.packed(codes, what)
             else:
-                own[tile, lane] = scales
+                swapaxes[tile, lane] = scales
             if what == "key":
                 self.k[tile, :, :, lane] = codes
             else:
@@ -122,25 +124,25 @@ class Cache:
     def packed(self, codes: Array, what: str) -> Array:
         """Codes of int4 [R, kv_heads, head_dim], two in a byte."""
         num_bytes = self.k.shape[2] if what == "key" else self.v.shape[3]
-        made = np.zeros((*codes.shape[:-1], num_bytes), np.uint8)
+        values = np.zeros((*codes.shape[:-1], num_bytes), np.uint8)
         for d, (byte, bit) in enumerate(self.packing[what]):
-            made[..., byte] |= codes[..., d] << bit
-        return made
+            values[..., byte] |= codes[..., d] << bit
+        return values
 
     def get(self, slots: Array) -> tuple[Floats, Floats, Floats, Floats]:
         """Keys and values [R, kv_heads, D] without scales, and the two scales [R, kv_heads] (int4: [..., 2])."""
         tile, lane = slots // 16, slots % 16
-        found = []
+        result = []
         for what, codes in (("key", self.k[tile, :, :, lane]), ("value", self.v[tile, :, lane])):
             if self.kind == "int4":
                 codes = np.stack([codes[..., byte] >> bit & 15 for byte, bit in self.packing[what]], -1)
-            found.append(decoded(codes, self.kind))
-        scales = [own.swapaxes(1, -1)[tile, lane] for own in (self.k_scale, self.v_scale)]
+            result.append(decoded(codes, self.kind))
+        scales = [scale.swapaxes(1, -1)[tile, lane] for scale in (self.k_scale, self.v_scale)]
         if self.kind == "int4":
-            scales = [from_bf16(own).swapaxes(1, 2) for own in scales]
+            scales = [from_bf16(scale).swapaxes(1, 2) for scale in scales]
         if self.shares:
-            return found[0], found[0][..., : self.value_dim], scales[0], scales[0]
-        return found[0], found[1], scales[0], scales[1]
+            return result[0], result[0][..., : self.value_dim], scales[0], scales[0]
+        return result[0], result[1], scales[0], scales[1]
 
     def fields(self) -> Values:
         keys: Values = {"k": self.k} | ({"k_scale": self.k_scale} if self.kind in SCALED else {})

@@ -120,7 +120,7 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
     acc, extra = np.zeros((problem.heads, problem.cache.value_dim), np.float32), np.zeros(problem.heads, np.float32)
     k_least = v_least = None
     if problem.kind == "int4":
-        (k_scale, k_least), (v_scale, v_least) = (np.moveaxis(own, -1, 0) for own in (k_scale, v_scale))
+        (k_scale, k_least), (v_scale, v_least) = (np.moveaxis(sides, -1, 0) for sides in (k_scale, v_scale))
     for begin in range((low - origin) // SPAN * SPAN + origin, p + 1, SPAN):
         keys = np.arange(max(begin, low), min(begin + SPAN, p + 1))
         s = np.zeros((len(keys), problem.heads), np.float32)
@@ -297,8 +297,8 @@ def test_what_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(isa: s
             if what == "query":
                 problem.queries[0][at, 2] = bad
             elif kind in SCALED:
-                own = problem.cache.k_scale if what == "key" else problem.cache.v_scale
-                own[tile, 0, ..., lane] = 0x7FC0 if kind == "int4" else np.nan
+                k_scale = problem.cache.k_scale if what == "key" else problem.cache.v_scale
+                k_scale[tile, 0, ..., lane] = 0x7FC0 if kind == "int4" else np.nan
             elif what == "key":
                 problem.cache.k[tile, 0, :, lane] = fill.k.flat[0]
             else:
@@ -307,10 +307,10 @@ def test_what_is_not_finite_shows_in_the_rows_that_see_it_and_in_no_other(isa: s
             last = at + 1 if what == "query" else at + window if window else 150
             sees = np.zeros((150, 6), bool)
             sees[at:last, 2 if what == "query" else slice(0, 3)] = True
-            shown = ~np.isfinite(out[0].reshape(150, 6, 20))
+            has_nan = ~np.isfinite(out[0].reshape(150, 6, 20))
             # An infinite key may give a score of minus infinity, whose weight is 0.
             if what != "key" or np.isnan(bad) or kind in SCALED:
-                assert shown[sees].all()
-            assert not shown[~sees].any()
+                assert has_nan[sees].all()
+            assert not has_nan[~sees].any()
             assert same(out[0].reshape(150, 6, 20)[~sees], sound[0].reshape(150, 6, 20)[~sees])
             assert same(out[1], sound[1])

@@ -47,8 +47,8 @@ def rows_of(width: int) -> list[Floats]:
     return [*plain.astype(np.float32), tied, flat, masked, tower, np.full(width, -3e38, np.float32)]
 
 
-def bits_of(found: list[Candidates]) -> list[tuple[list[int], bytes, float]]:
-    return [(each.token_ids.tolist(), each.scaled.tobytes(), each.base) for each in found]
+def bits_of(result: list[Candidates]) -> list[tuple[list[int], bytes, float]]:
+    return [(each.token_ids.tolist(), each.scaled.tobytes(), each.base) for each in result]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -60,8 +60,8 @@ def test_the_same_bits_as_numpy(isa: str, width: int) -> None:
         greatest = [float(row.max()) for row in many]
         want = bits_of(select_all(rows, greatest[: len(rows)], cuts[: len(rows)]))
         for num_threads in (1, 2):
-            found = NativeSelect(Chooser(width, num_threads, isa, max_rows=5))(many, greatest, cuts)
-            assert bits_of(found) == want * 4, (cut, num_threads)
+            result = NativeSelect(Chooser(width, num_threads, isa, max_rows=5))(many, greatest, cuts)
+            assert bits_of(result) == want * 4, (cut, num_threads)
 
 
 @pytest.mark.sampled(3)
@@ -85,7 +85,7 @@ def test_rows_with_cuts_of_their_own() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_who_can_not_win_is_left_out_and_nobody_else(isa: str) -> None:
-    """Of wide pools few remain, with the bits that they had; among them is whoever wins among all."""
+    """Of wide pools few remain, with the bits that they had; among them is the winner among all."""
     rows = [row[:20_011] for row in rows_of(20_011)]
     native = NativeSelect(Chooser(20_011, 2, isa))
     for cut in (Cut(), Cut(temperature=3.0), Cut(floor=-9.0), Cut(temperature=2.0, top_p=0.95)):
@@ -112,12 +112,12 @@ def test_a_draw_below_the_bar_is_made_among_all() -> None:
     native = NativeSelect(Chooser(3001))
 
     def severe(x: list[Floats], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:
-        found = native(x, greatest, cuts)
-        return [dataclasses.replace(each, bar=1e9) if each.bar > -math.inf else each for each in found]
+        result = native(x, greatest, cuts)
+        return [dataclasses.replace(each, bar=1e9) if each.bar > -math.inf else each for each in result]
 
-    asked = [Row(SamplingParams(seed=3), 9, 1)] * len(rows)
-    drawn = [Sampler(3001, [], select).sample_rows(rows, asked) for select in (select_all, native, severe)]
-    assert drawn[0] == drawn[1] == drawn[2]
+    requests = [Row(SamplingParams(seed=3), 9, 1)] * len(rows)
+    samples = [Sampler(3001, [], select).sample_rows(rows, requests) for select in (select_all, native, severe)]
+    assert samples[0] == samples[1] == samples[2]
 
 
 def test_rows_that_lie_apart() -> None:
@@ -141,8 +141,8 @@ def test_control_another_exponential_is_caught() -> None:
     """numpy's own exp differs in last bits, which top_p may not: with weights of another scale the cut moves."""
     row = normals(1, 1, 5000)[0].astype(np.float32)
     want = select_all([row], [float(row.max())], [Cut(top_p=0.5)])
-    found = NativeSelect(Chooser(5000))([row], [float(row.max())], [Cut(top_p=0.5 + 2**-13)])
-    assert bits_of(found) != bits_of(want)
+    result = NativeSelect(Chooser(5000))([row], [float(row.max())], [Cut(top_p=0.5 + 2**-13)])
+    assert bits_of(result) != bits_of(want)
 
 
 def test_a_backend_offers_its_operator_where_rows_fit() -> None:

@@ -126,10 +126,10 @@ def test_gated_is_activation_times_the_other_half(isa: str, kind: int) -> None:
 def test_the_clamped_gate_holds_both_halves_and_hides_nothing(isa: str) -> None:
     x = normals(3, 40, 60, spread=6)
     gate, up = torch.from_numpy(x[:, :30]).clamp(max=7), torch.from_numpy(x[:, 30:]).clamp(-7, 7)
-    found = unary("gated", isa, x, kind=CLAMPED_SWIGLU)
+    actual = unary("gated", isa, x, kind=CLAMPED_SWIGLU)
     expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
-    assert same(found, unary("gated", "scalar", x, kind=CLAMPED_SWIGLU, num_threads=2))
+    torch.testing.assert_close(torch.from_numpy(actual), expected, rtol=1e-5, atol=1e-6)
+    assert same(actual, unary("gated", "scalar", x, kind=CLAMPED_SWIGLU, num_threads=2))
     for column, bad in ((0, np.inf), (1, np.nan), (32, -np.inf)):
         x[5, column] = bad
     assert np.isnan(unary("gated", isa, x, kind=CLAMPED_SWIGLU)[5, :3]).all()
@@ -146,8 +146,8 @@ def test_multiply_and_scale(isa: str, kind: int, with_residual: bool) -> None:
         narrow = x * unary("activation", isa, gate[:, :1].copy(), kind=kind)
         for values, gate_width in ((wide, width), (narrow, 1)):
             gates: Values = {"gate": gate, "ld_gate": width, "gate_width": gate_width}
-            found = unary("multiply", isa, x, kind=kind, num_threads=2, **gates, **more)
-            assert same(found, values + before if with_residual else values)
+            actual = unary("multiply", isa, x, kind=kind, num_threads=2, **gates, **more)
+            assert same(actual, values + before if with_residual else values)
         scaled = unary("scale", isa, x, factor=0.22, **more)
         expected = x * np.float32(0.22)
         assert same(scaled, expected + before if with_residual else expected)
@@ -161,22 +161,22 @@ def test_fused_quantisation_is_quantisation_of_the_result(isa: str, op: str) -> 
         x = x if op == "gated" else x[:, :width].copy()
         expected = quantized(unary(op, isa, x, kind=SILU), group)
         for num_threads in (1, 2):
-            found, out = Quantized(rows, width, group), padded(rows, width)
+            actual, out = Quantized(rows, width, group), padded(rows, width)
             values: Values = {"x": x, "ld_x": x.shape[1], "width": width, "kind": SILU}
-            call(op, isa, rows, num_threads=num_threads, **values, **found.fields())
-            assert found.agrees(expected), (rows, width, group)
-            found = Quantized(rows, width, group)
-            call(op, isa, rows, num_threads=num_threads, **values, **found.fields(), out=out, ld_out=out.shape[1])
-            assert found.agrees(expected)
+            call(op, isa, rows, num_threads=num_threads, **values, **actual.fields())
+            assert actual.agrees(expected), (rows, width, group)
+            actual = Quantized(rows, width, group)
+            call(op, isa, rows, num_threads=num_threads, **values, **actual.fields(), out=out, ld_out=out.shape[1])
+            assert actual.agrees(expected)
             assert same(out[:, :width], unary(op, isa, x, kind=SILU))
             assert untouched(out, width)
 
 
 def quantize(isa: str, x: Floats, group: int, num_threads: int = 1) -> Quantized:
     rows, width = x.shape
-    found = Quantized(rows, width, group)
-    call("quantize", isa, rows, num_threads=num_threads, x=x, ld_x=width, width=width, **found.fields())
-    return found
+    result = Quantized(rows, width, group)
+    call("quantize", isa, rows, num_threads=num_threads, x=x, ld_x=width, width=width, **result.fields())
+    return result
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -194,21 +194,21 @@ def test_quantise_by_the_formulas(isa: str) -> None:
 
 def test_quantise_rounds_to_even_and_keeps_within_an_eighth_of_a_percent() -> None:
     x = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5, -127, 126.5]], np.float32)
-    found = quantize("scalar", x, 8)
-    assert found.q[0, :8].tolist() == [127, 0, 2, 2, 0, -2, -127, 126]
+    result = quantize("scalar", x, 8)
+    assert result.q[0, :8].tolist() == [127, 0, 2, 2, 0, -2, -127, 126]
     x = normals(1, 10, 512)
-    found = quantize("scalar", x, 64)
-    back = found.q[:, :512].astype(np.float32) * np.repeat(found.scales[:, :8], 64, axis=1)
-    assert (np.abs(back - x).reshape(10, 8, 64).max(2) <= 0.5001 * found.scales[:, :8]).all()
+    result = quantize("scalar", x, 64)
+    back = result.q[:, :512].astype(np.float32) * np.repeat(result.scales[:, :8], 64, axis=1)
+    assert (np.abs(back - x).reshape(10, 8, 64).max(2) <= 0.5001 * result.scales[:, :8]).all()
 
 
 def test_truncation_in_place_of_rounding_shows() -> None:
     """Control: the comparison of codes sees one step."""
     expected = quantized(normals(1, 3, 64), 32)
-    found = quantize("scalar", normals(1, 3, 64), 32)
-    assert found.agrees(expected)
-    found.q[1, 5] += 1
-    assert not found.agrees(expected)
+    actual = quantize("scalar", normals(1, 3, 64), 32)
+    assert actual.agrees(expected)
+    actual.q[1, 5] += 1
+    assert not actual.agrees(expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -217,9 +217,9 @@ def test_truncation_in_place_of_rounding_shows() -> None:
 def test_what_is_not_finite_makes_its_scale_nan(isa: str, bad: float, at: int) -> None:
     x = normals(1, 3, 40)
     x[1, at] = bad
-    found = quantize(isa, x, 32)
-    assert np.isnan(found.scales[1, at // 32])
-    assert np.isfinite(found.scales[:, :2]).sum() == 5
+    result = quantize(isa, x, 32)
+    assert np.isnan(result.scales[1, at // 32])
+    assert np.isfinite(result.scales[:, :2]).sum() == 5
     y = unary("softcap", isa, x, cap=30.0)
     assert np.isnan(y[1, at])
     assert np.isfinite(y).sum() == 119
@@ -306,17 +306,19 @@ def test_permute(isa: str) -> None:
         expected = [x[row, orders[1 if row < rows // 2 else 2]] for row in range(rows)]
         assert same(unary("permute", isa, x, columns=orders, begin=begin, count=3), np.array(expected))
         codes = quantized(x[:, columns], 32)
-        found = quantized(np.zeros_like(x), 32)
-        call("permute", isa, rows, x=x, ld_x=width, width=width, columns=columns, begin=None, count=1, **found.fields())
-        assert np.array_equal(found.q, codes.q)
-        assert same(found.scales, codes.scales)
-        assert np.array_equal(found.sums, codes.sums)
+        actual = quantized(np.zeros_like(x), 32)
+        call(
+            "permute", isa, rows, x=x, ld_x=width, width=width, columns=columns, begin=None, count=1, **actual.fields()
+        )
+        assert np.array_equal(actual.q, codes.q)
+        assert same(actual.scales, codes.scales)
+        assert np.array_equal(actual.sums, codes.sums)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_finite(isa: str) -> None:
     for width in (1, 16, 37, 64, 200):
-        x, found = normals(1, 6, width, spread=1e37), np.full(6, 9, np.int32)
+        x, result = normals(1, 6, width, spread=1e37), np.full(6, 9, np.int32)
         x[1, 0], x[3, width // 2], x[4, width - 1] = np.nan, np.inf, -np.inf
-        call("finite", isa, 6, x=x, ld_x=width, width=width, finite=found)
-        assert found.tolist() == [1, 0, 1, 0, 0, 1]
+        call("finite", isa, 6, x=x, ld_x=width, width=width, finite=result)
+        assert result.tolist() == [1, 0, 1, 0, 0, 1]

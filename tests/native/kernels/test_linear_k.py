@@ -39,8 +39,8 @@ class Weights:
 
     def __init__(self, kind: str, num_out: int, num_in: int, *, seed: int = 7, raw: Array | None = None) -> None:
         self.kind, self.code, self.num_out, self.num_in = kind, K_TYPES[kind].code, num_out, num_in
-        made = random_blocks(kind, (num_out, num_in), seed)[0] if raw is None else raw
-        self.raw = np.ascontiguousarray(made)
+        result = random_blocks(kind, (num_out, num_in), seed)[0] if raw is None else raw
+        self.raw = np.ascontiguousarray(result)
         self.weight = decode(kind, self.raw)
         self.sub = self.weight.group
 
@@ -58,15 +58,15 @@ class Weights:
         return into
 
     def floats(self) -> Floats:
-        found: Floats = self.weight.dequantize().numpy()
-        return found
+        result: Floats = self.weight.dequantize().numpy()
+        return result
 
     def unpacked(self) -> Floats:
-        packed, made = self.packed(), np.full((self.num_out, self.num_in), np.nan, np.float32)
+        packed, result = self.packed(), np.full((self.num_out, self.num_in), np.nan, np.float32)
         for row in range(self.num_out):
-            at = made[row].ctypes.data
+            at = result[row].ctypes.data
             _native.unpack_row("k", packed.ctypes.data, self.num_out, self.num_in, ACT, self.code, row, at)
-        return made
+        return result
 
 
 def linear(
@@ -90,11 +90,11 @@ def defined(weights: Weights, q: Quantized, rows: int, *, backwards: bool = Fals
     groups = range(weights.num_in // sub)
     for g in reversed(groups) if backwards else groups:
         part = slice(g * sub, (g + 1) * sub)
-        own = q.q[:rows, part].astype(np.int64)
+        block_codes = q.q[:rows, part].astype(np.int64)
         scale = q.scales[:rows, g * sub // ACT, None]
-        acc = fma((own @ codes[:, part].T).astype(np.float32) * scale, scales[None, :, g], acc)
+        acc = fma((block_codes @ codes[:, part].T).astype(np.float32) * scale, scales[None, :, g], acc)
         if w.mins is not None:
-            acc = fma(own.sum(1, keepdims=True).astype(np.float32) * scale, w.mins.numpy()[None, :, g], acc)
+            acc = fma(block_codes.sum(1, keepdims=True).astype(np.float32) * scale, w.mins.numpy()[None, :, g], acc)
     return acc
 
 
@@ -106,8 +106,8 @@ def rows_of(rows: int, num_in: int, seed: int = 3) -> Quantized:
 def test_unpacked_rows_are_the_files_numbers_to_the_bit(kind: str, shared_data: Path) -> None:
     with safe_open(shared_data / "quant" / "gguf_block_vectors.safetensors", "np") as file:
         raw, expected = file.get_tensor(f"{kind}.raw"), file.get_tensor(f"{kind}.ref")
-    found = Weights(kind, 4, expected.size // 4, raw=raw.reshape(4, -1)).unpacked()
-    assert np.array_equal(found.ravel(), expected.ravel())
+    actual = Weights(kind, 4, expected.size // 4, raw=raw.reshape(4, -1)).unpacked()
+    assert np.array_equal(actual.ravel(), expected.ravel())
 
 
 @every_type

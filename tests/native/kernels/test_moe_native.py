@@ -122,28 +122,28 @@ class Groups(NamedTuple):
 
 def group(isa: str, ids: Array, weights: Floats, experts: int, num_threads: int = 1) -> Groups:
     rows, k = ids.shape
-    found = Groups(
+    groups = Groups(
         np.full(experts + 1, -1, np.int32), np.full(rows * k, -1, np.int32), np.full((rows, k), -1, np.int32),
         np.full(rows * k, np.nan, np.float32),
     )  # fmt: skip
-    values: Values = {"num_experts": experts, "begin": found.begin, "rows": found.rows, "places": found.places}
-    values |= {"pair_weights": found.weights}
+    values: Values = {"num_experts": experts, "begin": groups.begin, "rows": groups.rows, "places": groups.places}
+    values |= {"pair_weights": groups.weights}
     dims = call("moe_group", isa, rows, num_threads=num_threads, ids=ids, weights=weights, top_k=k, **values)
     assert dims == [rows * k, 0]
-    return found
+    return groups
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_group_lists_pairs_expert_by_expert(isa: str, num_threads: int) -> None:
     ids, weights = route(isa, normals(1, 70, 11), 3)
-    found = group(isa, ids, weights, 11, num_threads)
-    for e, (first, last) in enumerate(itertools.pairwise(found.begin.tolist())):
+    result = group(isa, ids, weights, 11, num_threads)
+    for e, (first, last) in enumerate(itertools.pairwise(result.begin.tolist())):
         where = np.argwhere(ids == e)
-        assert found.rows[first:last].tolist() == where[:, 0].tolist()
-        assert same(found.weights[first:last], weights[where[:, 0], where[:, 1]])
-    assert (np.diff(found.places) > 0).all()
-    assert (found.rows[found.places] == np.arange(70)[:, None]).all()
+        assert result.rows[first:last].tolist() == where[:, 0].tolist()
+        assert same(result.weights[first:last], weights[where[:, 0], where[:, 1]])
+    assert (np.diff(result.places) > 0).all()
+    assert (result.rows[result.places] == np.arange(70)[:, None]).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -220,7 +220,7 @@ def test_combine_adds_by_fma_in_the_order_of_experts(
         assert same(out[:, :width], expected)
         assert untouched(out, width)
     wrong = fma(weights[places[:, 1], None], x[places[:, 1]], np.zeros((5, width), np.float32))
-    assert not same(expected, wrong)  # control: one addend too few is told
+    assert not same(expected, wrong)  # control: one addend too few shows
 
 
 def linear_each(
@@ -255,10 +255,10 @@ def linear_each(
 def test_each_expert_multiplies_its_own_pairs(isa: str, num_threads: int) -> None:
     x, weights = normals(5, 40, 70), [normals(e, 150, 70) for e in range(4)]
     begin = np.array([0, 3, 3, 39, 40], np.int32)
-    found = linear_each(isa, x, weights, begin, num_threads, [0, 1, 2, 3])
+    result = linear_each(isa, x, weights, begin, num_threads, [0, 1, 2, 3])
     for e, (first, last) in enumerate(itertools.pairwise(begin.tolist())):
-        np.testing.assert_allclose(found[first:last], x[first:last] @ weights[e].T, atol=1e-4)
-    assert same(found, linear_each("scalar", x, weights, begin, 1, [0, 1, 2, 3]))
+        np.testing.assert_allclose(result[first:last], x[first:last] @ weights[e].T, atol=1e-4)
+    assert same(result, linear_each("scalar", x, weights, begin, 1, [0, 1, 2, 3]))
     some = linear_each(isa, x, weights, begin, num_threads, [0, 3])
-    assert same(some[[0, 1, 2, 39]], found[[0, 1, 2, 39]])
+    assert same(some[[0, 1, 2, 39]], result[[0, 1, 2, 39]])
     assert (some[3:39] == CANARY).all()  # the pairs of others are left alone

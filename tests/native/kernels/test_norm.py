@@ -109,7 +109,7 @@ def test_fused_quantisation_is_quantisation_of_the_norm(isa: str, op: str) -> No
         call(op, isa, rows, **values, **alone.fields())
         call(op, isa, rows, **values, **beside.fields(), out=out, ld_out=out.shape[1])
         expected = quantized(plain, group)
-        assert all(found.agrees(expected) for found in (alone, beside)), (rows, width, group)
+        assert all(actual.agrees(expected) for actual in (alone, beside)), (rows, width, group)
         assert same(out[:, :width].copy(), plain)
         assert untouched(out, width)
 
@@ -134,10 +134,10 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(isa: str, bad: float, 
     for y in (rms(isa, x, weight), layer(isa, x, weight, bias)):
         assert not np.isfinite(y[1]).all()
         assert np.isfinite(y[[0, 2]]).all()
-    found = Quantized(3, 37, 16)
-    call("rms_norm", isa, 3, x=x, ld_x=37, weight=weight, eps=EPS, heads=1, width=37, **found.fields())
-    assert np.isnan(found.scales[1, at // 16])
-    assert np.isfinite(found.scales[[0, 2], :3]).all()
+    result = Quantized(3, 37, 16)
+    call("rms_norm", isa, 3, x=x, ld_x=37, weight=weight, eps=EPS, heads=1, width=37, **result.fields())
+    assert np.isnan(result.scales[1, at // 16])
+    assert np.isfinite(result.scales[[0, 2], :3]).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -156,8 +156,8 @@ def test_rope_against_torch(isa: str) -> None:
         pairs = torch.complex(y[..., :32], y[..., 32:])
         angles = torch.complex(*(torch.from_numpy(t[problem.positions]).double() for t in (problem.cos, problem.sin)))
         turned = torch.view_as_real(pairs * angles[:, None]).transpose(-1, -2).flatten(-2).numpy()
-        found = x[:, :128].reshape(-1, 2, 64) if at is None else cache.get(at)[0]
-        np.testing.assert_allclose(found, turned, atol=2e-5)
+        result = x[:, :128].reshape(-1, 2, 64) if at is None else cache.get(at)[0]
+        np.testing.assert_allclose(result, turned, atol=2e-5)
 
 
 def one_row(numbers: Array, kind: str) -> Call:

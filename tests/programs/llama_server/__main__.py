@@ -76,8 +76,8 @@ def fetch() -> None:
             (archive,) = Path(folder).glob("*.tar.gz")
             with tarfile.open(archive) as tar:
                 vendor = f"{archive.name.removesuffix('.tar.gz')}/vendor/llama.cpp/"
-                wanted = tuple(vendor + part for part in UNPACKED)
-                tar.extractall(folder, [each for each in tar if each.name.startswith(wanted)], filter="data")
+                expected = tuple(vendor + part for part in UNPACKED)
+                tar.extractall(folder, [each for each in tar if each.name.startswith(expected)], filter="data")
             shutil.move(Path(folder) / f"llama_cpp_python-{VERSION}", TESTS.parents[4])
     if not (FOLDER / "environment" / "complete").exists():
         _run(sys.executable, "-m", "venv", "--clear", str(FOLDER / "environment"))

@@ -16,7 +16,7 @@ PROBE_S = 0.2
 """Seconds between two probes of a server that starts."""
 # What of a `ServerProcess` is not of its command line.
 STATE = ("process", "external_server", "ready", "_log")
-kept = types.SimpleNamespace(server=None, command=None)
+last = types.SimpleNamespace(server=None, command=None)
 
 
 def pytest_collection_modifyitems():
@@ -31,8 +31,8 @@ def pytest_collection_modifyitems():
     begin, end = utils.ServerProcess.start, utils.ServerProcess.stop
 
     def start(self, *args, **more):
-        if kept.server is not None and kept.command == command(self) and kept.server.process.poll() is None:
-            self.process = kept.server.process
+        if last.server is not None and last.command == command(self) and last.server.process.poll() is None:
+            self.process = last.server.process
             headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
             emptied = self.make_request("POST", "/reset_prefix_cache", headers=headers)
             assert emptied.status_code == 200, emptied.body
@@ -40,15 +40,15 @@ def pytest_collection_modifyitems():
             return
         leave(end)
         begin(self, *args, **more)
-        kept.server, kept.command = self, command(self)
+        last.server, last.command = self, command(self)
 
     def stop(self):
         utils.server_instances.discard(self)
-        if kept.server is None or self.process is not kept.server.process:
+        if last.server is None or self.process is not last.server.process:
             end(self)
 
     utils.ServerProcess.start, utils.ServerProcess.stop = start, stop
-    kept.end = end
+    last.end = end
 
 
 def command(server):
@@ -58,15 +58,15 @@ def command(server):
 
 
 def leave(end):
-    """End the server that was kept."""
-    server, kept.server = kept.server, None
+    """End the server that was last."""
+    server, last.server = last.server, None
     if server is not None:
         end(server)
 
 
 def pytest_sessionfinish():
-    if kept.server is not None:
-        leave(kept.end)
+    if last.server is not None:
+        leave(last.end)
 
 
 @pytest.hookimpl(hookwrapper=True)

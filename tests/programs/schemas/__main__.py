@@ -23,15 +23,17 @@ def main() -> int:
     options = parser.parse_args()
     campaign = Campaign()
     start = time.monotonic()
-    found = []
+    result = []
     for case in cases(options.folder):
         before = time.monotonic()
-        found.append(campaign.judge(case, options.documents))
+        result.append(campaign.judge(case, options.documents))
         if time.monotonic() - before > 10:
             print(f"{case.name}: {time.monotonic() - before:.0f} s", file=sys.stderr)
-    told = summary(found) | {"seconds": round(time.monotonic() - start, 1)}
-    print(json.dumps(told, ensure_ascii=False))
-    sound = told["coverage"] >= MIN_COVERAGE and not told["documents_invalid"] and not told["invalid_but_accepted"]
+    output = summary(result) | {"seconds": round(time.monotonic() - start, 1)}
+    print(json.dumps(output, ensure_ascii=False))
+    sound = (
+        output["coverage"] >= MIN_COVERAGE and not output["documents_invalid"] and not output["invalid_but_accepted"]
+    )
     return 0 if sound else 1
 
 

@@ -92,12 +92,12 @@ class Campaign:
             if (self.accepts(matcher, data) or (valid and self.accepts(matcher, in_order(data, case.schema)))) != valid
         ]
         # What a warning has told is no surprise.
-        told = any("format" in warning for warning in grammar.warnings)
-        unenforced = sum(not valid for valid, _ in wrong) if told else 0
-        wrong = [each for each in wrong if each[0] or not told]
-        drawn = [self.draw(matcher, case.name, place) for place in range(num_documents)]
-        ended = [text for text, why in drawn if not why]
-        invalid = [(text, said) for text in ended if (said := complaint(case.schema, text))]
+        output = any("format" in warning for warning in grammar.warnings)
+        unenforced = sum(not valid for valid, _ in wrong) if output else 0
+        wrong = [each for each in wrong if each[0] or not output]
+        samples = [self.draw(matcher, case.name, place) for place in range(num_documents)]
+        ended = [text for text, why in samples if not why]
+        invalid = [(text, reply) for text in ended if (reply := complaint(case.schema, text))]
         return Found(
             case.name,
             "",
@@ -106,8 +106,8 @@ class Campaign:
             wrong,
             len(ended),
             invalid,
-            sum(why == CUT for _, why in drawn),
-            [why for _, why in drawn if why not in ("", CUT)],
+            sum(why == CUT for _, why in samples),
+            [why for _, why in samples if why not in ("", CUT)],
             unenforced,
         )
 
@@ -121,7 +121,7 @@ class Campaign:
         """A document of random choices among the tokens that are allowed, ends preferred, and why it is none."""
         copy = matcher.deep_copy()
         dice = random.Random(f"{name} {seed}")
-        said = bytearray()
+        token = bytearray()
         for num in range(MAX_TOKENS):
             if copy.is_stopped() and not copy.is_error():
                 break
@@ -137,12 +137,12 @@ class Campaign:
             # The longer the document, the more it wants to close what is open.
             closing = [i for i in allowed if self.vocabulary.tokens[i][:1] in (b'"', b"]", b"}", b",")]
             token_id = dice.choice(closing if closing and dice.random() < num / 200 else allowed)
-            said += self.vocabulary.tokens[token_id]
+            token += self.vocabulary.tokens[token_id]
             if not copy.consume_token(token_id):
                 return "", copy.get_error()
         else:
             return "", CUT
-        return said.decode(), ""
+        return token.decode(), ""
 
 
 def in_order(data: Any, schema: dict[str, Any]) -> Any:
@@ -178,7 +178,7 @@ def complaint(schema: dict[str, Any], text: str) -> str:
     Numbers are read exactly, and as doubles: jsonschema rounds some, and takes offence at what it has rounded.
     """
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    said = ""
+    reply = ""
     for read in (int, float):
         try:
             document = json.loads(text, parse_int=lambda digits: (int if len(digits) < 17 else read)(digits))  # noqa: B023
@@ -190,41 +190,43 @@ def complaint(schema: dict[str, Any], text: str) -> str:
             return f"not judged: {type(problem).__name__}"
         if error is None:
             return ""
-        said = said or error.message[:200]
-    return said
+        reply = reply or error.message[:200]
+    return reply
 
 
 def reason(refused: str) -> str:
     """A refusal without its places, to be counted."""
-    said = refused.removeprefix("one that headrace can hold an answer to; here")
-    said = re.sub(r"at #\S*", "", said).strip(": ,")
-    return re.sub(r"\s+", " ", said)[:80]
+    text = refused.removeprefix("one that headrace can hold an answer to; here")
+    text = re.sub(r"at #\S*", "", text).strip(": ,")
+    return re.sub(r"\s+", " ", text)[:80]
 
 
-def summary(found: list[Found]) -> dict[str, Any]:
+def summary(result: list[Found]) -> dict[str, Any]:
     """The counts of a campaign, as they are printed and kept."""
-    taken = [each for each in found if not each.refused]
-    instances = sum(each.num_instances for each in taken)
-    wrong = [(each.name, valid, text) for each in taken for valid, text in each.wrong]
-    unenforced = sum(each.unenforced for each in taken)
-    invalid = [(each.name, *what) for each in taken for what in each.invalid]
+    eaches = [each for each in result if not each.refused]
+    instances = sum(each.num_instances for each in eaches)
+    wrong = [(each.name, valid, text) for each in eaches for valid, text in each.wrong]
+    unenforced = sum(each.unenforced for each in eaches)
+    invalid = [(each.name, *what) for each in eaches for what in each.invalid]
     unjudged = [what for what in invalid if what[2].startswith("not judged")]
     return {
-        "schemas": len(found),
-        "taken": len(taken),
-        "coverage": round(len(taken) / max(1, len(found)), 4),
-        "taken_with_warnings": sum(bool(each.warnings) for each in taken),
+        "schemas": len(result),
+        "taken": len(eaches),
+        "coverage": round(len(eaches) / max(1, len(result)), 4),
+        "taken_with_warnings": sum(bool(each.warnings) for each in eaches),
         "instances": instances,
         "instances_judged_right": instances - len(wrong) - unenforced,
         "valid_but_rejected": sum(valid for _, valid, _ in wrong),
         "invalid_but_accepted": sum(not valid for _, valid, _ in wrong),
         "invalid_for_a_format_that_is_not_enforced": unenforced,
-        "documents": sum(each.documents for each in taken),
+        "documents": sum(each.documents for each in eaches),
         "documents_invalid": len(invalid) - len(unjudged),
         "documents_not_judged": len(unjudged),
-        "documents_cut_for_length": sum(each.cut for each in taken),
-        "documents_failed": dict(Counter(reason(why) for each in taken for why in each.failed).most_common()),
-        "refused_by_reason": dict(Counter(reason(each.refused) for each in found if each.refused).most_common()),
+        "documents_cut_for_length": sum(each.cut for each in eaches),
+        "documents_failed": dict(Counter(reason(why) for each in eaches for why in each.failed).most_common()),
+        "refused_by_reason": dict(Counter(reason(each.refused) for each in result if each.refused).most_common()),
         "wrong_instances": [[name, valid, text[:200]] for name, valid, text in wrong],
-        "invalid_documents": [[name, text[:200], said] for name, text, said in invalid if not said.startswith("not j")],
+        "invalid_documents": [
+            [name, text[:200], reply] for name, text, reply in invalid if not reply.startswith("not j")
+        ],
     }

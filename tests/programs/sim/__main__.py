@@ -25,7 +25,7 @@ REPLAY_EVERY = 20
 
 
 def run_seed(seed: int, num_steps: int, keep_log: bool = False) -> Report:
-    """One seed; a violation is told in the report, with the step. Every second one has several kinds of cache."""
+    """One seed; the report has a violation with its step. Every second one has several kinds of cache."""
     simulation = Simulation(seed, keep_log=keep_log, overlapping=seed % 3 == 2, kinds=seed % 2 == 1)
     try:
         simulation.run(num_steps)

@@ -29,9 +29,9 @@ class Bench:
         self.tokens, self.finished, self.started = {}, {}, {}
         self.prompt_logprobs = {}
 
-    def add(self, name, prompt, **given):
-        fields = {name: given.pop(name) for name in list(given) if name in Request.__struct_fields__}
-        params = SamplingParams(**{"seed": 1, "max_tokens": 4, **given})
+    def add(self, name, prompt, **inputs):
+        fields = {name: inputs.pop(name) for name in list(inputs) if name in Request.__struct_fields__}
+        params = SamplingParams(**{"seed": 1, "max_tokens": 4, **inputs})
         if isinstance(prompt, int):
             prompt = list(range(1, prompt + 1))
         request = Request(request_id=name, prompt_token_ids=prompt, params=params, **fields)

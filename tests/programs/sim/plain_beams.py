@@ -21,14 +21,14 @@ def plain_beams(tops: Tops, params: BeamSearchParams, stop_ids: frozenset[int], 
     running: list[list[Answer]] = [[(0.0, 0.0, [])] for _ in range(groups)]
     done: list[list[Answer]] = [[] for _ in range(groups)]
     for length in range(1, max_tokens + 1):
-        taken: list[int] = []
+        chosen_ids: list[int] = []
         for g in range(groups):
             if not running[g]:
                 continue
             every = []
             for place, (ranked, total, ids) in enumerate(running[g]):
                 for token, logprob in tops(ids):
-                    worth = logprob - params.diversity_penalty * taken.count(token) + ranked
+                    worth = logprob - params.diversity_penalty * chosen_ids.count(token) + ranked
                     every.append((-worth, place, token, logprob + total))
             every.sort()
             every = every[: max(2, 1 + len(stop_ids)) * width]
@@ -40,11 +40,11 @@ def plain_beams(tops: Tops, params: BeamSearchParams, stop_ids: frozenset[int], 
             done[g] = sorted(done[g], key=lambda answer: -answer[0])[:width]
             going = [(-m, total, [*running[g][place][2], token]) for m, place, token, total in every]
             running[g] = [beam for beam in going if beam[2][-1] not in stop_ids][:width]
-            taken += [beam[2][-1] for beam in running[g]]
+            chosen_ids += [beam[2][-1] for beam in running[g]]
             if running[g] and len(done[g]) == width:
                 reach = max_tokens if params.early_stopping == "never" and params.length_penalty > 0 else length
                 hope = running[g][0][0] / reach**params.length_penalty
                 if params.early_stopping is True or hope <= done[g][-1][0]:
                     running[g] = []
-    found = sorted((answer for group in done for answer in group), key=lambda answer: -answer[0])
-    return found[: params.num_answers]
+    answers = sorted((answer for group in done for answer in group), key=lambda answer: -answer[0])
+    return answers[: params.num_answers]

@@ -431,9 +431,10 @@ class Simulation:
         columns = dict(zip(output.request_ids, output.token_ids, strict=True))
         for name, tokens in columns.items():
             sampled = [tokens[0], *further.get(name, [])]
-            wanted = sampled[1:] + forced.get(name, [])
-            if tokens[1:] != wanted[: len(tokens) - 1] or (len(tokens) <= len(wanted) and name not in output.finished):
-                raise Violation(f"I-12: {name} got {tokens[1:]} after its token, {wanted} were to follow")
+            expected = sampled[1:] + forced.get(name, [])
+            is_cut = len(tokens) <= len(expected) and name not in output.finished
+            if tokens[1:] != expected[: len(tokens) - 1] or is_cut:
+                raise Violation(f"I-12: {name} got {tokens[1:]} after its token, {expected} were to follow")
             self.report.events["forced"] += len(tokens) - 1
             account = self.accounts[name]
             for token in sampled:
@@ -446,12 +447,12 @@ class Simulation:
 
     def _check_beams(self, account: Account, result: BeamResult | None, finish: Finish) -> None:
         name, beams = account.request.request_id, result.beams if result else []
-        found = [(beam.score, beam.cumulative_logprob, beam.token_ids) for beam in beams]
-        if found != account.beams:
-            raise Violation(f"I-13: the beams of {name} are {found}, not {account.beams}")
+        outcome = [(beam.score, beam.cumulative_logprob, beam.token_ids) for beam in beams]
+        if outcome != account.beams:
+            raise Violation(f"I-13: the beams of {name} are {outcome}, not {account.beams}")
         if not result or finish != beams[0].finish or not 0 < result.num_blocks <= result.num_blocks_unshared:
             raise Violation(f"I-12: {name} ended by {finish} with {result}")
-        self.report.events["beams found"] += len(found)
+        self.report.events["beams found"] += len(outcome)
         self.report.events["beam blocks"] += result.num_blocks
         self.report.events["beam blocks unshared"] += result.num_blocks_unshared
 

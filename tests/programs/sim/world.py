@@ -89,7 +89,7 @@ def draw_world(rng: Random, kinds: bool = False) -> World:
     rates["arrival"] = rng.choice([0.1, 0.3, 0.8])
     rates["late sampler"] = rng.choice([0, 0, 0.05, 0.3])
     rates["chunk failure"] = rng.choice([0, 0, 0, 0.005, 0.03])
-    made = World(
+    world = World(
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=rng.choice([1, 2, rng.randint(2, 8), 16]),
@@ -111,9 +111,9 @@ def draw_world(rng: Random, kinds: bool = False) -> World:
         longest=min(max_model_len, room + 1),
     )
     # Not drawn, so that seeds of long ago still mean the same world.
-    if made.policy == "priority" and made.max_alive == 12:
-        made = replace(made, policy="fair")
-    return with_kinds(made) if kinds else made
+    if world.policy == "priority" and world.max_alive == 12:
+        world = replace(world, policy="fair")
+    return with_kinds(world) if kinds else world
 
 
 def with_kinds(world: World) -> World:

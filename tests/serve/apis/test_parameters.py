@@ -1,4 +1,4 @@
-"""Request parameters that clients of other engines send: each works, is told in `warnings`, or is refused by name.
+"""Request parameters that clients of other engines send: each works, is named in `warnings`, or is refused by name.
 
 The names are those of vLLM, SGLang, OpenAI, llama-server and Ollama; the values are ones that ask for something.
 """
@@ -83,7 +83,7 @@ def verdict(live: Live, path: str, name: str, value: Any) -> str:
         assert message.startswith(name), message
         return "refused"
     assert reply.status_code == 200, reply.text
-    if any(told.startswith(f"{name}: ") for told in reply.json().get("warnings", ())):
+    if any(output.startswith(f"{name}: ") for output in reply.json().get("warnings", ())):
         return "told"
     return "works" if name in kind.__struct_fields__ else "dropped"
 
@@ -97,8 +97,8 @@ def test_options_of_ollama_work_or_are_told(live: Live) -> None:
     options = {"num_ctx": 9, "num_keep": 4, "tfs_z": 0.5, "penalize_newline": False, "unheard_of": 1}
     options |= dict.fromkeys(ollama_request.LOADING, 1)
     body = {"model": "fake", "prompt": "x", "stream": False, "options": options | {"num_predict": 2}}
-    told = {line.partition(": ")[0] for line in live.post("/api/generate", body).json()["warnings"]}
-    assert told == {f"options.{name}" for name in options}
+    output = {line.partition(": ")[0] for line in live.post("/api/generate", body).json()["warnings"]}
+    assert output == {f"options.{name}" for name in options}
     assert not set(ollama_request.Options.__struct_fields__) & set(ollama_request.LOADING)
 
 

@@ -78,11 +78,11 @@ SAID: dict[str, tuple[Callable[[list[Message]], Read], Message, str]] = {
 
 @pytest.mark.parametrize("name", SAID)
 def test_what_the_user_has_just_said_must_be_read_and_what_came_before_need_not(name: str) -> None:
-    read, said, text = SAID[name]
-    for new in ([said], [MORE, SO, said], [MORE, SO, said, MORE]):
+    read, reply, text = SAID[name]
+    for new in ([reply], [MORE, SO, reply], [MORE, SO, reply, MORE]):
         with pytest.raises((RequestError, UnsupportedError), match="text"):
             read(copy.deepcopy(new))
-    messages, warnings = read([said, SO, MORE])
+    messages, warnings = read([reply, SO, MORE])
     assert plain(messages[0]).startswith(text)
     assert len(warnings) == 1
     assert "text" in warnings[0]
@@ -120,9 +120,9 @@ def test_what_a_tool_gives_is_never_refused() -> None:
 
 def test_texts_in_documents_and_search_results_are_read() -> None:
     document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "abc"}}
-    found = {"type": "search_result", "title": "S", "source": "u", "content": [{"type": "text", "text": "def"}]}
+    result = {"type": "search_result", "title": "S", "source": "u", "content": [{"type": "text", "text": "def"}]}
     nested = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "ghi"}]}}
-    messages, warnings = anthropic([{"role": "user", "content": [document, found, nested]}])
+    messages, warnings = anthropic([{"role": "user", "content": [document, result, nested]}])
     assert messages[0].content == ["T\nabc", "S\nu\ndef", "ghi"]
     assert warnings == []
 
@@ -143,19 +143,19 @@ def test_what_a_provider_s_own_tools_leave_in_a_conversation() -> None:
 
 
 def test_hosted_tools_are_left_out() -> None:
-    own = {"name": "get", "input_schema": {"type": "object"}}
+    client_tool = {"name": "get", "input_schema": {"type": "object"}}
     hosted = [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
         {"type": "bash_20250124", "name": "bash"},
     ]
-    call = anthropic_call([MORE], tools=[*hosted, own])
+    call = anthropic_call([MORE], tools=[*hosted, client_tool])
     assert [tool["function"]["name"] for tool in call.tools.tools] == ["get"]
     assert [warning.partition(":")[0] for warning in call.warnings] == ["tools[0]", "tools[1]"]
     assert anthropic_call([MORE], tools=hosted, tool_choice={"type": "auto"}).tools.tools == []
     with pytest.raises(RequestError, match="tools"):
         anthropic_call([MORE], tools=hosted, tool_choice={"type": "any"})
     with pytest.raises(RequestError, match=r"tools\[0\].type: 'function'"):
-        anthropic_call([MORE], tools=[own | {"type": "function"}])
+        anthropic_call([MORE], tools=[client_tool | {"type": "function"}])
 
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.197.7b4; cc_entrypoint=cli; cch={};"
@@ -217,8 +217,8 @@ def test_marks_for_a_cache_change_nothing() -> None:
             {"role": "assistant", "content": [use]},
             {"role": "user", "content": [last]},
         ]
-        made = anthropic_call(turns, tools=[tools])
-        return made.messages, made.tools.tools, list(made.warnings)
+        outcome = anthropic_call(turns, tools=[tools])
+        return outcome.messages, outcome.tools.tools, list(outcome.warnings)
 
     # Clients move the mark from turn to turn, and make blocks of a text that gets one.
     assert call([text | mark], result, tool | mark) == call("ask", result | mark, tool) == call([text], result, tool)

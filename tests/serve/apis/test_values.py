@@ -53,17 +53,17 @@ def test_a_seed_of_minus_one_is_random(live: Live, path: str) -> None:
 
 
 def test_scoring_a_text_generates_nothing(live: Live) -> None:
-    asked = {"prompt": ["abc", "de"], "max_tokens": 0, "echo": True, "logprobs": 1}
-    whole = live.post("/v1/completions", asked).json()
+    requests = {"prompt": ["abc", "de"], "max_tokens": 0, "echo": True, "logprobs": 1}
+    whole = live.post("/v1/completions", requests).json()
     assert [choice["text"] for choice in whole["choices"]] == ["abc", "de"]
     assert [choice["finish_reason"] for choice in whole["choices"]] == ["length", "length"]
     assert whole["usage"]["completion_tokens"] == 0
-    longer = live.post("/v1/completions", asked | {"max_tokens": 2}).json()
+    longer = live.post("/v1/completions", requests | {"max_tokens": 2}).json()
     for short, long in zip(whole["choices"], longer["choices"], strict=True):
         num = len(short["logprobs"]["tokens"])
         assert num == len(short["text"])
         assert short["logprobs"]["token_logprobs"] == long["logprobs"]["token_logprobs"][:num]
-    events = live.post("/v1/completions", asked | {"stream": True}).text.split("\n\n")
+    events = live.post("/v1/completions", requests | {"stream": True}).text.split("\n\n")
     chunks = [json.loads(line[6:]) for line in events if line.startswith("data: {")]
     texts = ["", ""]
     for chunk in chunks:
@@ -76,10 +76,10 @@ def test_scoring_a_text_generates_nothing(live: Live) -> None:
 
 def test_an_answer_of_no_tokens_fills_the_cache(live: Live) -> None:
     prompt = "a prompt that is longer than a block or two of the cache, so that it can be found again"
-    made = live.post("/completion", {"prompt": prompt, "n_predict": 0}).json()
-    assert (made["content"], made["tokens_predicted"], made["stop_type"]) == ("", 0, "limit")
-    assert made["tokens_evaluated"] == len(prompt)
-    assert made["generation_settings"]["n_predict"] == 0
+    body = live.post("/completion", {"prompt": prompt, "n_predict": 0}).json()
+    assert (body["content"], body["tokens_predicted"], body["stop_type"]) == ("", 0, "limit")
+    assert body["tokens_evaluated"] == len(prompt)
+    assert body["generation_settings"]["n_predict"] == 0
     *_, last = live.post("/completion", {"prompt": prompt, "n_predict": 0, "stream": True}).text.strip().split("\n\n")
     assert json.loads(last[6:])["stop"] is True
     again = live.post("/v1/completions", {"prompt": prompt, "max_tokens": 0}).json()
@@ -123,8 +123,8 @@ def test_a_length_of_none_in_ollama(live: Live, none: int) -> None:
 
 
 def test_no_texts_have_no_vectors_in_ollama(live: Live) -> None:
-    made = live.post("/api/embed", {"model": "fake", "input": []}).json()
-    assert (made["embeddings"], made["prompt_eval_count"]) == ([], 0)
+    body = live.post("/api/embed", {"model": "fake", "input": []}).json()
+    assert (body["embeddings"], body["prompt_eval_count"]) == ([], 0)
     assert live.post("/v1/embeddings", {"model": "fake", "input": []}).status_code == 400
 
 

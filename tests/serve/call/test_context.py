@@ -73,6 +73,6 @@ def test_a_length_beyond_the_context_is_cut_with_a_warning(
 ) -> None:
     reply = live.post(path, body | {"model": "fake", "stop": ["x"], "stop_sequences": ["x"]})
     assert reply.status_code == 200, reply.text
-    told = [line for line in reply.json()["warnings"] if line.startswith(f"{field}: ")]
-    assert len(told) == 1
-    assert "more than the context has room for" in told[0]
+    lines = [line for line in reply.json()["warnings"] if line.startswith(f"{field}: ")]
+    assert len(lines) == 1
+    assert "more than the context has room for" in lines[0]

@@ -60,7 +60,7 @@ class House:
 
     def __init__(self, *names: str, size: int = 10, default: bool = False, **bounds: Any) -> None:
         self.log: list[str] = []
-        self.made: dict[str, Model] = {}
+        self.models: dict[str, Model] = {}
         self.gate: asyncio.Event | None = None
         self.callers: list[tuple[str, float | None]] = []
         self.failure: Exception | None = None
@@ -73,8 +73,8 @@ class House:
         if self.failure is not None:
             raise self.failure
         self.log.append(f"+{name}")
-        self.made[name] = Model(name, self.log)
-        return self.made[name]
+        self.models[name] = Model(name, self.log)
+        return self.models[name]
 
     async def use(self, name: str | None, **fields: Any) -> str:
         async with self.set.hold({"model": name} | fields) as model:
@@ -126,12 +126,12 @@ def test_K16_the_least_recently_used_makes_room_and_running_answers_are_waited_f
                 await house.use(name)
             assert house.log == ["+a", "+b", "-b", "+c"]
             # An engine with open requests, and a route that answers, are in use.
-            house.made["a"].client.num_unfinished = 1
+            house.models["a"].client.num_unfinished = 1
             async with house.set.hold({"model": "c"}):
                 waiting = asyncio.create_task(house.use("b"))
                 await asyncio.sleep(0.02)
                 assert house.log == ["+a", "+b", "-b", "+c"]
-                house.made["a"].client.num_unfinished = 0
+                house.models["a"].client.num_unfinished = 0
                 assert await waiting == "b"
             assert house.log[4:] == ["-a", "+b"]
 
@@ -145,7 +145,7 @@ def test_K16_memory_bounds_what_is_loaded() -> None:
             await house.use("b")
             assert house.log == ["+a", "+b"]
             # It has grown, so that the two are too large together: the one that was used longer ago goes.
-            house.made["b"].bytes = 200
+            house.models["b"].bytes = 200
             await until(lambda: house.log[2:] == ["-a"])
         async with closing(House("a", size=300, max_memory=250)) as house:
             with pytest.raises(ModelLoadError, match="it takes 300 bytes, and --models-memory is 250"):
@@ -165,7 +165,7 @@ def test_K16_keep_alive_counts_from_the_last_use() -> None:
                 model.keep_alive = float("inf")
             await asyncio.sleep(0.02)
             assert house.log == ["+a", "-a", "+b"]
-            house.made["b"].client.dead.set()
+            house.models["b"].client.dead.set()
             await until(lambda: house.log[-1] == "-b")
             await house.use("b")
             assert house.log[-1] == "+b", "a model whose engine died is loaded again"

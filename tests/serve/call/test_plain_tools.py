@@ -51,8 +51,8 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": request.param}))
     tokenizer = scripted.Tokenizer.load(folder)
-    with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as made:
-        yield made
+    with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as result:
+        yield result
 
 
 def chat(live: Live, messages: list[Any], **more: Any) -> Any:

@@ -49,8 +49,8 @@ def test_a_template_of_the_request_is_rendered_where_it_is_trusted(trusting: Liv
 @pytest.mark.parametrize("path", ["/tokenize", "/apply-template"])
 def test_a_template_of_the_request_holds_where_prompts_are_shown(trusting: Live, live: Live, path: str) -> None:
     body = {"messages": CHAT["messages"], "chat_template": "<{{ messages[0]['content'] }}>"}
-    made = HTTP.post(trusting.url + path, json=body, headers=rig.bearer(rig.ALICE)).json()
-    assert (bytes(made["tokens"]).decode() if path == "/tokenize" else made["prompt"]) == "<hi>"
+    result = HTTP.post(trusting.url + path, json=body, headers=rig.bearer(rig.ALICE)).json()
+    assert (bytes(result["tokens"]).decode() if path == "/tokenize" else result["prompt"]) == "<hi>"
     refusal = live.post(path, body)
     assert refusal.status_code == 400
     assert "--trust-request-chat-template" in refusal.text

@@ -28,9 +28,9 @@ def words() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    made = LLM(max_num_seqs=16, num_gpu_blocks_override=256)
-    yield made
-    made.close()
+    result = LLM(max_num_seqs=16, num_gpu_blocks_override=256)
+    yield result
+    result.close()
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +73,19 @@ def test_texts_need_a_tokenizer(words: Tokenizer) -> None:
                    {"thinking_token_budget": 3}):  # fmt: skip
         with pytest.raises(RequestError, match=next(iter(reversed(fields)))):
             with_token_ids(SamplingParams(**fields), None, 300)  # type: ignore[arg-type]
-    given = SamplingParams(bad_words=["x"], bad_words_token_ids=[[1]])
-    assert with_token_ids(given, None, 300) is given
+    sampling_params = SamplingParams(bad_words=["x"], bad_words_token_ids=[[1]])
+    assert with_token_ids(sampling_params, None, 300) is sampling_params
 
 
 def test_bad_words_never_come(llm: LLM, words: Tokenizer) -> None:
-    told = {}
+    message = {}
     for bad in (None, ["the", "she", "a"]):
         params = SamplingParams(temperature=0.0, max_tokens=40, bad_words=bad)
         [output] = llm.generate("Once upon a time there was", params, use_tqdm=False)
-        told[bool(bad)] = output.outputs[0]
+        message[bool(bad)] = output.outputs[0]
     banned = [ids for word in ("the", "she", "a") for ids in spellings(words, word)]
     runs = lambda ids, n: [ids[i : i + n] for i in range(len(ids) - n + 1)]  # noqa: E731
-    came = {with_ban: any(bad in runs(told[with_ban].token_ids, len(bad)) for bad in banned) for with_ban in told}
+    came = {with_ban: any(bad in runs(message[with_ban].token_ids, len(bad)) for bad in banned) for with_ban in message}
     assert came == {False: True, True: False}
 
 
@@ -107,27 +107,27 @@ def mean(output: Any) -> float:
 
 def test_best_of_tells_the_likeliest_by_the_token(llm: LLM) -> None:
     fields: dict[str, Any] = {"seed": 5, "max_tokens": 12, "temperature": 1.2}
-    [drawn] = llm.generate("Once upon a time", SamplingParams(n=6, logprobs=0, **fields), use_tqdm=False)
+    [samples] = llm.generate("Once upon a time", SamplingParams(n=6, logprobs=0, **fields), use_tqdm=False)
     [best] = llm.generate("Once upon a time", SamplingParams(n=2, best_of=6, **fields), use_tqdm=False)
-    want = sorted(drawn.outputs, key=mean, reverse=True)[:2]
+    want = sorted(samples.outputs, key=mean, reverse=True)[:2]
     assert [each.token_ids for each in best.outputs] == [each.token_ids for each in want]
     assert [each.index for each in best.outputs] == [0, 1]
     assert [mean(each) for each in best.outputs] == [mean(each) for each in want]
     assert all(each.logprobs is None for each in best.outputs), "asked for on the way only"
-    assert len({tuple(each.token_ids) for each in drawn.outputs}) > 3
+    assert len({tuple(each.token_ids) for each in samples.outputs}) > 3
 
 
 def test_best_of_over_http(live: Live) -> None:
     body = {"prompt": "Hello", "max_tokens": 6, "seed": 3, "temperature": 1.0, "ignore_eos": True}
     many = live.post("/v1/completions", body | {"n": 5, "logprobs": 0, "return_token_ids": True}).json()["choices"]
-    told = live.post("/v1/completions", body | {"n": 2, "best_of": 5, "return_token_ids": True}).json()
+    output = live.post("/v1/completions", body | {"n": 2, "best_of": 5, "return_token_ids": True}).json()
     means = [sum(choice["logprobs"]["token_logprobs"]) / 6 for choice in many]
     order = sorted(range(5), key=lambda i: -means[i])[:2]
-    assert [choice["token_ids"] for choice in told["choices"]] == [many[i]["token_ids"] for i in order]
-    assert [choice["index"] for choice in told["choices"]] == [0, 1]
-    assert [choice["seed"] for choice in told["choices"]] == [3 + i for i in order]
-    assert all(choice["logprobs"] is None for choice in told["choices"])
-    assert told["usage"]["completion_tokens"] == 30, "all that were made are paid for"
+    assert [choice["token_ids"] for choice in output["choices"]] == [many[i]["token_ids"] for i in order]
+    assert [choice["index"] for choice in output["choices"]] == [0, 1]
+    assert [choice["seed"] for choice in output["choices"]] == [3 + i for i in order]
+    assert all(choice["logprobs"] is None for choice in output["choices"])
+    assert output["usage"]["completion_tokens"] == 30, "all that were made are paid for"
 
 
 def test_best_of_is_refused_where_it_can_not_be(live: Live) -> None:
@@ -142,9 +142,9 @@ def test_best_of_is_refused_where_it_can_not_be(live: Live) -> None:
 
 
 def test_processors_of_the_callers_own(llm: LLM) -> None:
-    def only(prompt: list[int], told: list[int], logits: np.ndarray) -> np.ndarray:
+    def only(prompt: list[int], message: list[int], logits: np.ndarray) -> np.ndarray:
         logits[:] = -np.inf
-        logits[40 + len(told)] = 0.0
+        logits[40 + len(message)] = 0.0
         return logits
 
     params = SamplingParams(temperature=1.0, max_tokens=4, logits_processors=[only], ignore_eos=True)
@@ -153,7 +153,7 @@ def test_processors_of_the_callers_own(llm: LLM) -> None:
 
 
 def test_a_processor_that_fails_fails_its_request_alone(llm: LLM) -> None:
-    def broken(prompt: list[int], told: list[int], logits: np.ndarray) -> np.ndarray:
+    def broken(prompt: list[int], output: list[int], logits: np.ndarray) -> np.ndarray:
         raise KeyError("oh")
 
     params = [SamplingParams(max_tokens=4, logits_processors=[broken]), SamplingParams(max_tokens=4, ignore_eos=True)]

@@ -33,8 +33,8 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": request.param}))
     client = InprocClient(lambda: fake.build(EngineConfig(model="fake"), oracle=Echo(fake.VOCAB_SIZE, [fake.EOS])))
-    with Live(client, Tokenizer.load(folder), ServerConfig(log_stats_interval=0)) as made:
-        yield made
+    with Live(client, Tokenizer.load(folder), ServerConfig(log_stats_interval=0)) as result:
+        yield result
 
 
 @pytest.fixture

@@ -47,8 +47,8 @@ TRICKS = [
 
 @pytest.fixture(scope="module")
 def locked(tokenizer: Tokenizer) -> Iterator[Live]:
-    with Live(inproc(), tokenizer, ServerConfig(api_key=KEY, log_stats_interval=0)) as made:
-        yield made
+    with Live(inproc(), tokenizer, ServerConfig(api_key=KEY, log_stats_interval=0)) as live:
+        yield live
 
 
 def routes(app: Starlette) -> list[tuple[str, str]]:
@@ -122,10 +122,10 @@ def test_the_key_may_come_from_the_environment(tokenizer: Tokenizer, monkeypatch
 
 
 def test_control_a_gate_with_a_hole_is_noticed(locked: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ApiKeyGate._key
+    key = ApiKeyGate._key
 
     def leaky(self: ApiKeyGate, scope: Any) -> Key | None:
-        return self._ring.keys[0] if scope["path"] == "/metrics" else found(self, scope)
+        return self._ring.keys[0] if scope["path"] == "/metrics" else key(self, scope)
 
     monkeypatch.setattr(ApiKeyGate, "_key", leaky)
     assert set(uncovered(locked.url, locked.app)) == {("GET", "/metrics"), ("HEAD", "/metrics")}

@@ -25,13 +25,13 @@ def played(play: Callable[[Server], Any]) -> Any:
         return loop.run_until_complete(run(loop))
 
 
-async def upload(server: Server, size: int, sent: int) -> Wire:
+async def upload(server: Server, size: int, messages: int) -> Wire:
     """A connection with a body of `size` bytes, of which so many are sent."""
     wire = server.connect(SILENT)
     wire.send(HEAD % size)
-    while sent:
-        wire.send(b"x" * min(sent, 2**16))
-        sent -= min(sent, 2**16)
+    while messages:
+        wire.send(b"x" * min(messages, 2**16))
+        messages -= min(messages, 2**16)
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.001)
     return wire

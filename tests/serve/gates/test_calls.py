@@ -67,10 +67,10 @@ def test_what_breaks_is_logged_under_the_id_that_the_reply_tells(
     assert reply.json()["error"]["message"].endswith("of the request trace-7")
     logging.getLogger("uvicorn.error").critical("a line of %s\n\x1b[2J\u202e", "uvicorn's")
     lines = [json.loads(line) for line in log.getvalue().splitlines()]
-    [told] = [line for line in lines if line["level"] == "error"]
-    assert (told["request_id"], told["logger"]) == ("trace-7", "headrace.server")
-    assert told["exception"][-1].startswith("ValueError: (")
-    assert any("in broken" in line for line in told["exception"])
+    [output] = [line for line in lines if line["level"] == "error"]
+    assert (output["request_id"], output["logger"]) == ("trace-7", "headrace.server")
+    assert output["exception"][-1].startswith("ValueError: (")
+    assert any("in broken" in line for line in output["exception"])
     assert lines[-1]["message"] == "a line of uvicorn's\n\x1b[2J\u202e"
     assert "request_id" not in lines[-1]
     # S-22: whatever is in a message, an object is one line of printable ASCII.
@@ -80,7 +80,7 @@ def test_what_breaks_is_logged_under_the_id_that_the_reply_tells(
 
 
 @pytest.mark.parametrize(
-    ("headers", "wanted"),
+    ("headers", "expected"),
     [
         ([(b"traceparent", PARENT.encode())], {"traceparent": PARENT}),
         ([(b"traceparent", PARENT.encode()), (b"tracestate", b"a=1")], {"traceparent": PARENT, "tracestate": "a=1"}),
@@ -89,8 +89,8 @@ def test_what_breaks_is_logged_under_the_id_that_the_reply_tells(
         ([(b"traceparent", PARENT.encode() + b"\n"), (b"tracestate", b"a=1")], {}),
     ],
 )
-def test_a_callers_trace_is_taken_over_if_it_is_well_formed(headers: list[Any], wanted: dict[str, str]) -> None:
-    assert context_of(by_name({"headers": headers}), "/").trace == wanted
+def test_a_callers_trace_is_taken_over_if_it_is_well_formed(headers: list[Any], expected: dict[str, str]) -> None:
+    assert context_of(by_name({"headers": headers}), "/").trace == expected
 
 
 def test_outside_of_a_call_there_is_none() -> None:
@@ -157,24 +157,27 @@ def test_each_answer_is_a_span(tokenizer: Tokenizer) -> None:
     # All that was left was sent when the server stopped.
     first, second, third, fourth = exporter.get_finished_spans()
     for span in (first, second):
-        said = dict(span.attributes)
+        attributes = dict(span.attributes)
         assert (span.name, span.kind.name, span.status.status_code.name) == ("text_completion fake", "SERVER", "UNSET")
         assert f"{span.context.trace_id:032x}" == PARENT.split("-")[1]
         assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
-        assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (len(BODY["prompt"]), 5)  # type: ignore[arg-type]
-        assert said["gen_ai.response.finish_reasons"] == ("length",)
-        assert (said["gen_ai.request.temperature"], said["headrace.call.id"]) == (0.5, "trace-7")
-        assert said["headrace.replica"] == 0
-        assert 0 <= said["gen_ai.latency.time_in_queue"] <= said["gen_ai.latency.time_to_first_token"]
-        assert said["gen_ai.latency.time_to_first_token"] <= said["gen_ai.latency.e2e"]
-        assert span.end_time - span.start_time == pytest.approx(said["gen_ai.latency.e2e"] * 1e9, rel=1e-3)
+        assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (
+            len(BODY["prompt"]),
+            5,
+        )  # type: ignore[arg-type]
+        assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+        assert (attributes["gen_ai.request.temperature"], attributes["headrace.call.id"]) == (0.5, "trace-7")
+        assert attributes["headrace.replica"] == 0
+        assert 0 <= attributes["gen_ai.latency.time_in_queue"] <= attributes["gen_ai.latency.time_to_first_token"]
+        assert attributes["gen_ai.latency.time_to_first_token"] <= attributes["gen_ai.latency.e2e"]
+        assert span.end_time - span.start_time == pytest.approx(attributes["gen_ai.latency.e2e"] * 1e9, rel=1e-3)
         assert [event.name for event in span.events] == ["scheduled", "first_token"]
         assert span.start_time <= span.events[0].timestamp <= span.events[1].timestamp <= span.end_time
         assert span.resource.attributes["service.name"] == "headrace"
     assert (third.name, fourth.name) == ("chat fake", "embeddings fake")
     assert third.parent is None
-    told = "".join(span.to_json() for span in (first, second, third, fourth))
-    assert "xyzzy" not in told
+    output = "".join(span.to_json() for span in (first, second, third, fourth))
+    assert "xyzzy" not in output
 
 
 def test_an_answer_that_fails_is_an_error_in_its_span(tokenizer: Tokenizer) -> None:

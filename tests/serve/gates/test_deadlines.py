@@ -43,8 +43,8 @@ def slow(tokenizer: Tokenizer) -> Iterator[Live]:
     """One at a time, five milliseconds a token; nothing may take longer than five minutes."""
     with Live(
         inproc(delay=0.005, max_num_seqs=1), tokenizer, ServerConfig(log_stats_interval=0, max_request_timeout=300.0)
-    ) as made:
-        yield made
+    ) as live:
+        yield live
 
 
 def pass_time(live: Live, seconds: float) -> None:
@@ -112,8 +112,8 @@ def test_R_13_time_that_runs_out_in_the_queue_is_a_408_without_a_step(slow: Live
 
 
 def test_R_13_the_body_says_it_too_and_the_shorter_counts(slow: Live) -> None:
-    for said, header in (({"timeout": 50}, None), ({"timeout": 250}, "50"), ({"timeout": 50}, "250")):
-        reply = cut_off(slow, "/v1/completions", ENDLESS | said, header)
+    for message, header in (({"timeout": 50}, None), ({"timeout": 250}, "50"), ({"timeout": 50}, "250")):
+        reply = cut_off(slow, "/v1/completions", ENDLESS | message, header)
         assert reply.status_code == 504
         assert reply.json()["error"]["code"] == "deadline_exceeded"
     body = ENDLESS | {"timeout": 50, "stream": True}
@@ -190,9 +190,9 @@ def test_R_31_a_process_that_fails_again_and_again_is_a_503(slow: Live, monkeypa
 
 
 def test_R_13_enough_time_changes_nothing(slow: Live) -> None:
-    asked = dict(LONG, max_tokens=30)
-    in_time = slow.post("/v1/completions", asked | {"timeout": 200}, headers={HEADER: "200"})
-    assert in_time.json()["choices"] == slow.post("/v1/completions", asked).json()["choices"]
+    requests = dict(LONG, max_tokens=30)
+    in_time = slow.post("/v1/completions", requests | {"timeout": 200}, headers={HEADER: "200"})
+    assert in_time.json()["choices"] == slow.post("/v1/completions", requests).json()["choices"]
     assert in_time.json()["choices"][0]["finish_reason"] == "length"
 
 
@@ -206,11 +206,11 @@ def test_R_13_a_header_that_is_no_time_is_refused(slow: Live, value: str) -> Non
 
 def test_R_13_a_call_that_ended_leaves_no_timer(slow: Live) -> None:
     """A long deadline must not keep what belongs to it: timers are seen through the streams that hold them."""
-    made: list[Any] = []
+    result: list[Any] = []
     real = RequestStream.arm
 
     def arm(self: Any, timer: Any) -> None:
-        made.append(timer)
+        result.append(timer)
         real(self, timer)
 
     RequestStream.arm = arm  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ def test_R_13_a_call_that_ended_leaves_no_timer(slow: Live) -> None:
         slow.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
     finally:
         RequestStream.arm = real  # type: ignore[method-assign]
-    (timer,) = made
+    (timer,) = result
     slow.wait(timer.cancelled)
 
 
@@ -232,26 +232,26 @@ def test_R_13_a_thousand_calls_end_in_time_or_with_the_error(tokenizer: Tokenize
     """Deadlines from a millisecond to two minutes, against an engine that can not do it all in less than twenty; each
     call is whole or an error."""
     with Live(inproc(delay=0.001, max_num_seqs=16), tokenizer, ServerConfig(log_stats_interval=0)) as live:
-        wanted = live.post("/v1/completions", dict(LONG, max_tokens=20)).json()["choices"][0]["text"]
-        found: list[httpx.Response] = []
+        text = live.post("/v1/completions", dict(LONG, max_tokens=20)).json()["choices"][0]["text"]
+        actual: list[httpx.Response] = []
 
         def many(place: int) -> None:
             for turn in range(20):
                 seconds = 0.001 * 2.2 ** ((place + turn * 7) % 16)
-                asked = dict(LONG, max_tokens=20, timeout=seconds)
-                found.append(live.post("/v1/completions", asked))
+                requests = dict(LONG, max_tokens=20, timeout=seconds)
+                actual.append(live.post("/v1/completions", requests))
 
         threads = [threading.Thread(target=many, args=(place,)) for place in range(12)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(found) == 240
-        for reply in found:
+        assert len(actual) == 240
+        for reply in actual:
             assert reply.status_code in (200, 408, 504)
             if reply.status_code == 200:
-                assert reply.json()["choices"][0]["text"] == wanted
-        assert {408, 200} <= {reply.status_code for reply in found} or {504, 200} <= {r.status_code for r in found}
+                assert reply.json()["choices"][0]["text"] == text
+        assert {408, 200} <= {reply.status_code for reply in actual} or {504, 200} <= {r.status_code for r in actual}
         live.wait(lambda: is_idle(live))
 
 

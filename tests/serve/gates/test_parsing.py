@@ -116,7 +116,7 @@ def test_S_20_control_brackets_in_a_text_must_not_count(monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def held(live: Live, monkeypatch: pytest.MonkeyPatch) -> Any:
+def blocked_parser(live: Live, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The parser of large bodies stands still until the event is set; the list has how many were in it at once."""
     release, at_once, real = threading.Event(), [0, 0], limits.parse_json
 
@@ -137,7 +137,7 @@ def held(live: Live, monkeypatch: pytest.MonkeyPatch) -> Any:
 LARGE = json.dumps({"prompt": "x", "max_tokens": 1, "user": " " * 2, "unknown": "x" * 2**17}).encode()
 
 
-def test_S_20_a_deadline_ends_a_call_whose_body_is_parsed(live: Live, held: Any) -> None:
+def test_S_20_a_deadline_ends_a_call_whose_body_is_parsed(live: Live, blocked_parser: Any) -> None:
     reply = raw(live, "/v1/completions", LARGE, **{"x-request-timeout": "0.05"})
     assert reply.status_code == 408
     assert reply.json()["error"]["code"] == "deadline_exceeded"
@@ -145,7 +145,9 @@ def test_S_20_a_deadline_ends_a_call_whose_body_is_parsed(live: Live, held: Any)
     assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_S_20_control_without_the_deadline_it_waits(live: Live, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S_20_control_without_the_deadline_it_waits(
+    live: Live, blocked_parser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def patient(work: Any, what: str) -> Any:
         return await work
 
@@ -154,8 +156,8 @@ def test_S_20_control_without_the_deadline_it_waits(live: Live, held: Any, monke
         HTTP.post(live.url + "/v1/completions", content=LARGE, headers={"x-request-timeout": "0.05"}, timeout=0.5)
 
 
-def test_S_20_one_large_body_is_parsed_at_a_time(live: Live, held: Any) -> None:
-    release, at_once = held
+def test_S_20_one_large_body_is_parsed_at_a_time(live: Live, blocked_parser: Any) -> None:
+    release, at_once = blocked_parser
     statuses: list[int] = []
     threads = [
         threading.Thread(target=lambda: statuses.append(raw(live, "/v1/completions", LARGE).status_code))

@@ -58,10 +58,10 @@ def lines_of(path: Path) -> list[bytes]:
 def test_every_line_gets_its_output(tmp_path: Path) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(b"\n".join([*(line(f"q{i}") for i in range(30)), b"", b"  ", line("last")]))
-    asked = Asked()
-    report = asked.run(source, target)
+    requests = Asked()
+    report = requests.run(source, target)
     assert (report.num_lines, report.num_completed, report.num_failed, report.num_known) == (31, 31, 0, 0)
-    assert 1 < asked.most <= 4
+    assert 1 < requests.most <= 4
     outputs = [json.loads(text) for text in lines_of(target)]
     assert {output["custom_id"] for output in outputs} == {*(f"q{i}" for i in range(30)), "last"}
     for output in outputs:
@@ -97,12 +97,12 @@ def test_a_torn_output_is_mended(tmp_path: Path, cut: int | None) -> None:
     source.write_bytes(b"\n".join(line(f"q{i}") for i in range(12)))
     Asked().run(source, whole)
     # What a kill leaves: some lines, and a piece of another.
-    kept = whole.read_bytes().splitlines(keepends=True)[:5]
-    target.write_bytes(b"".join(kept[:4]) + (kept[4].rstrip(b"\n") if cut is None else kept[4][:cut]))
-    asked = Asked()
-    asked.run(source, target)
+    lines = whole.read_bytes().splitlines(keepends=True)[:5]
+    target.write_bytes(b"".join(lines[:4]) + (lines[4].rstrip(b"\n") if cut is None else lines[4][:cut]))
+    requests = Asked()
+    requests.run(source, target)
     assert lines_of(target) == lines_of(whole)
-    assert len(asked.prompts) == (7 if cut is None else 8)
+    assert len(requests.prompts) == (7 if cut is None else 8)
 
 
 def test_control_a_torn_line_that_is_not_mended_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +137,9 @@ def test_the_server_s_own_failures_are_tried_again(tmp_path: Path) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(line("broken") + b"\n" + line("bad") + b"\n" + line("good"))
     assert Asked().run(source, target).num_failed == 2
-    asked = Asked()
-    asked.run(source, target)
-    assert asked.prompts == ["broken"]
+    requests = Asked()
+    requests.run(source, target)
+    assert requests.prompts == ["broken"]
     assert len(lines_of(target)) == 3
 
 
@@ -152,8 +152,8 @@ def test_a_full_queue_is_waited_for() -> None:
             raise QueueFullError("full")
         return {}
 
-    made = asyncio.run(Answerer({URL: reply}).answer(read_line(line("a"), 1, (URL,))))
-    assert made["response"]["status_code"] == 200
+    result = asyncio.run(Answerer({URL: reply}).answer(read_line(line("a"), 1, (URL,))))
+    assert result["response"]["status_code"] == 200
     assert full == [-1]
 
 
@@ -184,21 +184,21 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
 def test_leaving_early_cancels_what_is_open() -> None:
     cancelled = []
 
-    async def answer(asked: Line) -> dict[str, Any]:
+    async def answer(requests: Line) -> dict[str, Any]:
         try:
-            await asyncio.sleep(0 if asked.number == 1 else 3600)
+            await asyncio.sleep(0 if requests.number == 1 else 3600)
         except asyncio.CancelledError:
-            cancelled.append(asked.number)
+            cancelled.append(requests.number)
             raise
-        return {"number": asked.number}
+        return {"number": requests.number}
 
     async def main() -> None:
         lines = [read_line(line(f"q{i}"), i, (URL,)) for i in range(1, 9)]
-        found = answers(lines, answer, 3)
-        async for outputs in found:
+        result = answers(lines, answer, 3)
+        async for outputs in result:
             assert outputs == [{"number": 1}]
             await asyncio.sleep(0)
-            await found.aclose()
+            await result.aclose()
 
     asyncio.run(main())
     assert cancelled

@@ -26,8 +26,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def line(number: int, prompt: str) -> batch_lines.Line:
-    made = {"custom_id": f"q{number}", "method": "POST", "url": URL, "body": {"prompt": prompt}}
-    return read_line(json.dumps(made).encode(), number, (URL,))
+    result = {"custom_id": f"q{number}", "method": "POST", "url": URL, "body": {"prompt": prompt}}
+    return read_line(json.dumps(result).encode(), number, (URL,))
 
 
 class Model:
@@ -47,8 +47,8 @@ class Model:
         async def main() -> list[dict[str, Any]]:
             lines = (line(number, prompt) for number, prompt in enumerate(prompts, 1))
             groups = answers(lines, Answerer({URL: self.reply}).answer, 2)
-            found = [output async for group in groups for output in group]
-            return sorted(found, key=lambda output: int(output["custom_id"][1:]))
+            result = [output async for group in groups for output in group]
+            return sorted(result, key=lambda output: int(output["custom_id"][1:]))
 
         return asyncio.run(main())
 
@@ -84,7 +84,7 @@ def test_R_17_the_log_does_not_grow_with_the_lines() -> None:
 def test_R_17_control_errors_that_are_passed_on_end_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens to the lines if a panic leaves `Answerer.answer`: none of the later ones is answered."""
 
-    async def answer(asked: batch_lines.Line) -> dict[str, Any]:
+    async def answer(requests: batch_lines.Line) -> dict[str, Any]:
         raise PanicException("out")
 
     async def main() -> list[Any]:

@@ -21,22 +21,22 @@ def halves(length: int) -> list[int]:
 
 def verdicts(scenario: Scenario, folder: Path, most: int) -> list[str]:
     """What is wrong after a crash at each moment, in up to `most` states each, up to the first that is."""
-    found = []
+    result = []
     for num_ops in reversed(range(len(scenario.recording.ops) + 1)):
         for state in scenario.recording.states(num_ops, halves, most):
-            found.append(scenario.judge(num_ops, state, folder))
-            if found[-1]:
-                return found
-    return found
+            result.append(scenario.judge(num_ops, state, folder))
+            if result[-1]:
+                return result
+    return result
 
 
 def test_R_29_a_crash_loses_and_doubles_nothing_that_was_seen(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     scenario = Scenario(tmp_path / "run", 1, 4)
     assert len(scenario.snapshots) > 20
-    found = verdicts(scenario, tmp_path / "after", 2)
-    assert set(found) == {""}
-    assert len(found) > 200
+    result = verdicts(scenario, tmp_path / "after", 2)
+    assert set(result) == {""}
+    assert len(result) > 200
 
 
 @pytest.mark.parametrize("without", ["part-", "files/file-", FOLDERS])
@@ -51,7 +51,7 @@ def test_R_29_control_one_sync_less_is_noticed(tmp_path: Path, without: str) -> 
 
 
 class Run:
-    """A recorded run of `run-batch`. `shown` has (operations of the disk, lines done) of its progress."""
+    """A recorded run of `run-batch`. `progress` has (operations of the disk, lines done) as it went."""
 
     def __init__(self, folder: Path, without: str = "\n") -> None:
         self.source = folder.parent / "in"
@@ -59,8 +59,8 @@ class Run:
         fields = [{"custom_id": each, "method": "POST", "url": URL, "body": {"prompt": each}} for each in self.ids]
         self.source.write_bytes(b"".join(json.dumps(each).encode() + b"\n" for each in fields))
         self.recording = Recording(folder, without)
-        self.shown = [(0, 0)]
-        self.answer(folder, self.recording, lambda done, _: self.shown.append((len(self.recording.ops), done)))
+        self.progress = [(0, 0)]
+        self.answer(folder, self.recording, lambda done, _: self.progress.append((len(self.recording.ops), done)))
 
     def answer(self, folder: Path, recording: Recording, show: Any = lambda done, total: None) -> list[str]:
         """Run it. -> the prompts that were answered."""
@@ -75,26 +75,26 @@ class Run:
         return prompts
 
     def verdicts(self, folder: Path) -> list[str]:
-        found = []
+        result = []
         folder.mkdir()
         for num_ops in range(len(self.recording.ops) + 1):
-            num_done = max(done for ops, done in self.shown if ops <= num_ops)
+            num_done = max(done for ops, done in self.progress if ops <= num_ops)
             for state in self.recording.states(num_ops, halves):
                 restore(state, folder)
                 prompts = self.answer(folder, Recording(folder))
                 ids = [json.loads(line)["custom_id"] for line in (folder / "out").read_bytes().splitlines()]
                 is_right = sorted(ids) == self.ids and len(prompts) <= len(self.ids) - num_done
-                found.append("" if is_right else f"{ids}, answered again: {prompts}")
+                result.append("" if is_right else f"{ids}, answered again: {prompts}")
                 if not is_right:
-                    return found
-        return found
+                    return result
+        return result
 
 
 def test_R_29_run_batch_loses_and_doubles_no_line(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    found = Run(tmp_path / "run").verdicts(tmp_path / "after")
-    assert set(found) == {""}
-    assert len(found) > 20
+    result = Run(tmp_path / "run").verdicts(tmp_path / "after")
+    assert set(result) == {""}
+    assert len(result) > 20
 
 
 @pytest.mark.parametrize("without", ["out", FOLDERS])

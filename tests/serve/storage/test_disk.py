@@ -66,9 +66,9 @@ def reopened(store: Store, folder: Path) -> dict[str, Any]:
     """What a server that starts now finds."""
     store.close()
     other = Store("x_", folder, max_items=9, max_bytes=10**6)
-    found = state(other)
+    result = state(other)
     other.close()
-    return found
+    return result
 
 
 def changes(store: Store, entry_id: str) -> list[Callable[[], object]]:
@@ -129,8 +129,8 @@ def test_R_28_a_disk_that_fails_fails_calls_and_loses_nothing(
 
 def line(number: int) -> bytes:
     body = {"prompt": "x", "max_tokens": 60, "seed": number, "ignore_eos": True}
-    made = {"custom_id": f"q{number}", "method": "POST", "url": "/v1/completions", "body": body}
-    return json.dumps(made).encode() + b"\n"
+    result = {"custom_id": f"q{number}", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(result).encode() + b"\n"
 
 
 LINES = b"".join(line(number) for number in range(12))
@@ -143,9 +143,9 @@ def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
     with Live(inproc(delay=0.004), tokenizer, config) as live:
         files, data = {"file": ("a", LINES)}, {"purpose": "batch"}
         file_id = HTTP.post(live.url + "/v1/files", files=files, data=data).json()["id"]
-        said = live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}).json()
-        wanted = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch_id = live.post("/v1/batches", wanted).json()["id"]
+        body = live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}).json()
+        expected = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch_id = live.post("/v1/batches", expected).json()["id"]
 
         def batch() -> Any:
             return HTTP.get(f"{live.url}/v1/batches/{batch_id}").json()
@@ -166,10 +166,10 @@ def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
             HTTP.post(live.url + "/v1/files", files=files, data=data),
             HTTP.get(f"{live.url}/v1/files/{file_id}/content"),
             HTTP.delete(f"{live.url}/v1/files/{file_id}"),
-            live.post("/v1/batches", wanted),
+            live.post("/v1/batches", expected),
             live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}),
-            HTTP.get(f"{live.url}/v1/responses/{said['id']}"),
-            HTTP.delete(f"{live.url}/v1/responses/{said['id']}"),
+            HTTP.get(f"{live.url}/v1/responses/{body['id']}"),
+            HTTP.delete(f"{live.url}/v1/responses/{body['id']}"),
             live.post(f"/v1/batches/{batch_id}/cancel", {}),
         ]
         assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [(503, "storage_failed")] * 8
@@ -184,18 +184,18 @@ def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
         assert batch()["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
         answered = HTTP.get(f"{live.url}/v1/files/{batch()['output_file_id']}/content").text.strip().split("\n")
         assert sorted(json.loads(line)["custom_id"] for line in answered) == sorted(f"q{i}" for i in range(12))
-        kept = {each["filename"] for each in HTTP.get(live.url + "/v1/files").json()["data"]}
-        assert kept == {"a", f"{batch_id}_output.jsonl"}
-        assert HTTP.get(f"{live.url}/v1/responses/{said['id']}").json() == said
+        filenames = {each["filename"] for each in HTTP.get(live.url + "/v1/files").json()["data"]}
+        assert filenames == {"a", f"{batch_id}_output.jsonl"}
+        assert HTTP.get(f"{live.url}/v1/responses/{body['id']}").json() == body
 
 
 # -- the log
 
 
 def lines_to(descriptor: int) -> Sink:
-    made = Sink(descriptor)
-    made.setFormatter(logs.LineFormatter())
-    return made
+    sink = Sink(descriptor)
+    sink.setFormatter(logs.LineFormatter())
+    return sink
 
 
 def told(text: str) -> logging.LogRecord:
@@ -204,17 +204,17 @@ def told(text: str) -> logging.LogRecord:
 
 def test_R_28_a_log_on_a_full_disk_is_dropped_and_counted(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
-    made = lines_to(full)
-    monkeypatch.setattr(logging.getLogger("headrace"), "handlers", [made])
+    result = lines_to(full)
+    monkeypatch.setattr(logging.getLogger("headrace"), "handlers", [result])
     for _ in range(5):
-        made.handle(told("x"))
-    live.wait(lambda: made.num_dropped == 5)
+        result.handle(told("x"))
+    live.wait(lambda: result.num_dropped == 5)
     assert (logs.num_dropped(), live.metric("log_lines_dropped_total")) == (5, 5)
     # The disk has room again.
     reader, writer = os.pipe()
     os.dup2(writer, full)
-    made.handle(told("well"))
-    made.close()
+    result.handle(told("well"))
+    result.close()
     lines = os.read(reader, 4096).decode().splitlines()
     assert lines[0].endswith("headrace.log: 5 lines of the log could not be written")
     assert (len(lines), lines[1].endswith("well")) == (2, True)
@@ -225,11 +225,11 @@ def test_R_28_a_log_on_a_full_disk_is_dropped_and_counted(live: Live, monkeypatc
 def test_R_28_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "LAST_LINES_S", 0.05)
     reader, writer = os.pipe()
-    made = lines_to(writer)
+    result = lines_to(writer)
     for _ in range(logs.MAX_LINES + 3000):
-        made.handle(told("x" * 100))
-    assert made.num_dropped > 2000
-    made.close()
+        result.handle(told("x" * 100))
+    assert result.num_dropped > 2000
+    result.close()
     os.close(reader)  # the thread that waits for it goes on, with EPIPE
-    Live.wait(lambda: not made._lines.qsize())
+    Live.wait(lambda: not result._lines.qsize())
     os.close(writer)

@@ -23,7 +23,7 @@ class Lines:
     """Lines of holders that hold their permits until they are ended."""
 
     def __init__(self, pool: FairSemaphore) -> None:
-        self.pool, self.begun, self.open = pool, "", dict[str, list[asyncio.Event]]()
+        self.pool, self.first_holders, self.open = pool, "", dict[str, list[asyncio.Event]]()
         self.tasks: list[asyncio.Task[None]] = []
 
     def add(self, holder: str, number: int) -> None:
@@ -32,7 +32,7 @@ class Lines:
 
     async def _run(self, holder: str) -> None:
         async with self.pool.permit():
-            self.begun += holder
+            self.first_holders += holder
             self.open.setdefault(holder, []).append(end := asyncio.Event())
             await end.wait()
 
@@ -55,7 +55,7 @@ async def begun_with(pool: FairSemaphore) -> str:
     for task in lines.tasks:
         task.cancel()
     await asyncio.gather(*lines.tasks, return_exceptions=True)
-    return lines.begun
+    return lines.first_holders
 
 
 def test_S_39_a_free_permit_goes_to_the_holder_with_the_fewest() -> None:
@@ -75,7 +75,7 @@ def test_a_cancelled_line_releases_its_permit() -> None:
         lines.tasks[1].cancel()  # it waits
         lines.tasks[0].cancel()  # it has the permit
         await settle()
-        assert lines.begun == "aa"
+        assert lines.first_holders == "aa"
         lines.tasks[2].cancel()
         await asyncio.gather(*lines.tasks, return_exceptions=True)
         assert (lines.pool._open.total(), lines.pool._waiting) == (0, [])
@@ -92,9 +92,9 @@ def test_no_line_starts_beside_others_unless_none_is_open(monkeypatch: pytest.Mo
         lines = Lines(FairSemaphore(3, lambda: num_others))
         lines.add("a", 3)
         await settle()
-        assert lines.begun == "a"
+        assert lines.first_holders == "a"
         num_others = 0
-        while lines.begun != "aaa":
+        while lines.first_holders != "aaa":
             await asyncio.sleep(0.001)
         for _ in range(3):
             await lines.end("a")

@@ -151,12 +151,12 @@ trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.tuples(st.sampled_from(["anyOf", "oneOf", "allOf"]), st.lists(inner, min_size=1, max_size=3)).map(
-            lambda made: {made[0]: made[1]}
+            lambda parts: {parts[0]: parts[1]}
         ),
-        inner.map(lambda made: {"not": made}),
-        inner.map(lambda made: {"type": "array", "items": made}),
-        inner.map(lambda made: {"type": "object", "properties": {"k": made}, "required": ["k"]}),
-        st.tuples(inner, inner, inner).map(lambda made: {"if": made[0], "then": made[1], "else": made[2]}),
+        inner.map(lambda inner_schema: {"not": inner_schema}),
+        inner.map(lambda inner_schema: {"type": "array", "items": inner_schema}),
+        inner.map(lambda inner_schema: {"type": "object", "properties": {"k": inner_schema}, "required": ["k"]}),
+        st.tuples(inner, inner, inner).map(lambda parts: {"if": parts[0], "then": parts[1], "else": parts[2]}),
     ),
     max_leaves=6,
 )
@@ -204,8 +204,8 @@ def test_the_check_sees_a_rule_that_looks_at_the_text(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("schema", [{"type": "string"}, OPTIONAL])
 def test_a_text_is_sent_as_it_comes_where_it_can_be_nothing_else(schema: Any) -> None:
     text = WRITTEN["qwen3_coder"].replace("{}", "1" * (2 * HOLD))
-    made = parts(tool_parser("qwen3_coder", {"f": tool(schema)}), text)
-    pieces = [part.arguments for part in made if isinstance(part, ToolCall) and part.arguments]
+    result = parts(tool_parser("qwen3_coder", {"f": tool(schema)}), text)
+    pieces = [part.arguments for part in result if isinstance(part, ToolCall) and part.arguments]
     assert len(pieces) > HOLD
     assert json.loads("".join(pieces)) == {"a": "1" * (2 * HOLD)}
 
@@ -214,10 +214,10 @@ def test_a_value_waits_while_its_type_is_open() -> None:
     schema = tool({"anyOf": [{"type": "string", "maxLength": HOLD}, {"type": "integer"}]})
     text = WRITTEN["qwen3_coder"].replace("{}", "1" * (2 * HOLD))
     for pieces in splits(text, longest=40):
-        made = parts(tool_parser("qwen3_coder", {"f": schema}), pieces)
-        sent = [part.arguments for part in made if isinstance(part, ToolCall) and part.arguments]
-        assert "".join(sent) == f'{{"a": {"1" * (2 * HOLD)}}}'
-        assert all('"1' not in piece for piece in sent)
+        result = parts(tool_parser("qwen3_coder", {"f": schema}), pieces)
+        messages = [part.arguments for part in result if isinstance(part, ToolCall) and part.arguments]
+        assert "".join(messages) == f'{{"a": {"1" * (2 * HOLD)}}}'
+        assert all('"1' not in piece for piece in messages)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_the_check_sees_an_altered_letter(
 ) -> None:
     model, write = bfcl.models(shared_data)[0], ToolParser.write
     bfcl.check(model, cases[0], Counter(), every_split=False)
-    monkeypatch.setattr(ToolParser, "write", lambda self, said: write(self, said.replace("1", "2", 1)))
+    monkeypatch.setattr(ToolParser, "write", lambda self, text: write(self, text.replace("1", "2", 1)))
     with pytest.raises(AssertionError):
         bfcl.check(model, cases[0], Counter(), every_split=False)
 
@@ -57,18 +57,18 @@ def test_the_check_sees_a_reader_that_does_not_wait(
 
 
 def test_calls_stream_as_they_are_written(cases: list[bfcl.Case]) -> None:
-    """A grammar sees to the form: each letter of the arguments is told when it comes."""
+    """A grammar sees to the form: each letter of the arguments is passed on when it comes."""
     case = next(case for case in cases if len(case.calls) > 1)
     text = "\n".join(
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
         for name, arguments in case.calls
     )
     parser = tool_parser("hermes", enforced=True)
-    told = [
+    output = [
         "".join(part.arguments for part in parser.feed(letter, False) if isinstance(part, ToolCall)) for letter in text
     ]
-    assert max(map(len, told)) == 1
-    assert sum(map(len, told)) == sum(len(json.dumps(arguments)) for _, arguments in case.calls)
+    assert max(map(len, output)) == 1
+    assert sum(map(len, output)) == sum(len(json.dumps(arguments)) for _, arguments in case.calls)
 
 
 @pytest.mark.parametrize("name", sorted(formats.FORMATS))
@@ -82,6 +82,6 @@ def test_every_format_has_a_grammar_for_every_case(name: str, cases: list[bfcl.C
 def test_irrelevant_questions_have_no_calls(shared_data: Path) -> None:
     lines = (shared_data / "prompts" / "bfcl" / "BFCL_v4_irrelevance.json").read_text(encoding="utf-8").splitlines()
     for line in lines[::20]:
-        said = json.loads(line)["question"][0][0]["content"]
+        content = json.loads(line)["question"][0][0]["content"]
         for name in formats.FORMATS:
-            assert read(tool_parser(name), [said]) == (said, "", [])
+            assert read(tool_parser(name), [content]) == (content, "", [])

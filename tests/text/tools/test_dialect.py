@@ -198,10 +198,10 @@ def test_calls_are_read_in_the_form_that_the_prompt_shows(shared_data: Path, cap
         if template.traits().shows_tools:
             continue
         prompt = template.render([{"role": "user", "content": "Where?"}], tools=[TOOL])
-        shown = prompt.partition("in exactly this form:\n")[2].partition("\n\nWrite one such block")[0]
+        example = prompt.partition("in exactly this form:\n")[2].partition("\n\nWrite one such block")[0]
         message = MessageBuilder()
         form = formats.FORMATS[Dialect.of(template).tools or FALLBACK]
-        for part in new_parser(AnswerForm(form)).feed(shown, True):
+        for part in new_parser(AnswerForm(form)).feed(example, True):
             message.add(part)
         assert [call["name"] for call in message.calls] in (["find_place"], ["name of the function"]), name
         num_shown += 1
@@ -213,8 +213,8 @@ def test_calls_are_read_in_the_form_that_the_prompt_shows(shared_data: Path, cap
         assert "another form" not in caplog.text
         assert not Dialect.of(glm, tool_call_parser="glm4").reads_shown
         assert "tools: the chat template has no place for them" in caplog.text
-    own = ChatTemplate({"default": families["qwen3"]["chat_template"]}, SPECIAL)
-    assert Dialect.of(own, tool_call_parser="glm4").reads_shown
+    chat_template = ChatTemplate({"default": families["qwen3"]["chat_template"]}, SPECIAL)
+    assert Dialect.of(chat_template, tool_call_parser="glm4").reads_shown
 
 
 def test_marks_that_are_special_tokens_are_asked_for(tmp_path: Path) -> None:
@@ -251,6 +251,6 @@ def test_where_an_answer_begins(style: str, prompt: str, inside: bool) -> None:
 def test_ids_of_calls() -> None:
     """Fresh ones; Mistral's templates take nine letters or digits and nothing else."""
     for name, text in (("hermes", '<tool_call>{"name": "f"}</tool_call>'), ("mistral", "[TOOL_CALLS]f[ARGS]{}")):
-        made = {new_parser(AnswerForm(formats.FORMATS[name])).feed(text, True)[0].id for _ in range(50)}  # type: ignore[union-attr]
-        assert len(made) == 50
-        assert all((len(one) == 9 and one.isalnum()) == (name == "mistral") for one in made)
+        ids = {new_parser(AnswerForm(formats.FORMATS[name])).feed(text, True)[0].id for _ in range(50)}  # type: ignore[union-attr]
+        assert len(ids) == 50
+        assert all((len(one) == 9 and one.isalnum()) == (name == "mistral") for one in ids)

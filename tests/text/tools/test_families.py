@@ -76,18 +76,18 @@ def faults(make: Any, text: str, expected: Read | None) -> list[str]:
 def check(source: str, counts: Counter[str]) -> list[str]:
     """Speak in the dialect of a template, and say what is not read as it was meant."""
     template = ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"})
-    found = Dialect.of(template)
-    tools, style = FORMATS[found.tools or FALLBACK], STYLES[found.reasoning] if found.reasoning else NO_STYLE
+    result = Dialect.of(template)
+    tools, style = FORMATS[result.tools or FALLBACK], STYLES[result.reasoning] if result.reasoning else NO_STYLE
     marks = {*tools.special_texts(), *style.special_texts()}
-    dialect = found._replace(token_ids={mark: 7 for mark in marks if SPECIAL.search(mark)})
+    dialect = result._replace(token_ids={mark: 7 for mark in marks if SPECIAL.search(mark)})
     use = ToolUse.of(TOOLS, "auto", True)
     try:
         prompt = template.render([{"role": "user", "content": "Where?"}], tools=TOOLS)
     except RequestError:
         counts["no prompt for a first question"] += 1
         return []
-    counts["with calls" if found.tools else "base, in the fallback's format"] += 1
-    counts["with reasoning"] += found.reasoning is not None
+    counts["with calls" if result.tools else "base, in the fallback's format"] += 1
+    counts["with reasoning"] += result.reasoning is not None
     is_closed = bool(style.closings) and prompt.rstrip().endswith(style.closings)
     wrong = []
     for number, content in itertools.product((0, 1, 2), ("", ANSWER.content)):
@@ -101,7 +101,7 @@ def check(source: str, counts: Counter[str]) -> list[str]:
         text = speak(answer, tools, style, prompt, source)
         calls = [(name, json.dumps(values, ensure_ascii=False)) for name, values in answer.calls]
         make = dialect.parsers(use, prompt, False)
-        wrong += [f"{found[:2]} {text!r}: {fault}" for fault in faults(make, text, (content, answer.reasoning, calls))]
+        wrong += [f"{result[:2]} {text!r}: {fault}" for fault in faults(make, text, (content, answer.reasoning, calls))]
         counts["answers"] += 1
         counts["readings"] += 5
     return wrong
@@ -126,8 +126,8 @@ def test_control_a_parser_that_looks_at_the_pieces_is_noticed() -> None:
         def feed(self, text: str, final: bool, cut: bool = False) -> list[Any]:
             return [Content(text.strip())]
 
-    made: MessageParser = Hasty()
-    assert parts(made, ["a"])
+    hasty: MessageParser = Hasty()
+    assert parts(hasty, ["a"])
     assert faults(Hasty, "a b c", None)
     assert faults(Hasty, "abc", ("b", "", []))
     assert not faults(Hasty, "abc", ("abc", "", []))
@@ -160,10 +160,10 @@ def own_words(name: str, source: str, counts: Counter[str]) -> list[str]:
             counts["turns that do not go on after the prompt"] += 1
             continue
         make = dialect.parsers(ToolUse.of(TOOLS, "auto", True), prompt, False)
-        found = read(make(), [whole.removeprefix(prompt)])
+        content = read(make(), [whole.removeprefix(prompt)])
         counts["turns read"] += 1
-        if [(tool, json.loads(arguments)) for tool, arguments in found[2]] != list(CALLS[:number]):
-            wrong.append(f"{name}: {whole.removeprefix(prompt)!r} is read as {found}")
+        if [(tool, json.loads(arguments)) for tool, arguments in content[2]] != list(CALLS[:number]):
+            wrong.append(f"{name}: {whole.removeprefix(prompt)!r} is read as {content}")
         wrong += [f"{name}: {fault}" for fault in faults(make, whole.removeprefix(prompt), None)]
     return wrong
 

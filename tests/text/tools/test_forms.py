@@ -74,33 +74,33 @@ def walk(constraint: StructuredOutputs, seed: int, end: bytes = b"", enough: int
     """A text that follows the constraint to its end; ASCII rather than other bytes, and `end` rather soon."""
     draw = random.Random(seed)
     matcher = build_matcher(TOKENIZER, compile_grammar(constraint), constraint)
-    said: list[int] = []
-    while len(said) < enough:
+    reply: list[int] = []
+    while len(reply) < enough:
         mask = matcher.compute_bitmask()
         allowed = [i for i in range(len(TOKENS)) if mask[i // 8] >> (i % 8) & 1]
-        assert allowed, bytes(i for i in said if i < 256)
-        tail = bytes(i for i in said[-20:] if i < 256)
+        assert allowed, bytes(i for i in reply if i < 256)
+        tail = bytes(i for i in reply[-20:] if i < 256)
         likely = [i for i in allowed if i < 256 and chr(i) in 'abc019 ."\\{}[](),:<\n'] or allowed
-        begun = max((n for n in range(len(end)) if tail.endswith(end[:n])), default=0)
-        if end and len(allowed) > 100 and end[begun] in allowed and draw.random() < (0.95 if begun else 0.2):
-            likely = [end[begun]]
+        overlap = max((n for n in range(len(end)) if tail.endswith(end[:n])), default=0)
+        if end and len(allowed) > 100 and end[overlap] in allowed and draw.random() < (0.95 if overlap else 0.2):
+            likely = [end[overlap]]
         if EOS in allowed and draw.random() < 0.6:
             break
         token = draw.choice(likely if draw.random() < 0.9 else allowed)
         if token == EOS:
             break
         assert matcher.consume_token(token)
-        said.append(token)
+        reply.append(token)
     else:
         raise AssertionError("the grammar lets the answer run on")
-    return b"".join(TOKENS[i] for i in said).decode()
+    return b"".join(TOKENS[i] for i in reply).decode()
 
 
 def held(name: str, use: ToolUse, template: str = "", token_ids: Mapping[str, int] | None = None) -> StructuredOutputs:
-    made, enforced = Dialect(name, template=template, token_ids=token_ids or {}).constraint(use, "", None)
+    result, enforced = Dialect(name, template=template, token_ids=token_ids or {}).constraint(use, "", None)
     assert enforced
-    assert made is not None
-    return made
+    assert result is not None
+    return result
 
 
 @pytest.mark.sampled(5)
@@ -219,8 +219,10 @@ def follows(constraint: StructuredOutputs, text: str, special: Mapping[str, int]
 
 def test_tools_and_a_json_form_are_calls_or_json() -> None:
     use = ToolUse.of(TOOLS, "auto", True)
-    wanted = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]})
-    constraint, enforced = Dialect("hermes").constraint(use, "", wanted)
+    structured_outputs = StructuredOutputs(
+        json={"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    )
+    constraint, enforced = Dialect("hermes").constraint(use, "", structured_outputs)
     assert constraint is not None
     assert enforced
     assert follows(constraint, '{"a": null}', {})

@@ -82,8 +82,8 @@ def test_messages_of_muse_glimmer() -> None:
     block += "</atem:function_calls>"
     text = f" to=self<|message|>hm<|eom|>{OSS} to=user<|message|>Well.<|eom|>{OSS} to=f<|message|>{block}<|eot|>"
     for pieces in ([text], *splits(text, longest=40)):
-        made = read(parser("muse_glimmer", "muse_glimmer"), pieces)
-        assert made == ("Well.", "hm", [("f", '{"a": 1}')])
+        content = read(parser("muse_glimmer", "muse_glimmer"), pieces)
+        assert content == ("Well.", "hm", [("f", '{"a": 1}')])
 
 
 def test_a_call_that_a_limit_cuts_leaves_no_marks_under_a_grammar() -> None:
@@ -98,7 +98,7 @@ def test_a_call_that_a_limit_cuts_leaves_no_marks_under_a_grammar() -> None:
             content, _, calls = read(parser(tools, bounds=bounds), [text[:end]], cut=True)
             assert content == "", text[:end]
             whole = [arguments for _, arguments in calls if arguments.endswith("}")]
-            # Whole arguments are told only of a text that has them whole.
+            # Only a text with whole arguments gives whole ones.
             assert not whole or "1}" in text[:end] or "2}" in text[:end] or "12</arg_value>" in text[:end]
 
 
@@ -144,17 +144,17 @@ def test_a_call_made_twice_ends_an_answer_that_must_be_calls() -> None:
     one, other = (f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>' for number in (1, 2))
     for pieces in splits(one + other + one + other, longest=40):
         bounds = Bounds(enforced=True, distinct=True)
-        made = parser("hermes", bounds=bounds)
-        assert [arguments for _, arguments in read(made, pieces)[2]] == ['{"a": 1}', '{"a": 2}']
-        assert made.ended
+        result = parser("hermes", bounds=bounds)
+        assert [arguments for _, arguments in read(result, pieces)[2]] == ['{"a": 1}', '{"a": 2}']
+        assert result.ended
     # Control: where it need not be, both are made.
     assert len(read(parser("hermes"), [one + one])[2]) == 2
 
 
 def test_special_tokens_are_never_content() -> None:
     special = ("<|tool_call|>", "<|/tool_call|>")
-    made = parser("phi4_mini_json", special=special)
-    assert read(made, ["hello", "wor<|/tool", "_call|>ld <|tool_call|>[oops"])[0] == "helloworld [oops"
+    result = parser("phi4_mini_json", special=special)
+    assert read(result, ["hello", "wor<|/tool", "_call|>ld <|tool_call|>[oops"])[0] == "helloworld [oops"
     # Control: marks that are plain text are.
     assert "<|/tool_call|>" in read(parser("phi4_mini_json"), ["wor<|/tool_call|>ld"])[0]
 
@@ -162,9 +162,9 @@ def test_special_tokens_are_never_content() -> None:
 def test_a_call_in_the_reasoning_is_one_of_a_tool_that_there_is() -> None:
     for name, calls in (("f", [("f", "{}")]), ("unknown", [])):
         text = f'<think>a <tool_call>{{"name": "{name}"}}</tool_call> b</think>c'
-        made = read(parser("hermes", "qwen3", ""), [text])
-        assert made[2] == calls
-        assert made[0] == "c"
+        content = read(parser("hermes", "qwen3", ""), [text])
+        assert content[2] == calls
+        assert content[0] == "c"
         # Under a grammar, those after the reasoning are the answer's.
         assert read(parser("hermes", "qwen3", "", Bounds(enforced=True)), [text])[2] == []
 

@@ -59,8 +59,8 @@ def test_a_call_streams_name_first_then_arguments() -> None:
     arguments = json.dumps({"text": LONG})
     text = f'Hi <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     for enforced in (False, True):
-        made = parts(tool_parser("hermes", enforced=enforced), text)
-        calls = [part for part in made if isinstance(part, ToolCall)]
+        result = parts(tool_parser("hermes", enforced=enforced), text)
+        calls = [part for part in result if isinstance(part, ToolCall)]
         assert calls[0] == ToolCall(0, "id0", "f", "")
         assert all(call.name is None and call.id == "id0" and call.index == 0 for call in calls[1:])
         assert "".join(call.arguments for call in calls) == arguments
@@ -163,7 +163,7 @@ ANYWHERE = sorted({form for form, *_ in CASES} - MESSAGES - {"llama3_json", "pyt
 @pytest.mark.parametrize("form", ANYWHERE)
 @given(data=st.data())
 def test_every_character_is_told_or_belongs_to_a_call(form: str, data: st.DataObject) -> None:
-    """Good calls, broken ones and other text in a row: the good ones are told, all else comes out but for space."""
+    """Good calls, broken ones and other text in a row: good ones become calls, all else but space comes out."""
     good = [(text, content, calls) for name, text, content, calls in CASES if name == form and text[-1] in ">]\n"]
     # One whose string or value has no end would take the next row for its own.
     broken = [(text, text, []) for name, text in ILL_FORMED if name == form and text[-1] in ">]"]
@@ -307,9 +307,9 @@ def test_reasoning_loses_nothing_but_its_marks_and_space(style: str, data: st.Da
 
 
 def test_parsers_are_message_parsers() -> None:
-    made: list[MessageParser] = [
+    result: list[MessageParser] = [
         ContentParser(),
         tool_parser("hermes"),
         thought_parser("qwen3", True),
     ]
-    assert not any(parser.ended for parser in made)
+    assert not any(parser.ended for parser in result)

@@ -315,13 +315,13 @@ def dialect(tmp_path: Any, spec: Any, source: str = THINKING, **named: Any) -> D
 def test_the_server_reads_with_it(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     use = ToolUse([], {"f": {}}, "auto", True)
     with caplog.at_level(logging.INFO, "headrace.server"):
-        own = dialect(tmp_path, XML_CALLS, QWEN)
-    assert own.response is not None
+        plain_dialect = dialect(tmp_path, XML_CALLS, QWEN)
+    assert plain_dialect.response is not None
     assert "at their end" in caplog.text
-    message = read(own.parsers(use, START, False)(), f"<thinking>Hm.</thinking>So:{CALL['xml']}")
+    message = read(plain_dialect.parsers(use, START, False)(), f"<thinking>Hm.</thinking>So:{CALL['xml']}")
     assert plain(message) == ("So:", "Hm.", [("f", {"a": "x: y"})])
     # A grammar holds an answer to the form of our own tables, which read it then.
-    enforced = read(own.parsers(use, START, True)(), CALL["json"])
+    enforced = read(plain_dialect.parsers(use, START, True)(), CALL["json"])
     assert plain(enforced)[2] == [("f", {"a": 1})]
 
 

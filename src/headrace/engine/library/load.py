@@ -116,7 +116,8 @@ def _build_runner(
             max_model_len,
         )
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))
-    eos_token_ids = hub.eos_token_ids(directory)
+    tokenizer = hub.resolve_tokenizer(config.model, config.tokenizer) if config.tokenizer else directory
+    eos_token_ids = [i for i in hub.eos_token_ids(directory, tokenizer) if i < model.vocab_size]
     selecting = choose_select(backend, model.vocab_size, config.num_threads)
     sampler = Sampler(model.vocab_size, eos_token_ids, selecting)
     spec = config.speculative_config

@@ -153,8 +153,6 @@ def _packed(tensors: Tensors, name: str, args: dict[str, Any]) -> QWeight:
     if not tensors.has(index):
         return QWeight(codes, scales, zeros, group=size, bits=bits)
     g_idx = checked(tensors, index, (num_in,), "int32", "int64")
-    if (g_idx == -1).all():  # the writer never filled it
-        return QWeight(codes, scales, zeros, group=size, bits=bits)
     return by_index(codes, scales, zeros, g_idx, size, bits, index)
 
 

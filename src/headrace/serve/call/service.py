@@ -290,7 +290,8 @@ class ServedModel:
         # The comment differs for each holder of a key, so that no compiled template is shared between holders (S-24).
         source = f"{{#{salted('')}+#}}{call.chat_template}"
         process = None if self.template is None else self.template.process
-        return ChatTemplate({"default": source}, self.tokenizer.special_tokens, process)
+        tokenizer = self.tokenizer
+        return ChatTemplate({"default": source}, tokenizer.special_tokens, process, begin=tokenizer.begin_of_chats)
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         """Return the token ids of a text; errors name it `field`. Raises `RequestError`."""

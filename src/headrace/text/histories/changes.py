@@ -51,7 +51,7 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
     "whole tools": (
         tools.whole_tools,
         "tools",
-        "the chat template wants a description and parameters: empty ones are given",
+        "the chat template requires a description and parameters: empty ones are given",
     ),
     "plain schemas": (
         tools.plain_schemas,
@@ -61,7 +61,7 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
     "described parameters": (
         tools.described_parameters,
         "tools",
-        "the chat template wants a description of each parameter: empty ones are given",
+        "the chat template requires a description of each parameter: empty ones are given",
     ),
     "empty tools": (tools.empty_tools, "", ""),
     "one text": (turns.one_text, "messages", "the chat template takes no lists of texts here: they are one text"),
@@ -84,7 +84,7 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
     "named results": (
         calls.named_results,
         "messages",
-        "the chat template wants the tool's name beside a result: it is the call's",
+        "the chat template requires the tool's name beside a result: it is the call's",
     ),
     "ids with names": (
         calls.ids_with_names,
@@ -141,22 +141,22 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
     "user first": (
         turns.user_first,
         "messages",
-        "the chat template wants the user first: an empty message is put there",
+        "the chat template requires the user first: an empty message is put there",
     ),
     "user before calls": (
         turns.user_before_calls,
         "messages",
-        "the chat template wants the user before calls: an empty message is put there",
+        "the chat template requires the user before calls: an empty message is put there",
     ),
     "joined turns": (
         turns.joined_turns,
         "messages",
-        "the chat template wants turns to alternate: neighbours of one role are joined",
+        "the chat template requires turns to alternate: neighbours of one role are joined",
     ),
     "answered results": (
         turns.answered_results,
         "messages",
-        "the chat template wants an answer between results and the user: an empty one is put there",
+        "the chat template requires an answer between results and the user: an empty one is put there",
     ),
 }
 """By name: the function that makes the change, the field that it concerns, and a text for the caller, which is empty

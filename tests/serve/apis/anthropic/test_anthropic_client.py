@@ -25,8 +25,8 @@ ASKED: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=60) as result:
+        yield result
 
 
 def post(live: Live, **more: Any) -> Any:
@@ -138,13 +138,13 @@ def test_anthropic_conversation_is_what_the_template_gets(client: anthropic.Anth
 def test_anthropic_bearer_and_x_api_key(tokenizer: Tokenizer) -> None:
     with Live(inproc(), tokenizer, ServerConfig(api_key="k", log_stats_interval=0)) as locked:
         for right in ({"api_key": "k"}, {"auth_token": "k", "api_key": None}):
-            with anthropic.Anthropic(base_url=locked.url, max_retries=0, **right) as made:  # type: ignore[arg-type]
-                assert made.messages.create(**ASKED | {"max_tokens": 2}).usage.output_tokens == 2
+            with anthropic.Anthropic(base_url=locked.url, max_retries=0, **right) as result:  # type: ignore[arg-type]
+                assert result.messages.create(**ASKED | {"max_tokens": 2}).usage.output_tokens == 2
         with (
-            anthropic.Anthropic(base_url=locked.url, max_retries=0, api_key="x") as made,
+            anthropic.Anthropic(base_url=locked.url, max_retries=0, api_key="x") as result,
             pytest.raises(anthropic.AuthenticationError) as caught,
         ):
-            made.messages.create(**ASKED)
+            result.messages.create(**ASKED)
         body: Any = caught.value.body
         assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
 
@@ -166,14 +166,14 @@ def test_anthropic_warnings(client: anthropic.Anthropic, live: Live) -> None:
     message: Any = client.messages.create(
         **ASKED, service_tier="auto", extra_body={"top_q": 1, "metadata": {"user_id": "u", "x": 1}}
     )
-    told = [
+    output = [
         "service_tier: ignored: there is one tier",
         "top_q: unknown, and ignored; did you mean top_p?",
         "metadata.x: unknown, and ignored",
     ]
-    assert sorted(message.warnings) == sorted(told)
+    assert sorted(message.warnings) == sorted(output)
     first = post(live, stream=True, service_tier="auto").text.split("data: ")[1]
-    assert json.loads(first.partition("\n")[0])["message"]["warnings"] == told[:1]
+    assert json.loads(first.partition("\n")[0])["message"]["warnings"] == output[:1]
     block = {"type": "text", "text": "x", "colour": "red"}
     reply = post(live, messages=[{"role": "user", "content": [block]}], max_tokens=1).json()
     assert reply["warnings"] == ["messages[0].content[0].colour: unknown, and ignored"]
@@ -216,8 +216,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ],
 )
 def test_anthropic_refusals_name_the_field(live: Live, more: dict[str, Any], field: str) -> None:
-    given = {name: value for name, value in (ASKED | more).items() if value is not None}
-    reply = live.post("/v1/messages", given)
+    inputs = {name: value for name, value in (ASKED | more).items() if value is not None}
+    reply = live.post("/v1/messages", inputs)
     assert reply.status_code == 400, reply.text
     body = reply.json()
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
@@ -238,10 +238,10 @@ def test_anthropic_a_broken_stream_ends_with_an_error_event(tokenizer: Tokenizer
         assert (body["type"], body["error"]["type"]) == ("error", "api_error")
         assert "message_stop" not in text
         with (
-            anthropic.Anthropic(base_url=live.url, api_key="x", max_retries=0) as made,
+            anthropic.Anthropic(base_url=live.url, api_key="x", max_retries=0) as result,
             pytest.raises(anthropic.APIStatusError),
         ):
-            made.messages.create(**ASKED)
+            result.messages.create(**ASKED)
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Aix"}}\n</tool_call>'
@@ -250,13 +250,13 @@ TOOL: Any = {"name": "weather", "input_schema": {"type": "object", "properties":
 
 def test_anthropic_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
     say("<think>Hm, so.</think>I look." + CALL)
-    asked = ASKED | {"tools": [TOOL], "max_tokens": 400}
+    requests = ASKED | {"tools": [TOOL], "max_tokens": 400}
     with (
         Live(inproc(), tokenizer, ServerConfig(reasoning_parser="deepseek_r1", log_stats_interval=0)) as live,
         anthropic.Anthropic(base_url=live.url, api_key="x", max_retries=0) as client,
     ):
-        whole = client.messages.create(**asked)
-        with client.messages.stream(**asked) as stream:
+        whole = client.messages.create(**requests)
+        with client.messages.stream(**requests) as stream:
             streamed = stream.get_final_message()
     for message in (whole, streamed):
         thinking, text, call = message.content

@@ -39,16 +39,16 @@ def test_timings_per_token_come_with_every_chunk_but_the_first(live: Live, with_
 
 
 def test_a_prompts_progress_has_its_timings(live: Live) -> None:
-    told = chunks(chat(live, stream=True, timings_per_token=True, return_progress=True))
-    begun, *_, done = [chunk for chunk in told if "prompt_progress" in chunk]
-    assert begun["prompt_progress"]["processed"] == begun["prompt_progress"]["cache"]
-    assert (begun["timings"]["prompt_n"], begun["timings"]["prompt_ms"]) == (0, 0.0)
+    output = chunks(chat(live, stream=True, timings_per_token=True, return_progress=True))
+    first, *_, done = [chunk for chunk in output if "prompt_progress" in chunk]
+    assert first["prompt_progress"]["processed"] == first["prompt_progress"]["cache"]
+    assert (first["timings"]["prompt_n"], first["timings"]["prompt_ms"]) == (0, 0.0)
     progress, timings = done["prompt_progress"], done["timings"]
     assert progress["processed"] == progress["total"]
     assert timings["prompt_n"] + timings["cache_n"] == progress["total"]
     assert timings["predicted_n"] == 0
-    told = chunks(chat(live, stream=True, return_progress=True))
-    assert not any("timings" in chunk for chunk in told if "prompt_progress" in chunk)
+    output = chunks(chat(live, stream=True, return_progress=True))
+    assert not any("timings" in chunk for chunk in output if "prompt_progress" in chunk)
 
 
 def test_verbose_shows_the_prompt(live: Live) -> None:
@@ -66,16 +66,16 @@ def test_a_server_that_logs_all_shows_prompts_unasked(tokenizer: Tokenizer) -> N
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"stop": "o"}])
 def test_a_stream_begins_with_the_role_alone_and_ends_without_text(live: Live, more: dict[str, Any]) -> None:
-    told = [chunk["choices"][0] for chunk in chunks(chat(live, stream=True, **more))]
-    assert told[0]["delta"] == {"role": "assistant", "content": None}
-    assert told[-1]["delta"] == {}
-    assert told[-1]["finish_reason"] is not None
-    assert not any(choice["finish_reason"] or "role" in choice["delta"] for choice in told[1:-1])
-    assert not any(choice["delta"].get("content") == "" for choice in told)
+    choices = [chunk["choices"][0] for chunk in chunks(chat(live, stream=True, **more))]
+    assert choices[0]["delta"] == {"role": "assistant", "content": None}
+    assert choices[-1]["delta"] == {}
+    assert choices[-1]["finish_reason"] is not None
+    assert not any(choice["finish_reason"] or "role" in choice["delta"] for choice in choices[1:-1])
+    assert not any(choice["delta"].get("content") == "" for choice in choices)
     whole = chat(live, **more).json()["choices"][0]
-    assert "".join(choice["delta"].get("content") or "" for choice in told) == whole["message"]["content"]
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == whole["message"]["content"]
     if "logprobs" in more:
-        entries = [entry for choice in told for entry in (choice["logprobs"] or {"content": []})["content"]]
+        entries = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
         assert entries == whole["logprobs"]["content"]
 
 

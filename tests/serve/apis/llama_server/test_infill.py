@@ -96,9 +96,9 @@ def test_a_model_without_marks_is_refused(live: Live) -> None:
 @pytest.mark.parametrize("names", infill.NAMES)
 def test_each_familys_marks_are_found(tmp_path: Path, names: tuple[str, ...]) -> None:
     marks = {name: place for place, name in enumerate(names, 1) if name}
-    found = infill.marks_of(with_marks(tmp_path / "t", marks))
-    assert found is not None
-    assert found[:3] == (1, 2, 3 if names[2] else None)
+    result = infill.marks_of(with_marks(tmp_path / "t", marks))
+    assert result is not None
+    assert result[:3] == (1, 2, 3 if names[2] else None)
     # Control: without the suffix's mark there is none.
     assert infill.marks_of(with_marks(tmp_path / "u", {name: i for name, i in marks.items() if i != 2})) is None
 

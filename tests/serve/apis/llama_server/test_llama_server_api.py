@@ -28,13 +28,13 @@ def post(live: Live, **more: Any) -> Any:
 
 def test_llama_completion(live: Live, say: Callable[[str], None]) -> None:
     say("one\ntwo three")
-    made = post(live, n_predict=40).json()
-    assert made["content"] == "one\ntwo three"
-    assert (made["stop"], made["stop_type"], made["stopping_word"], made["model"]) == (True, "eos", "", "fake")
-    assert (made["tokens_predicted"], made["tokens_evaluated"], made["tokens_cached"]) == (14, 5, 18)
-    assert (made["has_new_line"], made["truncated"], made["tokens"], made["index"]) == (True, False, [], 0)
-    assert made["timings"]["predicted_n"] == 14
-    assert made["generation_settings"]["n_predict"] == 40
+    body = post(live, n_predict=40).json()
+    assert body["content"] == "one\ntwo three"
+    assert (body["stop"], body["stop_type"], body["stopping_word"], body["model"]) == (True, "eos", "", "fake")
+    assert (body["tokens_predicted"], body["tokens_evaluated"], body["tokens_cached"]) == (14, 5, 18)
+    assert (body["has_new_line"], body["truncated"], body["tokens"], body["index"]) == (True, False, [], 0)
+    assert body["timings"]["predicted_n"] == 14
+    assert body["generation_settings"]["n_predict"] == 40
     assert live.post("/completions", {"prompt": "Hello"}).json()["content"] == "one\ntwo three"
     assert post(live, n_predict=3).json()["stop_type"] == "limit"
     word = post(live, stop=["wo"]).json()
@@ -66,10 +66,10 @@ def test_llama_prompts(live: Live) -> None:
 
 
 def test_llama_n_probs_and_tokens(live: Live) -> None:
-    made = post(live, n_probs=3, return_tokens=True).json()
-    assert len(made["tokens"]) == 8
-    entries = made["completion_probabilities"]
-    assert [entry["id"] for entry in entries] == made["tokens"]
+    body = post(live, n_probs=3, return_tokens=True).json()
+    assert len(body["tokens"]) == 8
+    entries = body["completion_probabilities"]
+    assert [entry["id"] for entry in entries] == body["tokens"]
     assert all(len(entry["top_logprobs"]) == 3 and entry["logprob"] <= 0 for entry in entries)
     parts = events(post(live, n_probs=1, stream=True).text)
     assert sum(len(part.get("completion_probabilities", [])) for part in parts) == 8
@@ -110,8 +110,8 @@ def biases(settings: dict[str, Any]) -> dict[int, float | None]:
 
 
 def test_llama_n_predict_without_a_limit_fills_the_context(live: Live) -> None:
-    made = post(live, n_predict=-1, seed=-1).json()
-    assert (made["tokens_predicted"], made["stop_type"], made["truncated"]) == (2048 - 5, "limit", True)
+    body = post(live, n_predict=-1, seed=-1).json()
+    assert (body["tokens_predicted"], body["stop_type"], body["truncated"]) == (2048 - 5, "limit", True)
 
 
 def test_llama_cache_prompt(live: Live) -> None:
@@ -137,16 +137,16 @@ def test_llama_probabilities_after_the_samplers_have_other_names(live: Live) -> 
 
 
 def test_llama_warnings(live: Live) -> None:
-    given = {"id_slot": 1, "min_keep": 2, "t_max_predict_ms": 5, "n_probs": 1, "nprobs": 1}
-    told = [
+    inputs = {"id_slot": 1, "min_keep": 2, "t_max_predict_ms": 5, "n_probs": 1, "nprobs": 1}
+    output = [
         "id_slot: ignored: a prefix is found wherever it was computed; see --slot-save-path",
         "min_keep: ignored: filters keep at least one token, and no other number",
         "nprobs: unknown, and ignored; did you mean n_probs?",
         "t_max_predict_ms: ignored: the same request must give the same answer at every speed; use n_predict",
     ]
-    assert sorted(post(live, **given).json()["warnings"]) == told
-    first, *others = events(post(live, **given, stream=True).text)
-    assert sorted(first["warnings"]) == told
+    assert sorted(post(live, **inputs).json()["warnings"]) == output
+    first, *others = events(post(live, **inputs, stream=True).text)
+    assert sorted(first["warnings"]) == output
     assert not any("warnings" in other for other in others)
 
 
@@ -223,8 +223,8 @@ def test_llama_tokenize_and_detokenize(live: Live) -> None:
     ],
 )
 def test_llama_refusals_name_the_field(live: Live, more: dict[str, Any], field: str) -> None:
-    given = {"prompt": "x", "n_predict": 2} | more
-    reply = live.post("/completion", {name: value for name, value in given.items() if value is not None})
+    inputs = {"prompt": "x", "n_predict": 2} | more
+    reply = live.post("/completion", {name: value for name, value in inputs.items() if value is not None})
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert set(error) == {"code", "message", "type"}
@@ -264,9 +264,9 @@ def test_llama_props_takes_no_settings(live: Live) -> None:
 
 def test_llama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:
     with Live(brittle(8), tokenizer, ServerConfig(log_stats_interval=0)) as live:
-        told = events(live.post("/completion", {"prompt": "x", "stream": True}).text)
-        assert set(told[-1]) == {"error"}
-        assert not any(each.get("stop") for each in told[:-1])
+        output = events(live.post("/completion", {"prompt": "x", "stream": True}).text)
+        assert set(output[-1]) == {"error"}
+        assert not any(each.get("stop") for each in output[:-1])
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -293,8 +293,8 @@ def test_a_stream_has_the_progress_of_its_prompt(tokenizer: Tokenizer, is_chat: 
         assert {each["cache"] for each in shown(first)} == {0}
         times = [each["time_ms"] for each in shown(first)]
         assert times == sorted(times)
-        begun, last = shown(again)
-        assert begun["processed"] == begun["cache"] == last["cache"]
+        beginning, last = shown(again)
+        assert beginning["processed"] == beginning["cache"] == last["cache"]
         assert last["processed"] == last["total"] == total
         assert total - 32 <= last["cache"] < total
         # It ends before the first token, and no token is missing.

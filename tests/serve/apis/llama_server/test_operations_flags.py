@@ -26,17 +26,17 @@ def test_llama_servers_names_are_behind_a_flag(live: Live, tokenizer: Tokenizer)
         reply = HTTP.get(named.url + "/metrics")
         assert "headrace:generation_tokens_total" in reply.text
         assert int(dict(reply.headers.raw)[b"Process-Start-Time-Unix"]) > 10**9
-        told = numbers(reply.text)
-        for name in told:
+        output = numbers(reply.text)
+        for name in output:
             assert f"# HELP llamacpp:{name} " in reply.text
             assert f"# TYPE llamacpp:{name} " in reply.text
-        assert told["prompt_tokens_total"] == sum(each["prompt_n"] for each in timings)
-        assert told["prompt_tokens_cached_total"] == sum(each["cache_n"] for each in timings) > 0
-        assert told["tokens_predicted_total"] == 10
-        assert told["n_tokens_max"] == 45
-        assert told["requests_processing"] == told["requests_deferred"] == 0
-        assert told["n_decode_total"] > 0
-        assert 0 < told["n_busy_slots_per_decode"] <= 1
+        assert output["prompt_tokens_total"] == sum(each["prompt_n"] for each in timings)
+        assert output["prompt_tokens_cached_total"] == sum(each["cache_n"] for each in timings) > 0
+        assert output["tokens_predicted_total"] == 10
+        assert output["n_tokens_max"] == 45
+        assert output["requests_processing"] == output["requests_deferred"] == 0
+        assert output["n_decode_total"] > 0
+        assert 0 < output["n_busy_slots_per_decode"] <= 1
 
 
 def test_rates_are_those_since_the_last_scrape() -> None:

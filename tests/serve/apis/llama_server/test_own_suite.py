@@ -57,8 +57,8 @@ def test_the_table_is_read_and_gives_reasons() -> None:
 def test_a_command_line_of_llama_server_becomes_ours() -> None:
     model = str(Path("data") / next(iter(MODELS.values())))
     words = ["--hf-repo", next(iter(MODELS)), "--ctx-size", "512", "--parallel", "2", "--port", "1", "--no-slots"]
-    taken = serve_arguments(words, Path("data"))
-    assert taken == [model, "--ctx-size", "256", *words[4:]]
+    arguments = serve_arguments(words, Path("data"))
+    assert arguments == [model, "--ctx-size", "256", *words[4:]]
     shared = serve_arguments([*words, "--kv-unified"], Path("data"))
     assert shared[:3] == [model, "--ctx-size", "512"]
     with pytest.raises(SystemExit, match="no model other/model"):

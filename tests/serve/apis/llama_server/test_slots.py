@@ -36,8 +36,8 @@ def complete(live: Live, key: str | None = None, **more: Any) -> dict[str, Any]:
     body = {"prompt": PROMPT, "n_predict": 4, "seed": 1} | more
     reply = HTTP.post(live.url + "/completion", json=body, headers=headers)
     assert reply.status_code == 200, reply.text
-    made: dict[str, Any] = reply.json()
-    return made
+    result: dict[str, Any] = reply.json()
+    return result
 
 
 def test_saved_forgotten_and_restored_it_is_found_again(saving: Live) -> None:
@@ -69,11 +69,11 @@ def test_an_erase_needs_no_body(saving: Live) -> None:
 
 
 def test_a_prompt_shorter_than_a_block_is_kept_too(saving: Live) -> None:
-    made = complete(saving, prompt="short", n_predict=3)
+    result = complete(saving, prompt="short", n_predict=3)
     assert act(saving, "save", filename="short").json()["n_saved"] == 7
     saving.client.reset_prefix_cache()
     assert act(saving, "restore", slot=2, filename="short").json()["n_restored"] == 7
-    assert complete(saving, prompt="short", n_predict=3)["content"] == made["content"]
+    assert complete(saving, prompt="short", n_predict=3)["content"] == result["content"]
 
 
 def test_a_slot_is_named_streamed_and_taken_in_order(saving: Live) -> None:
@@ -154,9 +154,9 @@ def test_S_25_each_holder_has_slots_and_files_of_its_own(tokenizer: Tokenizer, t
 def test_without_the_flag_there_are_no_slots(live: Live) -> None:
     reply = act(live, "save", filename="x")
     assert (reply.status_code, "--slot-save-path" in reply.text) == (501, True)
-    made = complete(live, id_slot=2)
-    assert made["id_slot"] == -1
-    assert made["warnings"] == ["id_slot: ignored: a prefix is found wherever it was computed; see --slot-save-path"]
+    result = complete(live, id_slot=2)
+    assert result["id_slot"] == -1
+    assert result["warnings"] == ["id_slot: ignored: a prefix is found wherever it was computed; see --slot-save-path"]
 
 
 def test_a_folder_that_can_not_be_is_refused(tmp_path: Path) -> None:

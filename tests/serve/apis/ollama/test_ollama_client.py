@@ -24,9 +24,9 @@ MESSAGES = [{"role": "user", "content": "Wer reitet?"}]
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[ollama.Client]:
-    made = ollama.Client(host=live.url, timeout=60)
-    yield made
-    made._client.close()
+    result = ollama.Client(host=live.url, timeout=60)
+    yield result
+    result._client.close()
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def test_ollama_logprobs(client: ollama.Client) -> None:
 def test_ollama_warnings(live: Live) -> None:
     options = {"num_ctx": 4096, "num_thread": 8, "wings": 2, "num_predict": 2}
     body = {"model": "fake", "prompt": "x", "options": options, "keep_alive": "5m", "template": "{{ .Prompt }}", "x": 1}
-    told = [
+    output = [
         "keep_alive: ignored: the model is loaded as long as the server runs",
         "options.num_ctx: ignored: the context has 2048 tokens, as the server was started",
         "options.num_thread: ignored: set when the server starts",
@@ -129,9 +129,9 @@ def test_ollama_warnings(live: Live) -> None:
         "x: unknown, and ignored",
     ]
     first, *others = lines(live.post("/api/generate", body).text)
-    assert sorted(first["warnings"]) == told
+    assert sorted(first["warnings"]) == output
     assert not any("warnings" in other for other in others)
-    assert sorted(live.post("/api/generate", body | {"stream": False}).json()["warnings"]) == told
+    assert sorted(live.post("/api/generate", body | {"stream": False}).json()["warnings"]) == output
     assert "warnings" not in live.post("/api/generate", {"model": "fake", "prompt": "x", "stream": False}).json()
 
 
@@ -139,11 +139,11 @@ def test_ollama_tags_show_ps_version(client: ollama.Client, live: Live) -> None:
     assert [model.model for model in client.list().models] == ["fake"]
     running = client.ps().models
     assert [(model.model, model.context_length) for model in running] == [("fake", 2048)]
-    shown = client.show("fake")
-    assert shown.capabilities is not None
-    assert "completion" in shown.capabilities
-    assert shown.modelinfo is not None
-    assert shown.modelinfo[shown.modelinfo["general.architecture"] + ".context_length"] == 2048
+    facts = client.show("fake")
+    assert facts.capabilities is not None
+    assert "completion" in facts.capabilities
+    assert facts.modelinfo is not None
+    assert facts.modelinfo[facts.modelinfo["general.architecture"] + ".context_length"] == 2048
     assert HTTP.get(live.url + "/api/version").json() == {"version": OLLAMA_VERSION}
     assert HTTP.head(live.url + "/").status_code == 200
 
@@ -198,8 +198,8 @@ def test_ollama_what_is_not_done_is_told(client: ollama.Client, live: Live) -> N
     ],
 )
 def test_ollama_refusals_name_the_field(live: Live, path: str, more: dict[str, Any], field: str) -> None:
-    given = {"model": "fake", "prompt": "x"} if path == "generate" else {"model": "fake"} if path == "chat" else {}
-    reply = live.post(f"/api/{path}", {name: value for name, value in (given | more).items() if value is not None})
+    inputs = {"model": "fake", "prompt": "x"} if path == "generate" else {"model": "fake"} if path == "chat" else {}
+    reply = live.post(f"/api/{path}", {name: value for name, value in (inputs | more).items() if value is not None})
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error.startswith((f"{field}: ", "the input length exceeds the context length.")), error
@@ -207,15 +207,15 @@ def test_ollama_refusals_name_the_field(live: Live, path: str, more: dict[str, A
 
 
 def test_ollama_embed(client: ollama.Client) -> None:
-    made = client.embed("fake", ["one", "two"])
-    assert len(made.embeddings) == 2
-    assert made.prompt_eval_count == 6
-    assert sum(x * x for x in made.embeddings[0]) == pytest.approx(1)
-    assert list(client.embed("fake", "one").embeddings[0]) == list(made.embeddings[0])
+    result = client.embed("fake", ["one", "two"])
+    assert len(result.embeddings) == 2
+    assert result.prompt_eval_count == 6
+    assert sum(x * x for x in result.embeddings[0]) == pytest.approx(1)
+    assert list(client.embed("fake", "one").embeddings[0]) == list(result.embeddings[0])
     # The older route gives vectors as they are; they point the same way.
     older = client.embeddings("fake", "one").embedding
     length = sum(x * x for x in older) ** 0.5
-    assert [x / length for x in older] == pytest.approx(list(made.embeddings[0]))
+    assert [x / length for x in older] == pytest.approx(list(result.embeddings[0]))
     with pytest.raises(ollama.ResponseError, match="input: "):
         client.embed("fake", "x" * 3000, truncate=False)
     assert client.embed("fake", "x" * 3000).prompt_eval_count == 2047
@@ -264,9 +264,9 @@ def test_ollama_calls_are_told_whole() -> None:
 
 def test_ollama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:
     with Live(brittle(8), tokenizer, ServerConfig(log_stats_interval=0)) as live:
-        told = lines(live.post("/api/chat", {"model": "fake", "messages": MESSAGES}).text)
-        assert set(told[-1]) == {"error"}
-        assert not any(each.get("done") for each in told)
+        output = lines(live.post("/api/chat", {"model": "fake", "messages": MESSAGES}).text)
+        assert set(output[-1]) == {"error"}
+        assert not any(each.get("done") for each in output)
         with pytest.raises(ollama.ResponseError):
             list(ollama.Client(host=live.url).chat("fake", MESSAGES, stream=True))
 

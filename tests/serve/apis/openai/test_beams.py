@@ -42,7 +42,7 @@ def expected(params: BeamSearchParams, max_tokens: int) -> list[tuple[float, flo
 
 
 @pytest.mark.parametrize(
-    ("given", "params"),
+    ("inputs", "params"),
     [
         ({"n": 3}, {"beam_width": 3, "n": 3}),
         ({"n": 2, "best_of": 5}, {"beam_width": 5, "n": 2}),
@@ -56,9 +56,9 @@ def expected(params: BeamSearchParams, max_tokens: int) -> list[tuple[float, flo
         ),
     ],
 )
-def test_use_beam_search_finds_the_likeliest_answers(live: Live, given: Any, params: Any) -> None:
+def test_use_beam_search_finds_the_likeliest_answers(live: Live, inputs: Any, params: Any) -> None:
     answers = expected(BeamSearchParams(**params), 8)
-    reply = live.post("/v1/completions", BODY | given)
+    reply = live.post("/v1/completions", BODY | inputs)
     assert reply.status_code == 200, reply.text
     body = reply.json()
     choices = body["choices"]
@@ -101,7 +101,7 @@ def test_a_stream_gives_the_answers_at_the_end(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "given"),
+    ("field", "inputs"),
     [
         ("n", {"n": 5, "beam_width": 3}),
         ("beam_width", {"beam_width": 0}),
@@ -121,8 +121,8 @@ def test_a_stream_gives_the_answers_at_the_end(live: Live) -> None:
         ("diversity_penalty", {"use_beam_search": None, "diversity_penalty": 1.0}),
     ],
 )
-def test_what_does_not_go_together_is_a_400_by_name(live: Live, field: str, given: dict[str, Any]) -> None:
-    reply = live.post("/v1/completions", BODY | given)
+def test_what_does_not_go_together_is_a_400_by_name(live: Live, field: str, inputs: dict[str, Any]) -> None:
+    reply = live.post("/v1/completions", BODY | inputs)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == field
 
@@ -143,11 +143,11 @@ def test_a_killed_engine_costs_a_search_time_and_nothing_else(tokenizer: Tokeniz
     params = {"n": 3, "beam_width": 4, "max_tokens": 120}
     with Live(child(delay=0.01), tokenizer, ServerConfig(log_stats_interval=0)) as live:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(live.post, "/v1/completions", BODY | params)
+            requests = pool.submit(live.post, "/v1/completions", BODY | params)
             live.wait(lambda: live.client.stats.num_beam_blocks_unshared > 12)
             assert live.metric("beam_search_blocks") < live.metric("beam_search_blocks_unshared")
             os.kill(pid_of(live.client), signal.SIGKILL)
-            reply = asked.result()
+            reply = requests.result()
         assert live.client.num_restarts == 1
         assert reply.status_code == 200, reply.text
         answers = expected(BeamSearchParams(beam_width=4, n=3), 120)
@@ -164,8 +164,8 @@ def test_async_llm_searches(tokenizer: Tokenizer) -> None:
         async with AsyncLLM(config, client=client, tokenizer=tokenizer) as llm:
             return await llm.beam_search({"prompt_token_ids": PROMPT}, BeamSearchParams(beam_width=3, max_tokens=6))
 
-    found = asyncio.run(search())
+    actual = asyncio.run(search())
     answers = expected(BeamSearchParams(beam_width=3), 6)
-    assert [answer.tokens for answer in found.sequences] == [[*PROMPT, *ids] for _, _, ids in answers]
-    assert [answer.text.startswith("Once upon") for answer in found.sequences] == [True] * 3
-    assert found.num_blocks < found.num_blocks_unshared
+    assert [answer.tokens for answer in actual.sequences] == [[*PROMPT, *ids] for _, _, ids in answers]
+    assert [answer.text.startswith("Once upon") for answer in actual.sequences] == [True] * 3
+    assert actual.num_blocks < actual.num_blocks_unshared

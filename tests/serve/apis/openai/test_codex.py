@@ -26,8 +26,8 @@ RECORD: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / "codex
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     rows = msgspec.convert(RECORD["script"], list[scripted.Row])
     client, tokenizer = scripted.parts(rows, tmp_path_factory.mktemp("scripted"))
-    with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as made:
-        yield made
+    with Live(client, tokenizer, ServerConfig(log_stats_interval=0)) as result:
+        yield result
 
 
 def streamed(live: Live, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -39,9 +39,9 @@ def streamed(live: Live, body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_K3_a_whole_turn_of_codex(live: Live) -> None:
     """Each item of the reply is the one that codex made of it, and sent back with the tool's output."""
     body = dict(RECORD["request"])
-    sent = list(body["input"])
+    messages = list(body["input"])
     for call, output in RECORD["turns"]:
-        events = streamed(live, body | {"input": sent})
+        events = streamed(live, body | {"input": messages})
         (item,) = events[-1]["response"]["output"]
         fresh = ("id", "call_id", "status")
         assert {k: v for k, v in item.items() if k not in fresh} == {k: v for k, v in call.items() if k not in fresh}
@@ -49,8 +49,8 @@ def test_K3_a_whole_turn_of_codex(live: Live) -> None:
         deltas = [event["delta"] for event in events if event["type"].endswith(f"{field}.delta")]
         (done,) = [event for event in events if event["type"].endswith(f"{field}.done")]
         assert "".join(deltas) == done[field] == item[field]
-        sent += [call, output]
-    last = streamed(live, body | {"input": sent})[-1]["response"]
+        messages += [call, output]
+    last = streamed(live, body | {"input": messages})[-1]["response"]
     assert last["output"][0]["content"][0]["text"] == "I made the file."
     assert any("web_search" in warning for warning in last["warnings"])
     assert [tool["type"] for tool in last["tools"]] == [tool["type"] for tool in body["tools"]]
@@ -58,14 +58,14 @@ def test_K3_a_whole_turn_of_codex(live: Live) -> None:
 
 def test_K3_a_stored_custom_call_goes_on_by_its_id(live: Live) -> None:
     with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as client:
-        given: dict[str, Any] = {"model": "scripted", "tools": RECORD["request"]["tools"]}
+        inputs: dict[str, Any] = {"model": "scripted", "tools": RECORD["request"]["tools"]}
         earlier: Any = RECORD["turns"][0]
-        first = client.responses.create(input=earlier, **given)
+        first = client.responses.create(input=earlier, **inputs)
         call = first.output[0]
         assert call.type == "custom_tool_call"
         assert call.name == "apply_patch"
         output: Any = [{"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Success. Updated it"}]
-        second = client.responses.create(input=output, previous_response_id=first.id, **given)
+        second = client.responses.create(input=output, previous_response_id=first.id, **inputs)
         assert [item.type for item in second.output] == ["function_call"]
 
 
@@ -79,14 +79,14 @@ def test_custom_tools_in_chats(live: Live) -> None:
                 {"id": "c0", "type": "custom", "custom": {"name": "apply_patch", "input": "none"}}]},
             {"role": "tool", "tool_call_id": "c0", "content": "invalid"},
         ]  # fmt: skip
-        given: dict[str, Any] = {"model": "scripted", "messages": messages, "tools": tools}
-        (call,) = client.chat.completions.create(**given).choices[0].message.tool_calls or []
+        inputs: dict[str, Any] = {"model": "scripted", "messages": messages, "tools": tools}
+        (call,) = client.chat.completions.create(**inputs).choices[0].message.tool_calls or []
         assert call.type == "custom"
         assert call.custom.name == "apply_patch"
         assert call.custom.input == RECORD["turns"][1][0]["input"]
         pieces = [
             piece
-            for chunk in client.chat.completions.create(**given, stream=True)
+            for chunk in client.chat.completions.create(**inputs, stream=True)
             for piece in chunk.choices[0].delta.tool_calls or []
         ]
         customs: list[Any] = [(piece.model_extra or {})["custom"] for piece in pieces]
@@ -98,10 +98,10 @@ def test_what_the_model_gets_of_the_tools() -> None:
     warnings = Warnings()
     tools = client_tools(RECORD["request"]["tools"], "auto", True, warnings)
     names = ["exec_command", "apply_patch", "multi_agent_v1__close_agent", "multi_agent_v1__resume_agent", "get_goal"]
-    shown = {tool["function"]["name"]: tool["function"] for tool in tools.use.tools}
-    assert sorted(shown) == sorted(names)
-    assert "begin_patch hunk+ end_patch" in shown["apply_patch"]["description"]
-    assert shown["multi_agent_v1__close_agent"]["description"].startswith("Tools for spawning")
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools.use.tools}
+    assert sorted(functions) == sorted(names)
+    assert "begin_patch hunk+ end_patch" in functions["apply_patch"]["description"]
+    assert functions["multi_agent_v1__close_agent"]["description"].startswith("Tools for spawning")
     assert tools.called("multi_agent_v1__close_agent") == ("close_agent", "multi_agent_v1", False)
     assert tools.called("apply_patch") == ("apply_patch", None, True)
     assert tools.called("unheard_of") == ("unheard_of", None, False)

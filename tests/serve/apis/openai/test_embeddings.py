@@ -22,8 +22,8 @@ from headrace.text.vectors import finished
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+        yield openai_client
 
 
 def test_all_forms_of_input_are_one_vector(client: openai.OpenAI) -> None:
@@ -60,15 +60,15 @@ def test_dimensions_cut_and_make_one_long_again(live: Live) -> None:
 
 def test_the_cache_and_the_chunks_change_nothing(tokenizer: Tokenizer) -> None:
     texts = ["a text that is longer than a block or two of the cache " + letter for letter in "ab"] * 2
-    found = []
+    result = []
     for config in ({"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}, {}):
         with Live(inproc(**config), tokenizer, ServerConfig(log_stats_interval=0)) as server:
             for pooling in ("last", "mean"):
                 body = {"input": texts, "pooling": pooling}
                 first = server.post("/v1/embeddings", body).json()["data"]
-                found.append((pooling, first, server.post("/v1/embeddings", body).json()["data"]))
+                result.append((pooling, first, server.post("/v1/embeddings", body).json()["data"]))
     for pooling in ("last", "mean"):
-        vectors = [rows for kind, *both in found for rows in both if kind == pooling]
+        vectors = [rows for kind, *both in result for rows in both if kind == pooling]
         assert all(rows == vectors[0] for rows in vectors)
         assert vectors[0][0]["embedding"] == vectors[0][2]["embedding"] != vectors[0][1]["embedding"]
 
@@ -137,8 +137,8 @@ def test_generation_and_vectors_share_the_engine(live: Live, client: openai.Open
     """A prompt that was embedded is a cached prefix, and the other way round."""
     prompt = "a prompt that is longer than one block of the cache, and so on"
     first = client.embeddings.create(model="fake", input=prompt).data[0].embedding
-    made = client.completions.create(model="fake", prompt=prompt, max_tokens=4, seed=1)
-    assert made.usage is not None
-    assert made.usage.prompt_tokens_details is not None
-    assert (made.usage.prompt_tokens_details.cached_tokens or 0) >= 48
+    result = client.completions.create(model="fake", prompt=prompt, max_tokens=4, seed=1)
+    assert result.usage is not None
+    assert result.usage.prompt_tokens_details is not None
+    assert (result.usage.prompt_tokens_details.cached_tokens or 0) >= 48
     assert client.embeddings.create(model="fake", input=prompt).data[0].embedding == first

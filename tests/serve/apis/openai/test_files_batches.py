@@ -25,8 +25,8 @@ MESSAGES = [{"role": "user", "content": "Wer fährt so spät?"}]
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+        yield openai_client
 
 
 def line(custom_id: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
@@ -51,31 +51,31 @@ def finish(live: Live, client: openai.OpenAI, batch_id: str, seconds: float = 20
 
 def outputs(client: openai.OpenAI, file_id: str) -> dict[str, Any]:
     lines = client.files.content(file_id).text.strip().split("\n")
-    found = {output["custom_id"]: output for output in map(json.loads, lines)}
-    assert len(found) == len(lines)
-    return found
+    result = {output["custom_id"]: output for output in map(json.loads, lines)}
+    assert len(result) == len(lines)
+    return result
 
 
 def test_files_come_and_go(client: openai.OpenAI) -> None:
     content = b'{"a": "\xc3\xa4"}\r\n--x\r\n\r\n\n' * 50
-    made = client.files.create(file=("täglich.jsonl", content), purpose="batch")
-    assert (made.bytes, made.purpose, made.object, made.status) == (len(content), "batch", "file", "processed")
-    assert client.files.retrieve(made.id).filename.startswith("t")
-    assert client.files.content(made.id).read() == content
-    assert made.id in [file.id for file in client.files.list()]
-    assert made.id in [file.id for file in client.files.list(purpose="batch", limit=2)]
-    assert made.id not in [file.id for file in client.files.list(purpose="vision")]
-    assert client.files.delete(made.id).deleted
+    result = client.files.create(file=("täglich.jsonl", content), purpose="batch")
+    assert (result.bytes, result.purpose, result.object, result.status) == (len(content), "batch", "file", "processed")
+    assert client.files.retrieve(result.id).filename.startswith("t")
+    assert client.files.content(result.id).read() == content
+    assert result.id in [file.id for file in client.files.list()]
+    assert result.id in [file.id for file in client.files.list(purpose="batch", limit=2)]
+    assert result.id not in [file.id for file in client.files.list(purpose="vision")]
+    assert client.files.delete(result.id).deleted
     with pytest.raises(openai.NotFoundError):
-        client.files.content(made.id)
+        client.files.content(result.id)
 
 
 def test_lists_are_paged(client: openai.OpenAI) -> None:
-    made = [client.files.create(file=(f"{i}.jsonl", b"x"), purpose="user_data").id for i in range(5)]
+    ids = [client.files.create(file=(f"{i}.jsonl", b"x"), purpose="user_data").id for i in range(5)]
     pages = client.files.list(purpose="user_data", limit=2, order="asc")
-    assert [file.id for file in pages.data] == made[:2]
-    assert [file.id for file in pages] == made
-    assert [file.id for file in client.files.list(purpose="user_data", limit=2)] == made[::-1]
+    assert [file.id for file in pages.data] == ids[:2]
+    assert [file.id for file in pages] == ids
+    assert [file.id for file in client.files.list(purpose="user_data", limit=2)] == ids[::-1]
     with pytest.raises(openai.BadRequestError):
         client.files.list(limit=0)
     with pytest.raises(openai.NotFoundError):
@@ -90,8 +90,8 @@ def test_S_08_a_file_s_name_is_no_path(tokenizer: Tokenizer, tmp_path: Path, nam
         assert reply.status_code == 200, reply.text
         file_id = reply.json()["id"]
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
-    found = sorted(str(path.relative_to(tmp_path)) for path in files)
-    assert found == [f"kept/files/{file_id}.bin", f"kept/files/{file_id}.json"]
+    result = sorted(str(path.relative_to(tmp_path)) for path in files)
+    assert result == [f"kept/files/{file_id}.bin", f"kept/files/{file_id}.json"]
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.rglob("*") if path.is_file())
 
 
@@ -177,27 +177,27 @@ def test_a_batch_of_every_kind(live: Live, client: openai.OpenAI) -> None:
     bodies |= {"/v1/embeddings": {}, "/v1/responses": {"max_output_tokens": 5}}
     for url, body in bodies.items():
         file_id = upload(client, [line(f"q{i}", url, **body) for i in range(7)])
-        given: Any = {"input_file_id": file_id, "endpoint": url, "completion_window": "24h"}
-        made = client.batches.create(**given, metadata={"of": "a test"})
-        assert made.status == "validating"
-        done = finish(live, client, made.id)
+        inputs: Any = {"input_file_id": file_id, "endpoint": url, "completion_window": "24h"}
+        result = client.batches.create(**inputs, metadata={"of": "a test"})
+        assert result.status == "validating"
+        done = finish(live, client, result.id)
         assert done.status == "completed", done
         assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (7, 7, 0)
         assert done.error_file_id is None
         assert done.metadata == {"of": "a test"}
-        found = outputs(client, done.output_file_id)
-        assert sorted(found) == [f"q{i}" for i in range(7)]
-        assert all(output["response"]["status_code"] == 200 for output in found.values())
-    assert made.id in [batch.id for batch in client.batches.list(limit=2)]
+        outcome = outputs(client, done.output_file_id)
+        assert sorted(outcome) == [f"q{i}" for i in range(7)]
+        assert all(output["response"]["status_code"] == 200 for output in outcome.values())
+    assert result.id in [batch.id for batch in client.batches.list(limit=2)]
 
 
 def test_answers_are_those_of_a_plain_call(live: Live, client: openai.OpenAI) -> None:
     file_id = upload(client, [line("one", max_tokens=12, seed=4), line("two", max_tokens=12)])
-    made = client.batches.create(input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h")
-    found = outputs(client, finish(live, client, made.id).output_file_id)
+    result = client.batches.create(input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h")
+    outcome = outputs(client, finish(live, client, result.id).output_file_id)
     for custom_id in ("one", "two"):
         # A line without a seed got one, and tells it.
-        body = found[custom_id]["response"]["body"]
+        body = outcome[custom_id]["response"]["body"]
         plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=12, seed=body["seed"])  # type: ignore[arg-type]
         assert body["choices"][0]["message"]["content"] == plain.choices[0].message.content
 
@@ -209,10 +209,10 @@ def test_failing_lines_go_to_the_error_file(live: Live, client: openai.OpenAI) -
         line("other", model="nope"),
         line("s", stream=True),
     ]
-    made = client.batches.create(
+    result = client.batches.create(
         input_file_id=upload(client, lines), endpoint="/v1/chat/completions", completion_window="24h"
     )
-    done = finish(live, client, made.id)
+    done = finish(live, client, result.id)
     assert done.status == "completed"
     assert (done.request_counts.completed, done.request_counts.failed) == (1, 3)
     assert list(outputs(client, done.output_file_id)) == ["good"]
@@ -224,10 +224,10 @@ def test_failing_lines_go_to_the_error_file(live: Live, client: openai.OpenAI) -
 def test_a_batch_with_a_bad_line_asks_nothing(live: Live, client: openai.OpenAI) -> None:
     lines = [line("a"), b"{not json", line("a"), line("b", "/v1/completions"), {"custom_id": "c"}, line("d")]
     before = live.metric("request_success_total")
-    made = client.batches.create(
+    result = client.batches.create(
         input_file_id=upload(client, lines), endpoint="/v1/chat/completions", completion_window="24h"
     )
-    done = finish(live, client, made.id)
+    done = finish(live, client, result.id)
     assert done.status == "failed"
     assert done.errors is not None
     assert [(error.line, error.param) for error in done.errors.data or []] == [
@@ -255,19 +255,19 @@ def test_cancel_keeps_what_was_answered(tokenizer: Tokenizer) -> None:
     config = ServerConfig(log_stats_interval=0, max_batch_concurrency=2)
     with Live(inproc(delay=0.005), tokenizer, config) as server, openai_of(server) as client:
         lines = [line(f"q{i}", max_tokens=40, ignore_eos=True) for i in range(40)]
-        given: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        made = client.batches.create(input_file_id=upload(client, lines), **given)
-        second = client.batches.create(input_file_id=upload(client, lines), **given)
-        server.wait(lambda: (client.batches.retrieve(made.id).request_counts or made).completed >= 2)  # type: ignore[union-attr]
-        assert client.batches.cancel(made.id).status in ("cancelling", "cancelled")
+        inputs: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        result = client.batches.create(input_file_id=upload(client, lines), **inputs)
+        second = client.batches.create(input_file_id=upload(client, lines), **inputs)
+        server.wait(lambda: (client.batches.retrieve(result.id).request_counts or result).completed >= 2)  # type: ignore[union-attr]
+        assert client.batches.cancel(result.id).status in ("cancelling", "cancelled")
         assert client.batches.cancel(second.id).status in ("cancelling", "cancelled")
-        done = finish(server, client, made.id)
+        done = finish(server, client, result.id)
         assert done.status == "cancelled"
         assert 2 <= len(outputs(client, done.output_file_id)) == done.request_counts.completed < 40
         assert finish(server, client, second.id).output_file_id is None
         server.wait(lambda: server.client.num_unfinished == 0)
         with pytest.raises(openai.BadRequestError):
-            client.batches.cancel(made.id)
+            client.batches.cancel(result.id)
 
 
 def openai_of(server: Live) -> openai.OpenAI:
@@ -280,8 +280,8 @@ def test_expired_lines_are_told(tokenizer: Tokenizer, monkeypatch: pytest.Monkey
     with Live(inproc(delay=0.005), tokenizer, config) as server, openai_of(server) as client:
         lines = [line(f"q{i}", max_tokens=200, ignore_eos=True) for i in range(40)]
         file_id = upload(client, lines)
-        made = client.batches.create(input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="1h")
-        done = finish(server, client, made.id)
+        result = client.batches.create(input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="1h")
+        done = finish(server, client, result.id)
         assert done.status == "expired"
         errors = outputs(client, done.error_file_id)
         assert {output["error"]["code"] for output in errors.values()} == {"batch_expired"}
@@ -294,53 +294,55 @@ def test_others_go_first(tokenizer: Tokenizer) -> None:
     config = ServerConfig(log_stats_interval=0, max_batch_concurrency=3)
     with Live(inproc(delay=0.003, max_num_seqs=4), tokenizer, config) as server, openai_of(server) as client:
         lines = [line(f"q{i}", max_tokens=20, ignore_eos=True) for i in range(30)]
-        given: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        made = client.batches.create(input_file_id=upload(client, lines), **given)
+        inputs: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        result = client.batches.create(input_file_id=upload(client, lines), **inputs)
         most = 0
 
         def enough() -> bool:
             nonlocal most
             most = max(most, server.client.num_unfinished)
-            counts = client.batches.retrieve(made.id).request_counts
+            counts = client.batches.retrieve(result.id).request_counts
             return counts is not None and counts.completed >= 6
 
         server.wait(enough)
         assert 0 < most <= 3
-        assert finish(server, client, made.id).status == "completed"
+        assert finish(server, client, result.id).status == "completed"
 
 
 def test_a_batch_lives_through_the_engine_s_death(tokenizer: Tokenizer) -> None:
     link_client = child(delay=0.01)
     with Live(link_client, tokenizer, ServerConfig(log_stats_interval=0)) as server, openai_of(server) as client:
         lines = [line(f"q{i}", max_tokens=20, seed=i) for i in range(40)]
-        made = client.batches.create(
+        result = client.batches.create(
             input_file_id=upload(client, lines), endpoint="/v1/chat/completions", completion_window="24h"
         )
-        server.wait(lambda: (client.batches.retrieve(made.id).request_counts or made).completed >= 4)  # type: ignore[union-attr]
+        server.wait(lambda: (client.batches.retrieve(result.id).request_counts or result).completed >= 4)  # type: ignore[union-attr]
         os.kill(link_client.replicas[0].link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        done = finish(server, client, made.id)
+        done = finish(server, client, result.id)
         assert server.client.num_restarts == 1
         assert (done.status, done.request_counts.completed) == ("completed", 40)
-        found = outputs(client, done.output_file_id)
+        outcome = outputs(client, done.output_file_id)
         plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=20, seed=30)  # type: ignore[arg-type]
-        assert found["q30"]["response"]["body"]["choices"][0]["message"]["content"] == plain.choices[0].message.content
+        assert (
+            outcome["q30"]["response"]["body"]["choices"][0]["message"]["content"] == plain.choices[0].message.content
+        )
 
 
 def test_a_batch_lives_through_the_server_s_end(tokenizer: Tokenizer, tmp_path: Path) -> None:
     config = ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path), max_batch_concurrency=2)
     lines = [line(f"q{i}", max_tokens=30, ignore_eos=True) for i in range(24)]
     with Live(inproc(delay=0.004), tokenizer, config) as first, openai_of(first) as client:
-        made = client.batches.create(
+        result = client.batches.create(
             input_file_id=upload(client, lines), endpoint="/v1/chat/completions", completion_window="24h"
         )
-        first.wait(lambda: (client.batches.retrieve(made.id).request_counts or made).completed >= 4)  # type: ignore[union-attr]
+        first.wait(lambda: (client.batches.retrieve(result.id).request_counts or result).completed >= 4)  # type: ignore[union-attr]
     # A kill may tear the last line.
     [written] = [
         path for path in (tmp_path / "files").glob("*.bin") if path.read_bytes().startswith(b'{"id":"batch_req')
     ]
     written.write_bytes(written.read_bytes() + b'{"id": "batch_req_torn", "custom_id": "q2')
     with Live(inproc(), tokenizer, config) as second, openai_of(second) as client:
-        done = finish(second, client, made.id)
+        done = finish(second, client, result.id)
         assert (done.status, done.request_counts.completed) == ("completed", 24)
         assert sorted(outputs(client, done.output_file_id)) == sorted(f"q{i}" for i in range(24))
 
@@ -420,5 +422,5 @@ def test_a_full_store_refuses_files_and_drops_responses(tokenizer: Tokenizer, mo
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "storage_full")
         body = {"input": "x", "max_output_tokens": 2}
         ids = [server.post("/v1/responses", body).json()["id"] for _ in range(5)]
-        found = [HTTP.get(f"{server.url}/v1/responses/{response_id}").status_code for response_id in ids]
-        assert found == [404, 404, 200, 200, 200]
+        status_codes = [HTTP.get(f"{server.url}/v1/responses/{response_id}").status_code for response_id in ids]
+        assert status_codes == [404, 404, 200, 200, 200]

@@ -17,8 +17,8 @@ MESSAGES: Any = [{"role": "user", "content": "Wer fährt so spät?"}]
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+        yield openai_client
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -54,10 +54,10 @@ def test_chat_plain_and_streamed_are_one_text(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("prompt", ["Hällo", ["one", "two"], [72, 73], [[72], [73, 74]]])
 def test_completions_of_all_prompt_forms(client: openai.OpenAI, prompt: Any) -> None:
-    given: Any = {"model": "fake", "prompt": prompt, "max_tokens": 12, "n": 2, "seed": 9, "echo": True}
-    plain = client.completions.create(**given)
+    inputs: Any = {"model": "fake", "prompt": prompt, "max_tokens": 12, "n": 2, "seed": 9, "echo": True}
+    plain = client.completions.create(**inputs)
     texts = [""] * len(plain.choices)
-    for chunk in client.completions.create(**given, stream=True):
+    for chunk in client.completions.create(**inputs, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in plain.choices]
@@ -67,7 +67,7 @@ def test_completions_of_all_prompt_forms(client: openai.OpenAI, prompt: Any) -> 
     assert texts[0].startswith(first)
     # Answer i has the seed + i, so two of one prompt differ, and each can be had alone.
     assert texts[0] != texts[1]
-    alone = client.completions.create(**(given | {"n": 1, "seed": 10}))
+    alone = client.completions.create(**(inputs | {"n": 1, "seed": 10}))
     assert alone.choices[0].text == texts[1]
 
 
@@ -115,42 +115,42 @@ def test_logprobs(client: openai.OpenAI) -> None:
 def test_text_offsets_are_places_in_the_text(
     client: openai.OpenAI, prompt: Any, echoed: str, offsets: list[int], stream: bool
 ) -> None:
-    given: Any = {"model": "fake", "prompt": prompt, "max_tokens": 4, "logprobs": 0, "echo": True, "seed": 1}
-    text, told, tokens = "", [], []
-    for part in client.completions.create(**given, stream=True) if stream else [client.completions.create(**given)]:
+    inputs: Any = {"model": "fake", "prompt": prompt, "max_tokens": 4, "logprobs": 0, "echo": True, "seed": 1}
+    text, output, tokens = "", [], []
+    for part in client.completions.create(**inputs, stream=True) if stream else [client.completions.create(**inputs)]:
         for choice in part.choices:
             text += choice.text
             if choice.logprobs is not None:
-                told += choice.logprobs.text_offset or []
+                output += choice.logprobs.text_offset or []
                 tokens += choice.logprobs.tokens or []
     assert text.startswith(echoed)
-    assert told[: len(offsets)] == offsets
-    assert told[len(offsets)] == len(echoed)
-    for token, offset in zip(tokens[len(offsets) :], told[len(offsets) :], strict=True):
+    assert output[: len(offsets)] == offsets
+    assert output[len(offsets)] == len(echoed)
+    for token, offset in zip(tokens[len(offsets) :], output[len(offsets) :], strict=True):
         assert text[offset:].startswith(token) or token.startswith(("bytes:", "<eos>"))
 
 
 def test_a_truncated_prompt_is_echoed_as_the_model_saw_it(client: openai.OpenAI) -> None:
     extra = {"truncate_prompt_tokens": 3}
-    made = client.completions.create(model="fake", prompt="abcdef", max_tokens=1, echo=True, extra_body=extra)
-    assert made.choices[0].text.startswith("def")
+    result = client.completions.create(model="fake", prompt="abcdef", max_tokens=1, echo=True, extra_body=extra)
+    assert result.choices[0].text.startswith("def")
 
 
 def test_R_15_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
-    given: Any = {"model": "fake", "prompt": "abc", "max_tokens": 200, "seed": 4, "extra_body": {"ignore_eos": True}}
-    whole = client.completions.create(**given)
+    inputs: Any = {"model": "fake", "prompt": "abc", "max_tokens": 200, "seed": 4, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**inputs)
     text = whole.choices[0].text
     stop = text[60:62]
-    cut = client.completions.create(**given, stop=[stop, "never in there"])
+    cut = client.completions.create(**inputs, stop=[stop, "never in there"])
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].stop_reason == stop  # type: ignore[attr-defined]
     assert cut.choices[0].text == text[: text.index(stop)]
     assert cut.usage is not None
     assert cut.usage.completion_tokens < 200
-    streamed = "".join(c.choices[0].text for c in client.completions.create(**given, stop=stop, stream=True))
+    streamed = "".join(c.choices[0].text for c in client.completions.create(**inputs, stop=stop, stream=True))
     assert streamed == cut.choices[0].text
-    kept = client.completions.create(**(given | {"extra_body": {"include_stop_str_in_output": True}}), stop=stop)
-    assert kept.choices[0].text == cut.choices[0].text + stop
+    with_stop = client.completions.create(**(inputs | {"extra_body": {"include_stop_str_in_output": True}}), stop=stop)
+    assert with_stop.choices[0].text == cut.choices[0].text + stop
 
 
 def test_vllms_extras(client: openai.OpenAI) -> None:
@@ -172,16 +172,16 @@ def test_vllms_extras(client: openai.OpenAI) -> None:
         "use_beam_search": False,
         "repetition_penalty": 1.0,
     }
-    made: Any = client.completions.create(model="fake", prompt="abcdefgh", max_tokens=5, extra_body=extra)
-    assert made.id == "cmpl-mine"
-    choice = made.choices[0]
+    result: Any = client.completions.create(model="fake", prompt="abcdefgh", max_tokens=5, extra_body=extra)
+    assert result.id == "cmpl-mine"
+    choice = result.choices[0]
     assert choice.prompt_token_ids == list(b"efgh")
     assert len(choice.token_ids) == 5
     assert choice.prompt_logprobs[0] is None
     assert [list(entry) for entry in choice.prompt_logprobs[1:]] == [[str(x)] for x in b"fgh"]
     # A seed was drawn, and told: with it the same answer comes again.
     again: Any = client.completions.create(
-        model="fake", prompt="abcdefgh", max_tokens=5, extra_body=extra | {"seed": made.seed}
+        model="fake", prompt="abcdefgh", max_tokens=5, extra_body=extra | {"seed": result.seed}
     )
     assert again.choices[0].token_ids == choice.token_ids
     chat: Any = client.chat.completions.create(
@@ -194,10 +194,10 @@ def test_vllms_extras(client: openai.OpenAI) -> None:
 
 
 def test_timings_and_usage_agree(client: openai.OpenAI) -> None:
-    made: Any = client.completions.create(model="fake", prompt="a long enough prompt", max_tokens=9, seed=1)
-    timings = made.timings
-    assert timings["cache_n"] + timings["prompt_n"] == made.usage.prompt_tokens
-    assert timings["predicted_n"] == made.usage.completion_tokens
+    result: Any = client.completions.create(model="fake", prompt="a long enough prompt", max_tokens=9, seed=1)
+    timings = result.timings
+    assert timings["cache_n"] + timings["prompt_n"] == result.usage.prompt_tokens
+    assert timings["predicted_n"] == result.usage.completion_tokens
     assert timings["prompt_ms"] > 0
     # The first token ends the prompt: eight came in that time.
     assert timings["predicted_per_second"] == pytest.approx(1e3 * 8 / timings["predicted_ms"])
@@ -212,10 +212,10 @@ def test_64_concurrent_streams(live: Live, client: openai.OpenAI) -> None:
     """I-14: each stream is the text that its request has alone."""
 
     def one(index: int, stream: bool) -> str:
-        given: Any = {"model": "fake", "prompt": f"prompt {index % 5}", "max_tokens": 10 + index // 4, "seed": index}
+        inputs: Any = {"model": "fake", "prompt": f"prompt {index % 5}", "max_tokens": 10 + index // 4, "seed": index}
         if stream:
-            return "".join(c.choices[0].text for c in client.completions.create(**given, stream=True))
-        return client.completions.create(**given).choices[0].text
+            return "".join(c.choices[0].text for c in client.completions.create(**inputs, stream=True))
+        return client.completions.create(**inputs).choices[0].text
 
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
         streamed = list(pool.map(lambda i: one(i, True), range(64)))

@@ -43,25 +43,25 @@ from headrace.text.traits import Traits
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+        yield openai_client
 
 
 def test_plain_streamed_and_helper_are_one_text(client: openai.OpenAI) -> None:
-    given: dict[str, Any] = {"model": "fake", "input": "Wer fährt so spät?", "max_output_tokens": 40}
-    given["extra_body"] = {"seed": 5}
-    plain = client.responses.create(**given)
+    inputs: dict[str, Any] = {"model": "fake", "input": "Wer fährt so spät?", "max_output_tokens": 40}
+    inputs["extra_body"] = {"seed": 5}
+    plain = client.responses.create(**inputs)
     assert plain.status in ("completed", "incomplete")
     assert plain.usage is not None
     assert plain.usage.output_tokens <= 40
     assert plain.usage.total_tokens == plain.usage.input_tokens + plain.usage.output_tokens
     assert plain.output_text
     chat = client.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": given["input"]}], max_tokens=40, seed=5
+        model="fake", messages=[{"role": "user", "content": inputs["input"]}], max_tokens=40, seed=5
     )
     assert plain.output_text == chat.choices[0].message.content
     text, kinds, numbers = "", [], []
-    for event in client.responses.create(**given, stream=True):
+    for event in client.responses.create(**inputs, stream=True):
         kinds.append(event.type)
         numbers.append(event.sequence_number)  # type: ignore[union-attr]
         text += event.delta if event.type == "response.output_text.delta" else ""
@@ -75,7 +75,7 @@ def test_plain_streamed_and_helper_are_one_text(client: openai.OpenAI) -> None:
         "response.output_text.done", "response.content_part.done", "response.output_item.done", ends[plain.status],
     ]  # fmt: skip
     assert set(kinds[4:-4]) == {"response.output_text.delta"}
-    with client.responses.stream(**given) as stream:
+    with client.responses.stream(**inputs) as stream:
         for _ in stream:
             pass
         if plain.status == "completed":
@@ -104,37 +104,37 @@ def test_stored_and_gone_on_with(client: openai.OpenAI) -> None:
     assert again.metadata == {"a": "b"}
     items = client.responses.input_items.list(first.id).data
     assert [item.content[0].text for item in items] == ["One"]  # type: ignore[union-attr]
-    given: dict[str, Any] = {"model": "fake", "max_output_tokens": 8, "extra_body": {"seed": 3}}
-    second = client.responses.create(input="Two", previous_response_id=first.id, **given)
-    told: ResponseInputParam = [
+    inputs: dict[str, Any] = {"model": "fake", "max_output_tokens": 8, "extra_body": {"seed": 3}}
+    second = client.responses.create(input="Two", previous_response_id=first.id, **inputs)
+    output: ResponseInputParam = [
         {"role": "user", "content": "One"},
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "Two"},
     ]
-    assert client.responses.create(input=told, **given).output_text == second.output_text
+    assert client.responses.create(input=output, **inputs).output_text == second.output_text
     assert second.previous_response_id == first.id
-    third = client.responses.create(input="Two", **given)
+    third = client.responses.create(input="Two", **inputs)
     assert third.output_text != second.output_text, "the history changes nothing, so the test tells nothing"
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(input="Two", previous_response_id=first.id, **given)
+        client.responses.create(input="Two", previous_response_id=first.id, **inputs)
     # What it was built on stays with the second one.
-    assert client.responses.create(input="!", previous_response_id=second.id, **given).output_text
+    assert client.responses.create(input="!", previous_response_id=second.id, **inputs).output_text
 
 
 def test_store_false_is_not_kept(client: openai.OpenAI) -> None:
-    made = client.responses.create(model="fake", input="One", max_output_tokens=4, store=False)
+    result = client.responses.create(model="fake", input="One", max_output_tokens=4, store=False)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(made.id)
+        client.responses.retrieve(result.id)
 
 
 def test_background(live: Live, client: openai.OpenAI) -> None:
-    made = client.responses.create(model="fake", input="One", max_output_tokens=30, background=True)
-    assert made.status in ("queued", "in_progress")
-    live.wait(lambda: client.responses.retrieve(made.id).status in ("completed", "incomplete"))
-    assert client.responses.retrieve(made.id).output_text
+    result = client.responses.create(model="fake", input="One", max_output_tokens=30, background=True)
+    assert result.status in ("queued", "in_progress")
+    live.wait(lambda: client.responses.retrieve(result.id).status in ("completed", "incomplete"))
+    assert client.responses.retrieve(result.id).output_text
     long = client.responses.create(
         model="fake", input="Two", max_output_tokens=2000, background=True, extra_body={"ignore_eos": True}
     )
@@ -159,11 +159,11 @@ def test_a_client_that_leaves_cancels(live: Live, client: openai.OpenAI) -> None
 
 
 def test_logprobs_with_text(client: openai.OpenAI) -> None:
-    made = client.responses.create(
+    result = client.responses.create(
         model="fake", input="One", max_output_tokens=5, top_logprobs=2, include=["message.output_text.logprobs"],
         extra_body={"ignore_eos": True},
     )  # fmt: skip
-    [message] = made.output
+    [message] = result.output
     logprobs = message.content[0].logprobs  # type: ignore[union-attr]
     assert logprobs is not None
     assert len(logprobs) == 5
@@ -252,8 +252,8 @@ def test_logprobs_before_a_call_do_not_depend_on_the_pieces_of_an_answer(
             answers.append({field: response[field] for field in ("output", "usage", "status")})
             if stream:
                 deltas = [event for event in events if event["type"] == "response.output_text.delta"]
-                shown = [item["content"][0]["logprobs"] for item in response["output"] if item["type"] == "message"]
-                assert [entry for event in deltas for entry in event["logprobs"]] == list(itertools.chain(*shown))
+                logprobs = [item["content"][0]["logprobs"] for item in response["output"] if item["type"] == "message"]
+                assert [entry for event in deltas for entry in event["logprobs"]] == list(itertools.chain(*logprobs))
     assert [item["type"] for item in answers[0]["output"]][:2] == ["message", "function_call"]
     assert all(answer == answers[0] for answer in answers)
     # The text's own tokens: one for each character, and perhaps some that the parser held back.
@@ -261,9 +261,9 @@ def test_logprobs_before_a_call_do_not_depend_on_the_pieces_of_an_answer(
 
 
 def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:
-    given: dict[str, Any] = {"model": "fake", "input": "a long text that the cache knows " * 4, "max_output_tokens": 2}
-    client.responses.create(**given)
-    again = client.responses.create(**given)
+    inputs: dict[str, Any] = {"model": "fake", "input": "a long text that the cache knows " * 4, "max_output_tokens": 2}
+    client.responses.create(**inputs)
+    again = client.responses.create(**inputs)
     assert again.usage is not None
     # Whole blocks of 16.
     assert again.usage.input_tokens_details.cached_tokens == again.usage.input_tokens // 16 * 16
@@ -327,35 +327,35 @@ def test_truncation_auto_drops_the_oldest(client: openai.OpenAI) -> None:
     items: ResponseInputParam = [{"role": "user", "content": f"{i}" * 300} for i in range(12)]
     with pytest.raises(openai.BadRequestError, match="input: "):
         client.responses.create(model="fake", input=items, max_output_tokens=4)
-    made = client.responses.create(model="fake", input=items, max_output_tokens=4, truncation="auto")
-    assert made.usage is not None
-    assert 0 < made.usage.input_tokens < 2048
+    result = client.responses.create(model="fake", input=items, max_output_tokens=4, truncation="auto")
+    assert result.usage is not None
+    assert 0 < result.usage.input_tokens < 2048
 
 
 def test_kept_in_a_folder_over_a_restart(tokenizer: Tokenizer, tmp_path: Path) -> None:
     config = ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path))
     with Live(inproc(delay=0.01), tokenizer, config) as first:
-        made = first.post("/v1/responses", {"input": "One", "max_output_tokens": 6}).json()
+        result = first.post("/v1/responses", {"input": "One", "max_output_tokens": 6}).json()
         body = {"input": "Two", "max_output_tokens": 2000, "ignore_eos": True, "background": True}
         running = first.post("/v1/responses", body).json()["id"]
         spoilt = first.post("/v1/responses", {"input": "One", "max_output_tokens": 6}).json()["id"]
     (tmp_path / "responses" / f"{spoilt}.bin").write_bytes(b'{"response": ')
     with Live(inproc(), tokenizer, config) as second:
         assert HTTP.get(f"{second.url}/v1/responses/{spoilt}").status_code == 404
-        assert HTTP.get(f"{second.url}/v1/responses/{made['id']}").json() == made
+        assert HTTP.get(f"{second.url}/v1/responses/{result['id']}").json() == result
         assert HTTP.get(f"{second.url}/v1/responses/{running}").json()["status"] in ("failed", "cancelled")
-        assert HTTP.delete(f"{second.url}/v1/responses/{made['id']}").json()["deleted"] is True
+        assert HTTP.delete(f"{second.url}/v1/responses/{result['id']}").json()["deleted"] is True
 
 
 def test_events_of_reasoning_text_and_calls() -> None:
     output = Output(SimpleNamespace(id="resp_1", output=[]))
     logprob = {"token": "Say", "logprob": -1.0, "bytes": [83, 97, 121], "top_logprobs": []}
-    given = output.take([Reasoning("Hm"), Reasoning("m.")], [])
-    given += output.take([Content("Say"), Content("ing")], [msgspec.convert(logprob, ChatTokenLogprob)])
-    given += output.take([ToolCall(0, "call_a", "f", "{"), ToolCall(0, "call_a", None, "}")], [])
-    given += output.take([ToolCall(1, "call_b", "g", ""), Content("Done")], [])
-    given += output.end("incomplete")
-    events, items = json.loads(msgspec.json.encode(given)), json.loads(msgspec.json.encode(output.items))
+    inputs = output.take([Reasoning("Hm"), Reasoning("m.")], [])
+    inputs += output.take([Content("Say"), Content("ing")], [msgspec.convert(logprob, ChatTokenLogprob)])
+    inputs += output.take([ToolCall(0, "call_a", "f", "{"), ToolCall(0, "call_a", None, "}")], [])
+    inputs += output.take([ToolCall(1, "call_b", "g", ""), Content("Done")], [])
+    inputs += output.end("incomplete")
+    events, items = json.loads(msgspec.json.encode(inputs)), json.loads(msgspec.json.encode(output.items))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"].removeprefix("response.") for event in events] == [
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
@@ -381,10 +381,10 @@ def test_events_of_reasoning_text_and_calls() -> None:
     assert items[2]["arguments"] == "{}"
     # The deltas of each item together are what its last event tells.
     for index, item in enumerate(items):
-        own = [event for event in events if event.get("output_index") == index]
-        said = "".join(event["delta"] for event in own if "delta" in event)
-        assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
-        assert own[-1]["item"] == item
+        item_events = [event for event in events if event.get("output_index") == index]
+        text = "".join(event["delta"] for event in item_events if "delta" in event)
+        assert text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        assert item_events[-1]["item"] == item
     assert len({item["id"] for item in items}) == 5
 
 
@@ -401,13 +401,13 @@ def test_items_become_messages() -> None:
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
     named = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
-    told = ChatCall(messages=[]).warnings
-    messages = [message.template_form(Traits(takes_null=True)) for message in messages_of("Go.", named, told)]
+    warnings = ChatCall(messages=[]).warnings
+    messages = [message.template_form(Traits(takes_null=True)) for message in messages_of("Go.", named, warnings)]
     assert messages[:2] == [{"role": "system", "content": "Go.\n\nBe brief."}, {"role": "user", "content": "Weather?"}]
     assert messages[2]["reasoning_content"] == "Ask."
     assert [call["function"]["name"] for call in messages[2]["tool_calls"]] == ["weather", "time"]
     assert messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"}
-    assert (messages[4]["content"], told) == ("noon", [])
+    assert (messages[4]["content"], warnings) == ("noon", [])
     assert messages[5:] == [{"role": "assistant", "content": "Rain."}, {"role": "assistant", "content": "No."}]
 
 
@@ -472,29 +472,29 @@ def test_reasoning_text_and_calls_of_a_model(
 
     monkeypatch.setattr(fake, "Oracle", Speaker)
     config = ServerConfig(log_stats_interval=0, tool_call_parser="hermes", reasoning_parser="deepseek_r1")
-    given: dict[str, Any] = {"model": "fake", "input": "Weather in Ulm?", "max_output_tokens": 300}
+    inputs: dict[str, Any] = {"model": "fake", "input": "Weather in Ulm?", "max_output_tokens": 300}
     parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
-    given["tools"] = [{"type": "function", "name": "weather", "parameters": parameters, "strict": False}]
+    inputs["tools"] = [{"type": "function", "name": "weather", "parameters": parameters, "strict": False}]
     with (
         Live(inproc(), tokenizer, config) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
     ):
         if stream:
-            with client.responses.stream(**given) as events:
+            with client.responses.stream(**inputs) as events:
                 kinds = [event.type for event in events]
-                made: Any = events.get_final_response()
+                final_response: Any = events.get_final_response()
             assert "response.reasoning_text.delta" in kinds
             assert "response.function_call_arguments.delta" in kinds
             assert kinds[-1] == "response.completed"
         else:
-            made = client.responses.create(**given)
-        reasoning, message, call = made.output
+            final_response = client.responses.create(**inputs)
+        reasoning, message, call = final_response.output
         assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "They want the weather.")
         assert (message.type, message.content[0].text) == ("message", "I look.")
         assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"at": "Ulm"})
-        assert 0 < made.usage.output_tokens_details.reasoning_tokens < made.usage.output_tokens
+        assert 0 < final_response.usage.output_tokens_details.reasoning_tokens < final_response.usage.output_tokens
         output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-        more = client.responses.create(**(given | {"input": [output]}), previous_response_id=made.id)
+        more = client.responses.create(**(inputs | {"input": [output]}), previous_response_id=final_response.id)
         assert more.status == "completed"
-        told = [*client.responses.input_items.list(more.id)]
-        assert [item.type for item in told] == ["function_call_output"]
+        result = [*client.responses.input_items.list(more.id)]
+        assert [item.type for item in result] == ["function_call_output"]

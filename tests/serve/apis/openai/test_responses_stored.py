@@ -27,8 +27,8 @@ CALL = '<tool_call>{"name": "f", "arguments": {"x": "a long argument"}}</tool_ca
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+        yield openai_client
 
 
 def replayed(live: Live, response_id: str, query: str = "") -> str:
@@ -38,8 +38,8 @@ def replayed(live: Live, response_id: str, query: str = "") -> str:
 
 
 def id_of(stream: str) -> str:
-    made: str = json.loads(stream.split("data: ", 1)[1].split("\n")[0])["response"]["id"]
-    return made
+    result: str = json.loads(stream.split("data: ", 1)[1].split("\n")[0])["response"]["id"]
+    return result
 
 
 @pytest.mark.parametrize(
@@ -66,30 +66,30 @@ def test_a_replay_begins_behind_the_event_that_the_client_has(live: Live, client
     events = stream.split("\n\n")
     for after in (0, 3, len(events) - 3, 10**6):
         assert replayed(live, id_of(stream), f"&starting_after={after}") == "\n\n".join(events[after + 1 :])
-    told = list(client.responses.retrieve(id_of(stream), stream=True, starting_after=5))
-    assert told[0].sequence_number == 6
-    assert told[-1].type in ("response.completed", "response.incomplete")
+    output = list(client.responses.retrieve(id_of(stream), stream=True, starting_after=5))
+    assert output[0].sequence_number == 6
+    assert output[-1].type in ("response.completed", "response.incomplete")
     for query in ("stream=yes", "stream=true&starting_after=-1", "stream=true&starting_after=x"):
         assert HTTP.get(f"{live.url}/v1/responses/{id_of(stream)}?{query}").status_code == 400
 
 
 def test_a_response_in_the_background_is_streamed_while_it_runs(live: Live, client: openai.OpenAI) -> None:
-    given: dict[str, Any] = {"model": "fake", "input": "hi", "max_output_tokens": 60, "background": True}
-    given["extra_body"] = {"ignore_eos": True, "seed": 4}
-    events = list(client.responses.create(**given, stream=True))
+    inputs: dict[str, Any] = {"model": "fake", "input": "hi", "max_output_tokens": 60, "background": True}
+    inputs["extra_body"] = {"ignore_eos": True, "seed": 4}
+    events = list(client.responses.create(**inputs, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.incomplete"
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == client.responses.retrieve(events[-1].response.id).output_text
-    made = client.responses.create(**given)
-    assert made.status == "in_progress"
-    again = list(client.responses.retrieve(made.id, stream=True))
+    result = client.responses.create(**inputs)
+    assert result.status == "in_progress"
+    again = list(client.responses.retrieve(result.id, stream=True))
     assert "".join(event.delta for event in again if event.type == "response.output_text.delta") == text
     # A reader that leaves ends nothing.
-    with client.responses.create(**given, stream=True) as stream:
-        begun = next(iter(stream)).response.id  # type: ignore[union-attr]
-    live.wait(lambda: client.responses.retrieve(begun).status == "incomplete")
-    long = given | {"max_output_tokens": 2000}
+    with client.responses.create(**inputs, stream=True) as stream:
+        response_id = next(iter(stream)).response.id  # type: ignore[union-attr]
+    live.wait(lambda: client.responses.retrieve(response_id).status == "incomplete")
+    long = inputs | {"max_output_tokens": 2000}
     stream = client.responses.create(**long, stream=True)
     client.responses.cancel(next(iter(stream)).response.id)  # type: ignore[union-attr]
     assert list(stream)[-1].type == "response.incomplete"
@@ -108,20 +108,20 @@ def test_control_a_response_stored_without_cuts_is_replayed_in_one_piece(live: L
 
 def test_stored_items_are_taken_by_their_ids(live: Live, client: openai.OpenAI, say: Any) -> None:
     say(CALL)
-    given: dict[str, Any] = {"model": "fake", "max_output_tokens": 400}
+    inputs: dict[str, Any] = {"model": "fake", "max_output_tokens": 400}
     question = {"role": "user", "content": "What is f of it?"}
-    first = client.responses.create(input=[question], tools=TOOLS, **given)  # type: ignore[list-item]
+    first = client.responses.create(input=[question], tools=TOOLS, **inputs)  # type: ignore[list-item]
     call = first.output[0]
     assert call.type == "function_call"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
-    asked = client.responses.input_items.list(first.id).data[0]
-    by_id = [{"type": "item_reference", "id": asked.id}, {"id": call.id}, result]
+    data = client.responses.input_items.list(first.id).data[0]
+    by_id = [{"type": "item_reference", "id": data.id}, {"id": call.id}, result]
     whole = [question, call.to_dict(), result]
     counts = [
         live.post("/v1/responses/input_tokens", {"input": items}).json()["input_tokens"] for items in (by_id, whole)
     ]
     assert counts[0] == counts[1] > len("What is f of it?")
-    second = client.responses.create(input=by_id, **given)  # type: ignore[arg-type]
+    second = client.responses.create(input=by_id, **inputs)  # type: ignore[arg-type]
     assert second.usage is not None
     assert second.usage.input_tokens == counts[0]
     # The stored input has the items, not their references.
@@ -129,16 +129,16 @@ def test_stored_items_are_taken_by_their_ids(live: Live, client: openai.OpenAI, 
     assert [item.type for item in items] == ["function_call_output", "function_call", "message"]
     client.responses.delete(first.id)
     with pytest.raises(openai.BadRequestError, match="item of a stored response"):
-        client.responses.create(input=by_id, **given)  # type: ignore[arg-type]
+        client.responses.create(input=by_id, **inputs)  # type: ignore[arg-type]
 
 
 def test_input_tokens_are_those_of_the_response(live: Live, client: openai.OpenAI) -> None:
-    given: dict[str, Any] = {"model": "fake", "input": "How many?", "instructions": "Count."}
-    counted = client.responses.input_tokens.count(**given)
-    made = client.responses.create(**given, max_output_tokens=3)
-    assert made.usage is not None
-    assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
-    more = client.responses.input_tokens.count(model="fake", input="And?", previous_response_id=made.id)
+    inputs: dict[str, Any] = {"model": "fake", "input": "How many?", "instructions": "Count."}
+    counted = client.responses.input_tokens.count(**inputs)
+    result = client.responses.create(**inputs, max_output_tokens=3)
+    assert result.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", result.usage.input_tokens)
+    more = client.responses.input_tokens.count(model="fake", input="And?", previous_response_id=result.id)
     assert more.input_tokens > counted.input_tokens
     reply = live.post("/v1/responses/input_tokens", {"input": [{"type": "item_reference"}]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input[0].id")
@@ -171,18 +171,18 @@ def test_a_conversation_with_calls_of_hosted_tools_goes_on(live: Live) -> None:
 
 
 def test_a_conversation_grows_with_its_responses(client: openai.OpenAI) -> None:
-    made = client.conversations.create(
+    result = client.conversations.create(
         items=[{"type": "message", "role": "user", "content": "My name is Ann."}], metadata={"topic": "names"}
     )
-    assert (made.object, made.metadata) == ("conversation", {"topic": "names"})
-    one = client.responses.create(model="fake", input="Hello", conversation=made.id, max_output_tokens=4)
+    assert (result.object, result.metadata) == ("conversation", {"topic": "names"})
+    one = client.responses.create(model="fake", input="Hello", conversation=result.id, max_output_tokens=4)
     assert one.conversation is not None
-    assert one.conversation.id == made.id
-    two = client.responses.create(model="fake", input="Again", conversation={"id": made.id}, max_output_tokens=4)
-    items = list(client.conversations.items.list(made.id, order="asc"))
+    assert one.conversation.id == result.id
+    two = client.responses.create(model="fake", input="Again", conversation={"id": result.id}, max_output_tokens=4)
+    items = list(client.conversations.items.list(result.id, order="asc"))
     assert [item.role for item in items] == ["user", "user", "assistant", "user", "assistant"]  # type: ignore[union-attr]
     assert len({item.id for item in items}) == 5
-    # The same as a chat that is told all of it.
+    # The same as a chat with all of it.
     turns = ["My name is Ann.", "Hello", one.output_text, "Again"]
     roles: list[Any] = ["user", "user", "assistant", "user"]
     whole: Any = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
@@ -194,35 +194,35 @@ def test_a_conversation_grows_with_its_responses(client: openai.OpenAI) -> None:
 def test_conversations_are_changed_and_deleted(live: Live, client: openai.OpenAI) -> None:
     warnings = ["topic: unknown, and ignored"]
     assert live.post("/v1/conversations", {"topic": "x"}).json()["warnings"] == warnings
-    made = client.conversations.create()
+    result = client.conversations.create()
     added = client.conversations.items.create(
-        made.id, items=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        result.id, items=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     )
     first, second = added.data
-    assert client.conversations.items.retrieve(first.id, conversation_id=made.id).id == first.id  # type: ignore[arg-type, union-attr]
-    assert client.conversations.items.delete(first.id, conversation_id=made.id).id == made.id  # type: ignore[arg-type]
-    assert [item.id for item in client.conversations.items.list(made.id)] == [second.id]
-    assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
-    assert client.conversations.retrieve(made.id).metadata == {"a": "b"}
-    assert client.conversations.delete(made.id).deleted
+    assert client.conversations.items.retrieve(first.id, conversation_id=result.id).id == first.id  # type: ignore[arg-type, union-attr]
+    assert client.conversations.items.delete(first.id, conversation_id=result.id).id == result.id  # type: ignore[arg-type]
+    assert [item.id for item in client.conversations.items.list(result.id)] == [second.id]
+    assert client.conversations.update(result.id, metadata={"a": "b"}).metadata == {"a": "b"}
+    assert client.conversations.retrieve(result.id).metadata == {"a": "b"}
+    assert client.conversations.delete(result.id).deleted
     for call in (client.conversations.retrieve, client.conversations.delete, client.conversations.items.list):
         with pytest.raises(openai.NotFoundError):
-            call(made.id)
+            call(result.id)
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="fake", input="x", conversation=made.id)
+        client.responses.create(model="fake", input="x", conversation=result.id)
 
 
 def test_items_that_were_kept_as_one_list_are_read_and_kept_as_lines() -> None:
     store = Store("conv_", None, max_items=2, max_bytes=10_000)
     conversations = Conversations(store, Writers())
-    made = store.new_id()
+    result = store.new_id()
     for body, ids in ((b'[{"id":"a"}, {"id":"b"}]', ["a", "b"]), (b"[]", []), (b"", []), (b'{"id":"c"}\n', ["c"])):
-        store.put(made, {}, body)
-        assert [json.loads(bytes(item))["id"] for item in conversations._items(made)] == ids
-        asyncio.run(conversations.append(made, [{"id": "d"}]))
-        lines = store.body(made).decode().splitlines()
+        store.put(result, {}, body)
+        assert [json.loads(bytes(item))["id"] for item in conversations._items(result)] == ids
+        asyncio.run(conversations.append(result, [{"id": "d"}]))
+        lines = store.body(result).decode().splitlines()
         assert [json.loads(line)["id"] for line in lines] == [*ids, "d"]
-        store.delete(made)
+        store.delete(result)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_items_that_were_kept_as_one_list_are_read_and_kept_as_lines() -> None:
     ],
 )
 def test_refusals_of_conversations_name_the_field(live: Live, path: str, body: dict[str, Any], param: str) -> None:
-    made = live.post("/v1/conversations", {}).json()["id"]
-    reply = live.post("/v1/conversations" + path.format(made), body)
+    result = live.post("/v1/conversations", {}).json()["id"]
+    reply = live.post("/v1/conversations" + path.format(result), body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
@@ -250,18 +250,18 @@ def test_S_25_a_conversation_is_its_holders_and_outlives_the_server(tokenizer: T
     )  # fmt: skip
     alice, bob = rig.bearer(rig.ALICE), rig.bearer(rig.BOB)
     with Live(inproc(), tokenizer, config) as live:
-        made = live.post("/v1/conversations", {"items": ["hi"]}, headers=alice).json()["id"]
-        url = f"{live.url}/v1/conversations/{made}"
+        result = live.post("/v1/conversations", {"items": ["hi"]}, headers=alice).json()["id"]
+        url = f"{live.url}/v1/conversations/{result}"
         for method, path in (("GET", ""), ("GET", "/items"), ("DELETE", ""), ("POST", "/items")):
             body = {"items": ["x"]} if method == "POST" else None
             assert HTTP.request(method, url + path, json=body, headers=bob).status_code == 404
-        reply = live.post("/v1/responses", {"input": "x", "conversation": made}, headers=bob)
+        reply = live.post("/v1/responses", {"input": "x", "conversation": result}, headers=bob)
         assert reply.status_code == 404
         # A share of the storage holds so much, and no more; nothing gives way.
-        statuses = {live.post(f"/v1/conversations/{made}/items", {"items": ["x" * 900]}, headers=alice).status_code
+        statuses = {live.post(f"/v1/conversations/{result}/items", {"items": ["x" * 900]}, headers=alice).status_code
                     for _ in range(8)}  # fmt: skip
         assert statuses == {200, 413}
         items = HTTP.get(url + "/items?limit=100", headers=alice).json()["data"]
     with Live(inproc(), tokenizer, config) as live:
-        url = f"{live.url}/v1/conversations/{made}"
+        url = f"{live.url}/v1/conversations/{result}"
         assert HTTP.get(url + "/items?limit=100", headers=alice).json()["data"] == items

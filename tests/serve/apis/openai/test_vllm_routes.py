@@ -53,9 +53,9 @@ def test_server_info_and_tokenizer_info(live: Live) -> None:
     text = HTTP.get(live.url + "/server_info?config_format=text").json()["vllm_config"]
     assert json.loads(text) == info["vllm_config"]
     assert HTTP.get(live.url + "/server_info?config_format=xml").status_code == 400
-    told = HTTP.get(live.url + "/tokenizer_info").json()
-    assert told["special_tokens"]["eos_token"] == "<eos>"
-    assert told["chat_template"] == TEMPLATE
+    body = HTTP.get(live.url + "/tokenizer_info").json()
+    assert body["special_tokens"]["eos_token"] == "<eos>"
+    assert body["chat_template"] == TEMPLATE
 
 
 def test_reset_prefix_cache_forgets_what_was_cached(live: Live) -> None:
