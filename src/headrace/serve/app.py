@@ -225,7 +225,7 @@ def _add_operations(
         return Response(media_type="text/plain")
 
     def is_sleeping() -> Sleeping:
-        """Return whether the server sleeps."""
+        """Reply whether the server sleeps."""
         return Sleeping(is_sleeping=models.is_sleeping)
 
     routing.get(app, "/health/live", live, gives=Status)

@@ -145,8 +145,7 @@ class Inspection:
         return cast("Names | Sample", msgspec.msgpack.decode(reply, type=Sample if name else Names))
 
     async def recording(self, file: IO[bytes]) -> Response:
-        """A recording of the schedule, replayed without the model: the events of the live view, and each request's
-        times."""
+        """A recording of the schedule, replayed without the model: the live view's events, and each request's times."""
         try:
             reply = await asyncio.to_thread(self._replays.run, file.name, Replayed)
         finally:
