@@ -322,10 +322,10 @@ SECURITY = [
     ),
     Removal(
         "S-39",
-        SRC + "serve/storage/turns.py",
-        "        return self._open[owner], self._last_given.get(owner, 0)\n",
+        SRC + "serve/storage/fair_semaphore.py",
+        "        return self._open[owner], self._last_granted.get(owner, 0)\n",
         "        return bool(not owner), place\n",
-        "serve/storage/test_turns.py::test_S_39_a_free_turn_goes_to_the_holder_with_the_fewest",
+        "serve/storage/test_fair_semaphore.py::test_S_39_a_free_permit_goes_to_the_holder_with_the_fewest",
     ),
     Removal(
         "S-40",

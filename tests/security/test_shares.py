@@ -15,8 +15,8 @@ from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.serve.apis.openai import batches, storage
 from headrace.serve.gates.auth import KeyRing
+from headrace.serve.storage.fair_semaphore import FairSemaphore
 from headrace.serve.storage.store import Store
-from headrace.serve.storage.turns import Turns
 from headrace.text.tokenizer import Tokenizer
 
 KEYS = "".join(f"[{name}]\nkey = '{name}'\n" for name in ("alice", "bob", "carol"))
@@ -138,10 +138,10 @@ def test_S_39_a_batch_that_waits_for_its_rate_holds_up_no_other(shared: Live) ->
     shared.wait(lambda: get(shared, "carol", f"/v1/batches/{carols}")["status"] == "cancelled")
 
 
-def test_S_39_control_a_turn_that_is_never_given_back_holds_up_others(
+def test_S_39_control_a_permit_that_is_never_granted_holds_up_others(
     shared: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Turns, "_give", lambda self: None)
+    monkeypatch.setattr(FairSemaphore, "_grant", lambda self: None)
     bobs = start(shared, "bob", upload(shared, "bob", requests(1, 1))["id"])
     with pytest.raises(AssertionError, match="not so"):
         shared.wait(lambda: get(shared, "bob", f"/v1/batches/{bobs}")["status"] == "completed", 0.5)

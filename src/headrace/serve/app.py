@@ -195,7 +195,7 @@ def _add_operations(
         return routing.Version(version=__version__)
 
     def load() -> Load:
-        """How many requests are open."""
+        """The number of open requests."""
         return Load(server_load=sum(model.client.num_unfinished for model in models.running))
 
     def scrape() -> Response:
@@ -225,7 +225,7 @@ def _add_operations(
         return Response(media_type="text/plain")
 
     def is_sleeping() -> Sleeping:
-        """Return whether the server sleeps."""
+        """Reply whether the server sleeps."""
         return Sleeping(is_sleeping=models.is_sleeping)
 
     routing.get(app, "/health/live", live, gives=Status)

@@ -100,7 +100,7 @@ def _schema(name: str, schema: dict[str, Any]) -> str:
 
 
 def _table(rows: list[tuple[str, dict[str, Any], bool, str]]) -> str:
-    """Rows of (name, schema, whether it is required, a remark)."""
+    """Return a table as HTML, from rows of (name, schema, whether it is required, a remark)."""
     cells = (
         f"<tr><td><code>{escape(name)}</code>{' <em>required</em>' if required else ''}</td>"
         f"<td>{_type(schema)} {escape(remark)}</td></tr>"
@@ -110,7 +110,7 @@ def _table(rows: list[tuple[str, dict[str, Any], bool, str]]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A schema in a few words, as HTML; structs are links."""
+    """Return a schema in a few words, as HTML; structs are links."""
     if "$ref" in schema:
         name = escape(schema["$ref"].removeprefix(REF))
         return f'<a href="#{name}">{name}</a>'
@@ -135,5 +135,5 @@ def _words(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _text(value: Any) -> str:
-    """A value of the document as JSON writes it; strings plain."""
+    """Return a value of the document as JSON writes it; strings plain."""
     return value if isinstance(value, str) else json.dumps(value)

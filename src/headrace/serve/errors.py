@@ -25,7 +25,7 @@ ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 """Exceptions that end a task or the process; none of them becomes a reply."""
 
 
-class Status(NamedTuple):
+class HttpStatus(NamedTuple):
     """One HTTP status. `kind` is the `type` of its errors; `why` describes it in the OpenAPI document."""
 
     kind: str
@@ -33,32 +33,32 @@ class Status(NamedTuple):
 
 
 STATUSES = {
-    400: Status(
+    400: HttpStatus(
         "invalid_request_error",
         "A field is missing, of the wrong type or out of its range, or the prompt does not fit.",
     ),
-    401: Status("authentication_error", "The API key is missing or wrong."),
-    403: Status("permission_error", "The API key opens other routes, or the web page may not call the server."),
-    404: Status("not_found_error", "There is no such model or object."),
-    405: Status("invalid_request_error", "The route does not take this method."),
-    408: Status(
+    401: HttpStatus("authentication_error", "The API key is missing or wrong."),
+    403: HttpStatus("permission_error", "The API key opens other routes, or the web page may not call the server."),
+    404: HttpStatus("not_found_error", "There is no such model or object."),
+    405: HttpStatus("invalid_request_error", "The route does not take this method."),
+    408: HttpStatus(
         "timeout_error", "The deadline passed before the engine began with the call, or the body was too slow."
     ),
-    409: Status("invalid_request_error", "The engines can not be updated, or an update failed or is running."),
-    413: Status("invalid_request_error", "The body is too large."),
-    414: Status("invalid_request_error", "The address is too long."),
-    415: Status("invalid_request_error", "The body is compressed, or a web page's is not JSON."),
-    421: Status("invalid_request_error", "The server does not go by the name that it was called by."),
-    429: Status("rate_limit_error", "Too many requests wait, or the key's minute is used up; see Retry-After."),
-    431: Status("invalid_request_error", "The headers are too large."),
-    500: Status("server_error", "The engine failed this request."),
-    501: Status("server_error", "Not done by this server."),
-    503: Status(
+    409: HttpStatus("invalid_request_error", "The engines can not be updated, or an update failed or is running."),
+    413: HttpStatus("invalid_request_error", "The body is too large."),
+    414: HttpStatus("invalid_request_error", "The address is too long."),
+    415: HttpStatus("invalid_request_error", "The body is compressed, or a web page's is not JSON."),
+    421: HttpStatus("invalid_request_error", "The server does not go by the name that it was called by."),
+    429: HttpStatus("rate_limit_error", "Too many requests wait, or the key's minute is used up; see Retry-After."),
+    431: HttpStatus("invalid_request_error", "The headers are too large."),
+    500: HttpStatus("server_error", "The engine failed this request."),
+    501: HttpStatus("server_error", "Not done by this server."),
+    503: HttpStatus(
         "server_error",
         "The engine, or a process beside it, is loading, ending or gone; too many connections or bytes come at a time; "
         "or the disk for stored files is full or fails.",
     ),
-    504: Status("timeout_error", "The deadline passed while the engine computed."),
+    504: HttpStatus("timeout_error", "The deadline passed while the engine computed."),
 }
 
 

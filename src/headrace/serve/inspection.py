@@ -119,7 +119,7 @@ class Inspection:
         return await asyncio.to_thread(summaries.cache_of, tree, misses, explainer.calls.text_of, time.monotonic())
 
     async def limits(self) -> Limits:
-        """How near decoding is to the limits of the machine's memory and arithmetic."""
+        """The speed of decoding against the limits of the machine's memory and arithmetic."""
         await self.measure()
         model = self.model
         facts = await asyncio.to_thread(model.facts)
@@ -145,8 +145,7 @@ class Inspection:
         return cast("Names | Sample", msgspec.msgpack.decode(reply, type=Sample if name else Names))
 
     async def recording(self, file: IO[bytes]) -> Response:
-        """A recording of the schedule, replayed without the model: the events of the live view, and each request's
-        times."""
+        """A recording of the schedule, replayed without the model: the live view's events, and each request's times."""
         try:
             reply = await asyncio.to_thread(self._replays.run, file.name, Replayed)
         finally:

@@ -52,7 +52,7 @@ class Life(Protocol):
 
     Attributes:
         draining: whether the probes reply that the server drains.
-        failure: what ended the server, if no signal did.
+        failure: the cause of the server's end, if no signal ended it.
         ended: set when the server should end by itself.
         is_cut: whether the engine must end in mid-step.
         url: the server's address.
@@ -76,7 +76,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
     """Return sockets that listen at every address of `host`, or of several with commas. Port 0 is any free one, the
     same for all of them.
 
-    Raises `ListenError`, which names host, port and what to do.
+    Raises `ListenError`, which names host, port and a remedy.
     """
     sockets: list[socket.socket] = []
     try:

@@ -19,7 +19,7 @@ from headrace.text.tokenizer import Tokenizer
 
 
 class BeamSearchSequence(msgspec.Struct):
-    """One answer, as vLLM gives it: `tokens` and `text` begin with the prompt. They are ranked by `score`."""
+    """One answer, as vLLM gives it: `tokens` and `text` begin with the prompt. Answers are ranked by `score`."""
 
     tokens: list[int]
     text: str | None
@@ -47,7 +47,7 @@ def make_search(
 ) -> Request:
     """Return the request that searches for answers to one prompt. Raises `RequestError`."""
     check_combination(params)
-    # Nothing is drawn, so the seed has no effect; but a complete request has one.
+    # A search draws nothing, so the seed has no effect; but a complete request has one.
     (request,) = make_requests(token_ids, params, info, options._replace(draw=lambda: 0))
     return msgspec.structs.replace(request, beam=beam)
 
@@ -68,8 +68,8 @@ def parts_of(delta: Delta, num_answers: int) -> Iterator[Delta]:
 
 
 def beam_output(states: list[RequestState], prompt: str | None, tokenizer: Tokenizer | None) -> BeamSearchOutput:
-    """Return the result of a search that has ended; its answers are in one state, or in one each. `prompt` is its text;
-    None: it is decoded.
+    """Return the result of a search that has ended; its answers are in one state together, or in one state each.
+    `prompt` is the prompt's text; None: it is decoded.
 
     Raises `HeadraceError` with the engine's message if the search failed.
     """

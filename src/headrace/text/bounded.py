@@ -1,11 +1,11 @@
-"""Child processes of bounded time and memory, for work of unknown cost: both ends of the pipe.
+"""Child processes of bounded time and memory, for work of unknown cost: the parent's side and the child's.
 
 `BoundedProcess` starts the program when it is first needed and again after its end; `serve` is the program's loop, with
 a bound on processor time for each job and on memory for all. They exchange frames of msgpack on stdin and stdout
-(4-byte length, little-endian). A job that exceeds its bounds is the caller's fault. A process that stands still, ends
-from outside or sends a torn frame is not: a watchdog kills it, and the job is tried once more in a new one. Knows no
-jobs; `templates` and `sandbox` render chat templates with it, `grammars` and `grammar_sandbox` build grammars, and
-`engine.fair_worker` shares it among the server's callers.
+(4-byte length, little-endian). A job that exceeds its bounds is the caller's fault. A process that stands still, is
+ended from outside or sends a torn frame is no fault of the caller: a watchdog kills it, and the job is tried once more
+in a new process. Knows no jobs; `templates` and `sandbox` render chat templates with it, `grammars` and
+`grammar_sandbox` build grammars, and `engine.fair_worker` shares it among the server's callers.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ logger = logging.getLogger("headrace.server")
 Reply = TypeVar("Reply")
 
 WATCHDOG_S = 3.0
-"""Seconds without processor time and without a reply after which a process is killed; ten times as many if it computes,
-which is long enough for a machine under load."""
+"""Seconds after which a process is killed that takes no processor time and sends no reply; ten times as many if it
+computes, which is enough on a machine under load."""
 MAX_FRAME_BYTES = 64 * 2**20
-"""Twice what the longest prompt takes as UTF-8."""
+"""Twice the bytes of the longest prompt in UTF-8."""
 NUM_TRIES = 2
 PR_SET_PDEATHSIG = 1
 _PIPE_BYTES = 2**16
 _FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
-"""Exit statuses that no job causes: memory is bounded by the address space, so that the kernel kills no process for a
-job, and a program that ends in time has not answered."""
+"""Exit statuses that no job causes: memory is bounded by the address space, so the kernel kills no process because of a
+job, and a program that ends by itself with 0 has not answered."""
 
 
 class BoundedProcess:
@@ -58,7 +58,7 @@ class BoundedProcess:
 
     Attributes:
         watchdog: watches the job that runs.
-        fault: why the last process could do no work, until one can; empty: there is no fault.
+        fault: the reason why the last process could not work, until one can; empty: there is no fault.
         num_faults: processes that ended, stood still or did not start, through no fault of a job.
     """
 
@@ -81,10 +81,9 @@ class BoundedProcess:
         return None if self._process is None else self._process.pid
 
     def run(self, job: object, reply_type: type[Reply]) -> Reply | str:
-        """Return the reply to a job, or a text that says why the job ended its process.
+        """Return the reply to a job, or a text with the reason why the job ended its process.
 
-        Raises `ChildFailedError` if no process can do the job, and what msgspec raises for a job that is not plain
-        data.
+        Raises `ChildFailedError` if no process can do the job, and msgspec's error for a job that is not plain data.
         """
         body = msgspec.msgpack.encode(job)
 
@@ -94,7 +93,7 @@ class BoundedProcess:
         return self._try(body, read)
 
     def ping(self) -> None:
-        """Find out whether the process answers, and start another if not. Raises `ChildFailedError`."""
+        """Check that the process answers, and start another if it does not. Raises `ChildFailedError`."""
         self._try(b"", lambda reply: reply)
 
     def close(self) -> None:
@@ -125,7 +124,7 @@ class BoundedProcess:
                         raise ChildFailedError("a process of the server failed and is started again") from error
 
     def _answer(self, body: bytes, num_closed: int) -> bytes | str:
-        """Return the reply, or why the job ended the process. Raises `ChildFailedError`."""
+        """Return the reply, or the reason why the job ended the process. Raises `ChildFailedError`."""
         if self._process is None or self._process.poll() is not None:
             if self._num_closed != num_closed:
                 # `close` has ended the process for good, and is waiting for this job.
@@ -211,7 +210,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.5)
             break
-        # One that waits for a disk is reaped later, by `subprocess` itself.
+        # A process that waits for a disk is reaped later, by `subprocess` itself.
         process.kill()
     stdout.close()
     return process.returncode or 0

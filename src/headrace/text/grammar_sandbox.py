@@ -1,4 +1,4 @@
-"""The program that builds constraints before the engine does: `python -m headrace.text.grammar_sandbox 1.0`.
+"""The program that tries to build constraints before the engine does: `python -m headrace.text.grammar_sandbox 1.0`.
 
 A regex, a schema or a grammar of a client's may take any time and memory to build. It is built here first, with the
 model's vocabulary (the first frame), in a process with a bound on both; if that succeeds, the engine builds it again,
@@ -21,9 +21,9 @@ from headrace.text.bounded import read_frame, serve, write_frame
 from headrace.text.grammars import Verdict
 
 MAX_MEMORY = 256 * 2**20
-"""Bytes of address space beyond what the program and the vocabulary take."""
+"""Bytes of address space in addition to the program's and the vocabulary's."""
 MAX_STACK = 4 * 2**20
-"""Half of what a thread of the engine has: what fits here fits there."""
+"""Half of the stack of an engine's thread: a constraint that fits here fits there."""
 
 
 def main(max_cpu_seconds: float) -> None:

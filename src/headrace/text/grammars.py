@@ -58,8 +58,8 @@ class GrammarChecker:
         self._verdicts: SaltedCache[Verdict] = SaltedCache(MAX_VERDICTS)
 
     def check(self, params: SamplingParams) -> list[str]:
-        """Return warnings of what the constraint of `params` leaves open. Raises `RequestError` if it can not be
-        honoured."""
+        """Return warnings about parts of the constraint of `params` that are not enforced. Raises `RequestError` if it
+        cannot be honoured."""
         constraint = _constraint_of(params)
         if constraint is None:
             return []

@@ -26,11 +26,11 @@ from headrace.protocol.step import EngineInfo, Pooling, Request
 from headrace.text.reasoning import THINK
 from headrace.text.tokenizer import Tokenizer
 
-# Below 2**53 with room for n, so that JSON readers with doubles can send the seed of a reply back.
+# Below 2**53 with room for n, so that a client whose JSON numbers are doubles can send the seed of a reply back.
 SEED_LIMIT = 2**53 - 2**16
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
-"""llama-server's, for requests that name none."""
+"""DRY's sequence breakers for requests that name none, as in llama-server."""
 _BREAKERS: SaltedCache[list[int]] = SaltedCache(64)
 
 
@@ -131,7 +131,7 @@ def prompt_ids(
 
 
 def _check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Raise `ContextLengthError` for a text of so many bytes that its tokens can not fit, which costs no tokenising."""
+    """Raise `ContextLengthError` for a text of so many bytes that its tokens cannot fit; that saves the tokenising."""
     if tokenizer.max_token_bytes is None:
         return
     most = (max_model_len - 1) * tokenizer.max_token_bytes
@@ -143,11 +143,11 @@ def _check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
 
 
 class RequestOptions(NamedTuple):
-    """What the requests of a call have beside prompt and parameters.
+    """The further data of a call's requests, apart from prompt and parameters.
 
-    draw: returns a seed where a call has none. tokenizer: for the texts in the parameters. marks: of the model's
-    reasoning. call_id: the beginning of the requests' ids, which no client chose, so that a recording has them under
-    the reply's id.
+    draw: returns a seed where a call has none. tokenizer: encodes the texts in the parameters. marks: the marks of the
+    model's reasoning. call_id: the beginning of the requests' ids, which no client chooses, so that a recording has
+    them under the reply's id.
     """
 
     priority: int = 0
@@ -176,7 +176,7 @@ def make_requests(
         raise RequestError("priority", priority, "0 or left out, unless the engine has --scheduling-policy priority")
     room = info.max_model_len - len(token_ids)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    # A context that ends before min_tokens ends the answer all the same.
+    # The end of the context ends the answer even before min_tokens.
     min_tokens = min(params.min_tokens, max_tokens)
     seed = options.draw() if params.seed is None else params.seed
     count = params.best_of or params.n
@@ -201,7 +201,7 @@ def make_requests(
 
 
 def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """Return a copy with another seed, whose other fields are not checked once more: lists of ids may be long."""
+    """Return a copy with another seed. The other fields are not checked again, for lists of ids may be long."""
     copied = copy.copy(params)
     msgspec.structs.force_setattr(copied, "seed", seed)
     return copied
@@ -214,7 +214,7 @@ def with_token_ids(
     marks: tuple[str, str] = THINK,
     cache_salt: str = "",
 ) -> SamplingParams:
-    """Return the parameters with token ids for every text in them that has none yet. `marks` begin and end reasoning.
+    """Return the parameters with token ids for each of their texts that lacks them. `marks` begin and end reasoning.
 
     Raises `RequestError` for a text that needs a tokenizer where there is none.
     """
@@ -252,7 +252,8 @@ def mark_ids(tokenizer: Tokenizer, mark: str) -> list[int]:
 
 
 def breakers(tokenizer: Tokenizer, texts: tuple[str, ...], cache_salt: str = "") -> list[int]:
-    """Return the ids, ascending, of the tokens that contain one of `texts`; for a text in none, of its last token."""
+    """Return the ids, ascending, of the tokens that contain one of `texts`; for a text that no token contains, its last
+    token's id."""
     known = _BREAKERS.get(cache_salt, (tokenizer, texts))
     if known is not None:
         return known

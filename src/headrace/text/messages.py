@@ -1,7 +1,7 @@
-"""The messages of a conversation, checked, in the one form that every API makes of its own.
+"""The messages of a conversation, checked, in one form for all APIs.
 
 `read_messages` reads OpenAI's form; the other APIs build `ChatMessage`s themselves. `templates` renders them, and
-`histories` changes those that a template does not take. Knows no template.
+`histories` changes messages that a template does not take. Knows no template.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Warn = Callable[[str, str], None]
 """Gets the field of a request, and the reason why it is not honoured."""
 
 
-class ToolCall(NamedTuple):
+class PastCall(NamedTuple):
     """A call of an earlier turn. `form` is OpenAI's: id, type, and a function with name and arguments, the latter as
     an object or as JSON text. `field` names the arguments in the request, for errors."""
 
@@ -33,18 +33,18 @@ class ToolCall(NamedTuple):
     field: str
 
     @classmethod
-    def of(cls, call_id: str, name: str, arguments: Any, field: str) -> ToolCall:
-        """Return a call with nothing but these."""
+    def of(cls, call_id: str, name: str, arguments: Any, field: str) -> PastCall:
+        """Return a call with these fields alone."""
         return cls({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}, field)
 
     def is_well_formed(self) -> bool:
-        """Whether the arguments are an object, or the text of one, or left out."""
+        """Return whether the arguments are an object, the JSON text of one, or absent."""
         return self._object() is not None
 
     def template_form(self, text_arguments: bool) -> dict[str, Any]:
         """Return the call with its arguments as JSON text, as they came, or as an object: {} if they are none.
 
-        A model can write a call that is cut or malformed. What the client sends back must not be refused for ever.
+        A model can write a call that is cut or malformed. A client that sends it back must not be refused for ever.
         """
         function = self.form["function"]
         arguments = function.get("arguments")
@@ -72,7 +72,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[str] | msgspec.UnsetType | None = msgspec.UNSET
     reasoning: Any = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[PastCall] = []
     extra: dict[str, Any] = {}
 
     def template_form(self, traits: Traits) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
         if self.tool_calls:
             message["tool_calls"] = [call.template_form(traits.text_arguments) for call in self.tool_calls]
         if self.reasoning is not None:
-            # Templates read it under the one name or the other.
+            # Some templates read one of the two names, some the other.
             message = {"thinking": self.reasoning, **message, "reasoning_content": self.reasoning}
         return message
 
@@ -128,27 +128,27 @@ def check_role(role: object, field: str) -> str:
 
 
 def placeholder(kind: str, name: str = "") -> str:
-    """Return the text in the place of a part of an earlier message, which the model can not read."""
+    """Return the text that replaces a part of an earlier message which the model cannot read."""
     label = f"{kind.replace('_', ' ')} {name[:MAX_LABEL]}".strip()
     return f"[{label}: left out, for the model reads text only]"
 
 
 LEFT_OUT = "the model reads text only: a short text stands in its place"
-"""What the caller learns of it."""
+"""The warning about such a part."""
 
 
 def first_new(roles: Sequence[object]) -> int:
-    """Return the place after the model's last turn: what the user says from there on is new, and must be read. A final
-    message of the model's is no turn, for the answer goes on with it."""
+    """Return the place after the model's last turn: the user's messages from there on are new, and must be read. A
+    final message of the model's does not count, for the answer continues it."""
     return next((place + 1 for place in range(len(roles) - 2, -1, -1) if roles[place] == "assistant"), 0)
 
 
 def read_messages(messages: Sequence[object], warn: Warn | None = None) -> list[ChatMessage]:
     """Return a request's `messages`, which are in OpenAI's form.
 
-    Parts that the model can not read are refused in what the user has said since the model's last turn. In earlier
-    messages and in results of tools short texts stand in their places, and `warn` gets the field and the reason;
-    without it they are refused everywhere. Raises `RequestError`.
+    Parts that the model cannot read are refused in the user's messages after the model's last turn. In earlier messages
+    and in results of tools short texts replace them, and `warn` gets the field and the reason; without `warn` they are
+    refused everywhere. Raises `RequestError`.
     """
     bounds.check("messages", messages)
     original, messages = messages, functions.as_tool_messages(messages)
@@ -205,20 +205,20 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _tool_calls(calls: object, field: str) -> list[ToolCall]:
+def _tool_calls(calls: object, field: str) -> list[PastCall]:
     if not isinstance(calls, list):
         raise RequestError(field, calls, "a list")
     return [_tool_call(call, f"{field}[{i}]") for i, call in enumerate(calls)]
 
 
-def _tool_call(call: Any, field: str) -> ToolCall:
+def _tool_call(call: Any, field: str) -> PastCall:
     custom_call = call.get("custom") if isinstance(call, Mapping) and call.get("type") == "custom" else None
     if isinstance(custom_call, Mapping):
         call_id, name, text = call.get("id"), custom_call.get("name"), custom_call.get("input")
         if not isinstance(name, str) or not isinstance(text, str):
             raise RequestError(f"{field}.custom", custom_call, "an object with name and input, which are strings")
-        return ToolCall.of(call_id, name, custom.arguments(text), f"{field}.custom.input")
+        return PastCall.of(call_id, name, custom.arguments(text), f"{field}.custom.input")
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(field, call, "an object with a function that has a name")
-    return ToolCall(call, f"{field}.function.arguments")
+    return PastCall(call, f"{field}.function.arguments")

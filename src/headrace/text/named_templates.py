@@ -1,7 +1,7 @@
-"""Chat templates by the names that llama-server gives common formats, and the one for models that have none: chatml.
+"""Chat templates under llama-server's names of common formats, and the template for models that have none: chatml.
 
-A row of `FORMS` says what stands before and after the messages of each role; `source` makes a Jinja template of it.
-Knows no requests; `template_of` is called by `serve.loading`, `llm` and `cli.chat`.
+A row of `FORMS` has the texts before and after the messages of each role; `source` makes a Jinja template of it. Knows
+no requests; `template_of` is called by `serve.loading`, `llm` and `cli.chat`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SEP = "<｜end▁of▁sentence｜>"
 class Form(NamedTuple):
     """A format of conversations. `system`, `user` and `assistant`: the texts before and after such a message.
 
-    opening: begins an answer; None: what stands before the assistant's messages. start: begins the conversation.
-    ends: what ends an answer; None: what stands after the assistant's messages. trims: whether messages lose white
-    space at their ends. inside: whether a system message stands within the next of the user's.
+    opening: the text that begins an answer; None: the text before the assistant's messages. start: begins the
+    conversation. ends: the texts that end an answer; None: the text after the assistant's messages. trims: whether
+    messages lose white space at their ends. inside: whether a system message stands within the user's next message.
     """
 
     system: tuple[str, str]
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 
 def _by_role(before: str, after: str, **more: str | bool | tuple[str, ...]) -> Form:
-    """Return a format whose marks have the role's name at {}."""
+    """Return a format whose texts have the role's name in the place of {}."""
     texts = [(before.format(role), after) for role in ("system", "user", "assistant")]
     return Form(*texts, **more)  # type: ignore[arg-type]
 
@@ -137,7 +137,7 @@ FORMS: dict[str, Form] = {
 def source(form: Form, has_bos: bool) -> str:
     """Return a Jinja template that writes conversations in a format. `has_bos`: it begins with the token bos_token.
 
-    A message of a role without a place, such as tool, is given as the user's."""
+    A message of a role that the format lacks, such as tool, is written as the user's."""
     text = "(message.content | trim)" if form.trims else "message.content"
     system, user, assistant = (_around(pair, text) for pair in (form.system, form.user, form.assistant))
     opening = form.assistant[0] if form.opening is None else form.opening
@@ -148,7 +148,7 @@ def source(form: Form, has_bos: bool) -> str:
         system = f"{{%- set ns.note = ns.note + {before} + {text} + {after} -%}}"
         user = _around(form.user, f"ns.note + {text}") + "{%- set ns.note = '' -%}"
         rest = f"{{%- if ns.note -%}}{_around(form.user, 'ns.note')}{{%- endif -%}}"
-    # A format that begins with a mark begins with that of its models.
+    # A format that begins with a mark of its own needs no bos_token.
     bos = "{{- bos_token -}}" if has_bos and not form.start and not form.user[0].startswith("<s>") else ""
     return (
         f"{note}{bos}{_write(form.start)}{{%- for message in messages -%}}"
@@ -199,8 +199,8 @@ def template_of(
 
 
 def with_ends(params: SamplingParams, template: ChatTemplate, tokenizer: Tokenizer) -> SamplingParams:
-    """Return the parameters of a chat whose answer also ends where the template's turns do: at a special token, or at
-    a text that is none."""
+    """Return the parameters of a chat whose answer also ends at the end of a turn in the template: at a special token,
+    or at another text."""
     if not template.ends:
         return params
     token_ids = {end: tokenizer.token_to_id(end) for end in template.ends}
@@ -213,7 +213,7 @@ def with_ends(params: SamplingParams, template: ChatTemplate, tokenizer: Tokeniz
 
 
 def _adds_bos(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer puts bos_token before a text."""
+    """Return whether the tokenizer puts bos_token before a text."""
     bos = tokenizer.special_tokens.get("bos_token")
     first = tokenizer.encode("a", add_special_tokens=True)[:1]
     return bos is not None and first == [tokenizer.token_to_id(bos)]

@@ -1,10 +1,10 @@
 """The output of a request: deltas from the engine, the state that collects them, vLLM's result objects, and the parts
 of a chat answer.
 
-`RequestState.feed` is the one place where tokens become text, where a stop string ends an answer, and where
-log-probabilities and times are collected, called by `LLM` on its own loop and by the server on an event loop. A
-`MessageParser` gets that text in pieces, cut anywhere, and returns the parts that each piece adds: content, reasoning
-and tool calls; `reasoning` and `tools` have the parsers. Knows no sockets and no asyncio.
+`RequestState.feed` is the one place where tokens become text, a stop string ends an answer, and log-probabilities and
+times are collected; `LLM` calls it on its own loop, the server on an event loop. A `MessageParser` gets that text in
+pieces, cut anywhere, and returns the parts that each piece adds: content, reasoning and tool calls; `reasoning` and
+`tools` have the parsers. Knows no sockets and no asyncio.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.protocol.step import BeamResult, Finish, Request, StepOutput, Toke
 from headrace.text.tokenizer import DetokenizeStream, TextRules, Tokenizer
 
 PART_TOKENS = 256
-"""Tokens that become text at a time, where a slow reader finds many."""
+"""Tokens that become text at a time, where many wait for a slow reader."""
 
 
 class Delta(msgspec.Struct):
@@ -29,7 +29,7 @@ class Delta(msgspec.Struct):
 
     `start_time` is the beginning of the step that first ran the request; it comes once, with `num_cached_tokens`, the
     prompt tokens found in the prefix cache. `time` is the end of the delta's last step, `first_time` and `last_time`
-    are those of its first and its last token.
+    are the times of its first and its last token.
     """
 
     time: float
@@ -50,7 +50,8 @@ class Delta(msgspec.Struct):
             self.first_time = self.first_time if self.token_ids else later.first_time
             self.last_time = later.last_time
         self.time = later.time
-        # In place, so that n tokens for a slow reader cost n and not n squared. No other delta has these lists.
+        # In place, so that n tokens for a slow reader take time of order n, not n squared. No other delta has these
+        # lists.
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
@@ -115,7 +116,7 @@ class TextDelta(NamedTuple):
 
 
 class RequestMetrics(msgspec.Struct):
-    """The times of a request's events, in monotonic seconds; None for those that have not happened."""
+    """The times of a request's events, in monotonic seconds; None for an event that has not happened."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -179,14 +180,14 @@ class RequestOutput(msgspec.Struct):
 
 
 class RequestState:
-    """One answer while it comes: turns deltas into text deltas, and ends at a stop string.
+    """One answer while it is generated: turns deltas into text deltas, and ends at a stop string.
 
     Args:
-        request: complete, as the engine has it.
+        request: the complete request, as the engine has it.
         tokenizer: None for an engine without one; there is no text then, nor with `SamplingParams.detokenize` off.
         index: place among the answers to one prompt.
         arrival_time: monotonic seconds; None: now.
-        rules: what the reader of the text does itself.
+        rules: the rules for the text that a parser reads.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class RequestState:
         # The result of a search, or of one answer of it.
         self.beams: BeamResult | None = None
         self.closed = False
-        # Whether the caller wants nothing but the prompt computed: the answer stays empty.
+        # Whether only the prompt is to be computed: the answer stays empty.
         self.only_prompt = False
         self.metrics = RequestMetrics(time.monotonic() if arrival_time is None else arrival_time)
         self._stream = (
@@ -302,7 +303,7 @@ def request_output(
     if len(states) > params.n:
         for index, output in enumerate(outputs):
             output.index = index
-            # They were requested only to choose the best answers; the sum stays.
+            # The log-probabilities were computed only to choose the best answers; their sum stays.
             output.logprobs = None if params.logprobs is None else output.logprobs
     return RequestOutput(
         request_id=request_id,
@@ -334,14 +335,15 @@ def best(states: Sequence[RequestState], n: int) -> list[RequestState]:
 
 
 class Content(msgspec.Struct, frozen=True):
-    """More of the text for the user. `gap`: what parts it from the text before, where an API has one text for all."""
+    """A piece of the text for the user. `gap`: the text between it and the piece before, where an API has one text for
+    all."""
 
     text: str
     gap: str = ""
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """More of the reasoning, with its `gap`."""
+    """A piece of the reasoning, with its `gap`."""
 
     text: str
     gap: str = ""
@@ -366,8 +368,8 @@ class MessageParser(Protocol):
     """Splits the text of one answer into parts."""
 
     def feed(self, text: str, final: bool, cut: bool = False) -> list[MessagePart]:
-        """Return the parts that are certain now and were not before. `final`: the text ends here, so nothing is held
-        back. `cut`: a limit has ended it, not the model.
+        """Return the parts that have become certain. `final`: the text ends here, so nothing is held back. `cut`: a
+        limit has ended the text, not the model.
 
         Never raises for a model's text: all that is neither reasoning nor a well-formed call is content.
         """
@@ -397,7 +399,7 @@ class MessageBuilder:
         self.calls: list[dict[str, str]] = []
 
     def add(self, part: MessagePart) -> None:
-        """Add the next part; those of one call come one after the other."""
+        """Add the next part; the parts of one call come one after the other."""
         if isinstance(part, Content):
             self.content += part.gap + part.text
         elif isinstance(part, Reasoning):

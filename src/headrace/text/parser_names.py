@@ -1,8 +1,8 @@
-"""vLLM's names of formats of tool calls and of styles of reasoning (0.33, and older ones): which of ours each one is.
+"""vLLM's names of formats of tool calls and of styles of reasoning (0.33, and older ones): with our key for each.
 
-A name that is a key of ours needs no row. A row gives our keys for the same thing, and behind them those that are
-nearest, where the thing itself is missing here. The keys are looked up when a name is resolved. Knows no format; called
-by `tools.formats` and `reasoning`.
+A name that is a key of ours needs no row. A row has our keys for the same format or style, and after them the nearest
+ones, where it is missing here. The keys are looked up when a name is resolved. Knows no format; called by
+`tools.formats` and `reasoning`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from headrace.protocol.errors import RequestError
 
 
 class Alias(NamedTuple):
-    """`same`: keys of the same thing under other names; `nearest`: keys of others, the nearest first. The first key
-    that exists counts."""
+    """`same`: our keys of the same format or style; `nearest`: keys of others, the nearest first. The first key that
+    exists counts."""
 
     same: tuple[str, ...] = ()
     nearest: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ REASONING: dict[str, Alias] = {
     "mimo": _same("qwen3"),
     "minicpmv": _same("qwen3"),
     "minimax_m2": _same("qwen3"),
-    # Reasoning and marks stay in the content.
+    # There, reasoning and marks stay in the content.
     "minimax_m2_append_think": _near("none"),
     "muse": _same(*_MUSE),
     "musespark1x": _same(*_MUSE),
@@ -103,9 +103,9 @@ REASONING: dict[str, Alias] = {
     "step5": _same("deepseek_r1"),
 }
 NONE = "none"
-"""As a name: there is no parser."""
+"""The name that stands for no parser."""
 FOUND = frozenset({"hf", "beam"})
-"""vLLM's names for what the model's own files describe, which is found where no name is given."""
+"""vLLM's names for the parser that the model's own files describe; here, it is detected where no name is given."""
 
 
 def resolve(field: str, name: str, aliases: Mapping[str, Alias], keys: Iterable[str]) -> str:

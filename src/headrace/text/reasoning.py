@@ -13,20 +13,21 @@ from headrace.text import parser_names
 
 
 class Headers(NamedTuple):
-    """How a family of models writes an answer as several messages, each with a header that says what it is: `marks`
-    begin one or stand in it, and `begins` is the first of a message; `body` ends it. `ends` stand after a message.
-    `channel` comes before the name of a channel, if there are channels."""
+    """The form in which a family of models writes an answer as several messages, each with a header that gives its
+    kind: `marks` begin a header or stand in it, and `begins` is the first mark of a message; `body` ends the header.
+    `ends` stand after a message. `channel` comes before the name of a channel, if there are channels."""
 
     begins: str
     body: str
     ends: tuple[str, ...]
     channel: str = ""
     constraint: str = ""
-    """What may come before the form of the message's text."""
+    """The mark that may precede the form of the message's text."""
     calls: str = ""
-    """What comes before the name of a tool to which a message is sent: the message is its call's arguments."""
+    """The text before the name of a tool to which a message is sent: the message holds the arguments of the tool's
+    call."""
     last: tuple[str, ...] = ()
-    """Those of `ends` that end the answer."""
+    """The `ends` that end the whole answer."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -38,10 +39,10 @@ class Headers(NamedTuple):
 
 
 class Style(NamedTuple):
-    """How a family of models marks its reasoning.
+    """The marks of a family of models around its reasoning.
 
     `begins_inside`: if the prompt ends with no mark, the answer begins as reasoning, without a mark. `answer`: marks
-    around the answer, which belong to neither. `headers`: of families that write messages.
+    around the answer, which belong to neither text. `headers`: only for families that write messages.
     """
 
     openings: tuple[str, ...]
@@ -50,9 +51,9 @@ class Style(NamedTuple):
     answer: tuple[str, ...] = ()
     headers: Headers | None = None
     before_content: str = ""
-    """What the model writes before an answer that is no call."""
+    """The text that the model writes before an answer that is no call."""
     between: str = ""
-    """What the model writes after the end of the reasoning and before the rest of the answer."""
+    """The text that the model writes between the end of the reasoning and the rest of the answer."""
 
     def special_texts(self) -> tuple[str, ...]:
         """Return the texts that may be special tokens."""
@@ -156,7 +157,7 @@ def marks(name: str) -> tuple[str, ...]:
 
 
 def begins_inside(style: Style, prompt: str) -> bool:
-    """Whether the answer to `prompt`, as the template rendered it, begins inside the reasoning."""
+    """Return whether the answer to `prompt`, as the template rendered it, begins inside the reasoning."""
     end = prompt.rstrip()
     if style.openings and end.endswith(style.openings):
         return True
@@ -166,7 +167,7 @@ def begins_inside(style: Style, prompt: str) -> bool:
 def prefix(name: str, prompt: str, token_ids: Mapping[str, int]) -> dict[str, Any] | None:
     """Return the grammar of the reasoning before the answer, as a part of `grammar.tags`; None: there is none.
 
-    `token_ids`: those of the marks that are special tokens.
+    `token_ids`: the ids of the marks that are special tokens.
     """
     style = STYLES[name]
     spaces = [] if style.headers is not None else [{"type": "regex", "pattern": "[ \\t\\r\\n]{0,4}"}]

@@ -1,9 +1,9 @@
 """The program that renders chat templates, in a process that may be killed: `python -m headrace.text.sandbox 1.0`.
 
 A template is code from a checkpoint's author, or from a client where that is allowed. It runs in jinja2's immutable
-sandbox, set up as transformers sets it up, in a process of its own with a bound on processor time, memory and output.
-The kernel stops what the sandbox does not (a product of two long strings, a comparison of deeply shared lists). Jobs
-and answers are msgpack. Started by `templates` only.
+sandbox, set up as transformers sets it up, in a separate process with a bound on processor time, memory and output. The
+kernel stops the work that the sandbox does not stop (a product of two long strings, a comparison of deeply shared
+lists). Jobs and answers are msgpack. Started by `templates` only.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RenderJob(msgspec.Struct):
 
 
 class RenderResult(msgspec.Struct):
-    """The text or the template's traits, or in `error` why there are none. `is_refusal`: the template does not take the
-    variables, and may take others."""
+    """The text or the template's traits, or in `error` the reason why there are none. `is_refusal`: the template does
+    not take the variables, and may take others."""
 
     text: str = ""
     traits: Traits = Traits()
@@ -69,7 +69,7 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """A namespace whose attributes can not begin with an underscore: those of Python's own objects do."""
+    """A namespace whose attributes cannot begin with an underscore, as attributes of Python's own objects do."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, attributes = args[0], dict(*args[1:], **kwargs)
@@ -90,7 +90,7 @@ def _check_name(name: object) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # A filter like `map` returns an iterator, which json does not write.
+    # A filter like `map` returns an iterator, which json cannot write.
     plain = list(value) if isinstance(value, Iterator) else value
     return json.dumps(plain, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -114,7 +114,7 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], loader=None
     )
     env.filters["tojson"] = _tojson
-    # jinja2's filter marks the text, and the quotes of a text that is added to it would be escaped.
+    # jinja2's filter marks the text as safe, and quotes in a text that is joined to it would then be escaped.
     env.filters["safe"] = str
     env.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_dict, namespace=_PlainNamespace
@@ -156,7 +156,7 @@ def render(job: RenderJob) -> RenderResult:
 
 
 def _with_tools(job: RenderJob) -> dict[str, Any]:
-    """Return the variables, with the tools under the name that SmolLM3's template has for them too."""
+    """Return the variables, with the tools also under the name that SmolLM3's template has for them."""
     tools = job.variables.get("tools")
     if not tools or XML_TOOLS not in job.source:
         return job.variables

@@ -11,9 +11,9 @@ from headrace.text.stops import StopFinder
 
 
 class StoppedParser:
-    """A `MessageParser` that ends an answer at a stop string in its content; `stop_reason` is it then.
+    """A `MessageParser` that ends an answer at a stop string in its content; `stop_reason` is then that string.
 
-    `exempt` is set while the answer may not end. Reasoning and calls part the content: no stop string stands across.
+    `exempt` is set while the answer may not end. Reasoning and calls divide the content: no stop string spans them.
     """
 
     def __init__(self, inner: MessageParser, finder: StopFinder) -> None:

@@ -1,6 +1,6 @@
-"""Finds stop strings in a text that comes in pieces, and holds back what may still become one.
+"""Finds stop strings in a text that comes in pieces, and holds back text that may still become one.
 
-Knows no tokens. `tokenizer.DetokenizeStream` looks in all that a model writes, `stopped_parser` in the content of a
+Knows no tokens. `tokenizer.DetokenizeStream` searches the whole text of a model, `stopped_parser` the content of a
 chat's answer alone.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """A stop string is found where it ends first; of several that end there, the longest. Then `reason` is it, and
-    later text is dropped. With `includes` it is a part of the text."""
+    """Finds the stop string that ends first; of several that end there, the longest. Then `reason` is that string, and
+    later text is dropped. With `includes` the string is a part of the text."""
 
     def __init__(self, stops: Sequence[str], includes: bool = False) -> None:
         self.reason: str | None = None
@@ -20,7 +20,7 @@ class StopFinder:
         self._withheld = ""
 
     def push(self, text: str, exempt: bool = False) -> str:
-        """Return the text that is certain now and was not before. A match that ends in an `exempt` text is none."""
+        """Return the text that has become certain. A match that ends in an `exempt` text does not count."""
         if not self._stops or not text or self.reason is not None:
             return text if self.reason is None else ""
         match: tuple[int, int, str] | None = None
@@ -34,13 +34,13 @@ class StopFinder:
             self._withheld = ""
             return whole if self._includes else whole[: len(whole) - len(self.reason)]
         whole = self._withheld + text
-        # Text before a stop string is certain; if the output includes the stop string, so is that.
+        # Text before a stop string is certain, and so is the stop string if the output includes it.
         hold = 0 if self._includes else max(stop.num_matched for stop in self._stops)
         self._withheld = whole[len(whole) - hold :]
         return whole[: len(whole) - hold]
 
     def flush(self) -> str:
-        """Return what was held back: the text ends here. Another may follow."""
+        """Return the text that was held back: the text ends here. Another may follow."""
         rest, self._withheld = self._withheld, ""
         for stop in self._stops:
             stop.num_matched = 0
@@ -63,7 +63,7 @@ class _Stop:
             self._borders[i] = length
 
     def find(self, text: str, exempt: bool) -> int:
-        """Return where in `text`, which continues earlier ones, the stop string ends; -1 if it does not.
+        """Return the place in `text`, which continues earlier ones, where the stop string ends; -1 if it does not.
 
         Matches that end in an `exempt` text do not count.
         """

@@ -1,4 +1,4 @@
-"""Bounds the strings of a JSON schema that has no bound for them, as the maker of a small model may advise.
+"""Bounds the strings of a JSON schema that leaves their length open, as the maker of a small model may advise.
 
 A small model may write one string until its tokens run out, and the document is cut. Called by `serve.call.service`.
 """
@@ -19,8 +19,8 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 def bound_strings(schema: Any, max_length: int) -> Any:
     """Return a JSON schema whose strings have at most `max_length` characters where the schema gives no bound.
 
-    A string with a pattern, a format or listed values has a bound of its own. The schema returned allows no value that
-    `schema` refuses; one with negations is returned as it is.
+    A string with a pattern, a format or listed values needs no bound. The returned schema allows no value that `schema`
+    refuses; a schema with negations is returned unchanged.
     """
     return schema if _has_logic(schema) else _bound(schema, max_length)
 

@@ -1,8 +1,8 @@
 """Renders a conversation into the prompt of a model: runs the model's chat template on it.
 
 The program `sandbox` renders templates in a process of bounded time, memory and output. Templates come from the model
-or the server's flags, never from a request. A conversation that the template does not take is changed as
-`histories` says. Knows no tokens and no engine; called by `serve.call.service` and by the offline `chat`.
+or the server's flags, never from a request. A conversation that the template does not take is changed by `histories`.
+Knows no tokens and no engine; called by `serve.call.service` and by the offline `chat`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class TemplateSource(Protocol):
-    """What a template takes of a tokenizer: Jinja sources by name, the text of special tokens by role, and a text that
-    goes before a prompt which does not begin with it."""
+    """The data of a tokenizer that a template needs: Jinja sources by name, the text of special tokens by role, and a
+    text that goes before a prompt which does not begin with it."""
 
     chat_templates: dict[str, str]
     special_tokens: dict[str, str]
@@ -41,7 +41,7 @@ class TemplateSource(Protocol):
 
 
 class Rendering(NamedTuple):
-    """A prompt, and what was changed of the request for the template to take it."""
+    """A prompt, and the changes of the request that were necessary for the template."""
 
     text: str
     changes: list[Change]
@@ -60,8 +60,8 @@ class ChatTemplate:
     ) -> None:
         """`sources`: Jinja sources by name. "tool_use", if there is one, serves requests with tools, "default" the
         others. `special_tokens`: the template's variables bos_token, eos_token and the like. `process`: runs
-        `sandbox`; None: the process that all templates share. `ends`: texts that end an answer, where the model may
-        not know them as such. `begin`: goes before a prompt that does not begin with it."""
+        `sandbox`; None: the process that all templates share. `ends`: texts that end an answer, where the model's files
+        may not name them. `begin`: goes before a prompt that does not begin with it."""
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self.process = process or shared_process()
@@ -102,8 +102,8 @@ class ChatTemplate:
 
         `add_generation_prompt` ends it with the opening of an answer; `continue_final_message` leaves the last message
         open, so that the answer continues it. `kwargs` are further variables for the template. Raises `RequestError`
-        for messages of the wrong shape, for ones that the template refuses, and where it exceeds its bounds. What had
-        to be changed of them (see `histories`) is logged once.
+        for messages of the wrong shape, for messages that the template refuses, and where rendering exceeds its bounds.
+        Changes of the messages (see `histories`) are logged once.
         """
         rendering = self.rendering(
             messages,
@@ -127,7 +127,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> Rendering:
-        """Return what `render` does, and what was changed of the messages and tools for the template to take them."""
+        """Return the prompt, as `render` does, and the changes of messages and tools that were necessary for the
+        template."""
         bounds.check("messages", messages)
         for name in kwargs:
             if name in _RESERVED or name in self._special_tokens:
@@ -153,7 +154,7 @@ class ChatTemplate:
                 text = _cut(result.text) if continue_final_message else result.text
                 return Rendering(text if text.startswith(self.begin) else self.begin + text, changes)
             if len(tried) == 1:
-                # Of several refusals, the first is about the conversation that was sent.
+                # Of several refusals, the first concerns the conversation that the client sent.
                 refusal = _refusal(conversation, result.error)
             if not result.is_refusal:
                 break
@@ -172,7 +173,8 @@ class ChatTemplate:
             ) from None
 
     def _example(self, traits: Traits) -> str:
-        """Return a call as the template writes it, without the marks of the turn around it; empty if it writes none."""
+        """Return a call as the template writes it, without the marks of the turn around it; empty if it writes no
+        calls."""
         text, at = traits.call, 0
         for letter in "".join(traits.opening.split()):
             while text[at : at + 1].isspace():
@@ -184,11 +186,12 @@ class ChatTemplate:
         return text.removesuffix(self._special_tokens.get("eos_token", "")).strip()
 
     def traits(self, tools: bool = True) -> Traits:
-        """Return what the template takes and writes that serves requests with tools, or those without."""
+        """Return the traits of the template for requests with tools, or of the one for requests without."""
         return self._traits_of(self._source_for(tools))
 
     def dropped_arguments(self, messages: Sequence[ChatMessage], tools: bool) -> list[str]:
-        """Return the fields of calls' arguments in whose place the template gets {}, for they are no JSON object."""
+        """Return the fields of calls' arguments that are no JSON object, so that the template gets {} in their
+        place."""
         if self.traits(tools).text_arguments:
             return []
         return [call.field for message in messages for call in message.tool_calls if not call.is_well_formed()]
@@ -205,7 +208,7 @@ class ChatTemplate:
                 sandbox.RenderJob(source, {**self._special_tokens, "documents": None}, finds_traits=True)
             )
             if result.error is not None:
-                # What is wrong with it, it will say of the conversation too.
+                # The same error will come when the conversation is rendered.
                 logger.warning("nothing can be found out about the chat template: %s", result.error)
             self._traits[source] = result.traits
         return self._traits[source]
@@ -253,7 +256,7 @@ def _roles(conversation: Conversation) -> list[str]:
 
 
 def _refusal(conversation: Conversation, error: str) -> RequestError:
-    # Python's text of an object may hold its address, which clients must not learn.
+    # Python's text of an object may contain its address, which must not reach clients.
     message = re.sub(r"0x[0-9a-fA-F]+", "0x...", error)[:500]
     bound = f"a conversation that the chat template takes; it says: {message}"
     return RequestError("messages", _roles(conversation), bound)

@@ -26,21 +26,21 @@ from headrace.text.stops import StopFinder
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer_files import TokenizerFile
 
-# A text of at least so many characters is encoded as a batch of one: of the two calls only the one for batches releases
-# the interpreter's lock, so that other threads run while a megabyte is tokenised.
+# A text of at least so many characters is encoded as a batch of one: only the call for batches releases the
+# interpreter's lock, so that other threads run while a megabyte is tokenised.
 LONG_TEXT = 4096
 MAX_GAPS = 2**20
-"""Unused ids, at most, between those of tokens; each takes eight bytes."""
+"""The most unused ids between the ids of tokens; each takes eight bytes."""
 _ROLES = tuple(tokenizer_gguf.ROLES)
 
 
 @contextlib.contextmanager
 def native(what: str) -> Iterator[None]:
-    """Raise `NativeCallError` for a panic of native code in the block, which is no `Exception`."""
+    """Raise `NativeCallError` for a panic of native code in the block; a panic is not an `Exception`."""
     try:
         yield
     except BaseException as error:
-        # pyo3 makes its class of panics anew in each library.
+        # pyo3 has another class of panics in each library.
         if type(error).__name__ != "PanicException":
             raise
         raise NativeCallError(f"{what} broke down over this input") from error
@@ -49,19 +49,21 @@ def native(what: str) -> Iterator[None]:
 class Tokenizer:
     """A model's tokenizer, with the ids of its special tokens and its chat templates.
 
-    `special_tokens` maps bos_token, eos_token ... to their text, for templates. `chat_templates` has the
-    default one under "default"; some models bring a second, "tool_use".
+    `special_tokens` maps bos_token, eos_token ... to their text, for templates. `chat_templates` has the default
+    template under "default"; some models have a second one, "tool_use".
     """
 
     def __init__(self, file: TokenizerFile, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
         """`config` is the contents of tokenizer_config.json, which override the tokenizer's own file."""
         self._tokenizer = file.tokenizer
         if hasattr(model := self._tokenizer.model, "_resize_cache"):
-            # Its cache of words is shared by all callers, who could time it (S-24); it saves nothing on plain text.
+            # All callers would share its cache of words, and one could time another's text by it (S-24). It saves
+            # nothing on plain text.
             model._resize_cache(0)
         self.chat_templates = chat_templates
         self.response_template: Any = config.get("response_template")
-        """How transformers reads the model's answers (see `tools.response_templates`); None: it is not said."""
+        """The template by which transformers reads the model's answers (see `tools.response_templates`); None: there is
+        none."""
         texts = {role: _content(config.get(role)) for role in _ROLES}
         texts["bos_token"] = texts["bos_token"] or file.bos_token
         texts["eos_token"] = texts["eos_token"] or file.eos_token
@@ -82,7 +84,7 @@ class Tokenizer:
                 f"a token has the id {self.vocab_size - 1}; {len(vocab)} tokens leave at most {MAX_GAPS} ids unused"
             )
         self.max_token_bytes = tokenizer_files.max_token_bytes(self._tokenizer, vocab)
-        """Bytes of a text that one token stands for at most; None where that is not known."""
+        """The most bytes of a text that one token stands for; None where the number is not known."""
         decoder = self._tokenizer.decoder
         self._bytes_of = _bytes_of(None if decoder is None else json.loads(decoder.__getstate__()))
         self._inner: list[bytes | None] = [None] * self.vocab_size
@@ -112,7 +114,7 @@ class Tokenizer:
         return cls.load(path) if tokenizer_files.present(Path(path)) else None
 
     def is_same(self, other: Tokenizer) -> bool:
-        """Return whether another tokenizer and its chat templates do the same. May take a while."""
+        """Return whether another tokenizer and its chat templates give the same results. May take a while."""
         mine, theirs = ((t.special_tokens, t.chat_templates, t.response_template) for t in (self, other))
         return mine == theirs and bool(self._tokenizer.to_str() == other._tokenizer.to_str())
 
@@ -177,7 +179,8 @@ class Tokenizer:
         return b"".join(map(reader.read, token_ids)).decode("utf-8", "replace")
 
     def token_text(self, token_id: int) -> tuple[str, list[int]]:
-        """Return what one token adds inside a text, for lists of log-probabilities: its text, and its exact bytes.
+        """Return the contribution of one token inside a text, for lists of log-probabilities: its text, and its exact
+        bytes.
 
         A token that is part of a character has U+FFFD in its text.
         """
@@ -209,7 +212,7 @@ class Tokenizer:
         return token_id
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `skip_special_tokens` leaves this token out."""
+        """Return whether `skip_special_tokens` leaves this token out."""
         return token_id in self._special
 
     def special_ids(self) -> dict[str, int]:
@@ -230,7 +233,8 @@ class Tokenizer:
         return None if text is None else self.token_to_id(text)
 
     def _add_tokens(self, config: dict[str, Any]) -> None:
-        """Add the tokens of tokenizer_config.json that the tokenizer's own file lacks, at the ids it names."""
+        """Add the tokens of tokenizer_config.json that the tokenizer's own file lacks, at the ids of
+        tokenizer_config.json."""
         listed = config.get("added_tokens_decoder") or {}
         if not isinstance(listed, dict):
             raise CheckpointError("tokenizer_config.json: added_tokens_decoder is not an object")
@@ -249,8 +253,8 @@ class Tokenizer:
                 )
 
     def _set_ends(self, file: TokenizerFile, config: dict[str, Any]) -> None:
-        """Make `encode` add begin and end of text as the tokenizer's file does; a file that is not whole, as
-        tokenizer_config.json says (as transformers has it)."""
+        """Make `encode` add begin and end of text as the tokenizer's file does, or where that file is not whole by
+        tokenizer_config.json (as transformers has it)."""
         if file.is_whole:
             return
         ids = self._tokenizer.encode("", add_special_tokens=True).ids
@@ -270,9 +274,9 @@ class Tokenizer:
 
 
 class TextRules(NamedTuple):
-    """What the reader of a text does itself. `kept_ids`: the special tokens that it takes out, which alone are left in
-    the text, whatever the parameters say; None: the parameters decide. `finds_stops`: whether stop strings are looked
-    for in all of the text; otherwise the reader does."""
+    """The rules for the text of an answer that a parser reads. `kept_ids`: the special tokens that the parser removes
+    itself; they alone stay in the text, whatever the parameters are; None: the parameters decide. `finds_stops`:
+    whether stop strings are searched for in all of the text; otherwise the parser finds them."""
 
     kept_ids: frozenset[int] | None = None
     finds_stops: bool = True
@@ -282,12 +286,12 @@ class DetokenizeStream:
     """One sequence's text, in pieces that are final when they are returned.
 
     Bytes that do not end a character yet, and characters that may still become a stop string, are held back. The pieces
-    together are `Tokenizer.decode` of all tokens, cut at a stop string. With `prompt_token_ids` the text continues
-    theirs, so that a leading space is kept.
+    together are `Tokenizer.decode` of all tokens, cut at a stop string. With `prompt_token_ids` the text continues the
+    prompt's, so that a leading space is kept.
 
-    A stop string is found where it ends first (of several that end there, the longest), in text of a token beyond
-    the first `min_tokens`. Then `stop_reason` is it, `num_tokens` counts the tokens up to the one that ended it, and
-    later tokens are no longer text.
+    The stop string that ends first counts (of several that end there, the longest), if it ends in a token after the
+    first `min_tokens`. Then `stop_reason` is that string, `num_tokens` counts the tokens up to its end, and later
+    tokens add no text.
     """
 
     def __init__(
@@ -305,7 +309,7 @@ class DetokenizeStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopFinder((params.stop or ()) if rules.finds_stops else (), self._include)
         self._ended = False
-        # A character is four bytes at most, so that only the last four tokens can leave one open.
+        # A character has four bytes at most, so only the last four tokens can leave one open.
         for token_id in prompt_token_ids[-4:]:
             self._utf8.decode(self._reader.read(token_id))
         self._reader.first = self._reader.first and not prompt_token_ids
@@ -316,10 +320,10 @@ class DetokenizeStream:
         return self._stops.reason
 
     def push(self, token_ids: Sequence[int], final: bool = False, stopped: bool = False) -> str:
-        """Return the text that is certain now and was not before. `final`: no more tokens come, nothing is held back.
+        """Return the text that has become certain. `final`: no more tokens come, nothing is held back.
 
-        `stopped` says that the engine ended on the last of `token_ids` (end of text or a stop token): it is text
-        only under `include_stop_str_in_output`.
+        `stopped`: the engine ended on the last of `token_ids` (end of text or a stop token), which is text only under
+        `include_stop_str_in_output`.
         """
         if self._ended:
             raise ValueError("tokens were pushed to a stream that has ended")
@@ -435,8 +439,8 @@ def _content(token: object) -> str | None:
 
 
 def _add_listed(config: dict[str, Any], listed: dict[str, Any]) -> None:
-    """Add the tokens of added_tokens.json, ids by text, to the `added_tokens_decoder` of tokenizer_config.json. Special
-    are those with a role. Raises `CheckpointError` for an id that is none."""
+    """Add the tokens of added_tokens.json, ids by text, to the `added_tokens_decoder` of tokenizer_config.json. Tokens
+    with a role are special. Raises `CheckpointError` for an invalid id."""
     texts = [config.get(role) for role in _ROLES]
     for name in ("additional_special_tokens", "extra_special_tokens"):
         more = config.get(name) or []
@@ -455,7 +459,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether `text` has no lone surrogate, which JSON can spell."""
+    """Return whether `text` has no lone surrogate; JSON can spell one."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 

@@ -1,8 +1,8 @@
 """Reads the files of tokenizers, each into a `tokenizers.Tokenizer`.
 
 Supported: tokenizer.json; SentencePiece models (BPE and unigram); GPT-2's vocab.json + merges.txt under either pair of
-names; tiktoken's rank files; llama2.c's tokenizer.bin. Where a format does not say how text is split before merging,
-config.json's model_type or the vocabulary's size decides. Knows no chats, streams or requests; called by
+names; tiktoken's rank files; llama2.c's tokenizer.bin. Where a format lacks the rule by which text is split before
+merging, config.json's model_type or the vocabulary's size decides. Knows no chats, streams or requests; called by
 `Tokenizer.load`. Raises `CheckpointError` for a file that is not supported.
 """
 
@@ -32,7 +32,8 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {"gpt2": None, "llama": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
-"""How byte-level BPE splits text before merging, by model_type. None is GPT-2's rule, which `tokenizers` has."""
+"""The rules by which byte-level BPE splits text before merging, by model_type. None is GPT-2's rule, which `tokenizers`
+has."""
 CLASSES = {"GPT2Tokenizer": "gpt2", "Qwen2Tokenizer": "qwen2"}
 """Classes of transformers that read vocab.json and merges.txt, with their rule of splitting."""
 
@@ -56,7 +57,7 @@ class TokenizerFile:
 
 
 def present(path: Path) -> bool:
-    """Whether `path` is a file, or a directory with a tokenizer in it."""
+    """Return whether `path` is a file, or a directory with a tokenizer in it."""
     return path.is_file() or any((path / name).is_file() for name in _READERS)
 
 
@@ -146,7 +147,7 @@ def _read_vocab_and_merges(path: Path) -> TokenizerFile:
 
 
 def _rule(directory: Path, config: Mapping[str, Any], num_tokens: int) -> str:
-    """The rule of splitting of a vocab.json, by the tokenizer's class, or else by the model's type."""
+    """Return the rule of splitting of a vocab.json, by the tokenizer's class, or else by the model's type."""
     kind = config.get("tokenizer_class")
     if isinstance(kind, str):
         rule = CLASSES.get(kind.removesuffix("Fast"))
@@ -171,12 +172,14 @@ def _rule(directory: Path, config: Mapping[str, Any], num_tokens: int) -> str:
 
 
 def _rule_of_size(num_tokens: int) -> str:
-    """The rule for files that stand alone. Vocabularies of more than 100,000 tokens are newer than GPT-2's rule."""
+    """Return the rule for files that stand alone. Vocabularies of more than 100,000 tokens are newer than GPT-2's
+    rule."""
     return "llama" if num_tokens > 100_000 else "gpt2"
 
 
 def _read_tiktoken(path: Path) -> TokenizerFile:
-    """Read lines of a base64 token and its rank. A token's merge is the pair that merging by lower ranks ends with."""
+    """Read lines of a base64 token and its rank. The merge of a token is the last pair that is left when its bytes are
+    merged by lower ranks."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
     letters = byte_letters()
 
@@ -231,7 +234,7 @@ def max_token_bytes(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
-    # A letter of the vocabulary stands for a byte, or else for as many as it has in UTF-8.
+    # A letter of the vocabulary stands for one byte (byte-level), or for its bytes in UTF-8.
     longest = max(map(len, vocab) if is_byte_level else (len(token.encode()) for token in vocab), default=1)
     return shrinks * max([longest, *(len(token.content.encode()) for token in added)])
 
@@ -249,7 +252,7 @@ def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _keeps_length(step: dict[str, Any]) -> bool:
-    """Whether a normalizer replaces a text by one that has at least as many bytes."""
+    """Return whether a normalizer replaces a text by one that has at least as many bytes."""
     if step["type"] != "Replace" or "String" not in step["pattern"]:
         return False
     return len(step["content"].encode()) >= len(step["pattern"]["String"].encode())
@@ -261,7 +264,7 @@ def _model_type(directory: Path) -> str | None:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty where there is no file."""
+    """Return the JSON object of a file; empty where there is no file."""
     return hub.read_json(path) if path.is_file() else {}
 
 
@@ -316,7 +319,7 @@ def _add_metaspace(
 def add_pieces(tokenizer: tokenizers.Tokenizer, pieces: list[tuple[str, float, int]], marks_spaces: bool) -> None:
     """Make control pieces special tokens, and user-defined ones tokens that are found in text before anything else.
 
-    `marks_spaces`: those with a "▁" (runs of spaces, as in Gemma) are found after spaces have become "▁".
+    `marks_spaces`: pieces with a "▁" (runs of spaces, as in Gemma) are found after spaces have become "▁".
     """
     special = [AddedToken(text, special=True, normalized=False) for text, _, kind in pieces if kind in SPECIAL]
     tokenizer.add_special_tokens(special)

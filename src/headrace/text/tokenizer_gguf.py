@@ -1,8 +1,8 @@
 """Makes a tokenizer from a GGUF file's metadata: `tokenizer.ggml.*` and `tokenizer.chat_template*`.
 
 Models "llama" (SentencePiece's scored BPE), "gpt2" (byte-level BPE) and "bert" (WordPiece). `tokenizer.ggml.pre` names
-how text is cut before merging; the cuts are applied one after another, each to the pieces that the one before left.
-The tensors are not looked at. Knows no chats and no requests; called by `text.Tokenizer.load`.
+the cuts of text before merging; they are applied one after another, each to the pieces of the cut before. The tensors
+are not read. Knows no chats and no requests; called by `text.Tokenizer.load`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def read(path: Path) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:
 
 
 def read_metadata(file: GGUF) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:
-    """Return what `read` does, of an open file."""
+    """Return the same as `read`, for an open file."""
     pieces = _pieces(file)
     roles = _roles(file, [text for text, _, _ in pieces])
     model = file.text("tokenizer.ggml.model")
@@ -150,7 +150,7 @@ def _scored(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.Toke
     dummy_prefix = file.flag("tokenizer.ggml.add_space_prefix") is not False
     tokenizer = tokenizer_files.scored(pieces, unk_id or 0, dummy_prefix)
     if dummy_prefix:
-        # Such a token is found in text whose spaces are "▁" already, and the prefix would be put before it as well.
+        # Such a token is searched for in text whose spaces are "▁" already, so the prefix would precede it too.
         for token_id, (text, _, kind) in enumerate(pieces):
             if kind == USER_DEFINED and "▁" in text:
                 key = f"tokenizer.ggml.tokens[{token_id}]"

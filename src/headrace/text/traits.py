@@ -1,8 +1,9 @@
-"""What a chat template takes and writes, found by rendering small conversations with it.
+"""The traits of a chat template (the messages that it takes, the text that it writes), found by rendering small
+conversations.
 
 `find` runs in the templates' process (`sandbox`), once for each template; `needs` goes on with it. `templates` gives
-messages the form that the template takes; `tools.detection` reads the format of calls from what it writes. Knows no
-jinja and no formats.
+messages the form that the template takes; `tools.detection` finds the format of calls in the text that it writes. Knows
+no jinja and no formats.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ ContentForm = Literal["string", "parts", "both"]
 """The form in which a template reads a message's content: a text, a list of parts, or both."""
 
 Render = Callable[[dict[str, Any]], str | None]
-"""Returns what the template writes for variables; None where it refuses them."""
+"""Returns the text that the template writes for variables; None where it refuses them."""
 
 NAME = "find_place"
 ARGUMENTS: dict[str, Any] = {"place": "Xanadu", "count": 7}
-"""The call in the conversations."""
+"""The arguments of the call in the conversations."""
 CALL_IDS = (f"functions.{NAME}:0", "123456789")
-"""Its id, the first that a template takes: Kimi K2's write the id in place of the name, Mistral's take only ids of nine
-letters or digits."""
+"""The call's id is the first of these that a template takes: Kimi K2's templates write the id in place of the name,
+Mistral's take only ids of nine letters or digits."""
 MAX_CALL = 2**14
-"""Characters, at most, of what is kept of a turn."""
+"""The most characters that are kept of a turn."""
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -46,14 +47,14 @@ TOOL: dict[str, Any] = {
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template takes and writes. The defaults are for one of which nothing could be found.
+    """The traits of a template. The defaults hold for a template that could not be rendered.
 
     `takes_null`: whether a turn with calls may have the content null. `text_arguments`: whether the arguments of calls
     must be JSON text, not an object. `shows_developer`: whether it writes messages of the role `developer`.
-    `shows_tools`: whether it writes the tools. `call`: what it writes for a turn that calls `NAME` with `ARGUMENTS`;
-    empty: it does not write such calls. `opening`: how it opens an answer. `loses` names the changes (see `histories`)
-    without which a part of some conversation is missing in what it writes, `refuses` those without which it writes
-    nothing. `refused_levels`: the words for how much to reason (see `effort`) that it refuses.
+    `shows_tools`: whether it writes the tools. `call`: the text for a turn that calls `NAME` with `ARGUMENTS`; empty:
+    it does not write such calls. `opening`: the text that opens an answer. `loses` names the changes (see `histories`)
+    without which a part of some conversation is missing in the text, `refuses` the changes without which there is no
+    text. `refused_levels`: the levels of reasoning (see `effort`) that it refuses.
     """
 
     content_form: ContentForm = "string"
@@ -84,7 +85,7 @@ def find(render: Render) -> Traits:
     before = write(user)
     so = {"role": "assistant", "content": content("Xanadu")}
     answer = _after(before, write(user, so))
-    # Of a template that refuses both, nothing is found.
+    # A template that refuses both has no further traits.
     prompts = before + write(system, user)
     traits = Traits(
         content_form=form,
@@ -96,14 +97,14 @@ def find(render: Render) -> Traits:
         turn = _after(
             before, write(user, {"role": "assistant", "content": empty, "tool_calls": [call(text_arguments, call_id)]})
         )
-        # An object that is written as Python writes it should have been a text.
+        # A template that writes the object as Python does expects a text in its place.
         if "Xanadu" in turn and "'place': 'Xanadu'" not in turn and "None" not in turn:
             return msgspec.structs.replace(traits, takes_null=empty is None, text_arguments=text_arguments, call=turn)
     return traits
 
 
 def call(text_arguments: bool, call_id: str, place: str = ARGUMENTS["place"]) -> dict[str, Any]:
-    """Return the call in the conversations."""
+    """Return the call in the conversations, in OpenAI's form."""
     arguments = ARGUMENTS | {"place": place}
     function = {"name": NAME, "arguments": json.dumps(arguments) if text_arguments else arguments}
     return {"id": call_id, "type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Turns what the engine pooled into an embedding, alike for `LLM.embed` and for the server's routes.
+"""Turns the engine's pooled numbers into an embedding, alike for `LLM.embed` and for the server's routes.
 
 Pure functions of numbers, in float64 until the last rounding. Knows no requests and no HTTP.
 """
@@ -43,13 +43,13 @@ class EmbeddingRequestOutput(msgspec.Struct):
 
 
 class ScoringOutput(msgspec.Struct):
-    """How alike two texts are, as vLLM gives it."""
+    """The likeness of two texts, as vLLM gives it."""
 
     score: float
 
 
 class ScoringRequestOutput(msgspec.Struct):
-    """The score of one pair of texts, as vLLM gives it. `prompt_token_ids` are those of both texts."""
+    """The score of one pair of texts, as vLLM gives it. `prompt_token_ids` has the token ids of both texts."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -60,8 +60,8 @@ class ScoringRequestOutput(msgspec.Struct):
 def finished(
     pooled: Sequence[float], kind: str, num_tokens: int, dimensions: int | None = None, normalize: bool = True
 ) -> list[float]:
-    """Return the embedding of what the engine pooled: averaged, cut to `dimensions`, scaled to length one, rounded to
-    float32. Cutting makes sense for models that were trained for it (Kusupati et al. 2022)."""
+    """Return the embedding from the engine's pooled numbers: averaged, cut to `dimensions`, scaled to length one,
+    rounded to float32. Cutting makes sense for models that were trained for it (Kusupati et al. 2022)."""
     divisor = num_tokens if kind == "mean" else 1
     vector = [x / divisor for x in pooled[:dimensions]]
     if normalize:

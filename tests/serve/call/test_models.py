@@ -220,7 +220,7 @@ def test_K16_all_answers_come_however_few_fit() -> None:
 
 
 def test_K16_control_a_set_that_does_not_wait_for_answers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models.Entry, "is_used", property(lambda entry: False))
+    monkeypatch.setattr(models.ModelEntry, "is_used", property(lambda entry: False))
     with pytest.raises((AssertionError, asyncio.TimeoutError, TypeError)):
         test_K16_the_least_recently_used_makes_room_and_running_answers_are_waited_for()
 

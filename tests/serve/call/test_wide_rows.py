@@ -22,7 +22,7 @@ from headrace.protocol.config import ServerConfig
 from headrace.serve import routing
 from headrace.serve.apis.openai import embeddings, responses, responses_replay
 from headrace.serve.apis.openai.responses import ResponseAnswer
-from headrace.serve.apis.openai.responses_replay import Items, Kept, Written
+from headrace.serve.apis.openai.responses_replay import EncodedResponse, RawResponse, ResponseItems
 from headrace.serve.call import embedding
 from headrace.serve.errors import OPENAI
 from headrace.text.tokenizer import Tokenizer
@@ -131,11 +131,11 @@ def test_R_03_a_stored_response_is_read_as_it_was_written(server: Live, monkeypa
     assert stored.content == written.content
     assert stored.headers["content-type"] == "application/json"
     assert HTTP.head(server.url + path).headers["content-length"] == str(len(stored.content))
-    assert Written in kinds
-    assert not {Items, Kept} & {kind for kind in kinds if isinstance(kind, type)}
+    assert RawResponse in kinds
+    assert not {ResponseItems, EncodedResponse} & {kind for kind in kinds if isinstance(kind, type)}
     # The control: one that needs the items takes the entry apart.
     HTTP.get(f"{server.url}{path}/input_items")
-    assert Items in kinds
+    assert ResponseItems in kinds
 
 
 class LongEvent(routing.Readable):

@@ -1,9 +1,9 @@
-"""`Call`: a request to the model, and `Answer`: what comes of it; the same for all APIs, without HTTP and JSON.
+"""`Call`, a request to the model, and `Answer`, its result; the same for all APIs, without HTTP and JSON.
 
 The request module of each API builds a `ChatCall` or a `TextCall` from its own JSON, `serve.call.service` makes the
-`Answer` of it, and the reply module of the API reads that. An API that has other names for the engine's fields says so
-in `spelling`, and errors and warnings about them use its names. The parser that splits an answer's text is an argument:
-nothing here knows a model's format.
+`Answer` of it, and the reply module of the API reads that. An API with other names for the engine's fields maps them in
+`spelling`, and errors and warnings about the fields use its names. The parser that splits an answer's text is an
+argument: nothing here knows a model's format.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from headrace.text.tools.choice import ToolUse
 
 
 class Call(msgspec.Struct, kw_only=True):
-    """What chats and text completions have in common.
+    """The fields that chats and text completions have in common.
 
-    `sampling` holds the fields of `SamplingParams` that the request gives; for others the model's own defaults hold.
-    `form` is the form of the answer. `add_special_tokens` None: where a prompt usually has them. `timeout` is in
-    seconds from `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to those of the
-    request. `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
-    `only_prompts`: the answers are empty, as max_tokens 0 asks.
+    `sampling` holds the fields of `SamplingParams` in the request; others take the model's defaults. `form` is the form
+    of the answer. `add_special_tokens` None: as the kind of prompt usually has them. `timeout` is in seconds from
+    `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to the request's.
+    `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
+    `only_prompts`: the answers are empty, for max_tokens is 0.
     """
 
     model: str | None = None
@@ -64,28 +64,28 @@ class Call(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.sampling.get("max_tokens") == 0 and self.beam is None:
-            # The engine ends a sequence with a token, which the answer drops.
+            # The engine makes at least one token, which the answer drops.
             self.only_prompts = True
             self.sampling = {**self.sampling, "max_tokens": 1}
 
     @property
     def logprobs(self) -> int | None:
-        """Alternatives to tell of at each token; None: no log-probabilities."""
+        """Return the number of alternatives in the reply at each token; None: no log-probabilities."""
         return self.sampling.get("logprobs")
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """The same for the prompt."""
+        """Return the number of alternatives at each token of the prompt; None: no log-probabilities."""
         return self.sampling.get("prompt_logprobs")
 
     def warn(self, field: str, why: str) -> None:
-        """Note that `field`, the engine's name, is given and does nothing."""
+        """Add a warning: `field` (the engine's name) is in the request and has no effect."""
         self.warnings.add(spell(field, self.spelling), why)
 
 
 class TextCall(Call, kw_only=True):
-    """Texts, or lists of token ids, to be gone on with. `fills_context`: without max_tokens an answer may be as long
-    as the context has room after the longest prompt."""
+    """Texts, or lists of token ids, that the answers continue. `fills_context`: without max_tokens an answer may fill
+    the context after the longest prompt."""
 
     prompts: list[str | list[int]]
     echo: bool = False
@@ -93,7 +93,7 @@ class TextCall(Call, kw_only=True):
 
 
 class ChatCall(Call, kw_only=True):
-    """A conversation to be gone on with. `chat_template` is a Jinja source in place of the model's template, and
+    """A conversation that the answer continues. `chat_template` is a Jinja source in place of the model's template, and
     `template_variables` are further variables of it. `add_generation_prompt` None: unless the final message is
     continued. `thinks`: whether there is reasoning before the answer, where the template can choose. `echo`: the reply
     repeats the last message before the answer, if that is the assistant's. `stop_in_reasoning`: stop strings end the
@@ -122,14 +122,14 @@ class ChatCall(Call, kw_only=True):
 
     @property
     def echoed(self) -> str:
-        """The text before the answer."""
+        """Return the text that the reply repeats before the answer."""
         content = self.messages[-1].content if self.echo and self.messages[-1].role == "assistant" else ""
         return "\n".join(content) if isinstance(content, list) else content or ""
 
 
 def chat_of(request: Any, **fields: Any) -> ChatCall:
-    """Return the chat of a request in OpenAI's shape: what of it shapes the prompt, and further `fields` of the call.
-    Raises `RequestError`."""
+    """Return the chat of a request in OpenAI's shape: the fields that shape the prompt, and further `fields` of the
+    call. Raises `RequestError`."""
     warnings = fields.setdefault("warnings", Warnings())
     return ChatCall(
         **fields,
@@ -156,7 +156,7 @@ def _tools_of(request: Any, warnings: Warnings) -> ToolUse:
 
 
 def spell(field: str, spelling: Mapping[str, str]) -> str:
-    """Return the name that the request has for a field of the engine's, or for the whole that the field is in."""
+    """Return the request's name for a field of the engine's, or for the object that the field is in."""
     whole = field.partition(".")[0]
     name = spelling.get(field) or spelling.get(whole, whole)
     return field if name == whole else name
@@ -175,13 +175,13 @@ def spelled(spelling: Mapping[str, str]) -> Iterator[None]:
 
 
 class Answer:
-    """Read it once, by `parts` or `collect`; `message` and `finish_reason` tell what has come by then. `close` aborts
-    what still runs.
+    """The result of a call. Read it once, by `parts` or `collect`; `message` and `finish_reason` return the state so
+    far. `close` aborts the requests that still run.
 
     Args:
-        prefix: begins the id, the rest of which is the caller's own or fresh.
-        texts: of the prompts; None for one that was given as token ids.
-        new_parser: makes what takes an answer's text apart.
+        prefix: begins the id; the rest is the caller's request id, or a fresh one.
+        texts: the texts of the prompts; None for a prompt of token ids.
+        new_parser: makes the parser that splits an answer's text into parts.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Answer:
         self._messages = [MessageBuilder() for _ in generation.states]
 
     async def parts(self) -> AsyncIterator[tuple[int, TextDelta, list[MessagePart]]]:
-        """Yield the place of an answer, its new text and tokens, and the parts that are certain with them, until all
+        """Yield the place of an answer, its new text and tokens, and the parts that have become certain, until all
         answers have ended. The last ones of a place may be empty. Raises the engine's errors."""
         async with self.generation:
             async for pieces in self.generation:
@@ -235,11 +235,11 @@ class Answer:
         return parts
 
     def message(self, place: int) -> MessageBuilder:
-        """Return what has come of an answer."""
+        """Return the parts of an answer so far."""
         return self._messages[place]
 
     def finish_reason(self, place: int) -> str | None:
-        """Why an answer ended: the engine's reason, or "tool_calls"; None if it has not."""
+        """Return the reason why an answer ended: the engine's, or "tool_calls"; None if it has not ended."""
         finish = self.generation.states[place].finish
         if finish is None:
             return None
@@ -247,7 +247,7 @@ class Answer:
 
     @property
     def size(self) -> int:
-        """About how many tokens and log-probabilities a reply tells of."""
+        """Return an estimate of the number of tokens and log-probabilities in a reply."""
         num = 0
         for state in self.generation.states:
             num += len(state.request.prompt_token_ids) + len(state.token_ids)
@@ -255,12 +255,13 @@ class Answer:
         return num
 
     def close(self) -> None:
-        """Abort what still runs, and free what only a reply needs."""
+        """Abort the requests that still run, and free the data that only a reply needs."""
         self.generation.release()
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """Return a tool call's arguments as an object. Those of a call that was cut off may be none; they stay text."""
+    """Return a tool call's arguments as an object. Arguments of a call that was cut off may be no object; they stay
+    text."""
     try:
         value = msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:

@@ -1,4 +1,5 @@
-"""How the model that is served writes tool calls and reasoning: chosen once, from flags or from its chat template.
+"""`Dialect`: the way in which the served model writes tool calls and reasoning, chosen once, from flags or from its
+chat template.
 
 Makes, for each chat, the parsers of its answers. Knows formats by name, and no HTTP. Used by `serve.call.service`.
 """
@@ -35,7 +36,7 @@ logger = logging.getLogger("headrace.server")
 
 _ONLY: dict[str, Any] = dict.fromkeys(KINDS)
 FALLBACK = "hermes"
-"""For models whose chat template shows no format."""
+"""The format for models whose chat template shows none."""
 OTHER_FORM = (
     "the chat template has no place for them, and the text in its place shows the model calls in another form than "
     "--tool-call-parser reads; leave the flag out for a model that writes calls as it is shown"
@@ -44,12 +45,12 @@ OTHER_FORM = (
 
 
 class Dialect(NamedTuple):
-    """`tools` and `reasoning` are names of `text.tools.formats` and `reasoning`; None where there is no such thing.
-    `token_ids`: those of the marks that are special tokens, which are usually left out of text. `template`: the
-    sources. `effort`: the chat template's variables for how much to reason. `reads_shown`: whether calls are
-    read in the form that the prompt shows the model. `response`: the tokenizer's own template of answers, with which
-    they are read, unless a grammar holds them to the form of `tools`; None: it has none, or `tools` and `reasoning`
-    read the same."""
+    """`tools` is a name of `text.tools.formats`, `reasoning` one of `text.reasoning`; None: the model writes no calls,
+    or no reasoning. `token_ids`: the ids of the marks that are special tokens, which are usually left out of text.
+    `template`: the sources of the chat template. `effort`: the chat template's variables for the amount of reasoning.
+    `reads_shown`: whether calls are read in the form that the prompt shows the model. `response`: the tokenizer's own
+    template of answers, by which answers are read, unless a grammar holds them to the form of `tools`; None: the
+    tokenizer has none, or `tools` and `reasoning` read the same."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -69,7 +70,7 @@ class Dialect(NamedTuple):
         reasoning_parser: str | None = None,
         enable_auto_tool_choice: bool = True,
     ) -> Dialect:
-        """Return the dialect of a model; a parser that is not named is detected by what the template shows. Raises
+        """Return the dialect of a model; a parser that is not named is detected from the template. Raises
         `RequestError`."""
         tool_call_parser = None if tool_call_parser in FOUND else tool_call_parser
         reasoning_parser = None if reasoning_parser in FOUND else reasoning_parser
@@ -104,19 +105,19 @@ class Dialect(NamedTuple):
         )
 
     def reads(self, name: str) -> bool:
-        """Whether the chat template uses a variable."""
+        """Return whether the chat template uses a variable."""
         return reads(self.template, name)
 
     def marks(self, use: ToolUse) -> dict[str, int]:
-        """Return the special tokens that a chat's answers must be read with, and their ids."""
+        """Return the special tokens that must stay in the text of a chat's answers, and their ids."""
         if self.response is not None:
             return dict(self.token_ids)
         marks = _marks(self.format_for(use), self.reasoning)
         return {mark: self.token_ids[mark] for mark in marks if mark in self.token_ids}
 
     def ends(self, stop_token_ids: list[int] | None) -> dict[str, Any]:
-        """Return the parameters with which an answer ends at the marks that end the model's turn, beside the tokens of
-        a request."""
+        """Return the parameters with which an answer ends at the marks that end the model's turn, as well as at the
+        request's own stop tokens."""
         headers = self._headers
         ends = [] if headers is None else [self.token_ids[end] for end in headers.last if end in self.token_ids]
         return {"stop_token_ids": [*(stop_token_ids or ()), *ends]} if ends else {}
@@ -124,17 +125,17 @@ class Dialect(NamedTuple):
     def constraint(
         self, use: ToolUse, prompt: str, form: StructuredOutputs | None
     ) -> tuple[StructuredOutputs | None, bool]:
-        """Return what the answers are held to, and whether that ensures the form of all calls. `form` is that of the
+        """Return the constraint on the answers, and whether it ensures the form of all calls. `form` is the form of the
         content, if the request names one.
 
-        An answer that must be calls is nothing else. One that may be calls is calls or JSON of that form. Where there
-        is no form, its calls are held to the grammars of custom tools, if it has any.
+        An answer that must be calls contains nothing else. One that may be calls is calls or JSON of that form. Without
+        a form, its calls are held to the grammars of custom tools, if there are any.
         """
         part = self._call_grammar(use, prompt, form)
         constraint, enforced = form, part is not None
         if part is not None:
             tag = msgspec.json.encode({"type": "structural_tag", "format": part}).decode()
-            # Where a tool does not say that it takes other arguments than those it names, it takes none.
+            # A tool takes only the arguments that it names, unless its schema allows others.
             base = form or StructuredOutputs(json_object=True, disable_additional_properties=True)
             constraint = msgspec.structs.replace(base, **{**_ONLY, "structural_tag": tag})
         if constraint is None or self.reasoning is None:
@@ -148,7 +149,7 @@ class Dialect(NamedTuple):
         return msgspec.structs.replace(constraint, prefix=msgspec.json.encode(before).decode()), enforced
 
     def _call_grammar(self, use: ToolUse, prompt: str, form: StructuredOutputs | None) -> dict[str, Any] | None:
-        """Return the grammar of an answer whose calls must have their form; None where nothing is held to one."""
+        """Return the grammar of an answer whose calls must have their form; None where no grammar is needed."""
         calls = self.format_for(use)
         if calls is None:
             return None
@@ -167,12 +168,12 @@ class Dialect(NamedTuple):
         return {"type": "or", "elements": [call_grammar.grammar(calls, required), content]}
 
     def _before_content(self, prompt: str) -> str:
-        """Return what the model writes before an answer that is no call."""
+        """Return the text that the model writes before an answer that is no call."""
         style = self._style
         return style.before_content if style.headers and not prompt.endswith(style.headers.body) else ""
 
     def set_effort(self, call: ChatCall, variables: dict[str, Any]) -> None:
-        """Put what a call says of its reasoning into the chat template's variables. Raises `RequestError`."""
+        """Set the chat template's variables by the call's fields for reasoning. Raises `RequestError`."""
         efforts: dict[str, Any] = {}
         if call.thinks is not None:
             efforts |= self.effort.switched(call.thinks)
@@ -187,7 +188,7 @@ class Dialect(NamedTuple):
             variables.setdefault(name, value)
 
     def format_for(self, use: ToolUse) -> str | None:
-        """The format of a chat's calls; None if it has none. Raises `RequestError`."""
+        """Return the format of a chat's calls; None if it has none. Raises `RequestError`."""
         if use.mode == "none":
             return None
         if use.mode == "auto" and not self.auto:
@@ -205,11 +206,11 @@ class Dialect(NamedTuple):
         return NO_STYLE if self.reasoning is None else reasoning.STYLES[self.reasoning]
 
     def begins_inside(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` begins as reasoning."""
+        """Return whether an answer to `prompt` begins as reasoning."""
         return reasoning.begins_inside(self._style, prompt)
 
     def parsers(self, use: ToolUse, prompt: str, enforced: bool) -> Callable[[], MessageParser]:
-        """Makes the parser of each answer. `enforced`: a grammar sees to the form of all calls."""
+        """Return the maker of each answer's parser. `enforced`: a grammar ensures the form of all calls."""
         name = self.format_for(use)
         if self.response is not None and not enforced:
             whole = WholeForm(
@@ -268,12 +269,12 @@ def _response_template(tokenizer: Tokenizer | None, named: tuple[str | None, ...
 
 
 def _marks(form: str | None, style: str | None) -> tuple[str, ...]:
-    """What must be seen in a text to find calls and reasoning in it."""
+    """Return the texts that must stay in an answer so that its calls and reasoning are found."""
     return (formats.FORMATS[form].special_texts() if form else ()) + (reasoning.marks(style) if style else ())
 
 
 def _special(tokenizer: Tokenizer | None, marks: tuple[str, ...]) -> dict[str, int]:
-    """Ids of those of `marks` that are special tokens."""
+    """Return the ids of the `marks` that are special tokens."""
     if tokenizer is None:
         return {}
     token_ids = {mark: tokenizer.token_to_id(mark) for mark in marks}

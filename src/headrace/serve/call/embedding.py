@@ -1,7 +1,7 @@
 """Texts as vectors, for every API that has embeddings.
 
 The vector of a text is the model's hidden state after the final norm, of the last token or the mean over all tokens.
-Any decoder has one; how good its vectors are for a search depends on its training. Knows no requests and no replies.
+Any decoder has one; its use for a search depends on the model's training. Knows no requests and no replies.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Vectors(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The numbers of all vectors."""
+        """The count of numbers in all vectors."""
         return sum(map(len, self.rows))
 
 
 class VectorOptions(NamedTuple):
-    """What a call says of its vectors and prompts."""
+    """The options of a call about its vectors and prompts."""
 
     pooling: str | None = None
     dimensions: int | None = None

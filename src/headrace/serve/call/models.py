@@ -1,10 +1,10 @@
 """`ModelSet`: finds the model that a call names, loads it if need be, and holds it while the call uses it.
 
-A server has one model that was named at its start and stays, or a folder of models that come and go, or both. A model
-of the folder is loaded at its first use. It is unloaded when no call has used it for its time to stay, or when others
-need its room; calls that come meanwhile wait until it is gone, and load it again. A model is in use while a route
-answers with it and while its engine has open requests. Knows names and times; `serve.loading` starts engines,
-`engine.library.model_folder` reads the files, and every route of an API comes through `bound` or `bind`.
+A server has one model that was named at its start and stays loaded, or a folder of models that are loaded on use, or
+both. A model of the folder is loaded at its first use. It is unloaded when no call has used it for its time to stay, or
+when others need its room; calls that come meanwhile wait until it is unloaded, and load it again. A model is in use
+while a route answers with it and while its engine has open requests. Knows names and times; `serve.loading` starts
+engines, `engine.library.model_folder` reads the files, and every route of an API comes through `bound` or `bind`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from headrace.serve.call.sleeping import refuse
 logger = logging.getLogger("headrace.server")
 
 WATCH_S = 0.1
-"""Seconds between two looks at which models are in use."""
+"""Seconds between two checks of which models are in use."""
 STOP_S = 0.02
-"""Seconds between two looks at whether the answers of a model to be unloaded have ended."""
+"""Seconds between two checks of whether the answers of a model have ended that will be unloaded."""
 MEASURE_S = 1.0
 PROCESS_BYTES = 2**28
-"""Memory that a loaded model is expected to take beside its files; it is measured once it is loaded."""
+"""Memory that a loaded model probably takes in addition to its files, until the true amount is measured."""
 MAX_LISTED = 8
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Running(Protocol):
     def path(self) -> Path | None: ...
 
     def facts(self) -> ModelFacts | None:
-        """Return what its files say; None where there are none. Blocks."""
+        """Return the facts in its files; None where there are no files. Blocks."""
         ...
 
     def memory(self) -> int:
@@ -73,7 +73,7 @@ class Running(Protocol):
         ...
 
 
-class Entry:
+class ModelEntry:
     """A model that is loaded, is being loaded or unloaded, or was loaded before.
 
     Attributes:
@@ -81,7 +81,7 @@ class Entry:
         start: the task that loads it. stop: the task that unloads it.
         num_holds: routes that answer with it now. num_waiting: routes that wait for it.
         is_fresh: whether no route has had it yet.
-        has_room: whether it counts among the loaded ones: from before its start to after its end.
+        has_room: whether it counts as loaded, from before its start until after its end.
         last_use: when it was last in use, in monotonic seconds.
         memory: bytes that it took when they were last measured, or is expected to take; 0 before.
     """
@@ -111,7 +111,7 @@ class ModelSet:
         default: the model that is loaded when the server starts and stays; None: there is none.
         files: the models folder; None: there is none.
         load: starts a model of the folder by its name. Raises `HeadraceError`s.
-        keep_alive: seconds that a model of the folder stays loaded after its last use, if no call says otherwise.
+        keep_alive: seconds that a model of the folder stays loaded after its last use, if no call sets another time.
         max_loaded: models of the folder that are loaded at once; 0 for no bound.
         max_memory: bytes of memory that they take together; None for no bound.
     """
@@ -128,14 +128,14 @@ class ModelSet:
         self.default = default
         self.files = files
         self.is_sleeping = False
-        # What a call does that needs an engine while all sleep.
+        # Called for a call that needs an engine while all sleep.
         self.rouse: Callable[[], Awaitable[None]] = refuse
         self._load = load
         self._keep_alive = keep_alive
         self._max_loaded = max_loaded
         self._max_memory = max_memory
-        self._entries: dict[str, Entry] = {}
-        self._default_entry = Entry("")
+        self._entries: dict[str, ModelEntry] = {}
+        self._default_entry = ModelEntry("")
         self._default_entry.running = default
         self._room = asyncio.Lock()
         self._sleep_lock = asyncio.Lock()
@@ -144,7 +144,7 @@ class ModelSet:
         self._unreadable: set[str] = set()
         self._watch: asyncio.Task[None] | None = None
 
-    # -- what there is
+    # -- lists
 
     @property
     def running(self) -> Sequence[Running]:
@@ -152,12 +152,12 @@ class ModelSet:
         entries = [self._default_entry, *self._entries.values()]
         return [entry.running for entry in entries if entry.running is not None]
 
-    def loaded(self) -> Iterator[Entry]:
+    def loaded(self) -> Iterator[ModelEntry]:
         """Yield the entries of the folder's models that are loaded."""
         return (entry for entry in self._entries.values() if entry.running is not None)
 
-    def expires_in(self, entry: Entry) -> float:
-        """Return the seconds until a loaded model is unloaded, from now on if it is in use; infinity: never."""
+    def expires_in(self, entry: ModelEntry) -> float:
+        """Return the seconds until a loaded model is unloaded, counted from now if it is in use; infinity: never."""
         idle = 0.0 if entry.is_used else time.monotonic() - entry.last_use
         return max(0.0, self._time_to_stay(entry) - idle)
 
@@ -175,7 +175,8 @@ class ModelSet:
         return None if entry is None else entry.running
 
     async def facts(self, name: str) -> ModelFacts:
-        """Return what the files of a model say, by its true name. Raises `CheckpointError`, `ModelNotFoundError`."""
+        """Return the facts in the files of a model, by its true name. Raises `CheckpointError`,
+        `ModelNotFoundError`."""
         running = self.running_as(name)
         if self.files is None or (running is not None and running is self.default):
             facts = None if running is None else await asyncio.to_thread(running.facts)
@@ -196,17 +197,17 @@ class ModelSet:
         return names
 
     def last_use(self) -> float:
-        """Return when a call last used a model, in monotonic seconds: now, if one does."""
+        """Return the time when a call last used a model, in monotonic seconds: now, if one does."""
         entries = self._default_entry, *self._entries.values()
         return max(time.monotonic() if entry.is_used else entry.last_use for entry in entries)
 
     def num_waiting(self) -> int:
-        """Return how many requests wait for their engines, of all models."""
+        """Return the number of requests that wait for their engines, of all models."""
         return sum(running.client.num_waiting for running in self.running)
 
     def true_name(self, name: str | None, is_request: bool = False) -> str:
-        """Return the true name of the model that is called `name`: one of the default model's names, or that of a model
-        in the folder. A request may give the default one any other name, if that was set when the server started.
+        """Return the true name of the model that has the name `name`: the default model's, or the name of a model in
+        the folder. A request may use any other name for the default model, if the server was started so.
 
         Raises `ModelNotFoundError`, and `RequestError` if a name is needed."""
         default = None if self.default is None else self.default.served
@@ -246,8 +247,8 @@ class ModelSet:
         return route
 
     def bind(self, api: type[T], make: Callable[[ServedModel], T] | None = None, wakes: bool = True) -> T:
-        """Return an object whose methods are those of `api`; each is `bound`, to an object that `make` returns for the
-        model. None: the class itself takes a `ServedModel`."""
+        """Return an object with the methods of `api`; each is `bound`, to an object that `make` returns for the model.
+        None: the class itself takes a `ServedModel`."""
         return cast(T, _Bound(self, api, make or api, wakes))
 
     @contextlib.asynccontextmanager
@@ -273,20 +274,20 @@ class ModelSet:
             yield running.served
         finally:
             entry.num_holds -= 1
-            # What may sleep on is no use.
+            # A call that lets the engine sleep on is no use of the model.
             entry.last_use = time.monotonic() if wakes else entry.last_use
 
-    def _entry_of(self, fields: Mapping[str, Any]) -> Entry:
+    def _entry_of(self, fields: Mapping[str, Any]) -> ModelEntry:
         name = fields.get("model")
         if self.files is None:
-            # One model: whether it may have this name is checked with the request's other fields.
+            # One model: its name is checked with the request's other fields.
             return self._default_entry
         name = self.true_name(name if isinstance(name, str) else None, is_request=True)
         if self.default is not None and name in self.default.served.names:
             return self._default_entry
-        return self._entries.setdefault(name, Entry(name))
+        return self._entries.setdefault(name, ModelEntry(name))
 
-    async def _until_loaded(self, entry: Entry) -> None:
+    async def _until_loaded(self, entry: ModelEntry) -> None:
         entry.num_waiting += 1
         try:
             while entry.running is None or entry.stop is not None:
@@ -311,20 +312,20 @@ class ModelSet:
         await self._gone(entry)
 
     async def change(self, name: str, work: Callable[..., None], *args: Any) -> None:
-        """Change the model of the folder that has, or will have, this name: call `work` beside the event loop, one such
-        at a time, and unload what was loaded under the name."""
+        """Change the model of the folder that has, or will have, this name: call `work` on a thread, one such at a
+        time, and unload the model that was loaded under the name."""
         async with self._change_lock:
             await asyncio.to_thread(work, *args)
         await self.unload(name)
         entry = self._entries.get(name)
         if entry is not None and entry.running is None and entry.start is None and not entry.num_waiting:
-            # Its size is another now.
+            # Its size may have changed.
             del self._entries[name]
 
     async def sleep(self) -> None:
         """End all engines when their running answers have ended. Calls that need one are refused until `wake_up`."""
         self.is_sleeping = True
-        # It goes on if the caller leaves.
+        # The sleep goes on if the caller leaves.
         await asyncio.shield(_spawn(self._fall_asleep()))
 
     async def _fall_asleep(self) -> None:
@@ -338,7 +339,8 @@ class ModelSet:
                 logger.info("the server sleeps")
 
     async def wake_up(self) -> None:
-        """Start the default model's engine again, and let calls in. Raises what keeps the engine from loading."""
+        """Start the default model's engine again, and accept calls. Raises the error that keeps the engine from
+        loading."""
         await asyncio.shield(_spawn(self._wake()))
 
     async def _wake(self) -> None:
@@ -348,7 +350,7 @@ class ModelSet:
             self.is_sleeping = False
 
     async def close(self, at_once: bool = False) -> None:
-        """End all models of the folder, `at_once` in mid-step, and what loads them."""
+        """End all models of the folder, `at_once` in mid-step, and the tasks that load them."""
         tasks = [task for entry in self._entries.values() for task in (entry.start, entry.stop) if task is not None]
         tasks += [] if self._watch is None else [self._watch]
         for task in tasks:
@@ -357,9 +359,9 @@ class ModelSet:
         for entry in self.loaded():
             await cast(Running, entry.running).close(at_once)
 
-    # -- coming and going
+    # -- loading and unloading
 
-    async def _start(self, entry: Entry) -> None:
+    async def _start(self, entry: ModelEntry) -> None:
         load = cast(Callable[[str], Awaitable[Running]], self._load)
         began = time.monotonic()
         try:
@@ -381,8 +383,9 @@ class ModelSet:
         if self._watch is None:
             self._watch = _spawn(self._keep_watch())
 
-    async def _make_room(self, entry: Entry) -> None:
-        """Unload models until there is room for one more. Raises `ModelLoadError` if all of the memory would not do."""
+    async def _make_room(self, entry: ModelEntry) -> None:
+        """Unload models until there is room for one more. Raises `ModelLoadError` if even all of the memory is too
+        little."""
         files = cast(ModelFolder, self.files)
         expected = entry.memory or (await asyncio.to_thread(files.facts, entry.name)).size + PROCESS_BYTES
         if self._max_memory is not None and expected > self._max_memory:
@@ -398,8 +401,9 @@ class ModelSet:
         too_large = self._max_memory is not None and num_bytes > self._max_memory
         return too_large or bool(self._max_loaded and number > self._max_loaded)
 
-    async def _unload_one(self, entries: list[Entry]) -> None:
-        """Unload one of these entries, the least recently used one that no call uses, or else waits for."""
+    async def _unload_one(self, entries: list[ModelEntry]) -> None:
+        """Unload one of these entries: the least recently used one, idle ones before others. If none can be unloaded
+        yet, wait."""
         ready = [each for each in entries if each.running is not None and not (each.is_fresh and each.num_waiting)]
         if ready:
             await self._gone(min(ready, key=lambda each: (each.is_used, each.last_use)))
@@ -407,16 +411,16 @@ class ModelSet:
         tasks = {each.start for each in entries if each.start is not None}
         await (asyncio.wait(tasks) if tasks else asyncio.sleep(STOP_S))
 
-    async def _gone(self, entry: Entry) -> None:
+    async def _gone(self, entry: ModelEntry) -> None:
         self._begin_stop(entry)
         if entry.stop is not None:
             await asyncio.wait({entry.stop})
 
-    def _begin_stop(self, entry: Entry) -> None:
+    def _begin_stop(self, entry: ModelEntry) -> None:
         if entry.running is not None and entry.stop is None:
             entry.stop = _spawn(self._stop(entry, entry.running))
 
-    async def _stop(self, entry: Entry, running: Running) -> None:
+    async def _stop(self, entry: ModelEntry, running: Running) -> None:
         try:
             while entry.is_used:
                 await asyncio.sleep(STOP_S)
@@ -428,7 +432,7 @@ class ModelSet:
             entry.has_room = False
 
     async def _keep_watch(self) -> None:
-        """Unload what no call uses any more, what has died, and what has grown beyond the memory for all."""
+        """Unload models that no call uses any more, dead ones, and idle ones when all together take too much memory."""
         while any(entry.running is not None for entry in self._entries.values()):
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
@@ -453,7 +457,7 @@ class ModelSet:
         if idle and len(entries) > 1 and self._is_too_much(0, sum(entry.memory for entry in entries)):
             self._begin_stop(min(idle, key=lambda entry: entry.last_use))
 
-    def _time_to_stay(self, entry: Entry) -> float:
+    def _time_to_stay(self, entry: ModelEntry) -> float:
         seconds = cast(Running, entry.running).served.keep_alive
         return self._keep_alive if seconds is None else seconds
 
@@ -483,8 +487,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start a task that belongs to no call: neither the caller's name nor its deadline hold in it. A failure that no
-    caller waits for any more is logged."""
+    """Start a task that belongs to no call: it has neither the caller's name nor its deadline. A failure is logged if
+    no caller waits for the task any more."""
 
     def ended(task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

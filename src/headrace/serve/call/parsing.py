@@ -1,7 +1,7 @@
-"""From a JSON object to a struct: wrong types are refused by name, and unknown fields end in warnings.
+"""Makes a struct of a JSON object: wrong types are refused by name, and unknown fields end in warnings.
 
 `Body` is the base of every request's struct and carries the `Warnings` that the reply repeats. Knows no field of any
-API; `serve.call.schema` and the request modules of the APIs define those, and call `convert`.
+API; `serve.call.schema` and the request modules of the APIs define fields, and call `convert`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.protocol.errors import RequestError
 
-# A reply is no place for a list of thousands.
+# A longer list would swell the reply.
 MAX_WARNINGS = 32
 _SHOWN = 80
 
@@ -34,12 +34,13 @@ _WORDS = {
 }
 
 WarningLines = list[str] | UnsetType
-"""The field `warnings` of a reply: what of the request is not honoured, one line each; UNSET if there is nothing."""
+"""The field `warnings` of a reply: the parts of the request that are not honoured, a line each; UNSET if there are
+none."""
 
 
 class Warnings(list[str]):
-    """What of a request is not honoured, one line each, for the reply. The list stays short: beyond `MAX_WARNINGS` its
-    last line counts the rest."""
+    """The parts of a request that are not honoured, a line each, for the reply. The list stays short: beyond
+    `MAX_WARNINGS` its last line counts the rest."""
 
     num_more = 0
 
@@ -58,16 +59,16 @@ class Warnings(list[str]):
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """A request's body. `warnings` is no field of it: no client can send them."""
+    """A request's body. `warnings` is not a field, so no client can send it."""
 
     @property
     def warnings(self) -> Warnings:
-        """What of the request is not honoured, for the reply."""
+        """The parts of the request that are not honoured, for the reply."""
         warnings: Warnings = self.__dict__.setdefault("warnings", Warnings())
         return warnings
 
     def warn(self, field: str, why: str) -> None:
-        """Note that `field` is given and does nothing."""
+        """Add a warning: `field` is in the request and has no effect."""
         self.warnings.add(field, why)
 
 
@@ -82,8 +83,8 @@ def convert(
 ) -> T:
     """Return `body` as a `kind`; fields that no struct has, at any depth, are left out and end in `warnings`.
 
-    `ignored` are fields of the API that do nothing here, each with the reason; `warnings` are those that the request
-    has already. Raises `RequestError` naming the field, its value and what is allowed.
+    `ignored` are fields of the API that have no effect here, each with the reason; `warnings` are the request's
+    warnings so far. Raises `RequestError`, which names the field, its value and the allowed values.
     """
     warnings = Warnings() if warnings is None else warnings
     for name, why in (ignored or {}).items():
@@ -91,7 +92,7 @@ def convert(
             warnings.add(name, f"ignored: {why}")
     known = _known(kind, {name: value for name, value in body.items() if name not in (ignored or {})}, "", warnings)
     try:
-        # Keys of JSON objects are strings, those of logit_bias too.
+        # Keys of JSON objects are strings, also in logit_bias.
         request = msgspec.convert(known, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _mistake(str(error), body) from error
@@ -103,7 +104,7 @@ def convert(
 
 @functools.cache
 def _fields(kind: type[msgspec.Struct]) -> dict[str, tuple[type[msgspec.Struct], ...]]:
-    """Names on the wire, each with the structs that its value, or each item of its value, may be."""
+    """Return the names on the wire, each with the structs that its value, or each item of its value, may be."""
     hints = typing.get_type_hints(kind)
     return {field.encode_name: tuple(_structs_in(hints[field.name])) for field in msgspec.structs.fields(kind)}
 
@@ -132,7 +133,7 @@ def seconds_of(value: float | str | None) -> float | None:
 
 
 def _pick(structs: tuple[type[msgspec.Struct], ...], value: dict[str, Any]) -> type[msgspec.Struct] | None:
-    """Return the struct that an object is; None if its tag names none of them, which is then refused."""
+    """Return the struct that an object is; None if its tag names none of them: then the object is refused."""
     for struct in structs:
         config = struct.__struct_config__
         if config.tag_field is None or value.get(config.tag_field) == config.tag:
@@ -165,7 +166,7 @@ def _inner(structs: tuple[type[msgspec.Struct], ...], value: Any, path: str, war
 
 
 def _mistake(message: str, body: dict[str, Any]) -> RequestError:
-    """Return msgspec's complaint as an error that names field, value and what is allowed."""
+    """Return msgspec's error as one that names the field, its value and the allowed values."""
     unknown = re.search(r"unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", message, re.DOTALL)
     if unknown:
         path = ".".join(part for part in (unknown[2], unknown[1]) if part)
@@ -184,7 +185,7 @@ def _mistake(message: str, body: dict[str, Any]) -> RequestError:
 
 
 def _at(body: Any, path: str) -> Any:
-    """The value that a path of msgspec's leads to; `[...]` stands for any key or index and ends the walk."""
+    """Return the value at a path of msgspec's; `[...]` stands for any key or index and ends the walk."""
     for part in re.findall(r"[^.\[\]]+|\[\d+\]", path.split("[...]")[0]):
         if part.startswith("["):
             index = int(part[1:-1])

@@ -13,7 +13,7 @@ from headrace.text.outputs import MessagePart, TextDelta
 
 
 class Progressed(NamedTuple):
-    """How far a prompt is computed, and the times until then."""
+    """The progress of a prompt's computation, and the times so far."""
 
     progress: PromptProgress
     timings: Timings
@@ -23,8 +23,8 @@ Piece = tuple[int, TextDelta | Progressed, list[MessagePart]]
 
 
 async def parts(answer: Answer, follow: FollowPrompt | None) -> AsyncIterator[Piece]:
-    """Yield `answer.parts`, and before the first of each place the progress of its prompt: its beginning, and each step
-    of it. Raises the engine's errors."""
+    """Yield `answer.parts`, and before the first part of each place the progress of its prompt: once at its beginning,
+    and after each step. Raises the engine's errors."""
     if follow is None:
         async for part in answer.parts():
             yield part

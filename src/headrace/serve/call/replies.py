@@ -18,7 +18,7 @@ from headrace.serve.call.parsing import WarningLines
 from headrace.text.outputs import RequestState
 from headrace.text.tokenizer import Tokenizer
 
-# JSON has no infinity. OpenAI's clients know this number as "as good as impossible" (R-16).
+# JSON has no infinity. OpenAI's API has this number for "next to impossible" (R-16).
 LOWEST_LOGPROB = -9999.0
 
 
@@ -48,8 +48,8 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class PromptProgress(msgspec.Struct, kw_only=True):
-    """How far a prompt is computed, as llama-server has it: `processed` of `total` tokens, of which the prefix cache
-    had `cache`; `time_ms` since the first of them began."""
+    """The progress of a prompt's computation, as llama-server has it: `processed` of `total` tokens are computed,
+    `cache` of them were in the prefix cache; `time_ms` since the first began."""
 
     total: int
     cache: int
@@ -59,11 +59,11 @@ class PromptProgress(msgspec.Struct, kw_only=True):
 
 FollowPrompt = Callable[[str, Callable[[int, int, int, float], None]], Callable[[], object]]
 """Calls a function with the numbers of `PromptProgress` as a request's prompt begins, and after each step that computed
-a part of it. Returns what ends that."""
+a part of it. Returns a function that ends the calls."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True, gc=False):
-    """A reply may have a million of them, so no part of one is walked by the garbage collector."""
+    """One alternative. A reply may have a million of them, so the garbage collector does not track them."""
 
     token: str
     logprob: float
@@ -75,7 +75,7 @@ class ChatTokenLogprob(TopLogprob, kw_only=True, gc=False):
 
 
 class TokenPiece(msgspec.Struct, kw_only=True):
-    """`piece` is a list of bytes where the token is a part of a character."""
+    """A token and its text; `piece` is a list of bytes where the token is a part of a character."""
 
     id: int
     piece: str | list[int]
@@ -95,8 +95,8 @@ def clamp(logprob: float) -> float:
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """Return one token alone as text. A part of a character shows as its bytes, as OpenAI shows it, so that two such
-    tokens stay two."""
+    """Return one token alone as text. A part of a character is shown by its bytes, as in OpenAI's API, so that two such
+    tokens differ."""
     if tokenizer is None:
         return f"token_id:{token_id}"
     raw = tokenizer.token_bytes(token_id)
@@ -122,7 +122,7 @@ def usage(groups: Sequence[Sequence[RequestState]]) -> Usage:
 def timings(groups: Sequence[Sequence[RequestState]]) -> Timings:
     """Measure the whole call, from the first answer's start to the last one's end.
 
-    `prompt_ms` ends with the first token, which `predicted_n` counts too; the rates are of the tokens after it.
+    `prompt_ms` ends with the first token, which `predicted_n` counts too; the rates count the tokens after it.
     """
     states = [state for group in groups for state in group]
     counts = usage(groups)

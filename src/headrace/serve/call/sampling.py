@@ -1,8 +1,8 @@
 """The sampling parameters in the body of a request, from the table `headrace.protocol.parameters`.
 
-Gives the struct of a body its fields, reads `SamplingParams`' fields from such a struct, and says how an API spells
-them. The request modules of the APIs are the callers. Knows APIs by their names in the table, and the values that each
-has beyond the engine's.
+Adds the fields to the struct of a body, reads `SamplingParams`' fields from such a struct, and maps them to an API's
+names. Called by the request modules of the APIs. Knows APIs by their names in the table, and the values that each takes
+beyond the engine's range.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from headrace.protocol.params import field_types
 LEAST_SHARE = 1e-6
 """A share of 0 is greedy in every API; here a share is above 0, and the least one keeps one token."""
 SHARES = ("top_p", "typical_p")
-# What stands for "none", beside leaving the field out: the ways of llama.cpp to write a random seed and an endless
-# answer, the former of which OpenAI's clients have taken over.
+# Values that mean "none", as a missing field does: llama.cpp's values for a random seed and for an endless answer.
+# OpenAI's clients send the former too.
 NO_SEED = 2**32 - 1
 _SEEDS = (-1, NO_SEED)
 NONES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -30,7 +30,7 @@ NONES: dict[str, dict[str, tuple[int, ...]]] = {
     LLAMA_SERVER: {"seed": _SEEDS, "max_tokens": (-2, -1)},
 }
 LEAST: dict[str, float] = dict.fromkeys(SHARES, 0.0) | {"seed": -1, "max_tokens": 0}
-"""The least values of parameters in the APIs of which the table says more."""
+"""The least values of parameters in APIs that allow less than the table does."""
 WIDER = frozenset(names_in(api)[field] for api in (OLLAMA, LLAMA_SERVER) for field in (*SHARES, *NONES[api]))
 """The options, by llama.cpp's names, whose range is wider than the engine's."""
 
@@ -38,8 +38,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def takes_parameters(api: str, but: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
-    """Class decorator: add a field for each parameter that `api` takes, under its name there and of the type that it
-    has in `SamplingParams`. None, also given as null, means: not given.
+    """Class decorator: add a field for each parameter that `api` takes, under the API's name and of the type that it
+    has in `SamplingParams`. None (null in JSON) means that the field is absent.
 
     A field that the struct declares itself stays as it is. `but` are parameters that get no field.
     """
@@ -65,15 +65,15 @@ def takes_parameters(api: str, but: Collection[str] = ()) -> Callable[[type[T]],
 
 
 def sampling_of(struct: msgspec.Struct, api: str, prefix: str = "") -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a body gives, or the object in it that `prefix` leads to. Raises
+    """Return the fields of `SamplingParams` in a body, or in the object of the body that `prefix` names. Raises
     `RequestError`."""
     return engine_values({field: getattr(struct, name, None) for field, name in names_in(api).items()}, api, prefix)
 
 
 def engine_values(values: Mapping[str, Any], api: str, prefix: str = "") -> dict[str, Any]:
-    """Return parameters as the engine has them: without those that are None or that `api` has other values for.
+    """Return parameters as the engine has them: without None, and without the values by which `api` means "none".
 
-    Raises `RequestError` for what is less than those values, with `prefix` before the API's name.
+    Raises `RequestError` for a value below the API's least one, with `prefix` before the API's name.
     """
     present = {field: value for field, value in values.items() if value is not None}
     for field in SHARES:
@@ -88,5 +88,6 @@ def engine_values(values: Mapping[str, Any], api: str, prefix: str = "") -> dict
 
 
 def spelling_of(api: str, prefix: str = "") -> dict[str, str]:
-    """Return the names that an API has for the fields of `SamplingParams`; `prefix` leads to the object with them."""
+    """Return the names that an API has for the fields of `SamplingParams`; `prefix` names the object with these
+    fields."""
     return {field: prefix + name for field, name in names_in(api).items()}

@@ -1,9 +1,9 @@
-"""The bodies of OpenAI's POST routes, as structs, and how a JSON object becomes one.
+"""The bodies of OpenAI's POST routes, as structs, and the function that makes one of a JSON object.
 
-Names are OpenAI's, and vLLM's for what OpenAI has not. A field without which the answer would be another
-(`UNSUPPORTED`) is accepted with its neutral value and refused with any other; one that changes no answer (`IGNORED`)
-and one that is unknown end in the reply's `warnings`. Ranges are not here but in `headrace.protocol.bounds`.
-Knows no HTTP; `serve.apis.openai` is the caller.
+Names are OpenAI's, and vLLM's where OpenAI has none. A field that would change the answer (`UNSUPPORTED`) is accepted
+with its neutral value and refused with any other; a field that changes no answer (`IGNORED`) and an unknown one end in
+the reply's `warnings`. Ranges are not here but in `headrace.protocol.bounds`. Knows no HTTP; `serve.apis.openai` is the
+caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @takes_parameters(OPENAI, but=("logprobs",))
 class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of completion take. None, also given as null, means: not given."""
+    """The fields that both kinds of completion take. None (null in JSON) means that the field is absent."""
 
     model: str | None = None
     n: int | None = None
@@ -63,10 +63,10 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     guided_json_object: bool | None = None
     guided_structural_tag: str | None = None
     guided_whitespace_pattern: str | None = None
-    # llama-server's names for two of them.
+    # llama-server's names for two fields above.
     json_schema: str | dict[str, Any] | None = None
     grammar: str | None = None
-    # Labels for the caller's own books; they change no answer.
+    # Labels for the caller's own records; they change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -91,16 +91,16 @@ class ChatCompletionRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # A template in place of the model's, where the server trusts those of requests.
+    # A template in place of the model's, where the server trusts requests with templates.
     chat_template: str | None = None
-    # A variable of templates that have a place for texts to answer from.
+    # A variable of templates that have a place for source texts.
     documents: list[dict[str, Any]] | None = None
     # Repeat the last message before the answer, if it is the assistant's.
     echo: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    # OpenAI's older names for two of them.
+    # OpenAI's older names for two fields above.
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -169,12 +169,12 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_tokens_as_token_ids": ((False,), "return_token_ids gives the ids beside the text"),
 }
 
-# Which row of the bounds table holds for a number, where the names differ.
+# The row of the bounds table for a number, where the names differ.
 ROWS = {"top_logprobs": "logprobs"}
 CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "top_logprobs")
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
-# Neither logprobs, whose type differs between the two kinds, nor the form of the answer, which has other fields too.
+# Without logprobs, whose type differs between the two kinds, and the form of the answer, which has other fields too.
 PASSED_ON = frozenset(names_in(OPENAI)) - {"logprobs", "structured_outputs"}
 
 MAX_METADATA = 16
@@ -183,7 +183,7 @@ T = TypeVar("T", bound=Body)
 
 
 def parse(kind: type[T], body: dict[str, Any]) -> T:
-    """Return `body` as a `kind`. Raises `RequestError` naming the field, its value and what is allowed."""
+    """Return `body` as a `kind`. Raises `RequestError`, which names the field, its value and the allowed values."""
     warnings = Warnings()
     known = {name: value for name, value in body.items() if not _neutral(name, value, kind, warnings)}
     request = convert(kind, known, warnings=warnings)
@@ -200,7 +200,7 @@ def parse(kind: type[T], body: dict[str, Any]) -> T:
 
 
 def check_labels(request: Body) -> None:
-    """Raises `RequestError` for a label that is too long."""
+    """Raise `RequestError` for a label that is too long."""
     for name in LABELS:
         value = getattr(request, name, None)
         if value is not None:
@@ -208,16 +208,16 @@ def check_labels(request: Body) -> None:
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raises `RequestError` for labels that are too many or too long."""
+    """Raise `RequestError` for labels that are too many or too long."""
     labels = metadata or {}
     if len(labels) > MAX_METADATA or any(len(k) > 64 or len(v) > 512 for k, v in labels.items()):
         raise RequestError("metadata", len(labels), f"at most {MAX_METADATA} keys of 64 and values of 512 characters")
 
 
 def _neutral(name: str, value: Any, kind: type[Body], warnings: Warnings) -> bool:
-    """Whether a field may be passed over; adds to `warnings` if its value asks for something.
+    """Return whether a field may be skipped; add to `warnings` if its value would have an effect elsewhere.
 
-    Raises `RequestError` if passing it over would change the answer.
+    Raises `RequestError` if skipping it would change the answer.
     """
     if not issubclass(kind, Sampled) or name in kind.__struct_fields__:
         return False

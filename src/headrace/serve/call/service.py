@@ -1,7 +1,7 @@
-"""`ServedModel`: answers calls with one model. Every API stands on it; `models.ModelSet` finds it by its name.
+"""`ServedModel`: answers calls with one model. Every API uses it; `models.ModelSet` finds it by its name.
 
-Everything that can be refused is refused before there is an answer, so a stream that has begun fails only by the
-engine's fault. Knows calls, prompts and answers; knows no HTTP, no JSON and no API.
+Calls are refused only before there is an answer, so a stream that has begun fails only by the engine's fault. Knows
+calls, prompts and answers; knows no HTTP, no JSON and no API.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class ServedModel:
         names: all names of the model, with `name` first; `name` alone by default.
         takes_any_name: whether a request may have any other name too.
         template: None if the model has no chat template.
-        trusts_templates: whether a request may bring a chat template of its own.
-        defaults: sampling parameters that the model's makers advise, for what a request does not give, and
-            for JSON: `max_string_length`, the characters of a string without a bound of its own, and
+        trusts_templates: whether a request may contain a chat template.
+        defaults: sampling parameters that the model's makers advise, for fields that a request leaves out; and for
+            JSON: `max_string_length`, the characters of a string whose schema has no bound, and
             `disable_additional_properties`, as in `StructuredOutputs`.
-        draw: where requests without a seed get theirs; the reply tells it.
-        dialect: how the model writes tool calls and reasoning.
+        draw: returns the seed of a request without one; the reply contains it.
+        dialect: the way in which the model writes tool calls and reasoning.
     """
 
     def __init__(
@@ -100,24 +100,24 @@ class ServedModel:
             style = STYLES[self.dialect.reasoning]
             front.marks = (style.openings[0], style.closings[0])
         self.created = int(time.time())
-        # Whether it is loaded as long as the server runs. If not, the seconds that it stays loaded after its last use,
-        # as the last call said that said something; None: what the server was started with.
+        # Whether it is loaded as long as the server runs. If not, `keep_alive` holds the seconds that it stays loaded
+        # after its last use, from the last call that set them; None: the server's setting.
         self.stays_loaded = True
         self.keep_alive: float | None = None
         # The system message of conversations that begin with none.
         self.system = ""
         # Variables of the chat template for calls that do not set them.
         self.template_variables: dict[str, Any] = {}
-        # Whether an answer goes on with the assistant's message that ends a conversation, where a call does not say.
+        # Whether an answer continues the assistant's message that ends a conversation, where the call leaves that open.
         self.prefills = False
-        # Words of the server's owner, for the model's card.
+        # The values of --tags, for the model's card.
         self.tags: list[str] = []
         # Whether replies show their prompts, as llama-server's do with --verbose.
         self.is_verbose = False
-        # What was measured of the model in the form that the engine runs, if anything was.
+        # Returns the measured quality of the model in the form that the engine runs; None: it was not measured.
         self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
         self.explain: Explain = no_explanations
-        # Both are set from `insight.explainer`.
+        # These two are set from `insight.explainer`.
         self.follow_prompt: FollowPrompt | None = None
         # Returns the digest of the model's files, which it reads; empty without files.
         self.digest: Callable[[], str] = str
@@ -127,24 +127,25 @@ class ServedModel:
 
     @property
     def max_context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """The tokens that prompt and answer may have together."""
         return self.front.info.max_model_len
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises `RequestError` if the engine runs without one."""
+        """The tokenizer. Raises `RequestError` if the engine runs without one."""
         if self.front.tokenizer is None:
             raise RequestError("prompt", "text", "token ids, for the engine runs without a tokenizer")
         return self.front.tokenizer
 
     @property
     def workers(self) -> list[FairWorker]:
-        """The workers of the processes that render templates and build grammars, as far as they were needed."""
+        """The workers of the processes that render templates and build grammars, without those that were not needed
+        yet."""
         return [worker for worker in (self._renderer, self.front.worker) if worker is not None]
 
     @property
     def num_helper_faults(self) -> dict[str, int]:
-        """How often these processes failed, and were started again, by what they do."""
+        """The number of failures of these processes, after which they were started again, by their task."""
         workers = {"templates": self._renderer, "grammars": self.front.worker}
         return {name: 0 if worker is None else worker.process.num_faults for name, worker in workers.items()}
 
@@ -154,7 +155,7 @@ class ServedModel:
             worker.close()
 
     async def complete(self, call: TextCall) -> Answer:
-        """Begin to go on with each prompt. Raises `HeadraceError`s of all kinds."""
+        """Begin to complete each prompt. Raises `HeadraceError`s of all kinds."""
         with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             special: dict[str, Any] = {}
@@ -180,7 +181,7 @@ class ServedModel:
             self.check_model(call.model)
             most = self.front.info.max_logprobs
             if call.logprobs and most != -1 and not 0 <= call.logprobs <= most:
-                # Every API of chats has this name for it.
+                # The field has this name in every API with chats.
                 raise RequestError("top_logprobs", call.logprobs, f"from 0 to {most} (--max-logprobs)")
             use = self._bound_arguments(call.tools)
             params = self._params(call, None, self.dialect.ends(call.sampling.get("stop_token_ids")))
@@ -212,8 +213,8 @@ class ServedModel:
     def _reading(
         self, call: ChatCall, params: SamplingParams, new_parser: Callable[[], MessageParser]
     ) -> tuple[TextRules, Callable[[], MessageParser]]:
-        """Return what a chat's parser does itself, and what makes it. It finds the stop strings, unless they are looked
-        for in all of the text: for a search, or if the request says so."""
+        """Return the rules of a chat's text, and the maker of its parser. The parser finds the stop strings, unless
+        they count in all of the text: in a search, or if the request sets `stop_in_reasoning`."""
         marks = self.dialect.marks(call.tools)
         kept_ids = frozenset(marks.values()) if marks or call.tools.mode != "none" else None
         stops = params.stop if call.beam is None and not call.stop_in_reasoning else None
@@ -226,7 +227,7 @@ class ServedModel:
         return TextRules(kept_ids, finds_stops=False), parser
 
     async def chat_prompt(self, call: ChatCall) -> tuple[str, list[int]]:
-        """Return what `chat` would give the model: the text and its token ids. Raises `RequestError`."""
+        """Return the prompt that `chat` would send to the model: the text and its token ids. Raises `RequestError`."""
         with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
             text = await self.render(call)
@@ -286,21 +287,21 @@ class ServedModel:
         if not self._trusts_templates:
             instead = "start the server with --trust-request-chat-template, or set its template with --chat-template"
             raise UnsupportedError("chat_template", "a template", instead)
-        # The comment parts the holders of keys: what is compiled for one is not there for another (S-24).
+        # The comment differs for each holder of a key, so that no compiled template is shared between holders (S-24).
         source = f"{{#{salted('')}+#}}{call.chat_template}"
         process = None if self.template is None else self.template.process
         tokenizer = self.tokenizer
         return ChatTemplate({"default": source}, tokenizer.special_tokens, process, begin=tokenizer.begin_of_chats)
 
     async def encode(self, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
-        """Return the token ids of a text, which errors call `field`. Raises `RequestError`."""
+        """Return the token ids of a text; errors name it `field`. Raises `RequestError`."""
         bounds.check("text", text, field)
         tokenizer = self.tokenizer
         work = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await in_time(off_loop(len(text), work), "it was tokenised")
 
     async def warm_up(self) -> None:
-        """Render a first chat, so that the templates' process is there before a request waits for it."""
+        """Render a first chat, so that the templates' process runs before a request needs it."""
         if self.template is None:
             return
         try:
@@ -310,7 +311,8 @@ class ServedModel:
             logger.warning("the chat template does not take a plain message: %s", error)
 
     def check_model(self, name: str | None, is_request: bool = True) -> None:
-        """Raises `ModelNotFoundError` unless `name` is None, the model's, or any in a request that may have any."""
+        """Raise `ModelNotFoundError` unless `name` is None or the model's; a request may have any name where the server
+        takes any."""
         if name is None or name in self.names or (is_request and self.takes_any_name):
             return
         label = name if len(name) <= 80 else name[:77] + "..."
@@ -318,24 +320,25 @@ class ServedModel:
         raise ModelNotFoundError(f"model: {label!r} is not served here; it must be {names}")
 
     def true_name(self, name: str) -> str:
-        """Return the name that a reply has for a request with `name`: the same if it is the model's."""
+        """Return the model name in the reply to a request with `name`: the same if it is one of the model's."""
         return name if name in self.names else self.name
 
     def _params(self, call: Call, max_tokens: int | None, special: Mapping[str, Any]) -> SamplingParams:
-        """The parameters, with the model's own for what is not given; of these, a search takes the ends only.
-        `max_tokens` holds where neither says anything; `special` overrides both. Raises `RequestError`."""
+        """Return the parameters, with the model's defaults for absent fields; of the defaults, a search takes only
+        those that it allows (`KEPT`). `max_tokens` holds where neither sets it; `special` overrides both. Raises
+        `RequestError`."""
         defaults: Mapping[str, Any] = self.defaults
         fixed: dict[str, Any] = {"structured_outputs": self._advised_form(call)}
         if call.beam is not None:
             defaults = {name: value for name, value in defaults.items() if name in KEPT}
             fixed |= {"n": 1, "best_of": None}
         if fixed["structured_outputs"] is not None:
-            # A form has an end, which the server's default must not take away.
+            # A form has an end, which the server's default must not disable.
             defaults = {name: value for name, value in defaults.items() if name != "ignore_eos"}
         return SamplingParams(**{"max_tokens": max_tokens, **defaults, **call.sampling, **special, **fixed})
 
     def _with_ends(self, call: ChatCall, params: SamplingParams) -> SamplingParams:
-        """Return the parameters of a chat whose answers also end where its template's turns do."""
+        """Return the parameters of a chat whose answers also end at the end of a turn in its template."""
         is_own = call.chat_template is None and call.beam is None
         if self.template is None or self.front.tokenizer is None or not is_own:
             return params
@@ -387,8 +390,8 @@ class ServedModel:
         return generation
 
     async def _check_tools(self, call: ChatCall, params: SamplingParams, prompt: str, is_loose: bool) -> None:
-        """Find out whether calls can be held to the tools' schemas (`is_loose`: only to the grammars of custom tools).
-        Raises `RequestError` naming the schema."""
+        """Check that calls can be held to the tools' schemas (`is_loose`: only to the grammars of custom tools). Raises
+        `RequestError` naming the schema."""
         try:
             for warning in await self.front.check(params, call.cache_salt):
                 call.warn("tools", warning)
@@ -410,7 +413,7 @@ class ServedModel:
                 raise
 
     async def _check_form(self, call: Call, params: SamplingParams) -> None:
-        """Find out whether the answer can be held to its form. Raises `RequestError`."""
+        """Check that the answer can be held to its form. Raises `RequestError`."""
         if params.structured_outputs is None:
             return
         for warning in await self.front.check(params, call.cache_salt):

@@ -1,5 +1,5 @@
-"""What a call gets while the server sleeps, and the sleep of engines that no call uses, from which the next call wakes
-them. Knows no HTTP and starts no engine itself; `models` calls it, and `serve.app` makes an `IdleSleep`.
+"""The error of a call while the server sleeps, and the sleep of idle engines, from which the next call wakes them.
+Knows no HTTP and starts no engine itself; `models` calls it, and `serve.app` makes an `IdleSleep`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from headrace.engine.generation import in_time
 from headrace.protocol.errors import QueueFullError
 
 WATCH_S = 0.1
-"""Seconds between two looks at whether the engines are idle."""
+"""Seconds between two checks of whether the engines are idle."""
 
 
 class SleepingError(QueueFullError):
-    """The server sleeps, and its models are not in memory (HTTP 503). The lines of batches wait for its waking."""
+    """The server sleeps, and its models are not in memory (HTTP 503). The lines of batches wait until it wakes."""
 
     status = 503
     code = "sleeping"
@@ -30,7 +30,7 @@ async def refuse() -> None:
 
 
 class Sleeper(Protocol):
-    """What sleeps: the models of a server."""
+    """The models of a server, which can sleep."""
 
     is_sleeping: bool
     rouse: Callable[[], Awaitable[None]]
@@ -43,8 +43,8 @@ class Sleeper(Protocol):
 
 
 class IdleSleep:
-    """Lets `models` sleep after as many `seconds` without a call, and wakes them for the next one. A sleep that was
-    asked for ends as it would without. `is_ready`: whether there is an engine that can sleep."""
+    """Puts `models` to sleep after `seconds` without a call, and wakes them for the next one. A sleep by /sleep still
+    lasts until /wake_up. `is_ready`: whether there is an engine that can sleep."""
 
     def __init__(self, models: Sleeper, seconds: float, is_ready: Callable[[], bool]) -> None:
         self._models, self._seconds, self._is_ready = models, seconds, is_ready
@@ -53,7 +53,7 @@ class IdleSleep:
 
     @property
     def is_dozing(self) -> bool:
-        """Whether they sleep until a call comes."""
+        """Whether the models sleep until a call comes."""
         return self._dozes and self._models.is_sleeping
 
     async def watch(self) -> None:
@@ -69,11 +69,11 @@ class IdleSleep:
                 await self._models.sleep()
 
     def deepen(self) -> None:
-        """Note that a sleep is asked for: no call ends it."""
+        """Note a sleep by /sleep, which no call ends."""
         self._dozes = False
 
     async def rouse(self) -> None:
-        """Wake the models before the deadline of the call. Raises `SleepingError` for a sleep that was asked for."""
+        """Wake the models before the deadline of the call. Raises `SleepingError` for a sleep by /sleep."""
         if not self.is_dozing:
             await refuse()
         with context.within(None, context.arrival()):

@@ -183,7 +183,7 @@ class ApiKeyGate:
 
 
 def is_public(path: str) -> bool:
-    """Whether a path needs no key."""
+    """Return whether a path needs no key."""
     return path in PUBLIC_PATHS or path.startswith(PUBLIC_UNDER)
 
 

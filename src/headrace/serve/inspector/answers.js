@@ -27,7 +27,7 @@ export function rateOf({ ids, numKept, times, bins, finish }) {
 
 export const ratesOf = ({ bins }) => bins.slice(-MAX_BINS).map((num) => (1000 * num) / BIN_MS);
 
-/** Send a request and put what comes into `answer`, calling `changed` after each part. An abort is no error. */
+/** Send a request and put its reply into `answer`, calling `changed` after each part. An abort is no error. */
 export async function receive(path, body, answer, signal, changed) {
   answer.times = { sent: performance.now(), first: null, last: null };
   const fields = { stream: true, stream_options: { include_usage: true }, return_token_ids: true, return_progress: true, explain: true };

@@ -7,7 +7,8 @@ export const NUM_OWNERS = 7;
 const NAMES = ["background", "surface", "line", "text", "muted", "accent", "alert"];
 const MAX_ROWS = 200;
 
-/** The colours of the present theme by the names of style.css; `owners` are those of requests, `flight` of no request. */
+/** The colours of the present theme by the names of style.css; `owners` are colours of requests, `flight` belongs to no
+ * request. */
 export function coloursOf(element) {
   const probe = document.createElement("span");
   element.after(probe);
@@ -22,7 +23,7 @@ export function coloursOf(element) {
   return colours;
 }
 
-/** Call `draw` when the size of an element, or the theme, changes, and at once. Returns what ends that. */
+/** Call `draw` when the size of an element, or the theme, changes, and at once. Returns a function that stops it. */
 export function onLook(element, draw) {
   const size = new ResizeObserver(draw);
   const theme = new MutationObserver(draw);
@@ -49,7 +50,7 @@ export function fillEmpty(context, colours, ...rectangle) {
   context.globalAlpha = 1;
 }
 
-/** Draw the frame of what is chosen. */
+/** Draw the frame of the selection. */
 export function frame(context, style, ...rectangle) {
   [context.strokeStyle, context.lineWidth] = [style, 2];
   context.strokeRect(...rectangle);
@@ -77,7 +78,7 @@ export function hatch(context, colour, { gap = 5, up = true } = {}) {
  * `height`, `colours`, and `store`, an object that is new when all has to be drawn, as `isWhole` says: after a change
  * of size, theme or `version`. `height` is a number or a function of the width. `summary` is the figure in words,
  * `columns` and `rows()` the same as a table. `onKey(key, pen)` returns whether it used a key, `onPoint(x, y, isClick,
- * pen)` follows the pointer; `selection` describes what these chose.
+ * pen)` follows the pointer; `selection` describes their choice.
  */
 export function Figure({ label, height, draw, version, summary, columns, rows, onKey, onPoint, selection, ms }) {
   const canvas = useRef(null);

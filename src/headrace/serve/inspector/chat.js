@@ -222,7 +222,7 @@ export function Chat() {
     changed(current);
   };
 
-  /** Go on from the answer's first `index` tokens and the token `id`, in place of what came there. */
+  /** Go on from the answer's first `index` tokens and the token `id`, in place of the token that came there. */
   const take = async (index, id) => {
     const before = messages.at(-1);
     const ids = [...before.ids.slice(0, index), id];

@@ -1,8 +1,9 @@
-// Conversations, kept in this browser alone: each under a name of its own, so that two tabs do not overwrite each other.
+// Conversations, kept in this browser alone: each under a separate name, so that two tabs do not overwrite each other.
 
 const PREFIX = "headrace.conversation.";
 
-/** `system` is the system prompt, `knobs` what `settings.js` lists, as texts. `messages` are those of `answers.js`. */
+/** `system` is the system prompt, `knobs` has the values of `settings.js`, as texts. `messages` have the form of
+ * `answers.js`. */
 export function newConversation(like) {
   const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
   return { id, title: "", changed: Date.now(), model: like?.model ?? "", system: like?.system ?? "", knobs: { ...like?.knobs }, messages: [] };

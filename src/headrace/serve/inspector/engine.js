@@ -1,4 +1,4 @@
-// The engine beside the answer: blocks of the KV cache, what the step holds, and the share of the machine's limit.
+// The engine beside the answer: blocks of the KV cache, the tokens of the step, and the share of the machine's limit.
 
 import { count, html } from "./lib.js";
 import { live, useLive } from "./live.js";

@@ -103,7 +103,7 @@ class Live {
   get cached() { return this.blocks.cached; }
   get isRecorded() { return this.recording !== null; }
 
-  /** Call `listener` after changes, at most once for each frame of the screen. Returns what ends that. */
+  /** Call `listener` after changes, at most once for each frame of the screen. Returns a function that stops it. */
   subscribe(listener) {
     this.listeners.add(listener);
     if (!this.connection && !this.isRecorded) this.connect();
@@ -169,7 +169,7 @@ class Live {
 
   apply({ state, snapshot, step }) {
     if (state) {
-      // The steps are those of one replica.
+      // The steps come from one replica.
       if (this.state && this.state.replica !== state.replica) this.forget();
       [this.previous, this.state] = [this.state, state];
       for (const each of state.requests) {

@@ -105,7 +105,7 @@ function inline(text, depth = 0) {
   return nodes;
 }
 
-/** Return what the text begins with, and its length: a node, or letters that mean nothing. */
+/** Return the first node of the text (or letters without a meaning), and its length. */
 function span(text, before, depth) {
   if (text[0] === "\\" && /^\\[!-/:-@[-`{-~]/.test(text)) return [text[1], 2];
   if (text[0] === "\n") return [" ", 1];

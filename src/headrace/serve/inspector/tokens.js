@@ -1,4 +1,4 @@
-// The tokens of an answer: how likely each was, what could have come in its place, and going on from there.
+// The tokens of an answer: the likelihood of each, the alternatives in its place, and a way to go on from there.
 
 import { html, json, useEffect, useRef, useState } from "./lib.js";
 import { KNOBS } from "./settings.js";
@@ -20,8 +20,8 @@ async function likelihoods(model, { promptIds, ids }) {
 }
 
 /**
- * Return what could stand at place `index`: the columns, which are the model's shares and those after each knob that
- * does something, and the rows {id, text, shares}. The engine's sampler computes them.
+ * Return the tokens that could stand at place `index`: the columns, which are the model's shares and those after each
+ * knob that does something, and the rows {id, text, shares}. The engine's sampler computes them.
  */
 async function alternatives(model, { promptIds, ids, knobs, seed }, index) {
   const active = STAGES.filter(({ name }) => knobs[name] !== undefined && knobs[name] !== NEUTRAL[name]);

@@ -111,16 +111,16 @@ class Answerer:
         self._logged_places: set[tuple[str, str, int | None]] = set()
 
     async def answer(
-        self, line: Line, turn: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
+        self, line: Line, permit: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
     ) -> dict[str, Any]:
         """Return the output of a line. Waits while the engine's queue is full. A line that fails for an unexpected
         reason, of whatever kind, is tried `MAX_TRIES` times; then this line alone has failed.
 
-        Each try is made in a `turn`. Raises `EngineDeadError`; the line then has no answer and may be tried again."""
+        Each try holds a `permit`. Raises `EngineDeadError`; the line then has no answer and may be tried again."""
         num_tries = 0
         while True:
             try:
-                async with turn():
+                async with permit():
                     body = self._prepared(line)
                     status, reply = 200, await self.routes[line.url](body)
             except QueueFullError:

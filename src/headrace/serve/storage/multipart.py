@@ -22,18 +22,18 @@ MAX_NAME = 80
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
-class Upload(NamedTuple):
+class UploadedPart(NamedTuple):
     """A part with a file name."""
 
     filename: str
     content: bytes
 
 
-Form = tuple[dict[str, str], dict[str, Upload]]
+FormData = tuple[dict[str, str], dict[str, UploadedPart]]
 """Text fields and uploads, by name."""
 
 
-def parse_form(content_type: str, body: bytes) -> Form:
+def parse_form(content_type: str, body: bytes) -> FormData:
     """Return text fields and uploads by name. Raises `RequestError`."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
@@ -61,14 +61,14 @@ def parse_form(content_type: str, body: bytes) -> Form:
     except FormParserError as error:
         raise RequestError("body", str(error), "whole multipart/form-data, each part with a name") from error
     fields: dict[str, str] = {}
-    uploads: dict[str, Upload] = {}
+    uploads: dict[str, UploadedPart] = {}
     for part in parts:
         name = (part.field_name or b"").decode("utf-8", "replace")
         if not 0 < len(name) <= MAX_NAME or name in fields or name in uploads:
             raise RequestError("body", name, f"parts with distinct names of 1 to {MAX_NAME} characters")
         if isinstance(part, File):
             part.file_object.seek(0)
-            uploads[name] = Upload((part.file_name or b"").decode("utf-8", "replace"), part.file_object.read())
+            uploads[name] = UploadedPart((part.file_name or b"").decode("utf-8", "replace"), part.file_object.read())
             continue
         value = part.value or b""
         if len(value) > MAX_FIELD_BYTES:

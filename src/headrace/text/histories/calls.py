@@ -1,4 +1,4 @@
-"""Changes of calls, of the texts beside them, and of their results. Called by `changes`."""
+"""Changes of calls, of the texts in the same turns, and of their results. Called by `changes`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from msgspec.structs import replace
 
 from headrace.text.histories.conversation import Conversation, each
 from headrace.text.histories.plain import call_text, result_text
-from headrace.text.messages import ChatMessage, ToolCall, plain
+from headrace.text.messages import ChatMessage, PastCall, plain
 
 _LETTERS = string.digits + string.ascii_letters
 _ID_SIZE = 9
 
 
 def plain_calls(conversation: Conversation) -> Conversation:
-    """Calls and their results become text: the assistant's, and the user's."""
+    """Write calls as the assistant's text, and their results as the user's."""
     messages: list[ChatMessage] = []
     for message in conversation.messages:
         if message.tool_calls:
@@ -29,12 +29,12 @@ def plain_calls(conversation: Conversation) -> Conversation:
 
 
 def plain_results(conversation: Conversation) -> Conversation:
-    """Results become the user's messages."""
+    """Make results the user's messages."""
     return _results_as_users(conversation, range(len(conversation.messages)))
 
 
 def plain_stray_results(conversation: Conversation) -> Conversation:
-    """Results of no call become the user's messages."""
+    """Make results without a call the user's messages."""
     answered = _answered(conversation.messages)
     return _results_as_users(
         conversation, [place for place in range(len(conversation.messages)) if place not in answered]
@@ -42,7 +42,7 @@ def plain_stray_results(conversation: Conversation) -> Conversation:
 
 
 def _results_as_users(conversation: Conversation, places: Sequence[int]) -> Conversation:
-    """Results at these places become the user's messages; neighbours become one."""
+    """Make results at these places the user's messages; neighbours become one."""
     messages: list[ChatMessage] = []
     last = -2
     for place, message in enumerate(conversation.messages):
@@ -56,7 +56,7 @@ def _results_as_users(conversation: Conversation, places: Sequence[int]) -> Conv
 
 
 def named_results(conversation: Conversation) -> Conversation:
-    """Results get the names of their calls."""
+    """Add the names of their calls to results."""
     answered = _answered(conversation.messages)
 
     def apply(place: int, message: ChatMessage) -> ChatMessage:
@@ -70,19 +70,19 @@ def named_results(conversation: Conversation) -> Conversation:
 
 
 def short_ids(conversation: Conversation) -> Conversation:
-    """Ids of calls and results become nine letters or digits, where they are not."""
+    """Replace ids of calls and results that are not nine letters or digits by ones that are."""
 
-    def of_call(call: ToolCall, number: int) -> str:
-        # A call without an id gets one of its number.
+    def of_call(call: PastCall, number: int) -> str:
+        # The id of a call without one comes from the call's number.
         return short_id(call.form.get("id") or f"call {number}")
 
     return _with_ids(conversation, of_call, short_id)
 
 
 def ids_with_names(conversation: Conversation) -> Conversation:
-    """Ids of calls and results become `functions.NAME:NUMBER`, where they do not have the name of the function."""
+    """Replace ids of calls and results that lack the name of the function by `functions.NAME:NUMBER`."""
 
-    def of_call(call: ToolCall, number: int) -> str:
+    def of_call(call: PastCall, number: int) -> str:
         call_id, name = call.form.get("id") or "", call.form["function"]["name"]
         return call_id if name in call_id else f"functions.{name}:{number}"
 
@@ -90,9 +90,9 @@ def ids_with_names(conversation: Conversation) -> Conversation:
 
 
 def _with_ids(
-    conversation: Conversation, of_call: Callable[[ToolCall, int], str], of_stray: Callable[[str], str]
+    conversation: Conversation, of_call: Callable[[PastCall, int], str], of_stray: Callable[[str], str]
 ) -> Conversation:
-    """Return the conversation with other ids of calls, which are numbered, and of results without calls."""
+    """Return the conversation with other ids for its calls, which are numbered, and for results without calls."""
     answered = _answered(conversation.messages)
     all_calls = [call for message in conversation.messages for call in message.tool_calls]
     ids = {id(call): of_call(call, number) for number, call in enumerate(all_calls)}
@@ -111,7 +111,7 @@ def _with_ids(
 
 
 def short_id(call_id: str) -> str:
-    """Return the id itself if it is nine letters or digits, else nine that it always gets."""
+    """Return the id itself if it is nine letters or digits, else nine that depend on it alone."""
     if len(call_id) == _ID_SIZE and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest())
@@ -123,7 +123,7 @@ def short_id(call_id: str) -> str:
 
 
 def null_beside_calls(conversation: Conversation) -> Conversation:
-    """An empty text beside calls becomes none."""
+    """Replace an empty text in a turn with calls by None."""
 
     def apply(_: int, message: ChatMessage) -> ChatMessage:
         is_empty = bool(message.tool_calls) and not plain(message)
@@ -133,7 +133,7 @@ def null_beside_calls(conversation: Conversation) -> Conversation:
 
 
 def text_before_calls(conversation: Conversation) -> Conversation:
-    """Text beside calls becomes a turn before them."""
+    """Make the text of a turn with calls a turn before it."""
     messages: list[ChatMessage] = []
     for message in conversation.messages:
         if message.tool_calls and plain(message):
@@ -144,12 +144,12 @@ def text_before_calls(conversation: Conversation) -> Conversation:
 
 
 def no_text_beside_calls(conversation: Conversation) -> Conversation:
-    """Text beside calls is left out."""
+    """Leave out the text of a turn with calls."""
     return each(conversation, lambda _, message: replace(message, content=UNSET) if message.tool_calls else message)
 
 
 def text_in_reasoning(conversation: Conversation) -> Conversation:
-    """Text beside reasoning and calls is added to the reasoning."""
+    """Add the text of a turn with reasoning and calls to the reasoning."""
 
     def apply(_: int, message: ChatMessage) -> ChatMessage:
         text, thought = plain(message), message.reasoning
@@ -163,7 +163,7 @@ def text_in_reasoning(conversation: Conversation) -> Conversation:
 
 
 def one_call_a_turn(conversation: Conversation) -> Conversation:
-    """Each call of several becomes a turn, which its result follows."""
+    """Make each of several calls a turn, which its result follows."""
     messages: list[ChatMessage] = []
     rest = list(enumerate(conversation.messages))
     answered = _answered(conversation.messages)
@@ -184,11 +184,11 @@ def one_call_a_turn(conversation: Conversation) -> Conversation:
     return conversation._replace(messages=messages)
 
 
-def _answered(messages: Sequence[ChatMessage]) -> dict[int, ToolCall]:
-    """Return the call that each result answers, by the result's place: the last one of its id that waits, or where it
-    has no id, the first that waits. A result of no call is left out."""
-    waiting: list[ToolCall] = []
-    answered: dict[int, ToolCall] = {}
+def _answered(messages: Sequence[ChatMessage]) -> dict[int, PastCall]:
+    """Return the call that each result answers, by the result's place: the last unanswered one with its id, or where
+    the result has no id, the first unanswered one. A result without a call is left out."""
+    waiting: list[PastCall] = []
+    answered: dict[int, PastCall] = {}
     for place, message in enumerate(messages):
         waiting += message.tool_calls
         if message.role != "tool":

@@ -1,7 +1,7 @@
-"""The table of the changes of a conversation, and what applies them.
+"""The table of the changes of a conversation, and the function that applies them.
 
-Each change concerns only the places that need it, and leaves the rest as it is. They are applied in the order of the
-table, for the later ones reckon with the earlier. Knows no template; called by `templates`.
+Each change concerns only the places that need it, and leaves the rest unchanged. They are applied in the order of the
+table, for later ones build on earlier ones. Knows no template; called by `templates`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from headrace.text.traits import Traits
 
 
 class Change(NamedTuple):
-    """Something that was changed, for the caller: the request's field, and what was done."""
+    """A report of a change for the caller: the request's field, and a text."""
 
     field: str
     why: str
 
 
 def changed(conversation: Conversation, names: Sequence[str]) -> tuple[Conversation, list[Change]]:
-    """Return a conversation with the changes of these names, and those of them that changed something."""
+    """Return a conversation with the changes of these names, and reports of the changes that had an effect."""
     changes: list[Change] = []
     for name, (apply, field, why) in CHANGES.items():
         if name not in names:
@@ -35,7 +35,7 @@ def changed(conversation: Conversation, names: Sequence[str]) -> tuple[Conversat
 
 
 def takes_late_system(traits: Traits) -> bool:
-    """Whether the template writes system messages wherever they stand."""
+    """Return whether the template writes system messages wherever they stand."""
     needs = traits.loses + traits.refuses
     return not {"one system", "one system of several", "no system"}.intersection(needs)
 
@@ -159,10 +159,11 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
         "the chat template requires an answer between results and the user: an empty one is put there",
     ),
 }
-"""By name: what makes the change, the field that it concerns, and a text for the caller; none where the content is the
-same."""
+"""By name: the function that makes the change, the field that it concerns, and a text for the caller, which is empty
+where the content stays the same."""
 SMALL = tuple(name for name in CHANGES if name not in ("plain tools", "plain calls", "plain results", "no system"))
-"""Changes to try together on what a template refuses in spite of the changes that it was found to need."""
+"""Changes to try together on a conversation that a template refuses in spite of the changes that it was found to
+need."""
 PLAIN = (
     "plain tools",
     "empty tools",

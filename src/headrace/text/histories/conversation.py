@@ -1,4 +1,4 @@
-"""A conversation as a template gets it, and the parts of which changes are made. Knows no change."""
+"""A conversation as a template gets it, and the steps that changes share. Knows no change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Conversation(NamedTuple):
 
 
 def each(conversation: Conversation, apply: Callable[[int, ChatMessage], ChatMessage]) -> Conversation:
-    """Return the conversation with what `apply` makes of each message, by its place."""
+    """Return the conversation with each message replaced by `apply(place, message)`."""
     return conversation._replace(
         messages=[apply(place, message) for place, message in enumerate(conversation.messages)]
     )
@@ -37,5 +37,5 @@ def joined(message: ChatMessage, other: ChatMessage) -> ChatMessage:
 
 
 def is_system(message: ChatMessage, traits: Traits) -> bool:
-    """Whether a template with these traits gets the message as a system message."""
+    """Return whether a template with these traits gets the message as a system message."""
     return message.role == "system" or (message.role == "developer" and not traits.shows_developer)

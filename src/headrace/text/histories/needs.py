@@ -1,8 +1,8 @@
-"""The changes that a template needs of conversations which the APIs allow, found by rendering small ones with it.
+"""Detects the changes that a template needs in conversations which the APIs allow, by rendering small ones.
 
-Each change is tried on a conversation that needs nothing else, as it is and changed: the template needs it if a text is
-missing without it, or everything is refused. Runs in the templates' process (`sandbox`), once for each template; the
-changes are those of `histories`, by name. Knows no jinja.
+Each change is tried on a conversation that needs no other one, rendered with and without the change: the template needs
+it if, without it, a text is missing or everything is refused. Runs in the templates' process (`sandbox`), once for each
+template; `histories` has the changes, by name. Knows no jinja.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from headrace.text.traits import CALL_IDS, NAME, TOOL, Render, Traits
 
 Message = dict[str, Any]
 CALLED, OTHER = "Xanadu", "Atlantis"
-"""The places in the calls."""
+"""The values of the argument `place` in the calls."""
 _IDS = "12345678"
 
 
 def find(render: Render) -> Traits:
-    """Return the traits of the template that `render` renders, with what it needs."""
+    """Return the traits of the template that `render` renders, with the changes that it needs."""
     basic = traits.find(render)
     tries = _Tries(render, basic)
     tries.system_messages()
@@ -36,7 +36,7 @@ def find(render: Render) -> Traits:
 
 
 class _Tries:
-    """Tries changes on conversations. `loses` and `refuses` name those that are needed."""
+    """Tries changes on conversations. `loses` and `refuses` name the needed ones, as in `Traits`."""
 
     def __init__(self, render: Render, basic: Traits) -> None:
         self.loses: list[str] = []
@@ -135,7 +135,7 @@ class _Tries:
         self._needs("answered results", [user, called, sunny, more], answered, "sunny", "Why?")
 
     def tools(self) -> None:
-        """Try tools without what they need not have, and none."""
+        """Try tools without their optional fields, and conversations without tools."""
         user = [self._say("user", "Where?")]
         if not self._write(user, None) and self._write(user, []):
             self.refuses.append("empty tools")
@@ -156,7 +156,7 @@ class _Tries:
                 break
 
     def refused_levels(self) -> tuple[str, ...]:
-        """Return the words for how much to reason that the template refuses."""
+        """Return the levels of reasoning that the template refuses."""
         user = {"messages": [self._say("user", "Where?")], "tools": None, "add_generation_prompt": True}
         if not self._render(user):
             return ()
@@ -170,8 +170,8 @@ class _Tries:
         *texts: str,
         tools: Sequence[Message] = (TOOL,),
     ) -> bool:
-        """Whether the conversation `original` with `tools` needs `change`, which makes `changed` of it, for `texts` to
-        be written."""
+        """Return whether the conversation `original` with `tools` needs `change`, which turns it into `changed`, so
+        that the template writes `texts`."""
         written = self._write(original, tools)
         if written and all(text in written for text in texts):
             return False

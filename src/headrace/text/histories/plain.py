@@ -1,7 +1,7 @@
 """Tools as plain text, for a model whose chat template has no place for them.
 
-The tools stand in the system message, calls in the assistant's text, and results in the user's. The marks are those of
-the format `hermes`, so that its reader and its grammar serve such a model too. Called by `histories`.
+The tools stand in the system message, calls in the assistant's text, and results in the user's. The marks are the marks
+of the format `hermes`, so that its reader and its grammar serve such a model too. Called by `histories`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.text.messages import ToolCall
+from headrace.text.messages import PastCall
 
 EXAMPLE = '<tool_call>\n{"name": "name of the function", "arguments": {"argument": "value"}}\n</tool_call>'
 """A call in the form that `call_text` writes."""
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]], example: str = EXAMPLE) -> str:
-    """Return what the system message says of tools. `example`: a call as the model is to write it."""
+    """Return the text about the tools for the system message. `example`: a call in the form that the model must
+    write."""
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     return (
         f"You can call functions, here one a line, as JSON with the schema of the arguments:\n<tools>\n{lines}\n"
@@ -27,7 +28,7 @@ def tools_text(tools: Sequence[Mapping[str, Any]], example: str = EXAMPLE) -> st
     )
 
 
-def call_text(call: ToolCall) -> str:
+def call_text(call: PastCall) -> str:
     """Return a call as the model writes it; its arguments are the JSON text of the request."""
     function = call.form["function"]
     arguments = function.get("arguments")

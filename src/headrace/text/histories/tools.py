@@ -1,4 +1,4 @@
-"""Changes of the tools that a template is to write. Called by `changes`."""
+"""Changes of the tools that a template writes. Called by `changes`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES: Mapping[type, str] = {str: "string", bool: "boolean", int: "integer", fl
 
 
 def plain_tools(conversation: Conversation) -> Conversation:
-    """The tools become a part of the first system message."""
+    """Make the tools a part of the first system message."""
     if not conversation.tools:
         return conversation
     text = plain.tools_text(conversation.tools, conversation.example or plain.EXAMPLE)
@@ -28,7 +28,7 @@ def plain_tools(conversation: Conversation) -> Conversation:
 
 
 def whole_tools(conversation: Conversation) -> Conversation:
-    """Each function gets a description and an object of parameters, if it has none."""
+    """Add a description and an object of parameters to each function that lacks them."""
     return _with_functions(conversation, _whole_function)
 
 
@@ -41,7 +41,7 @@ def _whole_function(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def described_parameters(conversation: Conversation) -> Conversation:
-    """Each parameter gets a description, if it has none."""
+    """Add a description to each parameter that lacks one."""
 
     def apply(function: dict[str, Any]) -> dict[str, Any]:
         parameters = function.get("parameters")
@@ -57,7 +57,7 @@ def described_parameters(conversation: Conversation) -> Conversation:
 
 
 def plain_schemas(conversation: Conversation) -> Conversation:
-    """Each part of a schema gets one type."""
+    """Reduce each part of a schema to one type."""
 
     def apply(function: dict[str, Any]) -> dict[str, Any]:
         parameters = function.get("parameters")
@@ -110,5 +110,5 @@ def _plain_schema(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str,
 
 
 def empty_tools(conversation: Conversation) -> Conversation:
-    """An empty list says that there are no tools."""
+    """Put an empty list in place of absent tools."""
     return conversation if conversation.tools else conversation._replace(tools=[])

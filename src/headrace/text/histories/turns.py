@@ -9,8 +9,8 @@ from headrace.text.messages import ChatMessage, plain
 
 
 def one_system(conversation: Conversation) -> Conversation:
-    """System messages but the first become the user's. Neighbours of one role are put together: most templates that
-    take no later one want the roles to alternate."""
+    """Make all system messages but the first the user's. Neighbours of one role are joined: most templates that refuse
+    later system messages require the roles to alternate."""
     merged: list[ChatMessage] = []
     is_moved = False
     for message in conversation.messages:
@@ -27,13 +27,13 @@ def one_system(conversation: Conversation) -> Conversation:
 
 
 def one_of_several(conversation: Conversation) -> Conversation:
-    """The same, where there are several."""
+    """Apply `one_system` where there are several system messages."""
     num_systems = sum(is_system(message, conversation.traits) for message in conversation.messages)
     return one_system(conversation) if num_systems > 1 else conversation
 
 
 def no_first_system(conversation: Conversation) -> Conversation:
-    """System messages before all others become the user's."""
+    """Make system messages before all others the user's."""
     num = next(
         (i for i, message in enumerate(conversation.messages) if not is_system(message, conversation.traits)), None
     )
@@ -44,7 +44,7 @@ def no_first_system(conversation: Conversation) -> Conversation:
 
 
 def no_system(conversation: Conversation) -> Conversation:
-    """All system messages become the user's."""
+    """Make all system messages the user's."""
     messages: list[ChatMessage] = []
     for message in conversation.messages:
         is_moved = bool(messages) and messages[-1].role == "system" and message.role == "user"
@@ -59,7 +59,7 @@ def no_system(conversation: Conversation) -> Conversation:
 
 
 def user_first(conversation: Conversation) -> Conversation:
-    """An empty message of the user's comes first."""
+    """Put an empty message of the user's first."""
     messages = list(conversation.messages)
     place = 0
     while place < len(messages) and messages[place].role in ("system", "developer"):
@@ -70,13 +70,13 @@ def user_first(conversation: Conversation) -> Conversation:
 
 
 def user_before_calls(conversation: Conversation) -> Conversation:
-    """The same, where the first message has calls."""
+    """Apply `user_first` where the first message has calls."""
     first = next((message for message in conversation.messages if not is_system(message, conversation.traits)), None)
     return user_first(conversation) if first is not None and first.tool_calls else conversation
 
 
 def no_empty_answers(conversation: Conversation) -> Conversation:
-    """Turns of the assistant's without text and calls are left out."""
+    """Leave out turns of the assistant's without text and calls."""
     last = conversation.messages[-1] if conversation.continues else None
     return conversation._replace(
         messages=[
@@ -88,7 +88,7 @@ def no_empty_answers(conversation: Conversation) -> Conversation:
 
 
 def joined_turns(conversation: Conversation) -> Conversation:
-    """Neighbours of one role are put together."""
+    """Join neighbours of one role."""
     messages: list[ChatMessage] = []
     for message in conversation.messages:
         last = messages[-1] if messages else None
@@ -106,7 +106,7 @@ def joined_turns(conversation: Conversation) -> Conversation:
 
 
 def answered_results(conversation: Conversation) -> Conversation:
-    """An empty answer comes between results and the user."""
+    """Put an empty answer between results and the user's message."""
     messages: list[ChatMessage] = []
     for message in conversation.messages:
         if message.role == "user" and messages and (messages[-1].role == "tool" or messages[-1].tool_calls):
@@ -116,7 +116,7 @@ def answered_results(conversation: Conversation) -> Conversation:
 
 
 def one_text(conversation: Conversation) -> Conversation:
-    """Lists of texts become one text."""
+    """Join lists of texts into one text."""
     return each(
         conversation,
         lambda _, message: replace(message, content=plain(message)) if isinstance(message.content, list) else message,
@@ -124,7 +124,7 @@ def one_text(conversation: Conversation) -> Conversation:
 
 
 def one_system_text(conversation: Conversation) -> Conversation:
-    """The same, in system messages."""
+    """Join lists of texts into one text in system messages."""
     systems = [message for message in conversation.messages if is_system(message, conversation.traits)]
     return each(
         conversation, lambda _, message: replace(message, content=plain(message)) if message in systems else message

@@ -1,4 +1,4 @@
-"""Makes the parsers of answers: puts the tables of formats and styles, the readers and the parser together.
+"""Makes the parsers of answers from the tables of formats and styles, the readers and `ToolParser`.
 
 Knows no grammars; called by `detection` and by `serve.call.dialect`.
 """
@@ -32,7 +32,7 @@ def new_parser(
 
 
 def begins_in_prompt(tool_format: ToolFormat, prompt: str) -> bool:
-    """Whether the mark of the answer's first part is the end of the prompt."""
+    """Return whether the prompt ends with the mark of the answer's first part."""
     return bool(tool_format.in_prompt) and prompt.endswith(tool_format.in_prompt)
 
 

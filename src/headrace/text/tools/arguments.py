@@ -1,7 +1,7 @@
 """The value of an argument that a model writes as bare text: by the tool's schema, a text or the JSON in its place.
 
-Nothing is guessed from how the text looks. Of the text as it is, the JSON value that it can be read as, and the
-constant of Python's that it is, the first that meets the schema is the value. Knows no formats of calls; called by
+The look of the text decides nothing. The candidates are the text itself, the JSON value that it spells, and the
+constant of Python's that it spells; the first that meets the schema is the value. Knows no formats of calls; called by
 `calls`, which reads arguments, and by `call_grammar`, which writes their grammar.
 """
 
@@ -17,11 +17,11 @@ from headrace.grammar.logic import UnsupportedError, resolve
 TEXT = frozenset({"string"})
 MAX_DEPTH = 32
 MAX_REFERENCES = 500
-"""References that are followed for one argument, at most; each may lead to several others."""
+"""The most references that are followed for one argument; each may lead to several others."""
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _NOTES = (BESIDE_REFERENCES - {"$ref"}) | {"nullable", "deprecated", "readOnly", "writeOnly", "contentEncoding"}
 _HELD = frozenset("type enum const minLength maxLength".split())
-"""Keywords to which the grammar of a bare text holds it."""
+"""Keywords that the grammar of a bare text enforces."""
 _TYPES: tuple[tuple[type, str], ...] = (
     (str, "string"),
     (bool, "boolean"),
@@ -36,8 +36,8 @@ _TYPES: tuple[tuple[type, str], ...] = (
 class Argument:
     """The parameter `key` of a tool whose parameters have the schema `parameters`.
 
-    `schema`: its own, behind references. `types`: the JSON types that it may have; None: the schema does not say.
-    `takes_any_text`: whether every text is its value, so that nothing else is.
+    `schema`: its schema, with references resolved. `types`: the JSON types that it may have; None: the schema leaves
+    them open. `takes_any_text`: whether every text is a value, so that a text is never read as JSON.
     """
 
     def __init__(self, parameters: Mapping[str, Any], key: str) -> None:
@@ -51,7 +51,7 @@ class Argument:
             self.types = self._types(self.schema, 0)
             self._texts = self._takes_texts(self.schema, 0)
         except (UndecidedError, UnsupportedError, TypeError, AttributeError):
-            # A schema that is none, or that goes in circles, says nothing.
+            # An invalid or circular schema has no effect.
             pass
         self.takes_any_text = self.types is not None and self._texts is True
 
@@ -68,7 +68,7 @@ class Argument:
         for candidate in ([bare] if is_value else []) + ([constant] if constant else []):
             if self._meets(json.loads(candidate)):
                 return candidate
-        # It meets no part of the schema; its type, at least, is one that the schema allows.
+        # No candidate meets the schema; the value gets at least a type that the schema allows.
         return bare if is_value and self._texts is False else _quoted(text)
 
     def bare(self, closing: str) -> Mapping[str, Any] | None:
@@ -94,7 +94,7 @@ class Argument:
         return resolve(self._root, pointer, "")  # type: ignore[arg-type]
 
     def _meets(self, value: Any) -> bool:
-        """Whether the schema allows `value`; where that is undecided, whether it allows the type."""
+        """Return whether the schema allows `value`; where that is undecided, whether it allows the type."""
         self._num_references = 0
         try:
             return holds(self.schema, value, self._seek)
@@ -103,7 +103,7 @@ class Argument:
             return self.types is None or not self.types.isdisjoint({name, "number" if name == "integer" else name})
 
     def _parameter(self, schema: Any, key: str, depth: int) -> Any:
-        """Return the schema of the property `key` of objects with this schema; True if it does not say."""
+        """Return the schema of the property `key` of objects with this schema; True if the schema leaves it open."""
         if not isinstance(schema, Mapping):
             return True
         if depth > MAX_DEPTH:
@@ -125,7 +125,7 @@ class Argument:
         return ({"allOf": parts} if len(parts) > 1 else parts[0]) if parts else True
 
     def _flat(self, schema: Any) -> Any:
-        """Return the schema that stands behind references and lists of one, where nothing but notes is beside them."""
+        """Return the schema behind references and one-element lists, where they have only annotations as siblings."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or len(keys := schema.keys() - _NOTES) != 1:
                 return schema
@@ -139,7 +139,7 @@ class Argument:
         raise UndecidedError("references in a circle")
 
     def _types(self, schema: Any, depth: int) -> frozenset[str] | None:
-        """Return the JSON types that a schema allows, maybe with others; None if it does not say."""
+        """Return JSON types that include all that a schema allows; None if it leaves them open."""
         if not isinstance(schema, dict):
             return None
         if depth > MAX_DEPTH:
@@ -161,7 +161,7 @@ class Argument:
         return frozenset.intersection(*map(_with_integers, named)) if named else None
 
     def _takes_texts(self, schema: Any, depth: int) -> bool | None:
-        """Whether a schema allows every text (True), none (False), or some, as far as is known (None)."""
+        """Return whether a schema allows every text (True), no text (False), or some, as far as is known (None)."""
         if isinstance(schema, bool):
             return schema
         if depth > MAX_DEPTH:
@@ -229,7 +229,7 @@ def _quoted(text: str) -> str:
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is one JSON value, strictly: NaN and Infinity are none."""
+    """Return whether a text is one JSON value, strictly: NaN and Infinity are not."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """Writes the grammar of an answer that must be calls, by the table of `formats`, as a structural tag's parts.
 
-The parts are those of `headrace.grammar.tags`. What the grammar allows, `calls` reads. Called by `serve.call.dialect`.
+`headrace.grammar.tags` defines the parts. `calls` reads all that the grammar allows. Called by `serve.call.dialect`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ MAX_NESTED = 8
 _ALL = frozenset("type description title default examples $defs definitions".split())
 _OF_OBJECTS = _ALL | {"properties", "required", "additionalProperties"}
 _OF_LISTS = _ALL | {"items", "minItems", "maxItems"}
-"""Keywords of objects and lists that a grammar of elements can be held to; others are written as JSON."""
+"""Keywords of objects and lists that a grammar of elements can enforce; values with other keywords are written as
+JSON."""
 _NUMBER: FormatPart = {"type": "regex", "pattern": "[0-9]{1,4}"}
 
 
 class RequiredCalls(NamedTuple):
-    """The calls that an answer must be: of tools with these `schemas`, and only one call if `single`. `template` is the
-    model's chat template. `token_ids` has those of the format's texts that are special tokens. `is_begun`: the prompt
-    ends with the format's `in_prompt`. `customs` has the grammars of the tools that take a text, in Lark's syntax."""
+    """The calls that an answer must contain: of tools with these `schemas`, and only one call if `single`. `template`
+    is the model's chat template. `token_ids` has the ids of the format's texts that are special tokens. `is_begun`: the
+    prompt ends with the format's `in_prompt`. `customs` has the grammars of the tools that take a text, in Lark's
+    syntax."""
 
     schemas: Schemas
     single: bool
@@ -55,8 +57,8 @@ class RequiredCalls(NamedTuple):
 
 
 def grammar(name: str, required: RequiredCalls, before_calls: str = "") -> FormatPart:
-    """Return the grammar of one call or more in the format `name`; `before_calls` is what stands there of
-    the first mark. Raises `RequestError` for what it can not honour."""
+    """Return the grammar of one call or more in the format `name`; `before_calls` is the part of the first mark that
+    stands there already. Raises `RequestError` for schemas that it cannot honour."""
     tool_format, layout = FORMATS[name], _layout(name, required)
     opens, closes = tool_format.marks
     marks = opens.lstrip().removeprefix(before_calls), closes
@@ -71,7 +73,7 @@ def grammar(name: str, required: RequiredCalls, before_calls: str = "") -> Forma
         around["around all"] = "", ""
         headers = [layout.header[0] + name + layout.header[1] + opens for name in required.schemas]
         calls = [required.sequence(header, call, closes) for header, call in zip(headers, calls, strict=True)]
-    # A message to a tool is the last of an answer.
+    # A message to a tool is the last one of an answer.
     single = required.single or is_message(name)
     part: FormatPart = {"type": "tags_with_separator", "tags": calls, "at_least_one": True}
     separator = layout.separator or tool_format.in_prompt
@@ -88,7 +90,7 @@ def in_text(name: str, required: RequiredCalls) -> FormatPart | None:
     """Return the grammar of free text in which calls may stand, each of a tool of `required`; None where the format has
     no mark before calls that sets them apart from free text, or writes bare text.
 
-    Of functions, nothing is held but that their arguments are an object.
+    Of functions, it only enforces that their arguments are an object.
     """
     layout, mark = _layout(name, required), FORMATS[name].marks[0].strip()
     if (
@@ -109,7 +111,7 @@ def in_text(name: str, required: RequiredCalls) -> FormatPart | None:
 
 
 def is_message(name: str) -> bool:
-    """Whether each call is a message of its own, with a header."""
+    """Return whether each call is a separate message, with a header."""
     return FORMATS[name].headers is not None
 
 
@@ -161,7 +163,7 @@ def _tagged_arguments(
         if bare is None:
             value = required.sequence(_json(inner), closing)
         else:
-            # The tag is a part by itself: free text ends at the first one, even if other text follows it.
+            # The tag is a separate part: free text ends at the first one, even if other text follows it.
             value = required.sequence(_bare_text(bare), closing.strip())
         is_string = str(bare is not None).lower()
         type_text = layout.says_type[0] + is_string + layout.says_type[1] if layout.says_type[0] else ""
@@ -173,7 +175,7 @@ def _tagged_arguments(
 def _elements(
     layout: Layout, required: RequiredCalls, name: str, schema: Mapping[str, Any], depth: int = 0
 ) -> list[FormatPart | str]:
-    """Return the elements of an object's members, those of objects in it and of lists too."""
+    """Return the elements of an object's members; members of nested objects and lists are elements too."""
     parts: list[FormatPart | str] = []
     for key, inner, is_required in _properties(schema):
         part = _element(layout, required, (name, key), inner, depth)
@@ -196,12 +198,12 @@ def _element(
     bare = Argument({**_shared(schema), "properties": {key: schema}}, key).bare(closing)
     if bare is not None:
         return required.sequence(opening, _bare_text(bare), closing)
-    # As JSON, which is read too.
+    # Written as JSON, which the reader takes too.
     return required.sequence(opening, _json(schema), closing)
 
 
 def _items(item: FormatPart, schema: Mapping[str, Any]) -> list[FormatPart]:
-    """Return the items of a list, of which there is one at least: none can be written."""
+    """Return the items of a list, at least one: an empty list cannot be written."""
     low = max(1, schema.get("minItems", 1))
     if "maxItems" not in schema:
         more: FormatPart = {"type": "tags_with_separator", "tags": [item], "at_least_one": True}
@@ -228,7 +230,7 @@ def _keyword_arguments(
 ) -> list[FormatPart]:
     """Return the required arguments, then the others, in the schema's order.
 
-    Values are JSON, which is read too, but for the strings of a layout with other quotes."""
+    Values are JSON, which the reader takes too, except strings in a layout with other quotes."""
     arguments = _properties(schema)
     before, after = layout.value
     equals, comma = (":", ",") if layout.body == "bare" else ("=", ", ")
@@ -237,7 +239,7 @@ def _keyword_arguments(
         of_tool = Argument(schema, key)
         bare = of_tool.bare(after) if before and of_tool.types in (None, {"string"}) else None
         if bare is not None:
-            # The quote is a part by itself: free text ends at the first one.
+            # The quote is a separate part: free text ends at the first one.
             return required.sequence(f"{key}{equals}{before}", required.sequence(_bare_text(bare), after))
         return required.sequence(f"{key}{equals}", _json(inner))
 

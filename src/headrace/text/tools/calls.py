@@ -1,7 +1,7 @@
-"""Reads calls by the table of `formats`: one reader for the layout, and one for each way to write name and arguments.
+"""Reads calls by the table of `formats`: one reader for the layout, and one for each form of name and arguments.
 
-A reader either reads a call whole and gives it to the `ToolParser`, or raises `IllFormed`. Knows no grammars; called by
-`answers`.
+A reader either reads a whole call and passes it to the `ToolParser`, or raises `IllFormed`. Knows no grammars; called
+by `answers`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_calls(tool_format: ToolFormat, call: ToolParser) -> Reading[None]:
         if layout.brackets:
             if (yield from text.comma("]")):
                 continue
-            # Some models leave the mark out: the bracket is a part of the list all the same.
+            # Some models leave the mark out: the bracket still belongs to the list.
             call.forget()
             if marked and closing:
                 yield from text.space()
@@ -132,7 +132,7 @@ def _read_named(layout: Layout, call: ToolParser) -> Reading[None]:
     yield from _read_name(layout, call)
     if layout.id_mark and (yield from text.take(layout.id_mark)):
         yield from text.word(_ID)
-    # Text without its special tokens lacks the mark.
+    # A text whose special tokens were removed lacks the mark.
     yield from text.take(layout.name[1])
     yield from text.space()
     yield from call.arguments()
@@ -188,7 +188,7 @@ def _read_tagged(layout: Layout, call: ToolParser) -> Reading[None]:
 
 
 def _says_string(layout: Layout, text: Reader) -> Reading[bool | None]:
-    """Read the text that says whether a value is a string; None: it is left out, as some models do."""
+    """Read the text that marks a value as a string or not; None: the text is missing, as some models leave it out."""
     before, after = layout.says_type
     yield from text.space()
     if not (yield from text.take(before.strip())):
@@ -200,15 +200,15 @@ def _says_string(layout: Layout, text: Reader) -> Reading[bool | None]:
 
 
 def _read_value(layout: Layout, call: ToolParser, name: str, key: str, is_string: bool | None = None) -> Reading[None]:
-    """Read a bare value and the text after it, and write the value as the JSON that the tool's schema makes of it.
-    `is_string`: what the model says of its type."""
+    """Read a bare value and the text after it, and write the value as JSON of the type in the tool's schema.
+    `is_string`: whether the model marks it as a string; None: no mark."""
     text, closing = call.text, layout.value[1].strip()
     # White space before the tag that belongs to the tag.
     margin = layout.value[1].removesuffix(closing)
     argument = Argument(call.schemas.get(name, {}), key)
     is_bare = not call.enforced or argument.bare(closing) is not None
     if not is_bare:
-        # A grammar sees to it that the value is JSON, in which the tag may stand too.
+        # A grammar ensures that the value is JSON, which may contain the tag too.
         start = text.position
         with text.kept():
             yield from text.json_value()
@@ -218,7 +218,7 @@ def _read_value(layout: Layout, call: ToolParser, name: str, key: str, is_string
     elif is_string or (is_string is None and (argument.takes_any_text or (call.enforced and argument.types == TEXT))):
         yield from _read_string(call, closing, margin)
     else:
-        # What it is, only the whole text decides.
+        # Only the whole text decides the type of the value.
         value = (yield from text.until(closing)).removesuffix(margin)
         says_json = is_string is False and is_json(value.strip())
         call.write(value.strip() if says_json else argument.value(value))
@@ -260,7 +260,7 @@ def _read_xml(layout: Layout, call: ToolParser) -> Reading[None]:
 
 
 def _typed(value: Tree, parameters: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a member, whose texts are bare, as the schema of its object has it."""
+    """Return the value of a member, whose texts are bare, in the type of its object's schema."""
     shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     argument = Argument(parameters, key)
     schema = argument.schema if isinstance(argument.schema, dict) else {}
@@ -334,7 +334,7 @@ def _bare_key(text: Reader, quote: str, keys: set[str]) -> Reading[str]:
 
 
 def _bare_value(text: Reader, quote: str, depth: int = 0) -> Reading[str]:
-    """Read a value and return it as JSON; a word that is no JSON is a string."""
+    """Read a value and return it as JSON; a word that is not JSON is a string."""
     if depth > MAX_DEPTH:
         raise IllFormed
     yield from text.space()
@@ -414,7 +414,7 @@ def _skip_string(text: Reader, quote: str) -> Reading[None]:
 
 
 def json_text(value: Any) -> str:
-    """Return `value` as JSON. Raises `IllFormed` for what JSON has not: keys that are no strings, NaN, bytes..."""
+    """Return `value` as JSON. Raises `IllFormed` for values that JSON lacks: keys that are no strings, NaN, bytes..."""
     try:
         if not _is_plain(value):
             raise IllFormed

@@ -14,15 +14,15 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.text.tools import custom
 
-# A name must not contain what is a part of some format.
+# A name must not contain characters that are marks of some format.
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 
 Mode = Literal["none", "auto", "required"]
 
 
 class ToolFields(NamedTuple):
-    """What an API calls the fields of a tool, and the name in `tool_choice`; for errors. The defaults are those of
-    OpenAI's chat completions."""
+    """An API's names for the fields of a tool, and for the name in `tool_choice`, for errors. The defaults are OpenAI's
+    in chat completions."""
 
     name: str = "function.name"
     description: str = "function.description"
@@ -32,16 +32,16 @@ class ToolFields(NamedTuple):
 
     @property
     def is_nested(self) -> bool:
-        """Whether the other fields are in an object under the tool's type."""
+        """Return whether the other fields are in an object under the tool's type."""
         return "." in self.name
 
 
 class ToolUse(NamedTuple):
-    """`tools` as the template is to show them, and the schemas of their parameters by name. With `mode` "required" the
-    answer is one call or more, of one of `schemas`; without `parallel` it is one at most. `names` are the names of the
-    schemas in the request, by tool: `tools[2].function.parameters`. `customs` are the tools that take a text, with the
-    grammar of the text in Lark's syntax, None for any text; the template shows them as functions (see `custom`).
-    `is_legacy`: the request gives them as `functions` (see `functions`), and gets its call in that form."""
+    """`tools` in the form for the template, and the schemas of their parameters by name. With `mode` "required" the
+    answer is one call or more of the tools in `schemas`; without `parallel` it has one call at most. `names` are the
+    names of the schemas in the request, by tool: `tools[2].function.parameters`. `customs` are the tools that take a
+    text, with the grammar of the text in Lark's syntax, None for any text; the template shows them as functions (see
+    `custom`). `is_legacy`: the request has them as `functions` (see `functions`), and gets its call in that form."""
 
     tools: list[dict[str, Any]]
     schemas: dict[str, dict[str, Any]]
@@ -62,8 +62,8 @@ class ToolUse(NamedTuple):
         places: Sequence[str] | None = None,
     ) -> ToolUse:
         """Check tools in OpenAI's form and return them. `allowed`: names of tools; the others are left out. `places`:
-        what the request calls each tool; None: `tools[0]` and so on. Raises `RequestError`, which names the fields as
-        `fields` does."""
+        the request's name for each tool; None: `tools[0]` and so on. Raises `RequestError`, which has the names of
+        `fields`."""
         bounds.check("tools", tools or [])
         places = places or [f"tools[{place}]" for place in range(len(tools or []))]
         read: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ class ToolUse(NamedTuple):
 
 
 def _of_custom(fields: ToolFields) -> ToolFields:
-    """Return what an API calls the fields of a custom tool, which has a format instead of parameters."""
+    """Return an API's names for the fields of a custom tool, which has a format instead of parameters."""
     spelled = [name.replace("function.", "custom.") for name in fields]
     return ToolFields(*spelled)._replace(parameters=spelled[3].replace("parameters", "format"))
 

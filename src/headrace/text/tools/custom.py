@@ -1,8 +1,9 @@
-"""Tools of the type `custom`, which take a text: what the model gets instead, and the text in the call that it writes.
+"""Tools of the type `custom`, which take a text: the functions that the model gets for them, and the text in its calls.
 
 Models are trained on functions, so a custom tool is shown to them as a function with the one argument `input`. The text
-is taken out of the call's arguments as they come (`InputText`), and put into those of earlier calls (`arguments`).
-Knows no formats and no HTTP; called by `choice`, by the reply modules of OpenAI's APIs, and by the readers of messages.
+is extracted from the call's arguments as they come (`InputText`), and wrapped in arguments for earlier calls
+(`arguments`). Knows no formats and no HTTP; called by `choice`, by the reply modules of OpenAI's APIs, and by the
+readers of messages.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 
 INPUT = "input"
-"""The argument that is the text."""
+"""The name of the argument that holds the text."""
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {INPUT: {"type": "string"}},
@@ -28,7 +29,7 @@ _START = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
 _LOW = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _OTHER = r"\\u[0-9a-fA-F]{4}"
-# Whole characters of a JSON string. The first half of a surrogate pair waits for what comes after it.
+# Whole characters of a JSON string. The first half of a surrogate pair waits for the next character.
 _WHOLE = re.compile(rf'(?:[^"\\]|\\[^u]|{_HIGH}{_LOW}|(?!{_HIGH}){_OTHER}|{_HIGH}(?=[^\\]|\\[^u]|(?!{_LOW}){_OTHER}))*')
 
 
@@ -38,10 +39,10 @@ def arguments(text: str) -> dict[str, str]:
 
 
 def function(tool: dict[str, Any], field: str, nested: bool = True) -> tuple[dict[str, Any], str | None]:
-    """Return the function that a custom tool is shown as, and the grammar of its text in Lark's syntax (None: any).
+    """Return the function that stands for a custom tool, and the grammar of its text in Lark's syntax (None: any text).
 
-    `nested`: name, description and format are in the object `custom`, as in chat completions, and not beside the type.
-    Raises `RequestError` for a format that is none.
+    `nested`: name, description and format are in the object `custom`, as in chat completions, and not next to `type`.
+    Raises `RequestError` for an invalid format.
     """
     inner = tool.get("custom") if nested else tool
     field = f"{field}.custom" if nested else field
@@ -86,8 +87,8 @@ def input_of(arguments: str) -> str:
 class InputText:
     """Takes the text out of a call's arguments, which come in pieces: `{"input": "..."}`, escapes and all.
 
-    Arguments of another shape have no text of the tool's. Then the text is their only value, if that is a string, and
-    else their JSON as it is, so that nothing that the model wrote is lost.
+    Arguments of another shape have no `input`. Then the text is their only value, if that is a string, and else their
+    JSON unchanged, so that nothing that the model wrote is lost.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class InputText:
         self._ended = False
 
     def feed(self, piece: str) -> str:
-        """Return what is certain of the text and was not before."""
+        """Return the part of the text that has become certain."""
         if self._ended:
             return ""
         self._rest += piece
@@ -126,7 +127,7 @@ class InputText:
 def _decoded(text: str) -> str:
     try:
         value: str = json.loads(f'"{text}"', strict=False)
-    except ValueError:  # an escape that JSON has not: the text is what the model wrote
+    except ValueError:  # an escape that JSON does not have: the text stays as the model wrote it
         return text
-    # Half a surrogate pair has no UTF-8.
+    # Half a surrogate pair cannot be written in UTF-8.
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,7 +1,7 @@
-"""Finds the format in which a model writes tool calls, by what its chat template writes for a call.
+"""Finds the format in which a model writes tool calls, from the text that its chat template writes for a call.
 
-A format is the template's if its reader gets the same call back. Only where a template writes no calls, but describes
-them to the model, the texts in its source decide. Called by `serve.call.dialect`.
+The template has a format if the format's reader reads the same call from the text. Only where a template writes no
+calls, but describes them to the model, the texts in its source decide. Called by `serve.call.dialect`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.text.histories import plain
-from headrace.text.messages import ToolCall
+from headrace.text.messages import PastCall
 from headrace.text.outputs import MessageBuilder, MessageParser
 from headrace.text.reasoning import shown
 from headrace.text.tools.answers import new_parser
@@ -62,7 +62,7 @@ DESCRIBED = "functools["
 def detect(traits: Traits, sources: Iterable[str]) -> str | None:
     """Return the key in `FORMATS` of the format that a template with these traits and sources shows, or None.
 
-    Of several that read its call, it is the one that leaves the least text beside it."""
+    Of several formats whose readers read the call, it is the one that leaves the least other text."""
     text = "\n".join(sources)
     named = shown(_SIGNS, text)
     if not traits.call:
@@ -73,21 +73,22 @@ def detect(traits: Traits, sources: Iterable[str]) -> str | None:
 
 
 def reads_shown(name: str, traits: Traits) -> bool:
-    """Whether the format's reader reads calls as the prompt of a template without a place for tools shows them; True
-    for other templates."""
+    """Return whether the format's reader reads calls in the form that a prompt shows where the template has no place
+    for tools; True for other templates."""
     if traits.shows_tools:
         return True
     if not traits.call:
-        call = plain.call_text(ToolCall.of("", NAME, json.dumps(ARGUMENTS), ""))
+        call = plain.call_text(PastCall.of("", NAME, json.dumps(ARGUMENTS), ""))
         traits = replace(traits, call=call, opening="")
     return _rest(name, traits) is not None
 
 
 def _rest(name: str, traits: Traits) -> int | None:
-    """Return the number of characters beside the call that the template wrote, if the format's reader reads it."""
+    """Return the number of characters outside the call that the template wrote, if the format's reader reads the
+    call."""
     tool_format, text = FORMATS[name], traits.call
     if tool_format.starts or tool_format.starts_with_name:
-        # Such a call is one only at the start of an answer.
+        # Calls in such a format are found only at the start of an answer.
         if not text.startswith(traits.opening):
             return None
         text = text.removeprefix(traits.opening)
@@ -98,8 +99,8 @@ def _rest(name: str, traits: Traits) -> int | None:
 
 
 def same_as_rows(template: ResponseTemplate, rows: AnswerForm, traits: Traits) -> bool:
-    """Whether our own tables read the answers that a chat template shows as the response template does, so that an
-    answer may be read, and sent, while it comes."""
+    """Return whether our own tables read the answers that a chat template shows as the response template does, so that
+    an answer can be read, and sent, while it is generated."""
     rows = rows._replace(schemas={NAME: {}})
     marks, text = rows.style.openings[:1] + rows.style.closings[:1], traits.call.removeprefix(traits.opening)
     rest, _, calls = _read(new_parser(rows), text)

@@ -1,8 +1,8 @@
 """The table of the formats in which models write tool calls.
 
-`calls` reads a format, `call_grammar` writes it, `detection` finds that of a model. A new format is a row here; only a
-new way to write a call's name and arguments needs code, there. Names are vLLM's where it has them. Holds no code that
-reads text.
+`calls` reads a format, `call_grammar` writes it, `detection` finds the format of a model. A new format is a row here;
+only a new way to write a call's name and arguments needs code, in `calls` and `call_grammar`. Names are vLLM's where it
+has them. Holds no code that reads text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.text import parser_names
 from headrace.text.reasoning import HARMONY, MUSE, Headers
 
 Body = Literal["json", "keyed", "named", "fenced", "tagged", "xml", "python", "bare"]
-"""How the name and the arguments of a call are written:
+"""The form of the name and the arguments of a call:
 
 - json: `{"name": ..., "arguments": {...}}`
 - keyed: `{name: {...}}`, with the arguments under the name
@@ -35,41 +35,40 @@ class Layout(NamedTuple):
 
     body: Body
     marks: Literal["around all", "around each", "read only"] = "around all"
-    """Where the format's marks stand; those that are `read only` are not needed, and never written."""
+    """The places of the format's marks; `read only` marks are optional in answers, and never written."""
     brackets: bool = False
     """Whether the calls are a list in square brackets."""
     separator: str = ""
     """Written between calls."""
     begins: str = ""
-    """A format is read by the first of its layouts that begins with what comes after the mark, but for white space."""
+    """A format is read by the first of its layouts whose `begins` follows the mark, apart from white space."""
     in_template: str = ""
     """A format is written by the layout that has the longest of these texts that the chat template holds."""
     name_key: str = "name"
     arguments_key: str = "arguments"
-    """For json: written; both `arguments` and `parameters` are read."""
+    """For json: the key that is written; both `arguments` and `parameters` are read."""
     id_key: str = ""
     """For json: the key of the call's number, which is written before its name and skipped."""
     name: tuple[str, str] = ("", "")
     """For named, fenced, tagged, xml and bare: the texts around the name. For python: the text after it, which is only
     read. For json: the text before the object."""
     name_pattern: re.Pattern[str] | None = None
-    """For named, tagged and bare: what a name is; None: all up to the text after it."""
+    """For named, tagged and bare: the pattern of a name; None: a name is all up to the text after it."""
     id_mark: str = ""
     """For named: the text before an id, which may come after the name; only read."""
     is_numbered: bool = False
-    """For named: whether the name stands in an id, `functions.NAME:NUMBER`, which is that of the call."""
+    """For named: whether the name stands in an id, `functions.NAME:NUMBER`, which becomes the call's id."""
     end: str = ""
     """For json, named, fenced, tagged and xml: the text after the arguments."""
     key: tuple[str, str] = ("", "")
     value: tuple[str, str] = ("", "")
     """For tagged: the texts around the name of an argument and around its value. For bare: `value` around a string."""
     says_type: tuple[str, str] = ("", "")
-    """For tagged: the texts around `true` or `false`, after the name of an argument, that say whether it is a
-    string."""
+    """For tagged: the texts around `true` or `false`, which mark an argument as a string or not, after its name."""
     tag: str = ""
     """For xml: the text before each tag."""
     header: tuple[str, str] = ("", "")
-    """Around the tool's name, which the model writes before the call too; only written."""
+    """The texts around the tool's name in a header before the call; only written."""
 
 
 def call_id() -> str:
@@ -83,34 +82,35 @@ def _short_id() -> str:
 
 
 class ToolFormat(NamedTuple):
-    """How a family of models writes calls."""
+    """The form in which a family of models writes calls."""
 
     layouts: tuple[Layout, ...]
     marks: tuple[str, str] = ("", "")
     """The texts before and after a call or a list of calls (see `Layout.marks`)."""
     openers: tuple[str, ...] = ()
-    """What begins calls wherever it stands, besides the first of `marks`."""
+    """Further texts that begin calls wherever they stand, as the first of `marks` does."""
     others: tuple[str, ...] = ()
-    """What may stand in place of the first of `marks`; only read."""
+    """Texts that may replace the first of `marks`; only read."""
     starts: tuple[str, ...] = ()
-    """What begins calls only at the start of the answer, or right after another call."""
+    """Texts that begin calls only at the start of the answer, or right after another call."""
     special: tuple[str, ...] = ()
     """Further texts that may be special tokens."""
     content: str = ""
-    """What comes after the first of `marks` before content that is no call."""
+    """The text after the first of `marks` that begins content instead of a call."""
     in_prompt: str = ""
-    """The mark that a prompt may end with, after which the answer begins; it comes before each further call."""
+    """The mark at the end of some prompts, after which the answer begins; in the answer it precedes each further
+    call."""
     new_id: Callable[[], str] = call_id
     headers: Headers | None = None
-    """Of families that write an answer as several messages."""
+    """The headers of families that write an answer as several messages."""
     starts_with_name: bool = False
-    """Whether a tool's name on a line of its own begins calls where `starts` do."""
+    """Whether a line with only a tool's name begins calls where `starts` do."""
 
     def all_openers(self) -> tuple[str, ...]:
         return (self.marks[0].strip(), *self.others, *self.openers)
 
     def starts_for(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return what begins calls of the tools with these names at the start of the answer."""
+        """Return the texts that begin calls of the tools with these names at the start of the answer."""
         named = [f"{name}{space}" for name in names for space in ("\n", " \n")] if self.starts_with_name else []
         return (*self.starts, *named)
 
@@ -135,13 +135,13 @@ _PYTHON_LIST = Layout("python", brackets=True, separator=", ")
 _DEEPSEEK_MARKS = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK = Layout("named", name=_DEEPSEEK_MARKS[:2], end=_DEEPSEEK_MARKS[2])
 NAMESPACE = "functions."
-"""What some formats write before a tool's name."""
+"""The text that some formats write before a tool's name."""
 _KIMI_MARKS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _MINIMAX = "]<]minimax[>["
 
 
 def _dsml(block: str) -> ToolFormat:
-    """DeepSeek's markup of V3.2 and later, whose calls stand in a `block`."""
+    """Return the format of DeepSeek's V3.2 and later, whose calls stand in a `block`."""
     layout = Layout(
         "tagged",
         name=('<｜DSML｜invoke name="', '">\n'),
@@ -155,7 +155,7 @@ def _dsml(block: str) -> ToolFormat:
 
 
 def _hunyuan(suffix: str) -> ToolFormat:
-    """The tags of Hy 3, which have a suffix in the published weights."""
+    """Return the format of Hy 3, whose tags have a suffix in the published weights."""
 
     def tags(name: str) -> tuple[str, str]:
         return f"<{name}{suffix}>", f"</{name}{suffix}>"
@@ -185,7 +185,7 @@ FORMATS: dict[str, ToolFormat] = {
             Layout("python", "around each", name=("", ".call")),
         ),
         marks=("<|python_tag|>", ""),
-        # Llama 4's template writes the text before a call between the latter two.
+        # Llama 4's template writes text before a call between the second and the third of these.
         others=("<|python_start|><|python_end|>", "<|python_start|>", "<|python_end|>"),
         starts=("{",),
     ),
@@ -264,7 +264,7 @@ FORMATS: dict[str, ToolFormat] = {
                 header=(" to=", "<|message|>"),
             ),
         ),
-        # Without the newline before it, a grammar can tell it from a separator.
+        # Without the newline before it, a grammar can distinguish it from a separator.
         marks=("<atem:function_calls>\n", "</atem:function_calls>"),
         headers=MUSE,
     ),

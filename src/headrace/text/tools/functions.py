@@ -13,7 +13,7 @@ from headrace.protocol.errors import RequestError
 from headrace.text.tools.choice import ToolFields, ToolUse
 
 READ_AS_TOOLS = "OpenAI's older form, read as tools and their results"
-"""What the caller learns of messages in it."""
+"""The warning about messages in that form."""
 _FIELDS = ToolFields("name", "description", "strict", "parameters", "function_call.name")
 
 
@@ -34,8 +34,8 @@ def tool_use(functions: list[dict[str, Any]] | None, choice: str | dict[str, Any
 def as_tool_messages(messages: Sequence[object]) -> list[object]:
     """Return a request's messages with calls of functions and their results in the form of tools.
 
-    A call's id is that of its place, so that a conversation that grows keeps its ids. A result belongs to the call
-    before it that has its name and no result. Raises `RequestError`.
+    A call's id comes from its place, so that a growing conversation keeps its ids. A result belongs to the call before
+    it that has its name and no result yet. Raises `RequestError`.
     """
     read: list[object] = []
     waiting: list[tuple[str, str]] = []

@@ -1,7 +1,7 @@
 """Reads the headers of answers that are several messages, as gpt-oss and Muse Glimmer write them.
 
-A header says who gets a message, and in which channel it stands: that makes it reasoning, content or a call. Knows the
-table of `reasoning` and no formats of calls; called by `calls`.
+A header names the receiver and the channel of a message: these make it reasoning, content or a call. Knows the table of
+`reasoning` and no formats of calls; called by `calls`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _WORD = re.compile(r"[\w.\-/:+]+")
 _BLANKS = re.compile(r"[ \t]+")
 ROLE = "assistant"
 MAX_HEADER = 512
-"""Characters of a prompt's end, at most, that are a header which the answer goes on with."""
+"""The most characters at a prompt's end that may be a header which the answer continues."""
 
 
 def begun(headers: Headers, prompt: str) -> str:
-    """Return the header with which a prompt ends, as far as it goes; "" if it ends with none."""
+    """Return the header, perhaps a part of one, with which a prompt ends; "" if it ends with none."""
     at = prompt.rfind(headers.begins)
     tail = prompt[at:] if at >= 0 else ""
     head, body, _ = tail.partition(headers.body)
@@ -28,7 +28,7 @@ def begun(headers: Headers, prompt: str) -> str:
 
 
 def read_header(headers: Headers, call: ToolParser) -> Reading[None]:
-    """Read a header and, if it is that of a call, the call. Raises `IllFormed`; a header that is cut is dropped."""
+    """Read a header and, if it begins a call, the call. Raises `IllFormed`; a header that is cut is dropped."""
     text = call.text
     try:
         recipient, channel = yield from _header(headers, text)
@@ -71,7 +71,7 @@ def _header(headers: Headers, text: Reader) -> Reading[tuple[str, str]]:
         elif (yield from text.take("to=")):
             recipient = yield from text.word(_WORD)
         else:
-            # The form of the message's text. Some models leave its mark out.
+            # The form of the message's text; some models leave out the mark before it.
             if headers.constraint:
                 yield from text.take(headers.constraint)
             elif not recipient:
@@ -82,7 +82,7 @@ def _header(headers: Headers, text: Reader) -> Reading[tuple[str, str]]:
 
 
 def _tool(headers: Headers, recipient: str, call: ToolParser) -> str | None:
-    """Return the tool that gets a message; None if it is no call of a tool that the answer may call."""
+    """Return the tool that receives a message; None if the message calls no tool that the answer may call."""
     if headers.calls and recipient.startswith(headers.calls) and call.schemas:
         return recipient.removeprefix(headers.calls)
     return recipient if recipient in call.schemas else None
@@ -96,7 +96,7 @@ def _is_reasoning(headers: Headers, recipient: str, channel: str, call: ToolPars
 
 
 def _ends(headers: Headers, text: Reader) -> Reading[bool]:
-    """Whether a message ends here, or the text does."""
+    """Return whether a message ends here, or the text does."""
     for end in (*headers.ends, *headers.marks):
         if (yield from text.comes(end)):
             return True

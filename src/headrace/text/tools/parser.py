@@ -1,14 +1,14 @@
 """`ToolParser` splits an answer's text, as it comes, into reasoning, calls of tools and content.
 
 One loop reads all three, so that they may stand in any order: a call inside the reasoning, reasoning between calls. It
-sends the text up to the next mark and does what the mark means (`_Action`).
+sends the text up to the next mark and takes the mark's action (`_Action`).
 
 A call that is not well-formed is text, every character of it. So a call is sent only when it is whole; but a long one
 (more than `HOLD` characters, or any if a grammar guards its form) is sent as it comes, so that a client sees progress.
 If such a call breaks off, its arguments end there, which is never whole JSON, and the rest is text. A call that a limit
-cuts is none of the text: its arguments are sent as far as they go. White space next to a mark belongs to the mark. The
-result depends on the text alone, never on the pieces in which it came. Knows no HTTP and no schema but the names and
-parameters of the tools. Made by `answers.new_parser`.
+cuts is not text: its arguments are sent as far as they go. White space next to a mark belongs to the mark. The result
+depends on the text alone, never on the pieces in which it came. Knows no HTTP, and of the tools only names and
+parameters. Made by `answers.new_parser`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from headrace.text.tools.reader import MAX_NAME, SPACE, IllFormed, Reader, Readi
 
 HOLD = 256
 MAX_HELD = 2**18
-"""Characters, at most, of a call of which nothing was sent yet; a longer one is content."""
+"""The most characters of a call of which nothing was sent yet; a longer one is content."""
 GRID = 4096
 """Characters that are read at a time."""
 GAP = "\n\n"
-"""Between texts of one kind that something else parts."""
+"""The text between two texts of one kind that something else separates."""
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The parameters' JSON schemas, by the names of the tools."""
 
 _Action = Literal["call", "open", "close", "drop", "skip"]
-"""What a mark means: calls or a header begin; reasoning begins; it ends; nothing, with the space around it or alone."""
+"""The action at a mark: begin calls or a header; begin reasoning; end it; drop the mark with the space around it, or
+skip it alone."""
 
 
 class AnswerForm(NamedTuple):
-    """How an answer is written: the format of its calls and the marks of its reasoning. `special`: the marks that are
-    special tokens, which are never content. `schemas`: those of the tools that it may call."""
+    """The form of an answer: the format of its calls and the marks of its reasoning. `special`: the marks that are
+    special tokens, which are never content. `schemas`: the schemas of the tools that it may call."""
 
     tools: ToolFormat = NO_FORMAT
     style: Style = NO_STYLE
@@ -49,13 +50,13 @@ class AnswerForm(NamedTuple):
 
     @property
     def headers(self) -> Headers | None:
-        """Those of families that write an answer as several messages."""
+        """The headers of families that write an answer as several messages."""
         return self.tools.headers or self.style.headers
 
 
 class Bounds(NamedTuple):
-    """What holds for the calls of an answer. `enforced`: a grammar guarantees that all are well-formed. `single`: the
-    answer is over after its first call. `distinct`: it must be calls, and is over before one that it has made."""
+    """The rules for the calls of an answer. `enforced`: a grammar guarantees that all are well-formed. `single`: the
+    answer ends after its first call. `distinct`: it must be calls, and ends before a call that it has made already."""
 
     enforced: bool = False
     single: bool = False
@@ -63,7 +64,7 @@ class Bounds(NamedTuple):
 
 
 class _Marks:
-    """The marks to look for, and what each means."""
+    """The marks to search for, and the action at each."""
 
     def __init__(self, actions: Mapping[str, _Action]) -> None:
         self.actions = actions
@@ -71,14 +72,14 @@ class _Marks:
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
 
     def find(self, text: Reader) -> tuple[int, str]:
-        """Return the place of the first mark in what is to be read, and the mark; without one, the place from which
-        one may still come, and ""."""
+        """Return the place of the first mark in the unread text, and the mark; without one, the place from which one
+        may still come, and ""."""
         match = self._pattern.search(text.text, text.at)
         if match is None:
             return text.open_end(self.texts), ""
         rest = text.text[match.start() :]
         if not text.final and any(len(mark) > len(rest) and mark.startswith(rest) for mark in self.texts):
-            # A longer mark may still come of it.
+            # It may be the beginning of a longer mark.
             return match.start(), ""
         return match.start(), match[0]
 
@@ -98,27 +99,27 @@ class _Call:
         self.has_arguments = False
         """Whether its arguments have begun."""
         self.verbatim = False
-        """Whether its arguments are copied from the text; from `copied_to` on they are still to be copied."""
+        """Whether its arguments are copied from the text; the text from `copied_to` on is not copied yet."""
         self.copied_to = start
         self.unsent: list[str] = []
         """Arguments that were written and not sent."""
         self.written: list[str] = []
-        """All that were written, where the call may not be made once more."""
+        """All arguments that were written, where the call must not be repeated."""
         self.end = start
-        """The end of what was written of the arguments."""
+        """The end of the written part of the arguments."""
         self.twins: list[str] = []
-        """Arguments of earlier calls that those written so far, `num_written` characters, are the beginning of."""
+        """Arguments of earlier calls that begin with the arguments written so far, `num_written` characters."""
         self.num_written = 0
 
 
 class ToolParser:
-    """A `MessageParser` (see `outputs`). What reads a format calls its other methods, and its reader `text`.
+    """A `MessageParser` (see `outputs`). The reader of a format calls its other methods and reads from `text`.
 
     Args:
         read: reads the calls, or the header, at a mark of `form`; raises `IllFormed`.
-        form: how the answer is written.
+        form: the form of the answer.
         new_id: makes the ids of calls.
-        bounds: what holds for the calls.
+        bounds: the rules for the calls.
         inside: whether the answer begins as reasoning.
     """
 
@@ -147,17 +148,18 @@ class ToolParser:
         self._out: list[MessagePart] = []
         self._num_calls = 0
         self._past_calls: list[tuple[str, str]] = []
-        """Names and arguments of the calls that are not made once more: those in the reasoning, or all."""
+        """Names and arguments of the calls that must not be repeated: the calls in the reasoning, or all."""
         self._inside = inside
-        """Whether what is read is reasoning."""
+        """Whether the text at this place is reasoning."""
         self._thought: list[str] = []
         """The reasoning since it was last opened."""
         self._has_closed = False
         """Whether a reasoning has ended."""
         self._last_kind = ""
-        """What was sent last, "content" or "reasoning"; empty after a call or a mark that parts texts."""
+        """The kind of the last text sent, "content" or "reasoning"; empty after a call or a mark that separates
+        texts."""
         self._has_content = self._has_reasoning = False
-        # Whether only white space came since the start, a call or a reasoning.
+        # Whether only white space came since the start, the last call or the last reasoning.
         self._fresh = True
         self._framed = False
         """Whether a mark that takes the space after it was read just now."""
@@ -167,7 +169,7 @@ class ToolParser:
 
     def feed(self, text: str, final: bool, cut: bool = False) -> list[MessagePart]:
         self.is_limited = cut
-        # Cut at fixed places, so that giving up a call for its length does not depend on the pieces.
+        # Cut at fixed places, so that a call given up for its length does not depend on the pieces.
         while True:
             size = GRID - (self.text.base + len(self.text.text)) % GRID
             self._feed(text[:size], final and len(text) <= size)
@@ -205,7 +207,7 @@ class ToolParser:
         if self._call.name is not None or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise IllFormed
         if self._inside and name not in self.schemas:
-            # Reasoning may speak of calls.
+            # Reasoning may mention calls.
             raise IllFormed
         self._call.name, self._call.written_id = name, written_id
         self._call.twins = [arguments for past_name, arguments in self._past_calls if past_name == name]
@@ -256,7 +258,7 @@ class ToolParser:
             raise IllFormed
 
     def skip(self) -> None:
-        """Drop what was read since the mark: it begins no call, or it is a part of one that is never content."""
+        """Drop the text since the mark: it begins no call, or it is a part of a call that is never content."""
         name, written_id = self._call.name, self._call.written_id
         self._reset()
         self._call.name, self._call.written_id = name, written_id
@@ -270,7 +272,7 @@ class ToolParser:
         self.text.rewind(self._call.start)
 
     def turn(self, inside: bool) -> None:
-        """Read what follows as reasoning, or as content, the start of which it is."""
+        """Read the text from here on as reasoning, or as content that starts here."""
         self._has_closed = self._has_closed or (self._inside and not inside)
         self._inside, self._fresh, self._framed = inside, True, True
         self._thought.clear()
@@ -308,7 +310,7 @@ class ToolParser:
 
     def _next_mark(self) -> Reading[str | None]:
         """Send the text up to the next mark and return the mark, at which reading is; "" for one of `starts`. Return
-        None if the text ends before one."""
+        None if the text ends before a mark."""
         text, marks = self.text, self._marks[self._inside]
         while True:
             if self._framed:
@@ -325,7 +327,7 @@ class ToolParser:
             elif not mark:
                 place = min(place, partial)
             is_found = bool(mark) or start >= 0
-            # A token that means nothing does not take the space before it.
+            # A mark without meaning keeps the space before it.
             space = place if mark and marks.actions[mark] == "drop" else text.before_space(place)
             if is_found:
                 self._say(text.text[text.at : space])
@@ -336,7 +338,8 @@ class ToolParser:
                 return mark
             if text.final:
                 rest = text.text[text.at :]
-                # Right after a call, or where there must be calls, it is the beginning of one that a limit cut.
+                # Right after a call, or where there must be calls, the text is the beginning of a call that a limit
+                # cut.
                 begins = (*marks.texts, *self._starts)
                 is_begun = not self._inside and any(mark.startswith(rest.strip(SPACE)) for mark in begins)
                 is_after_call = self.is_limited and self._fresh and self._num_calls > 0
@@ -349,7 +352,7 @@ class ToolParser:
             yield
 
     def _opens(self, place: int, mark: str) -> bool:
-        """Whether a mark of reasoning is one: after other text it is only if it is a special token."""
+        """Return whether a text is a mark of reasoning: after other text it is one only if it is a special token."""
         if mark in self.form.special:
             return True
         is_first = not self._thought if self._inside else self._fresh
@@ -371,8 +374,8 @@ class ToolParser:
         return -1, len(text.text)
 
     def _give_up(self, is_call: bool) -> None:
-        """Take what was read for text. `is_call`: it can be nothing but a call if a limit has cut it, though text may
-        begin as some formats do, or quote a word that is a mark."""
+        """Give up the call: send the text since its mark as text. `is_call`: where a limit has cut it, it can only be a
+        call. Otherwise it may be text, which can begin as some formats do, or quote a word that is a mark."""
         self._catch_up()
         is_cut = self.text.is_cut and (self.enforced or (is_call and self.is_limited and not self._inside))
         self._stream(-1 if is_cut else HOLD)
@@ -383,14 +386,14 @@ class ToolParser:
             text = text if self._call.start else text.removeprefix(self._first_mark)
             self._say(self._call.space + self._special.sub("", text))
         if is_cut:
-            # A limit cut the call: what there is of it is no content.
+            # A limit cut the call: its beginning is not content.
             self.text.at = len(self.text.text)
         self._fresh = False
         self._reset()
 
     def _answer_at_last(self, cut: bool) -> None:
-        """Send reasoning that never ended as content too, where there is nothing else of an answer: the model has ended
-        it itself, or it is what came after the reasoning. `cut`: a limit ended the text."""
+        """Send reasoning that never ended as content too, where there is no other answer: the model itself has ended
+        the text, or the text came after an earlier reasoning. `cut`: a limit ended the text."""
         if self._inside and not self._has_content and not self._num_calls and (self._has_closed or not cut):
             text = "".join(self._thought).strip(SPACE)
             if text:
@@ -405,7 +408,7 @@ class ToolParser:
             self._call.copied_to = self.text.position
 
     def _stream(self, hold: int = HOLD) -> None:
-        """Send what there is of a call that is longer than `hold`, or of any under a grammar."""
+        """Send the part so far of a call that is longer than `hold`, or of any call under a grammar."""
         self._catch_up()
         call, hold = self._call, -1 if self.enforced else hold
         if call.name is not None and call.has_arguments and not call.twins and call.end - call.start > hold:
@@ -435,7 +438,7 @@ class ToolParser:
 
 
 def _actions(form: AnswerForm, inside: bool, enforced: bool) -> dict[str, _Action]:
-    """Return what each mark means in content, or `inside` the reasoning."""
+    """Return the action at each mark in content, or `inside` the reasoning."""
     tools, style = form.tools, form.style
     actions: dict[str, _Action] = dict.fromkeys(form.special, "drop")
     actions |= dict.fromkeys(style.answer, "skip")
@@ -444,7 +447,7 @@ def _actions(form: AnswerForm, inside: bool, enforced: bool) -> dict[str, _Actio
     if inside and form.headers is None:
         actions |= dict.fromkeys(style.closings, "close")
     if not inside or (form.schemas and not enforced):
-        # In reasoning, a call that a grammar does not hold to is none.
+        # Under a grammar, calls in the reasoning do not count: the grammar does not cover the reasoning.
         actions |= dict.fromkeys(filter(None, tools.all_openers()), "call")
     if form.headers is not None:
         actions |= dict.fromkeys(form.headers.ends, "close")

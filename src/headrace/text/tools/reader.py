@@ -1,8 +1,7 @@
 """`Reader` reads a text that comes in pieces as if it were whole: its generators pause where the text ends for now.
 
-Each generator either advances past what it reads or raises `IllFormed`; where it stops depends on the text alone, never
-on how it was cut. Holds the text that is not yet read. Called by `parser`, by the code that reads a format and by
-`reasoning`.
+Each generator either reads on or raises `IllFormed`; the place where it stops depends on the text alone, never on the
+cuts. Holds the text that is not yet read. Called by `parser`, by the code that reads a format and by `reasoning`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MAX_DEPTH = 64
 """Levels of arrays and objects in the arguments of a call."""
 MAX_NAME = 256
 MAX_FRAME_SPACE = 64
-"""Characters of white space before a mark, at most, that belong to it."""
+"""The most characters of white space before a mark that belong to it."""
 
 SPACE = " \t\r\n"
 _SPACES = re.compile(f"[{SPACE}]*")
@@ -47,12 +46,12 @@ class Reader:
         self.base = 0
         self.final = False
         self._pin: int | None = None
-        # Where a text was looked for that the end cut.
+        # The place of an earlier search for a text that the end cut.
         self._short = -1
 
     @property
     def position(self) -> int:
-        """Characters of the whole text that have been read."""
+        """The number of characters of the whole text that have been read."""
         return self.base + self.at
 
     @property
@@ -95,7 +94,7 @@ class Reader:
         """Unread the text since `position`, which was kept."""
         back = self.since(position)
         self.text, self.at, self.base = back + self.text[self.at :], 0, position
-        # The text before it is not needed again.
+        # The text before this place is not needed again.
         self._history.clear()
 
     def open_end(self, literals: Iterable[str]) -> int:
@@ -195,12 +194,12 @@ class Reader:
                 if self.final:
                     self.at = len(self.text)
                     raise IllFormed
-                # Read all but what may be the beginning of `literal`.
+                # Read all but an end that may be the beginning of `literal`.
                 self.at = max(self.at, len(self.text) - len(literal) + 1)
                 yield
 
     def while_matches(self, pattern: re.Pattern[str]) -> Reading[int]:
-        """Read characters as long as they match `pattern`, of the form `[...]+`; return how many there were."""
+        """Read characters as long as they match `pattern`, of the form `[...]+`; return their number."""
         start = self.position
         while True:
             match = pattern.match(self.text, self.at)

@@ -1,10 +1,10 @@
-"""`ResponseTemplate` reads a whole answer as a tokenizer's own `response_template` says.
+"""`ResponseTemplate` reads a whole answer by a tokenizer's own `response_template`.
 
 transformers defines the form (`utils/chat_parsing`, version 1): an answer is cut into regions, each of a field of the
-message, by the marks that open and close them; at most one field has no opening mark and gets all that is left. A later
-region of a field replaces an earlier one, unless the field `repeats`. Nothing is certain before the answer's end.
-Patterns are a stranger's, so that their work is bounded. Knows no tokens; `whole_parser` makes parts of an answer of
-what is read, `serve.call.dialect` finds the template.
+message, by the marks that open and close them; at most one field has no opening mark and gets the rest of the text. A
+later region of a field replaces an earlier one, unless the field `repeats`. No part is certain before the answer's end.
+Patterns come from strangers, so their work is bounded. Knows no tokens; `whole_parser` makes an answer's parts from the
+regions, `serve.call.dialect` finds the template.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FIELDS = 64
 
 
 class _Mark:
-    """What opens or closes regions: one of several texts, or a pattern."""
+    """A mark that opens or closes regions: one of several texts, or a pattern."""
 
     def __init__(self, texts: tuple[str, ...], pattern: str) -> None:
         self.is_pattern = not texts
@@ -32,7 +32,7 @@ class _Mark:
 
 
 class Field(NamedTuple):
-    """How a field of the message is written."""
+    """The form of a field of the message."""
 
     name: str
     opening: _Mark | None
@@ -69,8 +69,8 @@ class Region(NamedTuple):
 
 
 class ResponseTemplate:
-    """A template of version 1. Raises `ValueError`, with the reason, for one that is not of the form or can not be
-    read with Python's patterns."""
+    """A template of version 1. Raises `ValueError`, with the reason, for a template that does not have the form or has
+    patterns that Python cannot compile."""
 
     def __init__(self, spec: Any) -> None:
         if not isinstance(spec, dict) or spec.get("version", 1) != 1 or not spec.keys() <= _KEYS:
@@ -91,7 +91,8 @@ class ResponseTemplate:
         """All texts in the fields, as they would stand in an answer; marks are among them."""
 
     def begun(self, prompt: str) -> str:
-        """Return what the prompt has of the answer: all after the last anchor; "" without one. Raises `ValueError`."""
+        """Return the part of the answer that the prompt contains: all after the last anchor; "" without one. Raises
+        `ValueError`."""
         if self._anchor.is_pattern:
             response_values.check_cost([self._anchor.source], prompt)
         end = len(prompt)
@@ -100,15 +101,15 @@ class ResponseTemplate:
         return prompt[end:]
 
     def regions(self, text: str) -> list[Region]:
-        """Return the regions of an answer in their order; a part of no field is left out. Raises `ValueError` for one
-        that takes too long."""
+        """Return the regions of an answer in their order; text outside all fields is left out. Raises `ValueError` for
+        an answer that takes too long."""
         marks = [mark for field in self.fields.values() for mark in (field.opening, field.closing) if mark is not None]
         response_values.check_cost((mark.source for mark in marks if mark.is_pattern), text)
         return list(_Regions(self.fields.values(), self._rest, text))
 
 
 class _Regions:
-    """The regions of one text. A mark's next place is looked for once, however many regions there are."""
+    """The regions of one text. The next place of a mark is searched for once, however many regions there are."""
 
     def __init__(self, fields: Any, rest: Field | None, text: str) -> None:
         self._openings = [(field, field.opening.pattern) for field in fields if field.opening is not None]
@@ -139,13 +140,13 @@ class _Regions:
             is_whole = closing is not None or field.closing is None
             yield Region(field, captures, match.start(), (match.end(), body_end), after, is_whole)
             if closing is None or after == match.start():
-                # The answer ends, or marks without letters would be found for ever.
+                # The answer ends; without this, marks without letters would be found for ever.
                 return
             at = after
 
     def _next(self, at: int) -> tuple[re.Match[str] | None, Field | None]:
-        """Return the first mark from `at` on and the field that it opens, None if it closes the rest: of several at
-        one place the longest."""
+        """Return the first mark from `at` on (of several at one place the longest) and the field that it opens, None if
+        it closes the rest."""
         matches: list[tuple[int, int, int, str, re.Match[str], Field | None]] = []
         for field, pattern in self._openings:
             if (match := self._search(field.name, True, pattern, at)) is not None:

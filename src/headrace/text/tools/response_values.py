@@ -1,8 +1,8 @@
 """The values of the parts of an answer, as a tokenizer's `response_template` describes them: the ways to read a part
 (`content`), and the form into which it is put (`transform`).
 
-transformers defines the names and their meaning (`utils/chat_parsing`). A text that can not be read so raises
-`ValueError`. Patterns are a stranger's, so that their work is bounded. Called by `response_templates`.
+transformers defines the names and their meaning (`utils/chat_parsing`). A text that does not have the form raises
+`ValueError`. Patterns come from strangers, so their work is bounded. Called by `response_templates`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from headrace.grammar.backtracking import num_letters_in
 
 MAX_LETTERS = 50_000_000
-"""Letters, about and at most, that the search of all marks in an answer may compare."""
+"""The estimated number of letters, at most, that the search for all marks in an answer may compare."""
 LETTERS_A_CHARACTER = 2_000
-"""As many for each character of a part, so that many parts take no longer than one."""
+"""The bound on these letters for each character of a part, so that many parts take no longer than one."""
 MAX_DEPTH = 16
-"""Of ways to read inside each other, and of a transform."""
+"""The deepest nesting of ways to read, and of a transform."""
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _HIDDEN = re.compile("\x01([0-9]+)\x02")
 _KEY = re.compile(r"(?<=[{,])(\w+):")

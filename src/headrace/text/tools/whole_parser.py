@@ -1,9 +1,9 @@
-"""`WholeParser` reads an answer at its end, as a tokenizer's own `response_template` says.
+"""`WholeParser` reads an answer at its end, by a tokenizer's own `response_template`.
 
-The message is transformers' (`parse_response`), but for what the APIs promise: what the prompt has of the answer is not
-said again; a call that is not well-formed is content, and one that a limit cut is left out; special tokens are never
-content; reasoning that the model never ends is the answer where there is no other. Nothing is missed in a message: a
-field that is not `optional` may be absent. Knows no HTTP. Made by `serve.call.dialect`.
+The message is transformers' (`parse_response`), with the exceptions that the APIs require: the part of the answer in
+the prompt is not repeated; a call that is not well-formed is content, and one that a limit cut is left out; special
+tokens are never content; reasoning that the model never ends is the answer where there is no other. No field is
+required: also one that is not `optional` may be absent. Knows no HTTP. Made by `serve.call.dialect`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ logger = logging.getLogger("headrace.server")
 CALLS = "tool_calls"
 CONTENT = "content"
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of the fields; of several of the reasoning the first is taken."""
+"""Names of the fields of reasoning, of which the first one present is taken."""
 
 
 class WholeForm(NamedTuple):
-    """How answers are read. `special`: the special tokens that stand in their text. `schemas`: those of the tools;
-    None: there are no calls. `single`: only the first call is made."""
+    """The form of answers. `special`: the special tokens that stand in their text. `schemas`: the tools' schemas; None:
+    there are no calls. `single`: only the first call counts."""
 
     template: ResponseTemplate
     special: frozenset[str] = frozenset()
@@ -85,7 +85,7 @@ class WholeParser:
                 else:
                     calls = [*calls, *self._calls(value)] if field.repeats else self._calls(value)
             except (ValueError, RecursionError):
-                # All of it is content, as is a call of our own formats that is not well-formed.
+                # All of it is content, as for a call in one of our own formats that is not well-formed.
                 unread.append(text[max(region.start, num_begun) : region.end])
         content = self._said(message, CONTENT)
         reasoning = next(filter(None, (self._said(message, name) for name in REASONING)), "")
@@ -126,7 +126,7 @@ class WholeParser:
 def _written(value: Any) -> str:
     """Return the JSON of a value. Raises `ValueError` where there is none."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # JSON can spell half of a character, which no answer can be sent with.
+    # JSON can spell half of a surrogate pair, which cannot be sent in an answer.
     return json.dumps(value) if re.search("[\ud800-\udfff]", text) else text
 
 
@@ -144,7 +144,7 @@ def _put(message: dict[str, Any], region: Region, value: Any) -> None:
 
 
 def _typed(schema: Mapping[str, Any], key: str, value: Any) -> Any:
-    """Return an argument as its schema has it: a text may be written where another value is meant."""
+    """Return an argument in the type of its schema: a model may write a text in place of another value."""
     if isinstance(value, str):
         argument = Argument(schema, key)
         return value if argument.types is None else json.loads(argument.value(value))

@@ -10,7 +10,7 @@ from tests.support.server import Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.serve.apis.openai.completions import form_of
+from headrace.serve.apis.openai.completions import answer_form
 from headrace.serve.call.schema import ChatCompletionRequest, CompletionRequest, parse
 from headrace.text.tokenizer import Tokenizer
 
@@ -82,8 +82,8 @@ def test_a_stream_begins_with_the_role_alone_and_ends_without_text(live: Live, m
 def test_a_grammar_and_a_schema_have_names_of_their_own(live: Live) -> None:
     grammar = 'root ::= "a"{3}'
     for kind, body in ((CompletionRequest, {"prompt": "x"}), (ChatCompletionRequest, {"messages": MESSAGES})):
-        assert form_of(parse(kind, body | {"grammar": grammar}))[0] == StructuredOutputs(grammar=grammar)
-        schema, spelling = form_of(parse(kind, body | {"json_schema": {"const": 42}}))
+        assert answer_form(parse(kind, body | {"grammar": grammar}))[0] == StructuredOutputs(grammar=grammar)
+        schema, spelling = answer_form(parse(kind, body | {"json_schema": {"const": 42}}))
         assert schema == StructuredOutputs(json={"const": 42})
         assert spelling["structured_outputs"] == "json_schema"
     for more, field in (

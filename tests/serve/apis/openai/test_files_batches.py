@@ -168,7 +168,7 @@ def test_an_upload_is_stored_byte_for_byte(preamble: bytes) -> None:
     head = FILE.replace("a.jsonl", 't\u00e4glich; \\"1\\".jsonl') + "\r\nContent-Type: application/octet-stream"
     content_type, body = form((head, content), (field("purpose"), b"batch"))
     fields, uploads = multipart.parse_form(content_type, preamble + body)
-    assert uploads == {"file": multipart.Upload('t\u00e4glich; "1".jsonl', content)}
+    assert uploads == {"file": multipart.UploadedPart('t\u00e4glich; "1".jsonl', content)}
     assert fields == {"purpose": "batch"}
 
 

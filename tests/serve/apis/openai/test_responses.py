@@ -31,7 +31,7 @@ from headrace.protocol.step import Finish, Request, TokenLogprob
 from headrace.serve.apis.openai.responses import ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Output, response_object
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
-from headrace.serve.apis.openai.responses_replay import Entry
+from headrace.serve.apis.openai.responses_replay import StoredResponse
 from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.storage.store import Store
@@ -208,9 +208,9 @@ async def read_scripted(
     call = ChatCall(messages=[], sampling={"logprobs": 0})
     responses = Responses(Store("resp_", None, max_items=1, max_bytes=2**20, evict=True), Writers())
     chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"], parser)
-    request, _ = read({"input": "A", "stream": stream})
-    entry = Entry(response=response_object("fake", request, chat, "resp_1"), input=[], history=[])
-    answer = ResponseAnswer(responses, request, chat, entry)
+    request, shared = read({"input": "A", "stream": stream})
+    entry = StoredResponse(response=response_object("fake", request, chat, "resp_1"), input=[], history=[])
+    answer = ResponseAnswer(responses, request, chat, entry, chat_call(request, shared)[1])
     if not stream:
         return json.loads(msgspec.json.encode(await answer.whole())), []
     events = [json.loads(raw.split(b"data: ")[1]) async for raw in answer.events()]

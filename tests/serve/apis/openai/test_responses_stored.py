@@ -16,7 +16,7 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.openai.conversations import Conversations
 from headrace.serve.apis.openai.responses_events import Event
-from headrace.serve.apis.openai.responses_replay import Kept, Replay
+from headrace.serve.apis.openai.responses_replay import EncodedResponse, Replay
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
 from headrace.text.tokenizer import Tokenizer
@@ -98,7 +98,7 @@ def test_a_response_in_the_background_is_streamed_while_it_runs(live: Live, clie
 def test_control_a_response_stored_without_cuts_is_replayed_in_one_piece(live: Live) -> None:
     stream = live.post("/v1/responses", {"input": "hi", "stream": True, "max_output_tokens": 20}).text
     responses = live.app.state.lifespan.storage.responses
-    entry = responses._read(id_of(stream), Kept)
+    entry = responses._read(id_of(stream), EncodedResponse)
     assert len(entry.cuts) > 1
     replay = Replay(entry.response, [])
     events: list[Event] = [*replay.opening(), *replay.advance()]

@@ -19,7 +19,7 @@ from headrace.serve.apis.anthropic.blocks import readable
 from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import sampling_of, spelling_of, takes_parameters
-from headrace.text.messages import ChatMessage, ToolCall
+from headrace.text.messages import ChatMessage, PastCall
 from headrace.text.tools.choice import ToolFields, ToolUse
 
 IGNORED = {
@@ -201,7 +201,7 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[Ch
         return [ChatMessage(role=turn.role, content=turn.content)]
     messages: list[ChatMessage] = []
     texts: list[str] = []
-    calls: list[ToolCall] = []
+    calls: list[PastCall] = []
     reasoning = ""
     for index, block in enumerate(turn.content):
         where = f"{field}.content[{index}]"
@@ -217,7 +217,7 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[Ch
         elif turn.role != "assistant":
             raise RequestError(f"{where}.type", _tag(block), "in a message of the assistant's")
         elif isinstance(block, ToolUseBlock):
-            calls.append(ToolCall.of(block.id, block.name, block.input, f"{where}.input"))
+            calls.append(PastCall.of(block.id, block.name, block.input, f"{where}.input"))
         elif isinstance(block, ThinkingBlock):
             reasoning += block.thinking
         else:
@@ -295,7 +295,7 @@ def _tool(tool: Tool, field: str) -> dict[str, Any]:
 
 
 def marks_cache(request: CountTokensRequest) -> bool:
-    """Whether any part of the request carries `cache_control`."""
+    """Return whether any part of the request has `cache_control`."""
     blocks: list[Any] = [request, *(request.tools or [])]
     blocks += request.system if isinstance(request.system, list) else []
     for message in request.messages:

@@ -34,7 +34,7 @@ from headrace.serve.apis.ollama import reply
 from headrace.serve.apis.ollama.reply import API, NDJSON, line
 from headrace.serve.apis.ollama.request import CopyRequest, CreateRequest, Options, ShowRequest, read_options, warn_of
 from headrace.serve.call.call import spelled
-from headrace.serve.call.models import Entry, ModelSet, Running
+from headrace.serve.call.models import ModelEntry, ModelSet, Running
 from headrace.serve.call.parsing import WarningLines, convert
 from headrace.serve.call.sampling import sampling_of, spelling_of
 from headrace.serve.errors import CallError
@@ -56,13 +56,13 @@ SHAPING = {
     "modelfile": "send files, or a model in from",
     "path": "send files, or a model in from",
 }
-"""Fields of Ollama's create that are not supported, and what to do instead."""
+"""Fields of Ollama's create that are not supported, each with the alternative."""
 GO_TEMPLATE = re.compile(r"\{\{-?\s*([.$]|(if|range|with|define|block|template)\b)")
 """The beginning of an action in Go's templates, which Jinja does not take."""
 OLLAMA_NAMES = names_in(OLLAMA)
 
 
-class Upload(NamedTuple):
+class UploadedFile(NamedTuple):
     """A file that was sent: where it lies, and its digest."""
 
     path: Path
@@ -206,7 +206,7 @@ class Library:
 
     # -- uploads
 
-    async def read_upload(self, request: Request) -> Upload:
+    async def read_upload(self, request: Request) -> UploadedFile:
         """Write a body to a file of the folder. Raises the errors of `limits`, `RequestError` for a wrong digest."""
         files = self._files()
         files.blob(request.path_params["digest"])
@@ -232,9 +232,9 @@ class Library:
             if isinstance(error, OSError):
                 raise HeadraceError(f"the file can not be kept: {os.strerror(error.errno or 0)}") from error
             raise
-        return Upload(path, f"sha256:{digest.hexdigest()}")
+        return UploadedFile(path, f"sha256:{digest.hexdigest()}")
 
-    async def keep_upload(self, digest: str, upload: Upload) -> Response:
+    async def keep_upload(self, digest: str, upload: UploadedFile) -> Response:
         """Keep a file of a model that will be created."""
         if upload.digest != digest:
             upload.path.unlink(missing_ok=True)
@@ -282,7 +282,7 @@ class Library:
                     yield progress
                 await self.models.unload(target)
 
-    def _end_of(self, entry: Entry) -> str:
+    def _end_of(self, entry: ModelEntry) -> str:
         seconds = self.models.expires_in(entry)
         try:
             return _date(datetime.now(UTC) + timedelta(seconds=seconds))

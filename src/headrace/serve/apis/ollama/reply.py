@@ -193,7 +193,7 @@ class OllamaAnswer(Readable):
     media_type = NDJSON
 
     def __init__(self, answer: Answer, request: GenerationRequest, chat: bool, ids: bool) -> None:
-        # Ollama's API streams unless a request says otherwise.
+        # Ollama's API streams unless a request has "stream": false.
         super().__init__(answer, request.stream is not False)
         self._request = request
         self._chat = chat

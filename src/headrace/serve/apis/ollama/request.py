@@ -12,7 +12,7 @@ from headrace.protocol.errors import UnsupportedError
 from headrace.protocol.parameters import OLLAMA
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import takes_parameters
-from headrace.text.messages import LEFT_OUT, ChatMessage, ToolCall, check_role, first_new, placeholder
+from headrace.text.messages import LEFT_OUT, ChatMessage, PastCall, check_role, first_new, placeholder
 
 LOADING = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
@@ -174,7 +174,7 @@ def messages_of(turns: Sequence[Message], warnings: Warnings) -> list[ChatMessag
 
 def _message_of(turn: Message, field: str) -> ChatMessage:
     calls = [
-        ToolCall.of(
+        PastCall.of(
             call.id or f"call_{index}",
             call.function.name,
             call.function.arguments,

@@ -32,7 +32,7 @@ from headrace.text.outputs import MessagePart, RequestState, TextDelta
 DONE = b"data: [DONE]\n\n"
 
 
-class Reply(Readable):
+class OpenAIAnswer(Readable):
     """A reply to an accepted call."""
 
     answer: Answer
@@ -188,7 +188,7 @@ class Reply(Readable):
         """Return the chunks before an answer's first piece."""
 
 
-class CompletionReply(Reply):
+class CompletionAnswer(OpenAIAnswer):
     reply_type = reply.Completion
     chunk_type = reply.CompletionChunk
 
@@ -255,7 +255,7 @@ class CompletionReply(Reply):
         return fields
 
 
-class ChatReply(Reply):
+class ChatAnswer(OpenAIAnswer):
     reply_type = reply.ChatCompletion
     chunk_type = reply.ChatCompletionChunk
 

@@ -1,11 +1,11 @@
 """OpenAI's /v1/batches: files of requests, answered in the background by the engine that serves all other requests.
 
 The batches of one holder run one at a time, oldest first; batches of several holders run at the same time and share the
-open lines (`serve.storage.turns`). No new line starts while other requests wait: interactive requests go first. Answers
-are on the disk, in the output files, before they are counted; all that ended meanwhile are written at once. With a
-storage folder the next server continues a batch that this one did not finish, behind the lines that are counted. A
-batch waits while the disk is full or fails, and while its holder's share of the storage is full. Knows files and lines,
-and no HTTP.
+open lines (`serve.storage.fair_semaphore`). No new line starts while other requests wait: interactive requests go
+first. Answers are on the disk, in the output files, before they are counted; all that ended meanwhile are written at
+once. With a storage folder the next server continues a batch that this one did not finish, behind the lines that are
+counted. A batch waits while the disk is full or fails, and while its holder's share of the storage is full. Knows files
+and lines, and no HTTP.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from headrace.serve.apis.openai.reply import Page
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_metadata
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, custom_id_of, has_failed, read_line, refusal
+from headrace.serve.storage.fair_semaphore import FairSemaphore
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
-from headrace.serve.storage.turns import Turns
 from headrace.serve.storage.writers import Writers
 
 logger = logging.getLogger("headrace.server")
@@ -134,7 +134,7 @@ class Batches:
     ) -> None:
         self.store, self.files, self.writers, self.answerer = store, files, writers, answerer
         self.concurrency = concurrency
-        self._turns = Turns(concurrency, num_others)
+        self._permits = FairSemaphore(concurrency, num_others)
         self._wake = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         # By holder: the batch that runs, the task that oversees it, and the task that answers its lines.
@@ -281,7 +281,7 @@ class Batches:
         lines = lines_of(raw, card["endpoint"], {number for name, number in numbers.items() if name not in done})
 
         def answer(line: Line) -> Awaitable[dict[str, Any]]:
-            return self.answerer.answer(line, self._turns.turn)
+            return self.answerer.answer(line, self._permits.permit)
 
         seconds = card["expires_at"] - time.time()
         try:
@@ -342,7 +342,7 @@ class Batches:
         return done
 
     def _lines(self, card: Mapping[str, Any], name: str) -> list[bytes]:
-        """The lines of an output file that are counted."""
+        """Return the lines of an output file that are counted."""
         return self.files.store.body(card[name])[: card["_sizes"][name]].splitlines()
 
     def _keep(self, batch_id: str, outputs: Sequence[Mapping[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import OPENAI
 from headrace.serve import routing
-from headrace.serve.apis.openai.answers import ChatReply, CompletionReply
+from headrace.serve.apis.openai.answers import ChatAnswer, CompletionAnswer
 from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
 from headrace.serve.call.call import ChatCall, TextCall, chat_of, spelled
 from headrace.serve.call.models import ModelSet
@@ -68,7 +68,7 @@ GUIDED = {
 }
 
 
-async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionReply:
+async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionAnswer:
     """OpenAI's text completions.
 
     Raises `HeadraceError`s of all kinds.
@@ -76,10 +76,10 @@ async def complete(model: ServedModel, body: dict[str, Any]) -> CompletionReply:
     request = parse(CompletionRequest, body)
     model.check_model(request.model)
     call = text_call(request)
-    return CompletionReply(await model.complete(call), call, model)
+    return CompletionAnswer(await model.complete(call), call, model)
 
 
-async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
+async def chat(model: ServedModel, body: dict[str, Any]) -> ChatAnswer:
     """OpenAI's chat completions.
 
     Raises `HeadraceError`s of all kinds.
@@ -87,7 +87,7 @@ async def chat(model: ServedModel, body: dict[str, Any]) -> ChatReply:
     request = parse(ChatCompletionRequest, body)
     model.check_model(request.model)
     call = chat_call(request)
-    return ChatReply(await model.chat(call), call, model)
+    return ChatAnswer(await model.chat(call), call, model)
 
 
 def text_call(request: CompletionRequest) -> TextCall:
@@ -204,7 +204,7 @@ def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
         raise RequestError("stream_options", "an object", "left out unless stream is true")
     if stream and request.best_of is not None and request.best_of > (request.n or 1):
         raise RequestError("best_of", request.best_of, "left out of a stream, or n: the best are known at the end")
-    form, spelling = form_of(request)
+    form, spelling = answer_form(request)
     values = {name: getattr(request, name) for name in PASSED_ON}
     alike = {name: getattr(request, name) for name in CALL_FIELDS}
     return {
@@ -218,7 +218,7 @@ def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
     }
 
 
-def form_of(request: Sampled) -> tuple[StructuredOutputs | None, dict[str, str]]:
+def answer_form(request: Sampled) -> tuple[StructuredOutputs | None, dict[str, str]]:
     """Return the form that a request requires, and the spelling by which errors about it name its field.
 
     Raises `RequestError` for an invalid form, and for more than one.
@@ -304,8 +304,8 @@ def as_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | lis
 def add_routes(app: Starlette, models: ModelSet) -> None:
     """Add `/v1/completions`, `/v1/chat/completions`, `/detokenize` and `/v1/models`."""
     for path, function, request_type, reply_type in (
-        ("/v1/completions", complete, CompletionRequest, CompletionReply),
-        ("/v1/chat/completions", chat, ChatCompletionRequest, ChatReply),
+        ("/v1/completions", complete, CompletionRequest, CompletionAnswer),
+        ("/v1/chat/completions", chat, ChatCompletionRequest, ChatAnswer),
     ):
         routing.post(
             app,

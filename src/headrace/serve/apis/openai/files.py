@@ -24,7 +24,7 @@ from headrace.serve import routing
 from headrace.serve.apis.openai.reply import Deleted, Page
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.gates.limits import read_body
-from headrace.serve.storage.multipart import Form, parse_form
+from headrace.serve.storage.multipart import FormData, parse_form
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
 
@@ -175,7 +175,7 @@ def size_of(items: Sequence[msgspec.Raw]) -> int:
     return sum(map(len, items)) // 16
 
 
-async def read_form(request: Request) -> Form:
+async def read_form(request: Request) -> FormData:
     """Return the parts of an upload's body. Raises `RequestError` and the errors of `limits`."""
     async with read_body(request.scope, request.receive, MAX_FILE_BYTES) as body:
         return await asyncio.to_thread(parse_form, request.headers.get("content-type", ""), body)
@@ -184,7 +184,7 @@ async def read_form(request: Request) -> Form:
 def add_routes(app: Starlette, files: Files, writers: Writers) -> None:
     """/v1/files."""
 
-    async def create(form: Form) -> FileObject:
+    async def create(form: FormData) -> FileObject:
         """Upload a file."""
         fields, uploads = form
         purpose = fields.pop("purpose", None)

@@ -2,7 +2,7 @@
 
 Whole replies and chunks of a stream are built from the same parts, so that the two agree; the OpenAPI document is made
 from the same structs. A field whose type has `UnsetType` is left out of the JSON where it is `UNSET`. Called by the
-modules beside it. Knows no HTTP and no engine.
+modules of its folder. Knows no HTTP and no engine.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -26,6 +26,7 @@ from headrace.engine.generation import off_loop, width
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.serve import errors
+from headrace.serve.apis.openai import responses_replay as replay
 from headrace.serve.apis.openai.conversations import Conversations
 from headrace.serve.apis.openai.files import NotFoundError, size_of
 from headrace.serve.apis.openai.reply import Deleted
@@ -34,6 +35,7 @@ from headrace.serve.apis.openai.responses_events import (
     ConversationRef,
     Event,
     IncompleteDetails,
+    InputTokens,
     Output,
     ReasoningTokens,
     ResponseError,
@@ -55,10 +57,9 @@ from headrace.serve.apis.openai.responses_input import (
     response_of_item,
     without_hosted,
 )
-from headrace.serve.apis.openai.responses_replay import RUNNING, Entry, Items, Kept, StoredStream, Written, snapshot
-from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
+from headrace.serve.apis.openai.responses_tools import ClientTools
 from headrace.serve.call.call import Answer, ChatCall, spelled
-from headrace.serve.call.parsing import WarningLines, Warnings
+from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import Explain, ServedModel, no_explanations
 from headrace.serve.routing import Readable, free_lists, json_in_parts, json_pieces, large_event, large_response
@@ -67,17 +68,9 @@ from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
 
 logger = logging.getLogger("headrace.server")
-T = TypeVar("T", Kept, Items, Written)
+T = TypeVar("T", replay.EncodedResponse, replay.ResponseItems, replay.RawResponse)
 
 MAX_BACKGROUND = 256
-
-
-class InputTokens(msgspec.Struct, kw_only=True):
-    """POST /v1/responses/input_tokens."""
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
-    warnings: WarningLines = UNSET
 
 
 class ResponseAnswer(Readable):
@@ -86,7 +79,7 @@ class ResponseAnswer(Readable):
     answer: Answer
 
     def __init__(
-        self, api: Responses, request: ResponsesRequest, chat: Answer, entry: Entry, tools: ClientTools = NO_TOOLS
+        self, api: Responses, request: ResponsesRequest, chat: Answer, entry: replay.StoredResponse, tools: ClientTools
     ) -> None:
         super().__init__(chat, bool(request.stream))
         self.api, self.request, self.entry, self.response = api, request, entry, entry.response
@@ -139,7 +132,7 @@ class ResponseAnswer(Readable):
     def close(self) -> None:
         """Abort. A stored response that had not ended is "cancelled" then."""
         super().close()
-        if self.response.status in RUNNING:
+        if self.response.status in replay.RUNNING:
             self.output.end("incomplete")
             self.response.status = "cancelled"
             self._wake()
@@ -148,10 +141,10 @@ class ResponseAnswer(Readable):
         if not self.request.background and (self.stream or self.response.status not in ("completed", "incomplete")):
             self.leave()
 
-    def follow(self, after: int = -1) -> StoredStream:
+    def follow(self, after: int = -1) -> replay.StoredStream:
         """Return the events of a response that runs in the background."""
         self._num_readers += 1
-        return StoredStream(self.response, self.output.cuts, after, lambda: self.change, self.leave)
+        return replay.StoredStream(self.response, self.output.cuts, after, lambda: self.change, self.leave)
 
     def leave(self) -> None:
         """Note the end of a reader, the answer or a stream. The last frees a stored response in slices, on a thread."""
@@ -266,7 +259,8 @@ class Responses:
         call, tools = chat_call(request, shared)
         chat = await self._chat(model, request, call, without_hosted(named, call.warnings), size_of(history))
         response = response_object(model.name, request, chat, response_id)
-        answer = ResponseAnswer(self, request, chat, Entry(response=response, input=items, history=history), tools)
+        entry = replay.StoredResponse(response=response, input=items, history=history)
+        answer = ResponseAnswer(self, request, chat, entry, tools)
         answer.explain = model.explain
         if stored:
             try:
@@ -352,10 +346,10 @@ class Responses:
         """Return a response as it is now, a stored one as it was written. Raises `NotFoundError`, `StorageError`."""
         answer = self._running(response_id)
         if answer is not None:
-            return await large_response(snapshot(answer.response), answer.answer.size)
-        return json_in_parts((await self.writers.run(self._read, response_id, Written)).response)
+            return await large_response(replay.snapshot(answer.response), answer.answer.size)
+        return json_in_parts((await self.writers.run(self._read, response_id, replay.RawResponse)).response)
 
-    async def stream(self, response_id: str, starting_after: str | None) -> StoredStream:
+    async def stream(self, response_id: str, starting_after: str | None) -> replay.StoredStream:
         """Return the events of a response after the one with a number. Raises the errors of `read`, and
         `RequestError`."""
         if starting_after is not None and not re.fullmatch("[0-9]{1,9}", starting_after):
@@ -364,15 +358,15 @@ class Responses:
         answer = self._running(response_id)
         if answer is not None:
             return answer.follow(after)
-        entry = await self.writers.run(self._read, response_id, Kept)
-        if entry.response.status in RUNNING:
+        entry = await self.writers.run(self._read, response_id, replay.EncodedResponse)
+        if entry.response.status in replay.RUNNING:
             raise RequestError("stream", "true", "false: the call that made this response has its stream")
-        return StoredStream(entry.response, entry.cuts, after)
+        return replay.StoredStream(entry.response, entry.cuts, after)
 
     async def items(self, response_id: str) -> list[msgspec.Raw]:
         """Return the input of a response, oldest first, without the items of earlier responses. Raises
         `NotFoundError`."""
-        items: Items = await self.writers.run(self._read, response_id, Items)
+        items: replay.ResponseItems = await self.writers.run(self._read, response_id, replay.ResponseItems)
         return items.input
 
     async def cancel(self, response_id: str) -> Response:
@@ -381,7 +375,8 @@ class Responses:
         Raises `NotFoundError`, `RequestError`.
         """
         running = self._running(response_id)
-        if running is None and not (await self.writers.run(self._read, response_id, Items)).response.background:
+        items = None if running else await self.writers.run(self._read, response_id, replay.ResponseItems)
+        if items is not None and not items.response.background:
             raise RequestError("response_id", response_id, "that of a response in the background")
         if response_id in self._background:
             answer, task = self._background[response_id]
@@ -403,12 +398,12 @@ class Responses:
         await self.writers.run(self.store.delete, response_id)
         return Deleted(id=response_id, object="response", deleted=True)
 
-    async def keep(self, entry: Entry) -> None:
+    async def keep(self, entry: replay.StoredResponse) -> None:
         """Store the final state of a response, if it is stored and was not deleted."""
         if entry.response.store:
             await self.writers.run(self._keep, entry)
 
-    async def add_to_conversation(self, entry: Entry) -> None:
+    async def add_to_conversation(self, entry: replay.StoredResponse) -> None:
         """Add the input and output of a response to its conversation, if it has one. A failure is logged alone."""
         response = entry.response
         if self.conversations is None or not isinstance(response.conversation, ConversationRef):
@@ -418,7 +413,7 @@ class Responses:
         except HeadraceError as error:
             logger.warning("response %s is not added to its conversation: %s", response.id, error)
 
-    def keep_later(self, entry: Entry) -> None:
+    def keep_later(self, entry: replay.StoredResponse) -> None:
         """Store the final state of a response whose caller is gone."""
         response_id = entry.response.id
         if entry.response.store:
@@ -426,7 +421,7 @@ class Responses:
             self.keeping[response_id] = task
             task.add_done_callback(lambda _: self.keeping.pop(response_id))
 
-    def _keep(self, entry: Entry) -> None:
+    def _keep(self, entry: replay.StoredResponse) -> None:
         response_id = entry.response.id
         if response_id not in self.store:
             return
@@ -469,14 +464,14 @@ class Responses:
 
     def _items(self, response_id: str) -> dict[str, dict[str, Any]]:
         """Return the input and output items of a response, by their ids. Raises `NotFoundError`."""
-        entry = self._read(response_id, Items)
+        entry = self._read(response_id, replay.ResponseItems)
         return {item["id"]: item for item in map(past_item, [*entry.input, *entry.response.output])}
 
     def _history(self, response_id: str) -> list[msgspec.Raw]:
         """Return the input and output of a response, and of the responses before it. Raises `NotFoundError`, and
         `RequestError` if it still runs."""
-        entry = self._read(response_id, Items)
-        if entry.response.status in RUNNING or response_id in self._background:
+        entry = self._read(response_id, replay.ResponseItems)
+        if entry.response.status in replay.RUNNING or response_id in self._background:
             raise RequestError("previous_response_id", response_id, "that of a response which has ended")
         return [*entry.history, *entry.input, *entry.response.output]
 
@@ -492,9 +487,9 @@ class Responses:
     def _settle(self, response_id: str) -> None:
         """Mark a response that an earlier server did not finish as failed."""
         try:
-            entry = self._read(response_id, Kept)
+            entry = self._read(response_id, replay.EncodedResponse)
         except (NotFoundError, StorageError):
             return  # the log has the reason
-        if entry.response.status in RUNNING:
+        if entry.response.status in replay.RUNNING:
             error = ResponseError(code="server_error", message="the server ended before this response did")
             self._keep(replace(entry, response=replace(entry.response, status="failed", error=error)))

@@ -100,6 +100,14 @@ class TextSettings(msgspec.Struct, kw_only=True):
     verbosity: str
 
 
+class InputTokens(msgspec.Struct, kw_only=True):
+    """POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+    warnings: WarningLines = UNSET
+
+
 class ConversationRef(msgspec.Struct, kw_only=True):
     """The conversation that a response is a part of."""
 

@@ -22,7 +22,7 @@ from headrace.serve.call.call import ChatCall, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.sampling import engine_values
 from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_labels, check_metadata, parse
-from headrace.text.messages import LEFT_OUT, ChatMessage, ToolCall, first_new, placeholder
+from headrace.text.messages import LEFT_OUT, ChatMessage, PastCall, first_new, placeholder
 from headrace.text.tools.custom import arguments
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -322,7 +322,7 @@ def messages_of(instructions: str | None, items: Sequence[NamedItem], warnings: 
             call_id, name, value = (_string(item, part, field) for part in ("call_id", "name", CALLS[kind]))
             names[call_id] = name = flat_name(item.get("namespace"), name)
             values = value if kind == "function_call" else arguments(value)
-            _turn(messages).tool_calls.append(ToolCall.of(call_id, name, values, f"{field}.{CALLS[kind]}"))
+            _turn(messages).tool_calls.append(PastCall.of(call_id, name, values, f"{field}.{CALLS[kind]}"))
         elif kind in OUTPUTS:
             call_id = _string(item, "call_id", field)
             extra = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})

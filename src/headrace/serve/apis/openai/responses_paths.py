@@ -13,8 +13,8 @@ from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.files import PAGE, large_page
 from headrace.serve.apis.openai.reply import Deleted, Page
-from headrace.serve.apis.openai.responses import InputTokens, ResponseAnswer, Responses
-from headrace.serve.apis.openai.responses_events import Event, ResponseObject
+from headrace.serve.apis.openai.responses import ResponseAnswer, Responses
+from headrace.serve.apis.openai.responses_events import Event, InputTokens, ResponseObject
 from headrace.serve.apis.openai.responses_input import ResponsesRequest
 from headrace.serve.apis.openai.responses_replay import StoredStream
 from headrace.serve.call.models import ModelSet

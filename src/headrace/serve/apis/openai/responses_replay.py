@@ -1,7 +1,7 @@
 """A stored response, or one that runs in the background, as the events of its stream, with the same numbers and bytes.
 
-The items have all text; `Entry.cuts` holds the places where the stream cut it into deltas. So a client that lost a
-stream continues after the last event that it received. Knows no engine; called by `responses`.
+The items have all text; `StoredResponse.cuts` holds the places where the stream cut it into deltas. So a client that
+lost a stream continues after the last event that it received. Knows no engine; called by `responses`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ENDS = ("completed", "incomplete", "failed")
 """States that have an event; a cancelled response ends with the event of an incomplete one."""
 
 
-TURN = 64
+EVENTS_A_SLICE = 64
 """The number of events after which other tasks run."""
 
 
-class Entry(msgspec.Struct, kw_only=True):
+class StoredResponse(msgspec.Struct, kw_only=True):
     """A response as it is stored: the object, its input, the items that came before, and the cuts of its stream."""
 
     response: ResponseObject
@@ -39,33 +39,33 @@ class Entry(msgspec.Struct, kw_only=True):
     cuts: list[Cut] = []
 
 
-class KeptText(OutputText, kw_only=True):
+class EncodedText(OutputText, kw_only=True):
     logprobs: list[msgspec.Raw] | UnsetType = UNSET  # type: ignore[assignment]
 
 
-class KeptItem(OutputItem, kw_only=True):
-    content: list[KeptText] | UnsetType = UNSET  # type: ignore[assignment]
+class EncodedItem(OutputItem, kw_only=True):
+    content: list[EncodedText] | UnsetType = UNSET  # type: ignore[assignment]
 
 
-class KeptResponse(ResponseObject, kw_only=True):
-    output: list[KeptItem]  # type: ignore[assignment]
+class EncodedResponseObject(ResponseObject, kw_only=True):
+    output: list[EncodedItem]  # type: ignore[assignment]
 
 
-class Kept(Entry, kw_only=True):
+class EncodedResponse(StoredResponse, kw_only=True):
     """A stored response as it is read: log-probabilities and items stay encoded, because decoding many of them holds
     the interpreter's lock."""
 
-    response: KeptResponse
+    response: EncodedResponseObject
     input: list[msgspec.Raw]
 
 
-class Written(msgspec.Struct):
+class RawResponse(msgspec.Struct):
     """The object of a stored response, still encoded."""
 
     response: msgspec.Raw
 
 
-class Items(msgspec.Struct):
+class ResponseItems(msgspec.Struct):
     """The items of a stored response: its output, its input, and the items before it."""
 
     class Response(msgspec.Struct):
@@ -110,7 +110,7 @@ class Replay:
 
     def advance(self) -> Iterator[Event]:
         """Yield the events since the last call, the final ones too if the response has ended. Text that comes meanwhile
-        is in these events or in those of the next call."""
+        is in these events or in the next call's."""
         response, has_ended = self._response, self._response.status not in RUNNING
         while self._num_closed < len(response.output):
             item = response.output[self._num_closed]
@@ -227,7 +227,7 @@ class StoredStream(Readable):
         while True:
             change, has_ended = self._change(), self._response.status not in RUNNING
             for event in itertools.chain(opening, self._replay.advance()):
-                if event.sequence_number % TURN == 0:
+                if event.sequence_number % EVENTS_A_SLICE == 0:
                     await asyncio.sleep(0)
                 if event.sequence_number > self._after:
                     rows = event.logprobs or []

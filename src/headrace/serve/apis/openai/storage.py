@@ -1,6 +1,6 @@
 """`Storage`: the data that the server keeps for its clients: files, batches, stored responses and conversations.
 
-`serve.app` passes its numbers. Knows the modules beside it and no config.
+`serve.app` passes its numbers. Knows the modules of its folder and no config.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ export function floatOf(code, format) {
   return signed * 2 ** (power - bias) * (1 + fraction / 2 ** mantissa);
 }
 
-/** The code of the nearest float, the even one of two. Of 32 bits: that of the number as it is. */
+/** Return the code of the nearest float, the even one of two. With 32 bits, it is the code of the number itself. */
 export function codeOf(number, format) {
   if (format.mantissa === 23) return new Uint32Array(new Float32Array([number]).buffer)[0];
   const half = 2 ** (format.exponent + format.mantissa);

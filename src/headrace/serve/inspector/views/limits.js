@@ -1,4 +1,4 @@
-// Tokens a second over time, beside what the memory's bandwidth and the processor's arithmetic allow.
+// Tokens a second over time, with the limits of the memory's bandwidth and of the processor's arithmetic.
 
 import uPlot from "../vendor/uplot.js";
 import { coloursOf, Facts, Folded, onLook, percent } from "../canvas.js";
@@ -7,7 +7,7 @@ import { live, useJson, useLive } from "../live.js";
 import { partsOf } from "./schedule.js";
 
 const [POLL_MS, TEXT_MS, MAX_POINTS, TALL] = [1000, 1000, 600, 280];
-// [time, tokens a second, what the bandwidth allows, what the arithmetic allows]; kept while the page is open.
+// [time, tokens a second, limit of the bandwidth, limit of the arithmetic]; kept while the page is open.
 const points = [[], [], [], []];
 const SERIES = ["decoding", "the memory's limit", "the arithmetic's limit"];
 

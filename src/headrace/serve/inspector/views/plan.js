@@ -1,4 +1,4 @@
-// A form for the planner: what a model needs, and whether a machine has it. The numbers are those of `headrace plan`.
+// A form for the planner: the needs of a model, and whether a machine meets them, with the numbers of `headrace plan`.
 
 import { Choice, Legend, percent, Table } from "../canvas.js";
 import { count, html, json, seconds, useState } from "../lib.js";
@@ -18,7 +18,7 @@ export function amount(bytes) {
   return `${scale === 1 ? count(bytes) : (bytes / scale).toFixed(2)} ${unit}`;
 }
 
-/** The body of the request: what is left empty is left out. Throws `SyntaxError` for a config that is no JSON. */
+/** Return the body of the request: empty fields are left out. Throws `SyntaxError` for a config that is no JSON. */
 function bodyOf({ model, config, ...fields }) {
   const set = Object.entries(fields).filter(([, value]) => value !== "");
   const body = Object.fromEntries(set.map(([name, value]) => [name, name in LABELS ? Number(value) : value]));

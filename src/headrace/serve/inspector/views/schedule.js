@@ -1,4 +1,4 @@
-// What the steps of an engine computed, and what static batches of the same requests would take.
+// The work of an engine's steps, and the steps that static batches of the same requests would take.
 
 export const WAITS = ["nothing", "tokens of the step", "a place", "blocks", "room beside protected requests", "a sibling's prompt"];
 

@@ -1,4 +1,4 @@
-// The steps as columns: what each computed, and the room that it left. Below, the same requests in static batches.
+// The steps as columns: the work of each, and the room that it left. Below, the same requests in static batches.
 
 import { arrow, Facts, Figure, fill, fillEmpty, frame, hatch, Legend, NUM_OWNERS, onLook, percent } from "../canvas.js";
 import { count, html, seconds, useEffect, useRef, useState } from "../lib.js";

@@ -1,4 +1,4 @@
-"""Turns are shared among holders, and given back by every holder that leaves."""
+"""Permits are shared among holders, and released by a cancelled line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from headrace.engine.tenants import Tenant, acting_as
-from headrace.serve.storage import turns
-from headrace.serve.storage.turns import Turns
+from headrace.serve.storage import fair_semaphore
+from headrace.serve.storage.fair_semaphore import FairSemaphore
 from headrace.serve.storage.writers import Writers
 
 
@@ -20,9 +20,9 @@ async def settle() -> None:
 
 
 class Lines:
-    """Lines of holders that hold their turns until they are let go."""
+    """Lines of holders that hold their permits until they are ended."""
 
-    def __init__(self, pool: Turns) -> None:
+    def __init__(self, pool: FairSemaphore) -> None:
         self.pool, self.first_holders, self.open = pool, "", dict[str, list[asyncio.Event]]()
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -31,7 +31,7 @@ class Lines:
             self.tasks += [asyncio.ensure_future(self._run(holder)) for _ in range(number)]
 
     async def _run(self, holder: str) -> None:
-        async with self.pool.turn():
+        async with self.pool.permit():
             self.first_holders += holder
             self.open.setdefault(holder, []).append(end := asyncio.Event())
             await end.wait()
@@ -41,7 +41,7 @@ class Lines:
         await settle()
 
 
-async def begun_with(pool: Turns) -> str:
+async def begun_with(pool: FairSemaphore) -> str:
     """Alice has lines in plenty when Bob and Carol come with a few."""
     lines = Lines(pool)
     lines.add("a", 8)
@@ -58,22 +58,22 @@ async def begun_with(pool: Turns) -> str:
     return lines.first_holders
 
 
-def test_S_39_a_free_turn_goes_to_the_holder_with_the_fewest() -> None:
-    assert asyncio.run(begun_with(Turns(3, lambda: 0))) == "aaabcabcaa"
+def test_S_39_a_free_permit_goes_to_the_holder_with_the_fewest() -> None:
+    assert asyncio.run(begun_with(FairSemaphore(3, lambda: 0))) == "aaabcabcaa"
 
 
-def test_S_39_control_turns_in_order_of_arrival_would_starve_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Turns, "_claim", lambda self, place: place)
-    assert asyncio.run(begun_with(Turns(3, lambda: 0))).startswith("aaaaaa")
+def test_S_39_control_permits_in_order_of_arrival_would_starve_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FairSemaphore, "_claim", lambda self, place: place)
+    assert asyncio.run(begun_with(FairSemaphore(3, lambda: 0))).startswith("aaaaaa")
 
 
-def test_whoever_is_cancelled_gives_the_turn_back() -> None:
+def test_a_cancelled_line_releases_its_permit() -> None:
     async def main() -> None:
-        lines = Lines(Turns(1, lambda: 0))
+        lines = Lines(FairSemaphore(1, lambda: 0))
         lines.add("a", 3)
         await settle()
         lines.tasks[1].cancel()  # it waits
-        lines.tasks[0].cancel()  # it has the turn
+        lines.tasks[0].cancel()  # it has the permit
         await settle()
         assert lines.first_holders == "aa"
         lines.tasks[2].cancel()
@@ -84,12 +84,12 @@ def test_whoever_is_cancelled_gives_the_turn_back() -> None:
 
 
 def test_no_line_starts_beside_others_unless_none_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(fair_semaphore, "LOOK_AGAIN_S", 0.001)
     num_others = 1
 
     async def main() -> None:
         nonlocal num_others
-        lines = Lines(Turns(3, lambda: num_others))
+        lines = Lines(FairSemaphore(3, lambda: num_others))
         lines.add("a", 3)
         await settle()
         assert lines.first_holders == "a"
