@@ -17,7 +17,7 @@ from tests.models.test_quantised import distance
 from tests.support.harness import follow, load, save_random
 
 from headrace.backends.cpu import activations
-from headrace.backends.cpu.measured import build
+from headrace.backends.cpu.saved_losses import build
 from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError

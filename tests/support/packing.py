@@ -78,7 +78,7 @@ class ToyBackend:
     schemes = SCHEMES
     mixes = False
 
-    def keep_measured(self, path: Path, max_model_len: int, may_write: bool) -> None:
+    def keep_losses(self, path: Path, max_model_len: int, may_write: bool) -> None:
         """Nothing is measured."""
 
     def __init__(self, dtype: str = "float32", version: str = "1") -> None:

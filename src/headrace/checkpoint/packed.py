@@ -91,7 +91,7 @@ def cache_directory(directory: Path) -> Path:
     return Path.home() / ".cache" / "headrace" / "packed" / name
 
 
-def measured_path(path: Path) -> Path:
+def losses_path(path: Path) -> Path:
     """Return the path of the file of measurements that belongs to a packed file."""
     return path.with_name(f"{path.name}.measured")
 

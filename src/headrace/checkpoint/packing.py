@@ -70,7 +70,7 @@ class PackedBackend(Backend, Protocol):
         """Return the size of a packed matrix."""
         ...
 
-    def keep_measured(self, path: Path, max_model_len: int, may_write: bool) -> None:
+    def keep_losses(self, path: Path, max_model_len: int, may_write: bool) -> None:
         """Keep measurements of the weights, in a model of `max_model_len` positions, in the file `path`, for the next
         start; write it if `may_write`."""
         ...

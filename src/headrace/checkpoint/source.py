@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 from headrace.backends.base import Backend
-from headrace.checkpoint.packed import Form, PackedWriter, find, measured_path
+from headrace.checkpoint.packed import Form, PackedWriter, find, losses_path
 from headrace.checkpoint.packed_weights import PackedWeights
 from headrace.checkpoint.packing import Origin, has_layouts
 from headrace.checkpoint.reader import Progress, Reader
@@ -60,14 +60,14 @@ def with_weights(build: Callable[[Reader], T], read: Callable[[PackedWriter | No
                 weights = PackedWeights(packed, checkpoint, backend, packing.on_tensor)
                 model = build(weights)
                 weights.finish()
-                backend.keep_measured(measured_path(packed.path), packing.max_model_len, save_packed)
+                backend.keep_losses(losses_path(packed.path), packing.max_model_len, save_packed)
                 return model
             except CheckpointError as error:
                 logger.warning("%s is not used, the weights are read from the checkpoint: %s", packed.path, error)
     with PackedWriter(checkpoint, form) if save_packed and layouts else nullcontext() as writer:
         model = unpacked_weights(build, read, writer)
     if writer is not None and writer.path is not None and has_layouts(backend):
-        backend.keep_measured(measured_path(writer.path), packing.max_model_len, may_write=True)
+        backend.keep_losses(losses_path(writer.path), packing.max_model_len, may_write=True)
     return model
 
 

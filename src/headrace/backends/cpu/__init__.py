@@ -21,11 +21,11 @@ from headrace.backends.cpu import cache
 from headrace.backends.cpu.activations import choose_activations
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
-from headrace.backends.cpu.measured import Measured
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram, TapeOptions
 from headrace.backends.cpu.ranks import RankOps
+from headrace.backends.cpu.saved_losses import SavedLosses
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
 from headrace.backends.neighbours import neighbours_of
@@ -51,7 +51,7 @@ class Cpu:
         self.device = device
         self.dtype = dtype
         self.ops: CpuOps | RankOps = CpuOps(dtype)
-        self._measured: Measured | None = None
+        self._saved_losses: SavedLosses | None = None
 
     def take_seat(self, seat: Seat) -> RankOps:
         """Record one rank's part of all models from now on; return its operators. Must come before any matrix."""
@@ -94,11 +94,11 @@ class Cpu:
         return int(require_native().packed_bytes(scheme.kind, num_out, num_in, group, native_flag(scheme)))
 
     def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
-        return choose_activations(self.ops, model, mode, num_threads, stated, self._measured)
+        return choose_activations(self.ops, model, mode, num_threads, stated, self._saved_losses)
 
-    def keep_measured(self, path: Path, max_model_len: int, may_write: bool) -> None:
+    def keep_losses(self, path: Path, max_model_len: int, may_write: bool) -> None:
         """Keep the measurements of the weights in the file `path`, in the weights' folder."""
-        self._measured = Measured(path, max_model_len, may_write)
+        self._saved_losses = SavedLosses(path, max_model_len, may_write)
 
     def chooser(self, width: int, num_threads: int) -> Chooser | None:
         return Chooser(width, num_threads) if width <= MAX_WIDTH else None

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.matrix import CpuMatrix, parts_of
-from headrace.backends.cpu.measured import Measured
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.products import FLOAT_KINDS
 from headrace.backends.cpu.program import TapedProgram, TapeOptions
 from headrace.backends.cpu.ranks import RankOps
+from headrace.backends.cpu.saved_losses import SavedLosses
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.backends.neighbours import Neighbours, neighbours_of
 from headrace.backends.step import StepSizes
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 
 def choose_activations(
-    ops: CpuOps | RankOps, model: Any, mode: str, num_threads: int, stated: str, measured: Measured | None = None
+    ops: CpuOps | RankOps, model: Any, mode: str, num_threads: int, stated: str, saved: SavedLosses | None = None
 ) -> str:
     """Set `ops.wide` to the matrices that take floats; return "int8", "16bit", "mixed", or "" if none is quantised.
 
-    stated: as `Backend.choose_activations` has it. measured: where losses are kept between starts. Raises
+    stated: as `Backend.choose_activations` has it. saved: where losses are kept between starts. Raises
     `RequestError` for a mode that changes nothing (int8 without weights of integer codes of 4 bits and more), and for
     fp8, which has no kernels.
     """
@@ -74,7 +74,7 @@ def choose_activations(
     # A model whose inputs are another's hidden states takes no text, by which it could be measured.
     elif mode == "auto" and num_able:
         is_measured = num_rounded < num_able and (neighbours is not None or not model.feature_size)
-        losses = _losses(ops, model, num_threads, able, measured) if is_measured else {}
+        losses = _losses(ops, model, num_threads, able, saved) if is_measured else {}
         spoilt = {part for part, loss in losses.items() if not loss <= TOLERANCE} & set(able) - rounded
         ops.wide = rounded | spoilt
         if rounded:
@@ -107,17 +107,17 @@ def _sums(neighbours: Neighbours | None, *values: int) -> list[int]:
 
 
 def _losses(
-    ops: CpuOps | RankOps, model: Any, num_threads: int, able: Sequence[CpuMatrix], measured: Measured | None
+    ops: CpuOps | RankOps, model: Any, num_threads: int, able: Sequence[CpuMatrix], saved: SavedLosses | None
 ) -> dict[CpuMatrix, float]:
     """Return the result of `measure`, or of its call when the weights were packed."""
     # Ranks measure together, or none of them does.
-    if measured is None or isinstance(ops, RankOps) or neighbours_of(model) is not None:
+    if saved is None or isinstance(ops, RankOps) or neighbours_of(model) is not None:
         return measure(ops, model, num_threads)
-    by_name = measured.read()
+    by_name = saved.read()
     if by_name.keys() == {part.name for part in able} and len(by_name) == len(able):
         return {part: by_name[part.name] for part in able}
     losses = measure(ops, model, num_threads)
-    measured.write({part.name: losses[part] for part in able if part in losses})
+    saved.write({part.name: losses[part] for part in able if part in losses})
     return losses
 
 

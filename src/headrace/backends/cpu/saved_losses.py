@@ -1,4 +1,4 @@
-"""`Measured`: the measurements of a model's products at load, kept beside its packed file.
+"""`SavedLosses`: the losses of a model's int8 products, measured at load and kept beside its packed file.
 
 The file is valid for one build of headrace: any other measures again, so that no choice depends on when the file was
 written. Knows names and numbers; must not know models or matrices. Made by `checkpoint.source`, used by `activations`.
@@ -26,7 +26,7 @@ def build() -> str:
     return digest_of_sources() + hashlib.sha256(Path(library).read_bytes()).hexdigest()[:16]
 
 
-class Measured:
+class SavedLosses:
     """The losses of matrices by name, in the file `path`. may_write: whether it is written if there is none.
 
     They are valid for a model made for `max_model_len` positions: some models' rope frequencies depend on it."""
