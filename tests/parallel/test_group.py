@@ -145,7 +145,9 @@ def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
     """Each rank reads the config before it can refuse it, so the model has few heads."""
     sizes = {"num_attention_heads": 1, "num_key_value_heads": 1}
     write_llama(tmp_path, llama_tensors(CONFIG | sizes), **sizes)
-    with pytest.raises(RequestError, match="tensor_parallel_size: 2 is not allowed; it must be at most 1, the attention"):
+    with pytest.raises(
+        RequestError, match="tensor_parallel_size: 2 is not allowed; it must be at most 1, the attention"
+    ):
         make_core(model=str(tmp_path), skip_tokenizer_init=True, tensor_parallel_size=2)
 
 
