@@ -63,6 +63,14 @@ def own_logging() -> Iterator[None]:
     logger.setLevel(before[1])
 
 
+def pytest_collection_finish() -> None:
+    """Let the loggers of torch hand on what is logged: pytest attaches its handlers, six times in a test, to each that
+    does not, and there are fifty."""
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":
+            logger.propagate = True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """Leave the modules and the items out of what the garbage collector walks: they stay to the end."""

@@ -141,7 +141,7 @@ class Law:
             core = make_core(self.device)
         program: Any = core.executor.program  # type: ignore[attr-defined]
         result = compile_all(
-            launch for replay in (program._whole, program._head) for size in replay.sizes
+            launch for replay in (program.whole, program.head) for size in replay.sizes
             for launch in replay.launches(size)
         )  # fmt: skip
         core.close()

@@ -89,7 +89,7 @@ def decode(device: Device, program: CudaProgram, batch: int, context: int) -> di
     result: dict[str, Any] = {"seconds_of_step": seconds, "tokens_per_second": batch / seconds}
     result |= {"prefill_tokens_per_second": batch * length / filled, "steps": num_steps, "overlapped": overlapped}
     if device.is_gpu:
-        graph = program._whole._graphs[program._whole.bucket(batch)]
+        graph = program.whole._graphs[program.whole.bucket(batch)]
         busy = elapsed(graph.replay, 3) + elapsed(program._drawing.run, 3)
         result |= {"seconds_of_gpu": busy, "idle": max(1 - busy / seconds, 0.0)}
     return result

@@ -121,14 +121,14 @@ class Bench:
         seconds = time.perf_counter() - began
         result: Result = {"making": seconds, "weights": self.weight_bytes}
         if self.device.is_gpu:
-            every = (work for size in program._whole.sizes for work in program._whole.launches(size))
+            every = (work for size in program.whole.sizes for work in program.whole.launches(size))
             result |= compile_all(work for work in every if isinstance(work, Launch))
             result["memory"] = torch.cuda.memory_allocated()
         return result
 
     def capture(self, model: str, quantization: str) -> Result:
         """Capture the graphs of all buckets, as a server has them that has run for a while."""
-        replay = self.make(model, quantization)._whole
+        replay = self.make(model, quantization).whole
         if not self.device.is_gpu:
             return {"graphs": "none without a GPU"}
         for size in reversed(replay.sizes):
@@ -182,7 +182,7 @@ class Bench:
         seconds = sorted(times)[len(times) // 2]
         result: Result = {"seconds_of_step": seconds, "floor": floor, "share": floor / seconds, "fault": fault}
         if self.device.is_gpu:
-            graph = program._whole._graphs[program._whole.bucket(num_rows)]
+            graph = program.whole._graphs[program.whole.bucket(num_rows)]
             busy = elapsed(graph.replay, 3)
             result |= {"seconds_of_gpu": busy, "idle": max(1 - busy / seconds, 0.0), "share_of_gpu": floor / busy}
         return result

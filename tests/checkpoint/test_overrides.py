@@ -104,9 +104,9 @@ def test_plain_weights_are_quantised_while_loading(
         quantised = bits(plain, quantization=name)
     assert f"{name} becomes {form}, the nearest form here" in caplog.text
     assert quantised == bits(plain, quantization=form)
-    assert load._as_stored(EngineConfig(quantization=name), name).quantization is None, "a checkpoint's own method"
+    assert load.as_stored(EngineConfig(quantization=name), name).quantization is None, "a checkpoint's own method"
     with pytest.raises(RequestError, match=f"quantization: '{name}' .* the checkpoint's own method is awq"):
-        load._as_stored(EngineConfig(quantization=name), "awq")
+        load.as_stored(EngineConfig(quantization=name), "awq")
 
 
 def _wide() -> dict[str, Any]:

@@ -164,7 +164,7 @@ def test_S_44_a_certificate_of_another_ca_is_refused(tmp_path: Path, caplog: pyt
     who = Credentials.read(*map(str, names), is_server=False)
     with rendezvous() as hosts, rank_host(hosts.address[1], weights=lambda: "w", who=who, command=script()) as host:
         until(lambda: "refused 127.0.0.1" in caplog.text)
-        assert not hosts._places
+        assert not hosts.places
         assert host.server.num_groups == 0
 
 
@@ -212,13 +212,13 @@ def test_a_second_rank_of_one_number_waits_and_a_host_takes_the_place_of_its_own
     caplog.set_level("INFO")
     with rendezvous(world=3) as hosts, contextlib.ExitStack() as stack:
         first = stack.enter_context(rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()))
-        until(lambda: 1 in hosts._places)
+        until(lambda: 1 in hosts.places)
         stack.enter_context(rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()))
         until(lambda: "rank 1 is there already" in caplog.text)
-        assert hosts._places[1].seat.host_id == first.server._host_id
+        assert hosts.places[1].seat.host_id == first.server._host_id
         first.close()
         # The other one comes again, and has the place now.
-        until(lambda: 1 in hosts._places and hosts._places[1].seat.host_id != first.server._host_id)
+        until(lambda: 1 in hosts.places and hosts.places[1].seat.host_id != first.server._host_id)
 
 
 def test_calls_reach_the_rank_and_its_death_is_noticed_at_once() -> None:
@@ -243,7 +243,7 @@ def test_a_silent_side_is_given_up(side: str, monkeypatch: pytest.MonkeyPatch) -
         group_at(hosts, 1.0) as (group, lost),
     ):
         load(group)
-        channel = hosts._places[1].channel
+        channel = hosts.places[1].channel
         if side == "rank 0":
             channel._beats.cancel()  # its own watch of the other side ends too
             until(lambda: host.server.num_groups == 1)
@@ -280,10 +280,10 @@ def test_a_process_that_stands_still_while_it_loads_is_replaced() -> None:
 def test_a_rank_that_leaves_before_all_are_there_may_come_again() -> None:
     with rendezvous(world=3) as hosts:
         with rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()):
-            until(lambda: 1 in hosts._places)
-        until(lambda: 1 not in hosts._places)
+            until(lambda: 1 in hosts.places)
+        until(lambda: 1 not in hosts.places)
         with rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()):
-            until(lambda: 1 in hosts._places)
+            until(lambda: 1 in hosts.places)
 
 
 def test_S_44_only_frames_of_hosts_are_taken() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.parallel.test_group import is_gone, until
+from tests.parallel.test_group import group_of, is_gone, until
 from tests.support import small_slots, wrong_ranks
 from tests.support.hosts import RankHost, free_port, place, rank_host
 from tests.support.law import Bits, assert_same, make_core, make_requests, run
@@ -171,12 +171,12 @@ def test_a_rank_that_ends_or_stands_still_ends_the_group_and_the_host_serves_the
         again.step()
     again.close()
     until(lambda: is_gone(stopped))
-    assert_same(bits(core_at(host[1])), alone())
+    assert_same(bits(stages_at(host[1], 2)), alone())
 
 
 def test_ranks_out_of_step_find_it_out(host: tuple[RankHost, int]) -> None:
     core = core_at(host[1])
-    group = core.executor.program._others  # type: ignore[attr-defined]
+    group = group_of(core)
     core.add(make_requests()[0])
     begin = group.begin
 

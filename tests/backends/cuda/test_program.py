@@ -97,8 +97,8 @@ def test_the_interpreted_program_agrees_with_its_twins(program: CudaProgram, mon
 def test_bits_do_not_depend_on_the_bucket_nor_on_what_lies_in_memory(program: CudaProgram) -> None:
     chunks = chunks_of([9, 5], program)
     reference = last_logits(program, chunks)
-    assert program._whole.bucket(14) == 16
-    program._whole.sizes = [64]
+    assert program.whole.bucket(14) == 16
+    program.whole.sizes = [64]
     for byte in (0, 0xFF):  # numbers of 0xFF bytes are NaN
         program.tape.arena.fill_(byte)
         assert np.array_equal(last_logits(program, chunks), reference)
@@ -133,7 +133,7 @@ def test_control_a_grid_from_a_number_of_the_step_is_noticed(program: CudaProgra
     long, short = chunks_of([9, 5], program), chunks_of([2], program)
     reference = last_logits(program, long)
     last_logits(program, short)
-    program._whole._launches[16] = program._whole.launches(program._whole.bucket(2))
+    program.whole._launches[16] = program.whole.launches(program.whole.bucket(2))
     program.tape.arena.fill_(0)
     with pytest.raises((AssertionError, RuntimeError)):
         assert np.array_equal(last_logits(program, long), reference)
@@ -199,7 +199,7 @@ def assert_planned(program: Any, max_len: int) -> None:
     planned = planned_bytes(program.model, program.model.ops, program.max_rows, program.max_logits, max_len)
     scratch = set()
     for size in bucket_sizes(program.max_rows):
-        for launch in program._whole.launches(size):
+        for launch in program.whole.launches(size):
             responses = [launch.arguments.get(name) for name in ("partial", "arrived")]
             responses += [each for each in [launch.arguments.get("out")] if launch.kernel is WIDEN]
             scratch |= {each.untyped_storage().data_ptr() for each in responses if isinstance(each, torch.Tensor)}

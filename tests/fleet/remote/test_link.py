@@ -115,7 +115,7 @@ def test_a_lost_connection_is_a_pause(is_cut: bool) -> None:
 
     async def work(client: EngineClient, server: EngineServer) -> dict[int, Answer]:
         def lose() -> None:
-            channel = server._front
+            channel = server.front
             assert channel is not None
             if is_cut:
                 channel.cut("a test")
@@ -143,7 +143,7 @@ def test_a_front_that_leaves_leaves_no_requests_and_the_next_is_served() -> None
             assert not waiting.done()
             await first.close()
             await waiting
-            assert server._open == set()
+            assert server.open_ids == set()
             await second.answers()
             assert (second.stats.num_running, second.stats.num_waiting) == (0, 0)
             result = requests(3)
@@ -197,13 +197,13 @@ def test_nothing_of_an_earlier_connection_reaches_the_next(waits: bool, monkeypa
             await before.start(lambda message: None, lambda reason: None)
             one = request()
             before.post(Add(one, [1.0]))
-            await until(lambda: server._open)
+            await until(lambda: server.open_ids)
             await before.close()
             await until(lambda: link.posted and isinstance(link.posted[-1], frames.Order))
             assert Abort(one.request_id) in link.posted
             arrived: list[frames.FromEngine] = []
             starting = asyncio.create_task(after.start(arrived.append, lambda reason: None))
-            await until(lambda: server._front is not None)
+            await until(lambda: server.front is not None)
             await asyncio.sleep(0.2)
             late = StepOutput(step_id=7, request_ids=[one.request_id], token_ids=[[5]], stats=Stats())
             link.on_message(frames.Output(late))

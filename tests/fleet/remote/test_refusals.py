@@ -97,10 +97,10 @@ def attack(work: Callable[[int, EngineServer], Awaitable[object]], times: Timeou
                 writer.close()
                 writer.transport.abort()
             OPENED.clear()
-            await until(lambda: server._front is None)
+            await until(lambda: server.front is None)
             answer(link)
             await serves(port)
-            await until(lambda: server._front is None)
+            await until(lambda: server.front is None)
         return link
 
     return asyncio.run(go())
@@ -229,7 +229,7 @@ def test_S_41_an_old_proof_opens_nothing(challenged: bool, monkeypatch: pytest.M
         first[1].write(old)
         assert isinstance(await receive(first), Welcome)
         first[1].close()
-        await until(lambda: server._front is None)
+        await until(lambda: server.front is None)
         again = await connect(port)
         await receive(again)
         again[1].write(old)
@@ -361,7 +361,7 @@ def test_S_42_what_no_front_sends_ends_its_connection(name: str, caplog: pytest.
     async def work(port: int, server: EngineServer) -> None:
         stream = await connect(port)
         assert isinstance(await join(stream), Welcome)
-        await until(lambda: server._served is not None)
+        await until(lambda: server.served is not None)
         stream[1].write(data)
         assert await is_over(stream)
 
@@ -385,7 +385,7 @@ def test_S_42_a_frame_of_a_front_that_is_too_long_fails_one_request() -> None:
             patch.setattr(wire, "MAX_BYTES_TO_ENGINE", 1000)
             link.post(Add(long))
             link.post(ONE)
-            await until(lambda: server._open)
+            await until(lambda: server.open_ids)
         await link.close()
 
     posted = attack(work).posted
@@ -398,8 +398,8 @@ def test_S_42_an_engine_that_sends_256_mib_is_left() -> None:
         lost: list[str] = []
         link = front(port)
         await link.start(lambda message: None, lost.append)
-        await until(lambda: server._served)
-        channel = server._served
+        await until(lambda: server.served)
+        channel = server.served
         assert channel is not None
         channel.send(HUGE)
         await until(lambda: lost)

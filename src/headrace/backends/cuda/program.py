@@ -131,13 +131,13 @@ class CudaProgram:
         self._tile_rows = tile_rows(graph, ops.dtype, ops.device)
         self.tape = self._make_tape(graph, outside, ops)
         self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
-        self._whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
+        self.whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
         self._body = Replay(self._bind_body, bucket_sizes(max_rows), device)
-        self._head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
+        self.head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
         self.tape.reserve([self._most(size) for size in bucket_sizes(max_rows)])
         self._final = self._record_final(ops)
         ops.begin()
-        self._whole.prepare()
+        self.whole.prepare()
 
     def _stage(self, most: StepSizes, max_len: int, features: Value | None) -> StepRows:
         """Make the step's inputs; return their images on the device."""
@@ -165,7 +165,7 @@ class CudaProgram:
     @property
     def num_bytes(self) -> int:
         """Of all memory outside of weights and cache, once the largest bucket is bound."""
-        self._whole.launches(self.max_rows)
+        self.whole.launches(self.max_rows)
         return self.tape.num_bytes + self._logits.nbytes + self._features.nbytes + self._staging.num_bytes
 
     def _most(self, size: int) -> dict[int, int]:
@@ -185,7 +185,7 @@ class CudaProgram:
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], DeviceLogits]:
         num_rows = self._place(chunks, rows, features)
-        self._whole.run(num_rows)
+        self.whole.run(num_rows)
         logits = self._take(len(rows))
         return self._are_finite(num_rows, len(chunks.starts)), logits
 
@@ -228,7 +228,7 @@ class CudaProgram:
             carry, token_ids = self._carry_image[:num_rows], self._token_ids[:num_rows]
             ids = self._last_ids[carry.clamp(min=0).long()]
             token_ids.copy_(torch.where(carry >= 0, ids, token_ids))
-        self._whole.run(num_rows)
+        self.whole.run(num_rows)
         if places:
             self._drawing.run()
         ids, is_sure = self._drawing.choices(self._best[0, :num_logits])
@@ -264,7 +264,7 @@ class CudaProgram:
 
     def logits(self, rows: list[int]) -> DeviceLogits:
         self._send(rows)
-        self._head.run(len(rows))
+        self.head.run(len(rows))
         return self._take(len(rows))
 
     def hidden_states(self, rows: list[int]) -> F32:
@@ -306,7 +306,7 @@ class CudaProgram:
         return np.concatenate(pieces) if pieces else np.empty((0, self._hidden.width), np.float32)
 
     def close(self) -> None:
-        for replay in (self._whole, self._body, self._head, self._final[0]):
+        for replay in (self.whole, self._body, self.head, self._final[0]):
             replay.close()
         self.tape.close()
         self.cache.close()

@@ -100,9 +100,9 @@ class LaunchForEach:
 def call_for_each(core: EngineCore) -> list[CallForEach | LaunchForEach]:
     """Let an engine compute its steps without a tape, or on a GPU without graphs; return the replacement."""
     program: Any = core.executor.program  # type: ignore[attr-defined]
-    if hasattr(program, "_whole"):
-        program._whole, program._head = LaunchForEach(program._whole), LaunchForEach(program._head)
-        return [program._whole, program._head]
+    if hasattr(program, "whole"):
+        program.whole, program.head = LaunchForEach(program.whole), LaunchForEach(program.head)
+        return [program.whole, program.head]
     program.tape = CallForEach(program.tape)
     return [program.tape]
 

@@ -247,7 +247,7 @@ def _load_safetensors(
     config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     values = overridden(read_config(directory, models.names()), config.hf_overrides)
-    config = _as_stored(config, find_method(values.get("quantization_config")))
+    config = as_stored(config, find_method(values.get("quantization_config")))
     if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
         raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
     module = models.find(values["model_type"])
@@ -290,7 +290,7 @@ def _weighted(
     return unpacked_weights(build, read)
 
 
-def _as_stored(config: EngineConfig, method: str) -> EngineConfig:
+def as_stored(config: EngineConfig, method: str) -> EngineConfig:
     """Return the config without a quantization that names the checkpoint's own `method`, and of plain weights with the
     form that they are quantised to.
 
@@ -322,7 +322,7 @@ def form_name(config: EngineConfig, model_config: ModelConfig) -> str:
 def _load_gguf(
     config: EngineConfig, path: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
-    config = _as_stored(config, "gguf")
+    config = as_stored(config, "gguf")
     exact = config.quantization == DEQUANTIZE
     schemes = None if exact or config.quantization is None else parse(config.quantization)
     file = gguf.read(path)

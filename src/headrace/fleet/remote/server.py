@@ -78,11 +78,11 @@ class EngineServer:
         self._barriers = map("barrier-{}".format, itertools.count())
         self._barrier = ""
         # The front that has joined, its id, and the same once it has got `Loaded`.
-        self._front: Channel | None = None
+        self.front: Channel | None = None
         self._front_id = b""
-        self._served: Channel | None = None
+        self.served: Channel | None = None
         self._vacant = asyncio.Event()
-        self._open: set[str] = set()
+        self.open_ids: set[str] = set()
         self._stats = self._base = Stats()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: asyncio.Future[None] | None = None
@@ -132,15 +132,15 @@ class EngineServer:
         self._ready.set()
 
     def _on_lost(self, reason: str) -> None:
-        logger.error("the engine died with %d open requests: %s; another one starts", len(self._open), reason)
+        logger.error("the engine died with %d open requests: %s; another one starts", len(self.open_ids), reason)
         self._begin_anew(reason, self._link.was_killed)
         self._spawn(self._load())
 
     def _begin_anew(self, reason: str, was_killed: bool) -> None:
         """Forget the requests of an engine that is gone, and hang up on its front."""
         self._ready.clear()
-        self._open.clear()
-        served, self._served = self._served, None
+        self.open_ids.clear()
+        served, self.served = self.served, None
         if served is not None:
             self._send(served, wire.Lost(reason[:200], was_killed))
             served.close()
@@ -155,9 +155,9 @@ class EngineServer:
         """Abort the requests of a front that is gone. The next one is served after the reply to the order, and after
         the output of that step, which reports the ends: the next front may have requests with the same ids."""
         self._ready.clear()
-        for request_id in self._open:
+        for request_id in self.open_ids:
             self._link.post(Abort(request_id))
-        self._open.clear()
+        self.open_ids.clear()
         self._barrier = next(self._barriers)
         self._link.post(frames.Watch(False))
         self._link.post(frames.Order(self._barrier, msgspec.msgpack.encode(ReadCache(0))))
@@ -173,27 +173,27 @@ class EngineServer:
                         self._barrier = ""
                         self._ready.set()
                         return
-                self._open.difference_update(output.finished)
+                self.open_ids.difference_update(output.finished)
                 # The link has put the rows together.
                 output.alternatives = {}
-                if self._served is not None:
+                if self.served is not None:
                     for part in parts_of(output):
-                        self._send(self._served, frames.Output(part))
+                        self._send(self.served, frames.Output(part))
             case frames.Reply(order_id):
                 if order_id == self._barrier:
                     self._barrier = REACHED
-                elif self._served is not None:
-                    self._send(self._served, message)
+                elif self.served is not None:
+                    self._send(self.served, message)
             case frames.Rejected(request_id):
-                self._open.discard(request_id)
-                if self._served is not None:
-                    self._send(self._served, message)
+                self.open_ids.discard(request_id)
+                if self.served is not None:
+                    self._send(self.served, message)
             case _:
                 raise TransportError(f"unexpected {type(message).__name__} from a running engine")
 
     async def _drain(self) -> None:
-        if self._served is not None:
-            await self._served.drain()
+        if self.served is not None:
+            await self.served.drain()
 
     def _send(self, channel: Channel, message: wire.FromEngine) -> None:
         channel.send(pack(wire.Sent(time.monotonic(), message)))
@@ -203,26 +203,26 @@ class EngineServer:
     async def _meet(self, peer: Peer) -> None:
         """Serve a front that has proven itself until its connection ends."""
         front_id = peer.client
-        if self._front is not None and front_id == self._front_id:
-            self._front.cut("the same front has come again")
+        if self.front is not None and front_id == self._front_id:
+            self.front.cut("the same front has come again")
             async with asyncio.timeout(self._timeouts.proof):
                 await self._vacant.wait()
-        if self._front is not None:
+        if self.front is not None:
             raise peer.refuse("busy")
         peer.welcome()
         self._vacant.clear()
         self._front_id = front_id
         beat = lambda: pack(wire.Sent(time.monotonic(), wire.Beat(self._link.usage())))  # noqa: E731
         bounds = (wire.MAX_BYTES_TO_ENGINE, self._timeouts.silence, self._timeouts.beat)
-        self._front = Channel(peer.reader, peer.writer, wire.to_engine.decode, *bounds, beat)
-        await self._serve_front(self._front, peer.name)
+        self.front = Channel(peer.reader, peer.writer, wire.to_engine.decode, *bounds, beat)
+        await self._serve_front(self.front, peer.name)
 
     async def _serve_front(self, front: Channel, name: str) -> None:
         logger.info("serves the front at %s", name)
         greeting = asyncio.create_task(self._greet(front))
         try:
             async for message in front.messages():
-                if isinstance(message, wire.Kill) and self._served is front:
+                if isinstance(message, wire.Kill) and self.served is front:
                     self._spawn(self._replace())
                 elif not isinstance(message, wire.Beat):
                     self._pass_on(front, message)
@@ -234,8 +234,8 @@ class EngineServer:
         finally:
             front.close()
             greeting.cancel()
-            num_open = len(self._open)
-            self._front = self._served = None
+            num_open = len(self.open_ids)
+            self.front = self.served = None
             self._vacant.set()
             if self._ready.is_set():
                 self._clear()
@@ -247,22 +247,22 @@ class EngineServer:
         self._base = self._stats
         if self._info is not None and self._weights is not None:
             self._send(front, wire.Loaded(self._info, self._weights, self._seconds))
-            self._served = front
+            self.served = front
 
     def _pass_on(self, front: Channel, message: wire.ToEngine) -> None:
         """Send a front's message to the engine. Raises `TransportError` for one that no front sends."""
-        if self._served is not front:
+        if self.served is not front:
             raise TransportError(f"{type(message).__name__} before the engine was loaded")
         match message:
             case Add(request, times):
-                if request.request_id in self._open or len(self._open) >= MAX_OPEN:
+                if request.request_id in self.open_ids or len(self.open_ids) >= MAX_OPEN:
                     raise TransportError(f"a request twice, or more than {MAX_OPEN}")
-                self._open.add(request.request_id)
+                self.open_ids.add(request.request_id)
                 # The times between the front's events are kept; when it was sent is when it came.
                 now, last = time.monotonic(), max(times, default=0.0)
                 self._link.post(Add(request, [now - (last - each) for each in times]))
             case Abort(request_id):
-                self._open.discard(request_id)
+                self.open_ids.discard(request_id)
                 self._link.post(message)
             case frames.Order(body=body):
                 try:

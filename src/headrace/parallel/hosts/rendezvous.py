@@ -66,7 +66,7 @@ class Rendezvous:
         self._listener, self._world, self._timeout = listener, world, timeout
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._timeouts = timeouts
-        self._places: dict[int, Place] = {}
+        self.places: dict[int, Place] = {}
         self._is_complete = False
         self._changed = threading.Condition()
         self._door = Door(credentials, seats.protocol_version(version), timeouts, self._serve)
@@ -83,7 +83,7 @@ class Rendezvous:
         """Wait until all ranks are there. Returns rank 0's ends of the sockets to them, in order."""
         missing: list[int] = []
         with self._changed:
-            while before := [rank for rank in range(1, self._world) if rank not in self._places]:
+            while before := [rank for rank in range(1, self._world) if rank not in self.places]:
                 if before != missing:
                     names = ", ".join(map(str, before))
                     logger.warning("waits at %s port %d for rank %s", *self.address, names)
@@ -91,12 +91,12 @@ class Rendezvous:
                 # In portions, so that a signal is seen.
                 self._changed.wait(0.5)
             self._is_complete = True
-            return [self._places[rank].socket for rank in range(1, self._world)]
+            return [self.places[rank].socket for rank in range(1, self._world)]
 
     def check_weights(self) -> None:
         """Compare the weights of all ranks with rank 0's. Refuses ranks with others, and raises `CheckpointError`."""
         digest, wrong = self._weights.result(), []
-        for rank, place in sorted(self._places.items()):
+        for rank, place in sorted(self.places.items()):
             if place.seat.weights != digest:
                 text = f"rank {rank} has other weights (digest {place.seat.weights}) than rank 0 (digest {digest})"
                 wrong.append(text)
@@ -106,7 +106,7 @@ class Rendezvous:
 
     def end_of(self, rank: int) -> str:
         """Return why the connection of a rank ended."""
-        place = self._places[rank]
+        place = self.places[rank]
         return f"rank {rank}: {place.reason or place.channel.reason}"
 
     def hang_up(self) -> None:
@@ -129,11 +129,11 @@ class Rendezvous:
     async def _connections(self) -> None:
         accepting = asyncio.create_task(self._door.accept(self._listener))
         await self._stop.wait()
-        for place in self._places.values():
+        for place in self.places.values():
             place.channel.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_NOTES_S):
-                await asyncio.gather(*(place.is_over.wait() for place in self._places.values()))
+                await asyncio.gather(*(place.is_over.wait() for place in self.places.values()))
         accepting.cancel()
 
     async def _serve(self, peer: Peer) -> None:
@@ -146,7 +146,7 @@ class Rendezvous:
             raise peer.refuse("unfit", f"the model has {self._world} ranks here, and --world is {seat.world}")
         if not 0 < rank < self._world:
             raise peer.refuse("unfit", f"--rank {rank} is not one of 1 to {self._world - 1}")
-        before = self._places.get(rank)
+        before = self.places.get(rank)
         if before is not None and before.seat.host_id == seat.host_id and not self._is_complete:
             before.channel.cut("the same host has come again")
             async with asyncio.timeout(self._timeouts.proof):
@@ -168,12 +168,12 @@ class Rendezvous:
         """Give a rank its place for as long as its connection lasts, with the end of its local socket that belongs to
         the connection. Raises `HandshakeError` if it is not free."""
         with self._changed:
-            if seat.rank in self._places:
+            if seat.rank in self.places:
                 raise peer.refuse("busy", f"rank {seat.rank} is there already")
             peer.welcome(seats.encode(Seated(self._timeout)))
             channel = seats.open_channel(peer.reader, peer.writer, self._timeout)
             ours, theirs = socket.socketpair()
-            place = self._places[seat.rank] = Place(seat, channel, ours)
+            place = self.places[seat.rank] = Place(seat, channel, ours)
             self._changed.notify_all()
         try:
             yield place, theirs
@@ -182,7 +182,7 @@ class Rendezvous:
                 # The group's wait ends when the reason is known.
                 theirs.close()
                 if not self._is_complete:
-                    del self._places[seat.rank]
+                    del self.places[seat.rank]
                     ours.close()
                     logger.warning("rank %d has left again: %s", seat.rank, place.reason or channel.reason)
             channel.close()
