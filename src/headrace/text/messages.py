@@ -42,7 +42,7 @@ class PastCall(NamedTuple):
         return self._object() is not None
 
     def template_form(self, text_arguments: bool) -> dict[str, Any]:
-        """Return the call with its arguments as JSON text, as they came, or as an object: {} if they are none.
+        """Return the call with its arguments as JSON text, as they came, or as an object: {} if they are no object.
 
         A model can write a call that is cut or malformed. A client that sends it back must not be refused for ever.
         """

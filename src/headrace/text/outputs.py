@@ -349,7 +349,7 @@ class Reasoning(msgspec.Struct, frozen=True):
     gap: str = ""
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class CallPart(msgspec.Struct, frozen=True):
     """A part of a call. The first part of a call has its name; the `arguments` of all parts together are JSON text.
 
     `index` counts the calls of an answer from 0; `id` is the same in all parts of a call.
@@ -361,7 +361,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-MessagePart = Content | Reasoning | ToolCall
+MessagePart = Content | Reasoning | CallPart
 
 
 class MessageParser(Protocol):

@@ -1,7 +1,7 @@
 """`Tokenizer` turns text into token ids and back; `DetokenizeStream` turns ids into text as they come.
 
 Each token stands for bytes, which depend only on whether it is the first token. The text is all these bytes, decoded as
-UTF-8, with U+FFFD for ill-formed ones. So the text of a stream is always a prefix of what `decode` returns for all
+UTF-8, with U+FFFD for ill-formed ones. So the text of a stream is always a prefix of the result of `decode` for all
 tokens. Finds stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes, `LLM`
 and `AsyncLLM`. `tokenizer_files` and `tokenizer_gguf` read the files of tokenizers.
 """

@@ -1,9 +1,9 @@
 """The traits of a chat template (the messages that it takes, the text that it writes), found by rendering small
 conversations.
 
-`find` runs in the templates' process (`sandbox`), once for each template; `needs` goes on with it. `templates` gives
-messages the form that the template takes; `tools.detection` finds the format of calls in the text that it writes. Knows
-no jinja and no formats.
+`find` runs in the templates' process (`sandbox`), once for each template; `needs` completes its result. `templates`
+gives messages the form that the template takes; `tools.detection` finds the format of calls in the text that it writes.
+Knows no jinja and no formats.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from headrace.serve.call.call import arguments_object
 from headrace.serve.call.parsing import Warnings, convert
 from headrace.text import templates
 from headrace.text.messages import ChatMessage, read_messages
-from headrace.text.outputs import Content, MessageBuilder, Reasoning, ToolCall
+from headrace.text.outputs import CallPart, Content, MessageBuilder, Reasoning
 from headrace.text.templates import ChatTemplate
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.formats import FORMATS
@@ -55,7 +55,7 @@ def answers() -> Iterator[MessageBuilder]:
         message.add(Content(content))
         new_id = next(makers)
         for index, arguments in enumerate(calls):
-            message.add(ToolCall(index, new_id(), "weather", arguments))
+            message.add(CallPart(index, new_id(), "weather", arguments))
         yield message
 
 

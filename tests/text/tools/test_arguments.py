@@ -14,7 +14,7 @@ from tests.support.reading import parts, read, splits, tool_parser
 
 from headrace.grammar import evaluate
 from headrace.grammar.backtracking import num_letters
-from headrace.text.outputs import ToolCall
+from headrace.text.outputs import CallPart
 from headrace.text.tools import arguments
 from headrace.text.tools.arguments import Argument
 from headrace.text.tools.parser import HOLD
@@ -205,7 +205,7 @@ def test_the_check_sees_a_rule_that_looks_at_the_text(monkeypatch: pytest.Monkey
 def test_a_text_is_sent_as_it_comes_where_it_can_be_nothing_else(schema: Any) -> None:
     text = WRITTEN["qwen3_coder"].replace("{}", "1" * (2 * HOLD))
     result = parts(tool_parser("qwen3_coder", {"f": tool(schema)}), text)
-    pieces = [part.arguments for part in result if isinstance(part, ToolCall) and part.arguments]
+    pieces = [part.arguments for part in result if isinstance(part, CallPart) and part.arguments]
     assert len(pieces) > HOLD
     assert json.loads("".join(pieces)) == {"a": "1" * (2 * HOLD)}
 
@@ -215,7 +215,7 @@ def test_a_value_waits_while_its_type_is_open() -> None:
     text = WRITTEN["qwen3_coder"].replace("{}", "1" * (2 * HOLD))
     for pieces in splits(text, longest=40):
         result = parts(tool_parser("qwen3_coder", {"f": schema}), pieces)
-        messages = [part.arguments for part in result if isinstance(part, ToolCall) and part.arguments]
+        messages = [part.arguments for part in result if isinstance(part, CallPart) and part.arguments]
         assert "".join(messages) == f'{{"a": {"1" * (2 * HOLD)}}}'
         assert all('"1' not in piece for piece in messages)
 

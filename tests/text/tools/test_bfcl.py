@@ -10,7 +10,7 @@ import pytest
 from tests.programs import bfcl
 from tests.support.reading import read, tool_parser
 
-from headrace.text.outputs import ToolCall
+from headrace.text.outputs import CallPart
 from headrace.text.tools import call_grammar, formats
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.parser import ToolParser
@@ -65,7 +65,7 @@ def test_calls_stream_as_they_are_written(cases: list[bfcl.Case]) -> None:
     )
     parser = tool_parser("hermes", enforced=True)
     output = [
-        "".join(part.arguments for part in parser.feed(letter, False) if isinstance(part, ToolCall)) for letter in text
+        "".join(part.arguments for part in parser.feed(letter, False) if isinstance(part, CallPart)) for letter in text
     ]
     assert max(map(len, output)) == 1
     assert sum(map(len, output)) == sum(len(json.dumps(arguments)) for _, arguments in case.calls)

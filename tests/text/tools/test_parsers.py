@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.reading import Read, parts, read, splits, thought_parser, tool_parser
 from tests.text.tools.written import CALL, CASES, ILL_FORMED, LONG, SCHEMAS
 
-from headrace.text.outputs import Content, ContentParser, MessageParser, ToolCall
+from headrace.text.outputs import CallPart, Content, ContentParser, MessageParser
 from headrace.text.reasoning import STYLES
 from headrace.text.tools import formats
 from headrace.text.tools.parser import HOLD, MAX_HELD
@@ -60,8 +60,8 @@ def test_a_call_streams_name_first_then_arguments() -> None:
     text = f'Hi <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     for enforced in (False, True):
         result = parts(tool_parser("hermes", enforced=enforced), text)
-        calls = [part for part in result if isinstance(part, ToolCall)]
-        assert calls[0] == ToolCall(0, "id0", "f", "")
+        calls = [part for part in result if isinstance(part, CallPart)]
+        assert calls[0] == CallPart(0, "id0", "f", "")
         assert all(call.name is None and call.id == "id0" and call.index == 0 for call in calls[1:])
         assert "".join(call.arguments for call in calls) == arguments
         # Letter by letter, but for what was held back to see whether it is a call.
@@ -72,7 +72,7 @@ def test_a_short_call_is_told_when_it_is_whole() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     parser = tool_parser("hermes")
     assert not any(parser.feed(letter, False) for letter in text[:-1])
-    assert [type(part) for part in parser.feed(text[-1], True)] == [ToolCall, ToolCall]
+    assert [type(part) for part in parser.feed(text[-1], True)] == [CallPart, CallPart]
 
 
 @pytest.mark.parametrize("cut", [HOLD + 40, HOLD + 60])

@@ -34,7 +34,7 @@ logger = logging.getLogger("headrace.server")
 WATCH_S = 0.1
 """Seconds between two checks of which models are in use."""
 STOP_S = 0.02
-"""Seconds between two checks of whether the answers of a model have ended that will be unloaded."""
+"""Seconds between two checks of whether the answers of a model, which waits to be unloaded, have ended."""
 MEASURE_S = 1.0
 PROCESS_BYTES = 2**28
 """Memory that a loaded model probably takes in addition to its files, until the true amount is measured."""

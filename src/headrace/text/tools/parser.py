@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import CallPart, Content, MessagePart, Reasoning
 from headrace.text.reasoning import NO_STYLE, Headers, Style
 from headrace.text.tools.formats import NO_FORMAT, ToolFormat
 from headrace.text.tools.reader import MAX_NAME, SPACE, IllFormed, Reader, Reading
@@ -414,14 +414,14 @@ class ToolParser:
         if call.name is not None and call.has_arguments and not call.twins and call.end - call.start > hold:
             self._announce()
         if call.id is not None and (arguments := "".join(call.unsent)):
-            self._out.append(ToolCall(self._num_calls, call.id, None, arguments))
+            self._out.append(CallPart(self._num_calls, call.id, None, arguments))
             call.unsent.clear()
 
     def _announce(self) -> None:
         if self._call.id is None:
             self._call.id = self._call.written_id or self._new_id()
             self._last_kind = ""
-            self._out.append(ToolCall(self._num_calls, self._call.id, self._call.name, ""))
+            self._out.append(CallPart(self._num_calls, self._call.id, self._call.name, ""))
 
     def _say(self, text: str) -> None:
         if not text:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import CallPart, Content, MessagePart, Reasoning
 from headrace.text.tools.arguments import Argument
 from headrace.text.tools.formats import call_id
 from headrace.text.tools.parser import GAP, Schemas
@@ -95,7 +95,7 @@ class WholeParser:
         parts = _spoken(Reasoning, reasoning) + _spoken(Content, content)
         for index, (name, arguments) in enumerate(calls[:1] if self._form.single else calls):
             own_id = call_id()
-            parts += [ToolCall(index, own_id, name, ""), ToolCall(index, own_id, None, arguments)]
+            parts += [CallPart(index, own_id, name, ""), CallPart(index, own_id, None, arguments)]
         return parts
 
     def _said(self, message: Mapping[str, Any], name: str) -> str:

@@ -17,7 +17,7 @@ from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.anthropic.reply import MessagesAnswer
 from headrace.serve.apis.anthropic.request import MessagesRequest
 from headrace.serve.call.parsing import Warnings, convert
-from headrace.text.outputs import Content, MessagePart, Reasoning, TextDelta, ToolCall
+from headrace.text.outputs import CallPart, Content, MessagePart, Reasoning, TextDelta
 from headrace.text.tokenizer import Tokenizer
 
 ASKED: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "content": "Wer fährt so spät?"}]}
@@ -291,7 +291,7 @@ def test_anthropic_stream_of_thinking_text_and_calls() -> None:
     parts: list[list[MessagePart]] = [
         [Reasoning("hm"), Reasoning(" so")],
         [Content("I'll "), Content("look.")],
-        [ToolCall(0, "c0", "f", '{"x"'), ToolCall(0, "c0", None, ": 1}"), ToolCall(1, "c1", "g", "")],
+        [CallPart(0, "c0", "f", '{"x"'), CallPart(0, "c0", None, ": 1}"), CallPart(1, "c1", "g", "")],
         [],
     ]
     answer = MessagesAnswer(Scripted(parts), convert(MessagesRequest, ASKED), 16)  # type: ignore[arg-type]

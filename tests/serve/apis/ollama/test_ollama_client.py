@@ -16,7 +16,7 @@ from headrace.protocol.step import Finish
 from headrace.serve.apis.ollama.library import OLLAMA_VERSION
 from headrace.serve.apis.ollama.reply import OllamaAnswer
 from headrace.serve.apis.ollama.request import ChatRequest
-from headrace.text.outputs import MessageBuilder, ToolCall
+from headrace.text.outputs import CallPart, MessageBuilder
 from headrace.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Wer reitet?"}]
@@ -248,13 +248,13 @@ def test_ollama_calls_are_told_whole() -> None:
     state = SimpleNamespace(finish=None)
     chat: Any = SimpleNamespace(id="a", generation=SimpleNamespace(states=[state]), message=lambda place: message)
     answer = OllamaAnswer(chat, ChatRequest(model="fake"), chat=True, ids=False)
-    message.add(ToolCall(0, "a", "f", '{"x"'))
+    message.add(CallPart(0, "a", "f", '{"x"'))
     assert answer._whole_calls() == []
-    message.add(ToolCall(0, "a", None, ": 1}"))
-    message.add(ToolCall(1, "b", "g", ""))
+    message.add(CallPart(0, "a", None, ": 1}"))
+    message.add(CallPart(1, "b", "g", ""))
     (whole,) = answer._whole_calls()
     assert (whole.id, whole.function.name, whole.function.arguments, whole.function.index) == ("a", "f", {"x": 1}, 0)
-    message.add(ToolCall(1, "b", None, '{"cut'))
+    message.add(CallPart(1, "b", None, '{"cut'))
     state.finish = Finish("length")
     (cut,) = answer._whole_calls()
     assert cut.function.arguments == {"_incomplete": '{"cut'}

@@ -36,7 +36,7 @@ from headrace.serve.call.call import Answer, ChatCall
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
-from headrace.text.outputs import Content, ContentParser, Delta, MessageParser, Reasoning, RequestState, ToolCall
+from headrace.text.outputs import CallPart, Content, ContentParser, Delta, MessageParser, Reasoning, RequestState
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.traits import Traits
 
@@ -352,8 +352,8 @@ def test_events_of_reasoning_text_and_calls() -> None:
     logprob = {"token": "Say", "logprob": -1.0, "bytes": [83, 97, 121], "top_logprobs": []}
     inputs = output.take([Reasoning("Hm"), Reasoning("m.")], [])
     inputs += output.take([Content("Say"), Content("ing")], [msgspec.convert(logprob, ChatTokenLogprob)])
-    inputs += output.take([ToolCall(0, "call_a", "f", "{"), ToolCall(0, "call_a", None, "}")], [])
-    inputs += output.take([ToolCall(1, "call_b", "g", ""), Content("Done")], [])
+    inputs += output.take([CallPart(0, "call_a", "f", "{"), CallPart(0, "call_a", None, "}")], [])
+    inputs += output.take([CallPart(1, "call_b", "g", ""), Content("Done")], [])
     inputs += output.end("incomplete")
     events, items = json.loads(msgspec.json.encode(inputs)), json.loads(msgspec.json.encode(output.items))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

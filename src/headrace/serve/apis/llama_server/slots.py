@@ -36,7 +36,7 @@ class Folder(NamedTuple):
 
     Attributes:
         path: the folder of all holders.
-        max_bytes: bytes that a holder may store whom `shares` does not name.
+        max_bytes: bytes that a holder may store, if `shares` does not have the holder.
         shares: bytes that the other holders may store, by name.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from headrace.serve.apis.openai import reply
-from headrace.text.outputs import Content, MessageBuilder, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import CallPart, Content, MessageBuilder, MessagePart, Reasoning
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.custom import InputText, input_of
 
@@ -50,7 +50,7 @@ class Deltas:
         """Return the pieces that new parts add. `final`: the answer ends here."""
         deltas: list[reply.ChatDelta] = []
         for part in parts:
-            if not isinstance(part, ToolCall) or part.name is not None:
+            if not isinstance(part, CallPart) or part.name is not None:
                 deltas += self._close()
             deltas += self._deltas(part)
         return deltas + (self._close() if final else [])

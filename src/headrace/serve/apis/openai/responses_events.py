@@ -19,7 +19,7 @@ from headrace.serve.apis.openai.responses_tools import NO_TOOLS, ClientTools
 from headrace.serve.call.call import Answer
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import ChatTokenLogprob, Timings
-from headrace.text.outputs import Content, MessagePart, Reasoning, ToolCall
+from headrace.text.outputs import CallPart, Content, MessagePart, Reasoning
 from headrace.text.tools.custom import InputText
 
 ItemType = Literal["message", "reasoning", "function_call", "custom_tool_call"]
@@ -277,7 +277,7 @@ class Output:
         self.items.append(self._open)
         return [self.event("response.output_item.added", output_index=len(self.items) - 1, item=replace(self._open))]
 
-    def _call(self, part: ToolCall) -> list[Event]:
+    def _call(self, part: CallPart) -> list[Event]:
         events: list[Event] = []
         if part.name is not None:
             tool = self._tools.called(part.name)

@@ -57,7 +57,7 @@ NO_TOOLS = ClientTools(ToolUse.of(None, None, True))
 
 
 def flat_name(namespace: object, name: str) -> str:
-    """Return the name under which the model has a tool of a namespace (None: of none)."""
+    """Return the name under which the model has a tool of a namespace (None: of no namespace)."""
     return f"{namespace.rstrip('_')}__{name}" if isinstance(namespace, str) and namespace else name
 
 
