@@ -280,7 +280,7 @@ def built_without_compiler(folder: Path, pyproject: str, settings: dict[str, str
     """Names of the wheels that the build with pip's `settings` makes where C++ can not be compiled."""
     (folder / "src" / "headrace").mkdir(parents=True)
     (folder / "src" / "headrace" / "__init__.py").touch()
-    shutil.copytree(ROOT / "src" / "headrace" / "inspector", folder / "src" / "headrace" / "inspector")
+    shutil.copytree(ROOT / "src/headrace/serve/inspector", folder / "src/headrace/serve/inspector")
     for name in ("CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     (folder / "pyproject.toml").write_text(pyproject)
