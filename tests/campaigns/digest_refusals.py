@@ -184,7 +184,9 @@ def bad_bodies(
     yield "(unknown)", base | {"no_such_field": 1}
     for field in base:
         yield f"{field}/(missing)", {name: value for name, value in base.items() if name != field}
-    for field, about in schema["properties"].items():
+    # A body of several shapes has the fields of all of them.
+    shapes = [resolve(shape, schemas) for shape in schema.get("anyOf", [schema])]
+    for field, about in {name: about for shape in shapes for name, about in shape.get("properties", {}).items()}.items():
         for value in bad_values(about, schemas, depth=2):
             yield f"{field}/{json.dumps(value)}", base | {field: value}
 
@@ -213,7 +215,9 @@ def nested(schema: dict[str, Any], schemas: dict[str, Any], depth: int) -> Itera
     whole = {name: example(schema["properties"][name], schemas) for name in schema.get("required", [])}
     yield whole
     yield whole | {"no_such_field": 1}
-    for field, about in schema["properties"].items():
+    # A body of several shapes has the fields of all of them.
+    shapes = [resolve(shape, schemas) for shape in schema.get("anyOf", [schema])]
+    for field, about in {name: about for shape in shapes for name, about in shape.get("properties", {}).items()}.items():
         values = bad_values(about, schemas, depth - 1) if depth > 1 else [None, "x", 7, [1], {"x": 1}]
         for value in values:
             yield whole | {field: value}

@@ -130,7 +130,8 @@ def test_a_prefix_without_its_window_is_cut_to_where_it_has_one():
 
 def test_a_draft_is_no_longer_than_the_window_kinds_pool_has_room_for():
     bench = windowed(num_blocks=5, speculates=True, enable_prefix_caching=False)
-    bench.executor._guess = lambda step_id, index, next_token: Draft([next_token([])] * 4)
+    guess = lambda step_id, index, next_token: Draft([next_token([])] * 4)  # noqa: E731
+    bench.executor.behaviour = bench.executor.behaviour._replace(guess=guess)
     _, stream = bench.add("a", 90, max_tokens=40, ignore_eos=True)
     rows = set()
     while bench.scheduler.has_work():
