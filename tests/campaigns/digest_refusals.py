@@ -175,6 +175,12 @@ def resolve(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     return schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
+def fields_of(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body; of one with several shapes, the fields of all."""
+    shapes = [resolve(shape, schemas) for shape in schema.get("anyOf", [schema])]
+    return {name: about for shape in shapes for name, about in shape.get("properties", {}).items()}
+
+
 def bad_bodies(
     base: dict[str, Any], schema: dict[str, Any], schemas: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -184,9 +190,7 @@ def bad_bodies(
     yield "(unknown)", base | {"no_such_field": 1}
     for field in base:
         yield f"{field}/(missing)", {name: value for name, value in base.items() if name != field}
-    # A body of several shapes has the fields of all of them.
-    shapes = [resolve(shape, schemas) for shape in schema.get("anyOf", [schema])]
-    for field, about in {name: about for shape in shapes for name, about in shape.get("properties", {}).items()}.items():
+    for field, about in fields_of(schema, schemas).items():
         for value in bad_values(about, schemas, depth=2):
             yield f"{field}/{json.dumps(value)}", base | {field: value}
 
@@ -215,9 +219,7 @@ def nested(schema: dict[str, Any], schemas: dict[str, Any], depth: int) -> Itera
     whole = {name: example(schema["properties"][name], schemas) for name in schema.get("required", [])}
     yield whole
     yield whole | {"no_such_field": 1}
-    # A body of several shapes has the fields of all of them.
-    shapes = [resolve(shape, schemas) for shape in schema.get("anyOf", [schema])]
-    for field, about in {name: about for shape in shapes for name, about in shape.get("properties", {}).items()}.items():
+    for field, about in fields_of(schema, schemas).items():
         values = bad_values(about, schemas, depth - 1) if depth > 1 else [None, "x", 7, [1], {"x": 1}]
         for value in values:
             yield whole | {field: value}
