@@ -372,8 +372,8 @@ SECURITY = [
     Removal(
         "S-42",
         SRC + "fleet/remote/server.py",
-        "        self._ready.clear()\n        for request_id in self._open:\n",
-        "        for request_id in self._open:\n",
+        "        self._ready.clear()\n        for request_id in self.open_ids:\n",
+        "        for request_id in self.open_ids:\n",
         "fleet/remote/test_link.py::test_nothing_of_an_earlier_connection_reaches_the_next",
     ),
     Removal(

@@ -3,6 +3,7 @@ torch names the extra that brings it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -99,11 +100,10 @@ def test_the_server_answers(bare: dict[str, str]) -> None:
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            try:
+            with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{url}/health").status_code == 200:
                     break
-            except httpx.TransportError:
-                time.sleep(0.1)
+            time.sleep(0.1)
         body = {"model": "builtin", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 200, reply.text

@@ -70,7 +70,7 @@ def test_R_23_what_a_signal_does_and_when(name: str) -> None:
 
     async def run(loop: VirtualLoop) -> None:
         lifespan = Drained()
-        server = Server(uvicorn.Config(lambda: None), lifespan, delay, 30.0)  # type: ignore[arg-type]
+        server = Server(uvicorn.Config(lambda: None, log_config=None), lifespan, delay, 30.0)  # type: ignore[arg-type]
         for at, number in signals:
             loop.call_later(at, server._on_signal, number)
         for at, state in states.items():

@@ -84,6 +84,7 @@ class Live:
         config = uvicorn.Config(
             self.app,
             http=Connection.protocol(server.max_connections_per_peer),
+            log_config=None,  # which would reset the level of a connection's logger
             log_level="error",
             ws="none",
             timeout_graceful_shutdown=2,
