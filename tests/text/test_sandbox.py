@@ -144,8 +144,9 @@ def test_S_08_bombs_are_stopped(name: str, runner: BoundedProcess) -> None:
     with pytest.raises(RequestError, match="the chat template takes; it says"):
         rendered(BOMBS[name], runner)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Processor time of the process, if it had to be killed; its start and earlier renderings are in it.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    # Processor time of the process, if it had to be killed, with its start and earlier renderings: seconds on a loaded
+    # machine, where a bomb that nothing stops takes minutes.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
     assert rendered("{{ messages[0].content }}", runner) == "hi", "the next rendering is not harmed"
 
 
