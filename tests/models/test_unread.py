@@ -236,3 +236,17 @@ def test_each_setting_of_a_rope_is_read(kind: str) -> None:
             frequencies_of(ModelConfig(Values(each, ours)), 8, 256, longest)
     assert len(theirs) > 2
     assert theirs - {"type"} <= ours  # the older name of rope_type, which `ModelConfig.rope` takes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("deepseek_v3", "scoring_func", "softmax"),
+        ("deepseek_v3", "moe_layer_freq", 2),
+        ("kimi_k2", "scoring_func", "x"),
+    ],
+)
+def test_values_that_transformers_passes_over_are_refused(model_type: str, key: str, value: Any) -> None:
+    """The models' own code reads them, so that a file with another value is another model."""
+    with pytest.raises(CheckpointError, match=key):
+        verify({key: value}, models.find(model_type).Model.unread)

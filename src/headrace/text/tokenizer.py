@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, processors
 
-from headrace import hub
 from headrace.protocol.errors import CheckpointError, NativeCallError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
 from headrace.text.stops import StopFinder
 from headrace.text.templates import ChatTemplate
-from headrace.text.tokenizer_files import TokenizerFile
+from headrace.text.tokenizer_files import TokenizerFile, side_file
 
 # A text of at least so many characters is encoded as a batch of one: only the call for batches releases the
 # interpreter's lock, so that other threads run while a megabyte is tokenised.
@@ -101,11 +100,11 @@ class Tokenizer:
             return tokenizer_files.guarded(lambda file: cls(*tokenizer_gguf.read(file)), path)
         directory = path if path.is_dir() else path.parent
         file = tokenizer_files.read(path)
-        config = _json(directory / "tokenizer_config.json")
-        for role, text in _json(directory / "special_tokens_map.json").items():
+        config = side_file(directory / "tokenizer_config.json")
+        for role, text in side_file(directory / "special_tokens_map.json").items():
             config.setdefault(role, text)
         if not file.is_whole:
-            _add_listed(config, _json(directory / "added_tokens.json"))
+            _add_listed(config, side_file(directory / "added_tokens.json"))
         return tokenizer_files.guarded(lambda folder: cls(file, config, _chat_templates(folder, config)), directory)
 
     @classmethod
@@ -454,10 +453,6 @@ def _add_listed(config: dict[str, Any], listed: dict[str, Any]) -> None:
     config["added_tokens_decoder"] = decoder
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return hub.read_json(path) if path.is_file() else {}
-
-
 def _is_unicode(text: str) -> bool:
     """Return whether `text` has no lone surrogate; JSON can spell one."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
@@ -466,7 +461,7 @@ def _is_unicode(text: str) -> bool:
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the templates by name, from all places of transformers' history; chat_template.jinja overrides."""
     templates: dict[str, str] = {}
-    for source in (config.get("chat_template"), _json(directory / "chat_template.json").get("chat_template")):
+    for source in (config.get("chat_template"), side_file(directory / "chat_template.json").get("chat_template")):
         if isinstance(source, str):
             templates["default"] = source
         elif isinstance(source, list):

@@ -142,7 +142,7 @@ def _read_vocab_and_merges(path: Path) -> TokenizerFile:
         for number, (left, _, right) in enumerate(line.partition(" ") for line in lines)
         if right and not (number == 0 and left == "#version:")
     ]
-    config = _values(path.parent / "tokenizer_config.json")
+    config = side_file(path.parent / "tokenizer_config.json")
     return byte_level(vocab, merges, _rule(path.parent, config, len(vocab)), config.get("add_prefix_space") is True)
 
 
@@ -259,11 +259,11 @@ def _keeps_length(step: dict[str, Any]) -> bool:
 
 
 def _model_type(directory: Path) -> str | None:
-    value = _values(directory / "config.json").get("model_type")
+    value = side_file(directory / "config.json").get("model_type")
     return value if isinstance(value, str) else None
 
 
-def _values(path: Path) -> dict[str, Any]:
+def side_file(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; empty where there is no file."""
     return hub.read_json(path) if path.is_file() else {}
 
@@ -345,7 +345,7 @@ def _read_dot_model(path: Path) -> TokenizerFile:
         elif number == 3:
             normalizer = _message(value)
     unk_id, bos_id, eos_id = (_id(trainer.get(number, [i])[0]) for i, number in enumerate((40, 41, 42)))
-    config = _values(path.parent / "tokenizer_config.json")
+    config = side_file(path.parent / "tokenizer_config.json")
     dummy_prefix = bool(normalizer.get(3, [1])[0]) and config.get("add_prefix_space") is not False
     # The slow classes of transformers encoded the texts between special tokens one by one; `legacy` keeps that.
     first_alone = "tokenizer_class" in config and not config.get("legacy")
