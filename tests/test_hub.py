@@ -117,3 +117,76 @@ def test_a_digest_is_that_of_config_and_weights(tmp_path: Path) -> None:
     assert hub.digest(tmp_path) == before
     (tmp_path / "a.safetensors").write_text("weightt")
     assert hub.digest(tmp_path) != before
+
+
+SIDE_FILES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # What the writer puts into a file, or into config.json; the settings; the method.
+    "hf_quant_config.json": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+        {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        "modelopt",
+    ),
+    "quantize_config.json": (
+        {"bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+        {"bits": 4, "group_size": 32},
+        "gptq",
+    ),
+    "quant_config.json": (
+        {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"},
+        {"q_group_size": 64},
+        "awq",
+    ),
+    "quantization_config.json": (
+        {"bits": 4, "group_size": 64, "packing_format": "auto_round"},
+        {"packing_format": "auto_round"},
+        "auto-round",
+    ),
+    "compression_config": (
+        {"format": "pack-quantized", "config_groups": {}},
+        {"config_groups": {}},
+        "compressed-tensors",
+    ),
+    "quantization": ({"bits": 4, "group_size": 64}, {"group_size": 64}, "mlx"),
+    "quantization_config": ({"bits": 4, "group_size": 32, "desc_act": True}, {"bits": 4}, "gptq"),
+}
+
+
+@pytest.mark.parametrize("place", SIDE_FILES)
+def test_settings_of_quantisation_are_found_where_their_writers_put_them(place: str, tmp_path: Path) -> None:
+    written, expected, method = SIDE_FILES[place]
+    config: dict[str, Any] = {"model_type": "llama"}
+    if place.endswith(".json"):
+        (tmp_path / place).write_text(json.dumps(written))
+    else:
+        config[place] = written
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = hub.read_config(tmp_path)["quantization_config"]
+    assert settings["quant_method"] == method
+    assert expected.items() <= settings.items()
+
+
+def test_the_settings_in_config_json_precede_a_file(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 8, "desc_act": False}))
+    assert hub.read_config(tmp_path) == config
+
+
+@pytest.mark.parametrize("empty", [{}, {"quantization_config": None}, {"quantization_config": {}}])
+def test_no_settings_are_plain_weights(empty: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(empty))
+    assert "quantization_config" not in hub.read_config(tmp_path)
+
+
+def test_settings_of_the_text_model_alone_are_those_of_all() -> None:
+    values = hub.with_quantization({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
+    assert values["quantization_config"] == {"quant_method": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [([1], "quantization_config is .1., expected an object"), ({"a": 1}, "quantization_config names no quant_method")],
+)
+def test_settings_of_no_method_are_refused_with_their_place(stated: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json: {words}"):
+        hub.with_quantization({"quantization_config": stated})

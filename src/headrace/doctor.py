@@ -229,7 +229,7 @@ def model_state(model: str) -> Section:
         directory = local_directory(model)
         if directory.is_file():
             return section | gguf_facts(directory)
-        config = hub.read_json(directory / "config.json")
+        config = hub.read_config(directory)
         section |= {"directory": str(directory), "model_type": config.get("model_type")}
         files = sorted(directory.glob("*.safetensors"))
         section["weight_bytes"] = sum(file.stat().st_size for file in files)

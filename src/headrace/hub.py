@@ -30,6 +30,20 @@ DIGESTED = ("config.json", "*.safetensors", "*.gguf", "*.u8")
 """The files that decide the results of a model; *.u8 is the built-in one's."""
 TEXT_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model")
 """The files that decide how texts and tokens correspond; for a GGUF file, the file itself."""
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+"""The keys of a config.json for the settings of quantisation: the usual one, compressed-tensors' older one, MLX's."""
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
+"""The files in which ModelOpt, GPTQ's, AWQ's and auto-round's writers put the settings that config.json lacks."""
+METHOD_KEYS = {
+    "modelopt": frozenset({"quant_algo", "exclude_modules"}),
+    "auto-round": frozenset({"packing_format", "autoround_version", "extra_config"}),
+    "awq": frozenset({"zero_point", "w_bit", "q_group_size"}),
+    "gptq": frozenset({"desc_act", "sym", "damp_percent", "is_marlin_format"}),
+    "compressed-tensors": frozenset({"config_groups"}),
+    "hqq": frozenset({"weight_quant_params", "nbits"}),
+    "mlx": frozenset({"bits", "group_size"}),
+}
+"""For each method that writers leave unnamed, keys of its settings; the first method that has one of them counts."""
 MAX_JSON_BYTES = 64 * 2**20
 _TURN_ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> <|end_of_text|>".split()
@@ -109,6 +123,48 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not an object")
     return value
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the config.json of a directory, with the settings of its quantisation where `with_quantization` puts them.
+    Raises `CheckpointError`."""
+    return with_quantization(read_json(directory / "config.json"), directory)
+
+
+def with_quantization(values: dict[str, Any], directory: Path | None = None) -> dict[str, Any]:
+    """Return the values of a config.json with the settings of its quantisation under `quantization_config`, and with
+    the name of the method in them.
+
+    Writers put the settings there, under other keys (`QUANTIZATION_KEYS`), or in a file of their own
+    (`QUANTIZATION_FILES`), and some leave out the method. Raises `CheckpointError` for settings of no method.
+    """
+    others = {key: value for key, value in values.items() if key not in QUANTIZATION_KEYS}
+    text = values.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    for key in QUANTIZATION_KEYS:
+        if values.get(key) or (key == "quantization_config" and inner):
+            source, stated = f"config.json: {key}", values.get(key) or inner
+            break
+    else:
+        files = [] if directory is None else [directory / name for name in QUANTIZATION_FILES]
+        file = next((path for path in files if path.is_file()), None)
+        if file is None:
+            return others
+        source, stated = file.name, read_json(file)
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"{source} is {stated!r:.80}, expected an object")
+    nested = stated.get("quantization")  # of ModelOpt
+    settings = {**stated, **(nested if isinstance(nested, dict) else {})}
+    method = settings.get("quant_method") or _unnamed_method(settings)
+    if method is None:
+        raise CheckpointError(f"{source} names no quant_method, and its keys are those of no method that is known")
+    settings["quant_method"] = method
+    return {**others, "quantization_config": settings}
+
+
+def _unnamed_method(settings: dict[str, Any]) -> str | None:
+    """Return the method of settings that do not name it, by the keys that only its writers use."""
+    return next((method for method, keys in METHOD_KEYS.items() if not keys.isdisjoint(settings)), None)
 
 
 def check_field(path: Path, name: str, value: object, field: str | None = None) -> None:

@@ -15,9 +15,9 @@ from tests.formats.gguf.models import convert
 from tests.support.checkpoints import llama_tensors, write_llama
 from tests.support.packing import ToyBackend, found, make_model, save
 
-from headrace import gguf
+from headrace import gguf, hub
 from headrace.backends.torch_ref import TorchRef
-from headrace.checkpoint import gguf_config, mapped
+from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_source import GGUFWeights
 from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.checkpoint.mapped import MappedCheckpoint
@@ -180,7 +180,7 @@ def test_an_index_of_many_files_is_read_with_the_same_work_for_each_tensor(tmp_p
         save_file({f"t{i}.{j}": torch.zeros(1) for j in range(3)}, tmp_path / f"s{i}.safetensors")
         file_of |= {f"t{i}.{j}": Name(f"s{i}.safetensors") for j in range(3)}
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with mock.patch.object(mapped, "read_json", return_value={"weight_map": file_of}):
+    with mock.patch.object(hub, "read_json", return_value={"weight_map": file_of}):
         Name.num_compared = 0
         MappedCheckpoint(tmp_path)
     assert Name.num_compared <= 4 * len(file_of)

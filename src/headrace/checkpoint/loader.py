@@ -79,11 +79,21 @@ class SafetensorsFormat:
         return tensor
 
     def table(self, name: str, shape: tuple[int, int]) -> tuple[NDArray[Any], bool]:
-        return self.small(name, shape), False
+        weight = self._table(name, shape)
+        return (weight.codes, False) if weight.scales is None else (weight.dequantize(), True)
+
+    def _table(self, name: str, shape: tuple[int, int]) -> QWeight:
+        """The table `name` (with ".weight"): floats, or codes as a linear layer has them."""
+        if self._tensors.has(name) and type_name(self._tensors(name)) in PLAIN:
+            return QWeight(self.small(name, shape))
+        return self._layer(name.removesuffix(".weight"), shape, False).weight
 
     def ends(self, embedding: str, head: str, tied: bool) -> tuple[str, bool]:
         """As `Format.ends`. Tied weights are stored once, under either name, or twice."""
         first, last, has = f"{embedding}.weight", f"{head}.weight", self._tensors.has
+        if tied and not has(last) and any(name.startswith(f"{head}.") for name in self.parts.names):
+            logger.warning("tie_word_embeddings is true, but the checkpoint has a quantised %s: it is used", head)
+            return first, False
         if tied and has(first) and has(last) and not self._have_same_bits(first, last):
             # A fine-tune made them different and kept the flag; transformers reads them the same way.
             logger.warning("tie_word_embeddings is true, but %s and %s differ: both are used", first, last)
@@ -91,7 +101,7 @@ class SafetensorsFormat:
         return last if tied and not has(first) and has(last) else first, tied
 
     def tied_head(self, name: str, shape: tuple[int, int]) -> StoredLayer:
-        return StoredLayer(QWeight(self.small(name, shape)))
+        return StoredLayer(self._table(name, shape))
 
     def is_spare(self, name: str) -> bool:
         if self._spare is not None and self._spare.fullmatch(name):

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import hub
 from headrace.checkpoint.names import places, text_config
-from headrace.hub import read_json
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import BF16, E4M3, E5M2, cast
 
@@ -224,7 +224,7 @@ class MappedCheckpoint:
         return file_of
 
     def _sharded(self, index: Path) -> dict[str, str]:
-        file_of = read_json(index).get("weight_map")
+        file_of = hub.read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise CheckpointError(f"{index}: weight_map is missing or empty")
         for name, file in file_of.items():
@@ -255,7 +255,7 @@ class MappedCheckpoint:
 
 def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
     """Return the config.json. Raises `CheckpointError`, also for a model_type that is not among `known`."""
-    config = read_json(directory / "config.json")
+    config = hub.read_config(directory)
     for field in ("dtype", "torch_dtype"):
         stated = config.get(field)
         if stated is not None and str(stated).removeprefix("torch.") not in STATED_DTYPES:

@@ -12,19 +12,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from headrace.quant.layer_names import GRANITE, PREFIXES
+
 logger = logging.getLogger(__name__)
 
-PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 TOWER = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_adapter|vision_projection|audio_tower|audio_model"
     r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|patch_merger)\..*"
 )
 EXPERTS = re.compile(r"(.+\.experts)\.(\w+_proj)(_bias)?")
-GRANITE = {
-    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
-    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
-}
-"""Granite's names of tensors with all experts, and the usual names."""
+MLX_EXPERTS = re.compile(r"(.+)\.switch_mlp\.(\w+_proj\.(?:weight|scales|biases))")
+"""MLX's tensors of all experts, each part of a layer in one."""
 FROM_CONFIG = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "auto_map")
 """Keys of a config.json that apply to text and towers together."""
 
@@ -54,7 +52,10 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
             left += 1
             continue
         for theirs, stacked in GRANITE.items():
-            ours = ours.removesuffix(theirs) + stacked if ours.endswith(theirs) else ours
+            ours = ours.removesuffix(f"{theirs}.weight") + stacked if ours.endswith(f"{theirs}.weight") else ours
+        if (mlx := MLX_EXPERTS.fullmatch(ours)) is not None and len(shape) == 3:
+            places_by_name |= {f"{mlx[1]}.experts.{i}.{mlx[2]}": Place(name, i) for i in range(shape[0])}
+            continue
         match = EXPERTS.fullmatch(ours)
         if match is None or len(shape) != (2 if match[3] else 3):
             places_by_name[ours] = Place(name)
@@ -76,6 +77,6 @@ def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
     model_type = values.get("model_type")
     if model_type not in known and inner.get("model_type") in known:
         model_type = inner["model_type"]
-    # The outer config has the flag whether the head is tied, if any has.
-    tied = {name: outer[name] for name in ("tie_word_embeddings",) if name in outer}
-    return outer | inner | tied | {"model_type": model_type}
+    # The outer config has the flag whether the head is tied, if any has, and the settings of quantisation.
+    first = {name: outer[name] for name in ("tie_word_embeddings", "quantization_config") if name in outer}
+    return outer | inner | first | {"model_type": model_type}

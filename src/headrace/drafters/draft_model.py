@@ -16,7 +16,7 @@ from headrace.drafters.base import Context, Target
 from headrace.drafters.context import LineRows
 from headrace.drafters.files import directory_of
 from headrace.drafters.grow import ModelDrafter
-from headrace.hub import read_json
+from headrace.hub import read_config
 from headrace.models import Model
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError
@@ -53,7 +53,7 @@ def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
     directory = directory_of(spec, target, "draft_model")
     window = min(spec.max_model_len, target.max_model_len)
     if directory.is_dir():
-        values = read_json(directory / "config.json")
+        values = read_config(directory)
         config = ModelConfig(values)
         vocab_size = config.integer("vocab_size")
         _verify_vocabulary(vocab_size, target, str(directory))

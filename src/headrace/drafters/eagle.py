@@ -20,7 +20,7 @@ from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import Target
 from headrace.drafters.features import FeatureDrafter, Fusing, RowProgram
 from headrace.drafters.files import directory_of, integers, load, verify_token_ids
-from headrace.hub import read_json
+from headrace.hub import read_config
 from headrace.models import Model, llama
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Attention, AttentionOptions, Decoder, GatedMLP, RMSNorm
@@ -175,7 +175,7 @@ class Form:
 
 def form_of(directory: Path, target: Target) -> Form:
     """Read the kind of a checkpoint. Raises `CheckpointError` if it is no EAGLE, or does not fit the target's shape."""
-    values = read_json(directory / "config.json")
+    values = read_config(directory)
     inner = values.get("transformer_layer_config")
     if isinstance(inner, dict):
         # `speculators` has Llama's fields in an object inside its config.

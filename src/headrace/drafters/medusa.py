@@ -24,7 +24,7 @@ from headrace.drafters.context import DraftVocabulary
 from headrace.drafters.features import RowProgram, RowsOnly
 from headrace.drafters.files import directory_of, integers, load, verify_token_ids
 from headrace.drafters.grow import best_first
-from headrace.hub import read_json
+from headrace.hub import read_config
 from headrace.models.config import ModelConfig
 from headrace.models.unread import log_unread
 from headrace.models.weights import Linear
@@ -170,7 +170,7 @@ def make(spec: SpeculativeConfig, target: Target) -> MedusaDrafter:
             f"{directory} has its heads in medusa_lm_head.pt, a pickle. Reading a pickle can run any code, so headrace "
             "does not; write its tensors with safetensors.torch.save_file, under the same names"
         )
-    values = read_json(directory / "config.json")
+    values = read_config(directory)
     config = ModelConfig(values)
     for name, size in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.integer(name, size) != size:

@@ -18,7 +18,7 @@ from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.drafters.base import Target
 from headrace.drafters.features import FeatureDrafter
 from headrace.drafters.files import directory_of, load
-from headrace.hub import read_json
+from headrace.hub import read_config
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
 from headrace.models.weights import Linear
@@ -113,7 +113,7 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
     is_own = spec.model is None and directory.is_dir() and layout_of(directory, target.num_layers) is not None
     if not is_own:
         directory = directory_of(spec, target, "mtp")
-        values = read_json(directory / "config.json")
+        values = read_config(directory)
     layout = layout_of(directory, target.num_layers)
     if layout is None:
         roots = ", ".join(row.root.format(n=target.num_layers) + row.matrix for row in LAYOUTS)

@@ -95,6 +95,11 @@ def _bits_of(method: str, stated: dict[str, Any]) -> float:
     if method in ("gptq", "awq", "auto-round", "hqq"):
         bits, group = number(stated, "bits", 4), number(stated, "group_size", 128)
         return bits + ((16 + bits) / group if group > 0 else 0)
+    if method == "mlx":
+        group = number(stated, "group_size", 64)
+        return number(stated, "bits", 4) + (
+            (32 if stated.get("mode", "affine") == "affine" else 8) / group if group > 0 else 0
+        )
     if method == "bitsandbytes":
         return 4 + 8 / 64 if stated.get("load_in_4bit") is True else 8.0
     if method == "mxfp4":

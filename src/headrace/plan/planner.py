@@ -48,9 +48,9 @@ def read(model: str) -> Subject:
     if path.suffix == ".gguf" and path.is_file():
         file = gguf.read(path)
         return Subject(model, gguf_config.read(file).values, float(sum(info.size for info in file.tensors.values())))
-    name = path.parent.name if path.suffix == ".json" else path.name
-    values = hub.read_json(path if path.suffix == ".json" else path / "config.json")
-    return Subject(model if path.suffix != ".json" else name or model, values)
+    if path.suffix == ".json":
+        return Subject(path.parent.name or model, hub.with_quantization(hub.read_json(path), path.parent))
+    return Subject(model, hub.read_config(path))
 
 
 def counts_of(subject: Subject, workload: Workload) -> tuple[Counts, Forms, dict[str, Any]]:

@@ -9,6 +9,7 @@ import sys
 
 import msgspec
 
+from headrace import hub
 from headrace.plan import hardware, planner
 from headrace.plan.plans import Job, Plan, Planned
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -21,7 +22,7 @@ MAX_MEMORY = 2**41
 def plan(job: Job) -> Plan:
     """Return the plan. Raises `RequestError`, `CheckpointError`."""
     if job.config is not None:
-        subject = planner.Subject("config.json", job.config)
+        subject = planner.Subject("config.json", hub.with_quantization(job.config))
     else:
         subject = planner.read(job.path)._replace(name=job.name)
     if job.machine is None and job.hardware not in hardware.TABLE:

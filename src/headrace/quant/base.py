@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -316,8 +317,12 @@ def find_format(config: Any) -> Format:
         layout: Format = importlib.import_module(module)
         if hasattr(layout, "read"):
             return layout
+    folder = importlib.import_module("headrace.quant.formats").__path__
+    modules = [each.name for each in pkgutil.iter_modules(folder) if not each.name.startswith(("gguf", "none"))]
+    names = ", ".join(name.replace("_", "-") for name in modules)
     raise CheckpointError(
-        f"quantization_config: quant_method {method!r} is not supported; use an unquantised checkpoint"
+        f"quantization_config: quant_method {method!r} is not supported; take the model unquantised, as GGUF, or by "
+        f"one of {names}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The common parts of the checkpoint formats: codes out of packed words, verified tensors, lists of plain layers.
+"""The common parts of the checkpoint formats: codes out of packed words, verified tensors, values of settings.
 
 Every shape, type and number that a format relies on is verified; a wrong one is a `CheckpointError` that names the
 tensor, its shape and the expected one. Called by the formats `quant/<quant_method>.py`.
@@ -6,8 +6,6 @@ tensor, its shape and the expected one. Called by the formats `quant/<quant_meth
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +14,6 @@ from numpy.typing import NDArray
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, floats, type_name
 from headrace.quant.base import QWeight, Tensors
-
-MAX_PATTERN = 256
-MAX_REPEATS = 4
-"""Open repetitions in a pattern of a config."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of 4-bit floats (OCP Microscaling Formats 1.0, section 5.3.3)."""
@@ -150,50 +144,6 @@ def by_index(codes: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | No
     # Groups of unequal size: every input becomes a group.
     each = QWeight(codes, scales[:, index], None if zeros is None else zeros[:, index], None, 1, bits)
     return QWeight(each.dequantize())
-
-
-def names_listed(config: dict[str, Any], *keys: str) -> list[str]:
-    """The lists of layers under `keys` of a quantization_config, as one."""
-    names: list[str] = []
-    for key in keys:
-        value = config.get(key)
-        if value is not None and not (isinstance(value, list) and all(isinstance(text, str) for text in value)):
-            raise CheckpointError(f"config.json: quantization_config.{key} is {value!r:.80}, expected a list of names")
-        names += value or []
-    return names
-
-
-def left_alone(name: str, layers: Sequence[str]) -> bool:
-    """Return whether a list of layers names `name`, a module that it is in, or its last parts."""
-    return any(name == text or name.startswith(f"{text}.") or name.endswith(f".{text}") or f".{text}." in name
-               for text in layers)  # fmt: skip
-
-
-def matches(pattern: str, name: str, *, anywhere: bool = False) -> bool:
-    """Return whether a regular expression of a config matches the start of `name`, or `anywhere` in it; refuse one that
-    could be slow."""
-    # A repeated group can take exponential time, and each open repetition adds a power of the name's length.
-    repeats = len(re.findall(r"[*+{]", pattern))
-    if len(pattern) > MAX_PATTERN or repeats > MAX_REPEATS or re.search(r"\)[*+{]", pattern):
-        raise CheckpointError(
-            f"quantization_config: the pattern {pattern!r:.80} is too complicated to be matched safely"
-        )
-    try:
-        return (re.search if anywhere else re.match)(pattern, name) is not None
-    except re.error as error:
-        raise CheckpointError(f"quantization_config: {pattern!r:.80} is no regular expression: {error}") from error
-
-
-def first_match(rules: Any, name: str, key: str) -> Any:
-    """The value in `rules` of the first pattern that matches `name`. Patterns have an optional "+:" or "-:" before them
-    (GPTQModel's `dynamic`); the value is False behind "-:", None if none matches. Raises `CheckpointError` naming
-    `key`."""
-    if not isinstance(rules, dict):
-        raise CheckpointError(f"config.json: quantization_config.{key} is {rules!r:.80}, expected settings by pattern")
-    for pattern, settings in rules.items():
-        if matches(pattern.removeprefix("+:").removeprefix("-:"), name):
-            return False if pattern.startswith("-:") else settings
-    return None
 
 
 def overridden(config: dict[str, Any], settings: Any, key: str, *names: str) -> dict[str, Any]:

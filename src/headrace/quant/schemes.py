@@ -222,7 +222,16 @@ def find_method(config: Any) -> str:
     """Return the `quant_method` of config.json's `quantization_config`, or "none". Raises `CheckpointError`."""
     if config is not None and not isinstance(config, dict):
         raise CheckpointError(f"quantization_config is {config!r}, expected an object")
-    return "none" if config is None else str(config.get("quant_method"))
+    method = "none" if config is None else str(config.get("quant_method"))
+    return SAME_METHODS.get(method, method)
+
+
+SAME_METHODS = {
+    "awq_marlin": "awq", "gptq_marlin": "gptq", "fbgemm_fp8": "fp8", "finegrained_fp8": "fp8",
+    "modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "modelopt_mxfp8": "modelopt",
+    "auto_round": "auto-round", "intel/auto-round": "auto-round", "inc": "auto-round",
+}  # fmt: skip
+"""Other names of methods, by which writers and vLLM call the same layouts."""
 
 
 FP8_CACHE = "fp8_e4m3"

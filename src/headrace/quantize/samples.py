@@ -81,7 +81,7 @@ def rows_of(path: Path, name: str) -> tuple[QWeight, str]:
             raise RequestError("name", name, "one of the names that this path lists")
         raw = raw_rows(file, Part(info, tuple(info.shape)))
         return _GGUFRows(raw, info.type), info.type
-    values = hub.read_json(path / "config.json")
+    values = hub.read_config(path)
     config, checkpoint = values.get("quantization_config"), MappedCheckpoint(path)
     tensors = _Tensors(checkpoint)
     plain = f"{name}.weight"

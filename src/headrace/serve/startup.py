@@ -63,7 +63,7 @@ def stored_form(path: Path, info: EngineInfo) -> str:
     if path.is_file():
         return "gguf"
     try:
-        stored = hub.read_json(path / "config.json").get("quantization_config")
+        stored = hub.read_config(path).get("quantization_config")
     except CheckpointError:
         # The engine has read the file by now, or needs no file.
         stored = None

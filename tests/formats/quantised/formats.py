@@ -83,6 +83,7 @@ def write(
     directory: Path,
     quantization_config: dict[str, Any],
     packed: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]],
+    is_quantised: Callable[[str], bool] = is_quantised,
 ) -> Written:
     """A random model whose layers `packed(name, weight)` turns into tensors and the weights that they stand for."""
     model = save_random(CONFIG, directory)
@@ -160,6 +161,27 @@ def act_order(directory: Path, group: int = 64) -> Written:
 
     config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False, "desc_act": True}
     return write(directory, config, packed)
+
+
+def mlx(directory: Path, bits: int, group: int) -> Written:
+    """As mlx-lm writes it, by hand: the table of embeddings and the head are quantised too."""
+
+    def packed(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        x = weight.reshape(len(weight), -1, group)
+        low, high = x.amin(-1), x.amax(-1)
+        scale = ((high - low) / (2**bits - 1)).half().float()
+        bias = low.half().float()
+        codes = torch.round((x - bias[..., None]) / scale[..., None]).clamp(0, 2**bits - 1)
+        dense = (codes * scale[..., None] + bias[..., None]).reshape(weight.shape)
+        stream = codes.reshape(len(weight), -1).to(torch.int64)[..., None] >> torch.arange(bits) & 1
+        powers = 1 << torch.arange(32, dtype=torch.int64)
+        words = (stream.reshape(len(weight), -1, 32) * powers).sum(-1).to(torch.uint32)
+        return {"weight": words, "scales": scale.half(), "biases": bias.half()}, dense
+
+    settings = {"quant_method": "mlx", "bits": bits, "group_size": group}
+    return write(
+        directory, settings, packed, lambda name: name.endswith(("_proj.weight", "tokens.weight", "head.weight"))
+    )
 
 
 def awq(directory: Path, group: int) -> Written:

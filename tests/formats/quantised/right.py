@@ -217,6 +217,29 @@ def good() -> dict[str, Good]:
                 "l.weight_scale": torch.randint(100, 130, (32, 4), dtype=U8),
             },
         ),
+        "modelopt-blocks": (
+            {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+            {"l.weight": torch.randn(32, 128).to(E4M3), "l.weight_scale": scales(1, 1, 4, 1)},
+        ),
+        "fbgemm": (
+            {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["head"]},
+            {"l.weight": torch.randn(32, 128).to(E4M3), "l.weight_scale": scales(32, 1)},
+        ),
+        "mlx": (
+            {"quant_method": "mlx", "bits": 8, "group_size": 32, "head": False, "l": {"bits": 4, "group_size": 64}},
+            {
+                "l.weight": words(32, 16).view(torch.uint32),
+                "l.scales": scales(32, 2, dtype=F16),
+                "l.biases": scales(32, 2, dtype=F16),
+            },
+        ),
+        "mlx-mxfp4": (
+            {"quant_method": "mlx", "bits": 4, "group_size": 32, "mode": "mxfp4"},
+            {
+                "l.weight": words(32, 16).view(torch.uint32),
+                "l.scales": torch.randint(100, 130, (32, 4), dtype=U8),
+            },
+        ),
         "torchao-int8": (
             {"quant_method": "torchao", "note": note("Int8Tensor")},
             {

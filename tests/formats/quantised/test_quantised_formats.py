@@ -168,6 +168,17 @@ def test_one_layer_of_a_stack_left_alone_is_as_it_was(backend: str, tmp_path: Pa
     assert distance(follow(runner, TOKEN_IDS, [len(TOKEN_IDS)]), written.logits) < EXACT
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_a_table_of_embeddings_and_a_head_of_codes_are_read(bits: int, tmp_path: Path) -> None:
+    """The flag that ties the head to the table is left over: each has its own codes."""
+    written = formats.mlx(tmp_path, bits, 32)
+    path = written.directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    for backend in ("torch_ref", "cpu"):
+        runner = load(written.directory, backend=backend, dtype="float32", activations="16bit")
+        assert distance(follow(runner, TOKEN_IDS, [len(TOKEN_IDS)]), written.logits) < ROUNDED
+
+
 def test_biases_of_zeros_are_passed_over_and_others_are_not(tmp_path: Path) -> None:
     written = formats.gptq(tmp_path, 4, 64, True, 1)
     name = "model.layers.0.self_attn.q_proj.bias"

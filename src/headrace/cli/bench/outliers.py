@@ -35,7 +35,7 @@ def plant(source: Path, out: Path, num_inputs: int = NUM_INPUTS, factor: float =
     Weights of float16, which has few exponents, become float32. Raises `RequestError` for a model that is quantised or
     of another type than MODEL_TYPES, and for a factor that is no power of two.
     """
-    values = {} if source.is_file() else hub.read_json(source / "config.json")
+    values = {} if source.is_file() else hub.read_config(source)
     model_type = str(values.get("model_type", source.suffix))
     if model_type not in MODEL_TYPES or values.get("quantization_config") is not None:
         raise RequestError("outliers", str(source), f"a model of plain floats of type {', '.join(MODEL_TYPES)}")

@@ -110,7 +110,7 @@ def is_quantised(path: Path) -> bool:
     if path.is_file():
         tensors = gguf.read(path).tensors.values()
         return any(len(info.shape) > 1 and info.type not in gguf_parts.FLOATS for info in tensors)
-    return hub.read_json(path / "config.json").get("quantization_config") is not None
+    return hub.read_config(path).get("quantization_config") is not None
 
 
 def quality_text(plan: QualityPlan, name: str, writer: LLM) -> Text:

@@ -128,7 +128,7 @@ def _scalar(file: gguf.GGUF, key: str) -> Any:
 
 
 def _of_directory(path: Path, about: dict[str, Any]) -> ModelFacts:
-    values = hub.read_json(path / "config.json")
+    values = hub.read_config(path)
     text = values.get("text_config")
     values = {**values, **text} if isinstance(text, dict) else values
     family = str(values.get("model_type", ""))

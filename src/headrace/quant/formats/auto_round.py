@@ -16,7 +16,8 @@ from headrace.quant.arrays import PLAIN, type_name
 from headrace.quant.base import QWeight, Tensors
 from headrace.quant.formats import awq, fp8, gptq
 from headrace.quant.formats.compressed_tensors import MXFP4, NVFP4, four_bit_blocks
-from headrace.quant.packing import checked, matches, overridden, plain_weight, two_sizes, whole
+from headrace.quant.layer_names import entry_of, matches
+from headrace.quant.packing import checked, overridden, plain_weight, two_sizes, whole
 
 SPARE = re.compile(r".*\.(input_scale|input_global_scale|act_scales?|act_max)")
 WORDS = {
@@ -61,8 +62,8 @@ def _settings_of(name: str, config: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"config.json: quantization_config.extra_config is {extra!r:.80}, expected settings by layer"
         )
-    if name in extra:
-        return overridden(config, extra[name], "extra_config", *SETTINGS)
+    if (settings := entry_of(extra, name)) is not None:
+        return overridden(config, settings, "extra_config", *SETTINGS)
     for pattern, settings in extra.items():
         if settings and matches(pattern, name, anywhere=True):
             return overridden(config, settings, "extra_config", *SETTINGS)

@@ -14,16 +14,8 @@ from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
-from headrace.quant.packing import (
-    checked,
-    good_scales,
-    group_of,
-    left_alone,
-    names_listed,
-    plain_weight,
-    unpacked,
-    whole,
-)
+from headrace.quant.layer_names import left_alone, names_listed
+from headrace.quant.packing import checked, good_scales, group_of, plain_weight, unpacked, whole
 
 SPARE = re.compile(r"(?!)")
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

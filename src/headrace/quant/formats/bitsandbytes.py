@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, type_name
 from headrace.quant.base import QWeight, SplitWeight, Tensors
-from headrace.quant.packing import checked, good_scales, left_alone, names_listed, nibbles, plain_weight
+from headrace.quant.layer_names import left_alone, names_listed
+from headrace.quant.packing import checked, good_scales, nibbles, plain_weight
 
 SPARE = re.compile(r"(?!)")
 THRESHOLD = 6.0

@@ -22,14 +22,13 @@ from headrace.quant.arrays import PLAIN, floats, type_name
 from headrace.quant.base import Inputs, QWeight, Tensors
 from headrace.quant.formats.fp8 import FLOATS, of_floats, static_inputs
 from headrace.quant.formats.mxfp4 import of_blocks
+from headrace.quant.layer_names import is_listed, names_listed
 from headrace.quant.packing import (
     by_index,
     checked,
     four_bit_floats,
     good_scales,
     group_of,
-    matches,
-    names_listed,
     num_words,
     one_scale,
     plain_weight,
@@ -44,6 +43,8 @@ SPARE = re.compile(
     r".*\.(input_scale|input_zero_point|input_global_scale|input_g_idx|output_scale|output_zero_point|weight_shape"
     r"|[qkv]_scale|[qkv]_zero_point)"
 )
+EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|embeddings|wte|tok_embeddings)")
+"""Names of the tables of embeddings, which a config's targets call "Embedding"."""
 MXFP4, NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
 MARLIN_24, BITMASK_24 = "marlin-24", "sparse-24-bitmask"
 FORMATS = (
@@ -65,7 +66,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     _verify_config(config)
     if tensors.has(f"{name}.bitmask"):
         tensors = _Expanded(tensors, name)
-    group = None if _listed(name, names_listed(config, "ignore")) else _args_of(name, config)
+    group = None if is_listed(name, names_listed(config, "ignore")) else _args_of(name, config)
     if group is None:
         return plain_weight(tensors, name)
     args, layout, rounded = group
@@ -254,19 +255,23 @@ def _verify_config(config: dict[str, Any]) -> None:
 def _args_of(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], str, Any] | None:
     """How the layer's weights are quantised, in which format, and how its inputs are; None if they are not.
 
-    A target that names the layer precedes its kind.
+    A target that names the layer precedes its kind, and that its last parts.
     """
     groups = config.get("config_groups", {} if config.get("sparsity_config") else None)
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(f"quantization_config: config_groups is {groups!r:.80}, expected objects by name")
-    by_kind = None
+    kind = "Embedding" if EMBEDDING.fullmatch(name) else "Linear"
+    by_kind = by_end = None
     for group in groups.values():
         targets = names_listed(group, "targets")
-        if _listed(name, targets):
+        if is_listed(name, targets):
             return _weights_of(group, config)
-        if "Linear" in targets and by_kind is None:
+        if kind in targets and by_kind is None:
             by_kind = group
-    return None if by_kind is None else _weights_of(by_kind, config)
+        if by_end is None and any(name.endswith(f".{target}") for target in targets):
+            by_end = group
+    group = by_kind or by_end
+    return None if group is None else _weights_of(group, config)
 
 
 def _weights_of(group: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str, Any], str, Any] | None:
@@ -279,7 +284,3 @@ def _weights_of(group: dict[str, Any], config: dict[str, Any]) -> tuple[dict[str
     if args.get("group_size") is not None:
         group_of(args, "group_size")
     return args, str(group.get("format") or config.get("format")), group.get("input_activations")
-
-
-def _listed(name: str, patterns: list[str]) -> bool:
-    return any(matches(text.removeprefix("re:"), name) if text.startswith("re:") else text == name for text in patterns)

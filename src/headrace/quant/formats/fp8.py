@@ -4,7 +4,7 @@
 number, one for each output, or one for each block of weight_block_size rows and columns, which the weight is multiplied
 by. Scales of type E8M0 are bytes that stand for 2^(byte - 127). Inputs are rounded to E4M3 where
 activation_scheme says so: "static" by the number `input_scale`, "dynamic" by a scale for each row, or for each block's
-columns of it.
+columns of it; FBGEMM's checkpoints ("fbgemm_fp8") are dynamic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, type_name
 from headrace.quant.base import Inputs, QWeight, Tensors
-from headrace.quant.packing import checked, good_scales, left_alone, names_listed, one_scale, plain_weight, two_sizes
+from headrace.quant.layer_names import left_alone, names_listed
+from headrace.quant.packing import checked, good_scales, one_scale, plain_weight, two_sizes
 
 SPARE = re.compile(r".*\.(input_scale|input_scale_inv|activation_scale|output_scale|[kqv]_scale)")
 FLOATS = ("float8_e4m3fn", "float8_e5m2")
@@ -40,11 +41,16 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
 
 
 def activations(config: dict[str, Any]) -> str:
-    return "fp8" if config.get("activation_scheme") else ""
+    return "fp8" if _scheme(config) else ""
+
+
+def _scheme(config: dict[str, Any]) -> Any:
+    # FBGEMM's kernels always round the inputs, each row by its largest; its bound on that is for none in practice.
+    return config.get("activation_scheme", "dynamic" if config.get("quant_method") == "fbgemm_fp8" else None)
 
 
 def _inputs(tensors: Tensors, name: str, config: dict[str, Any], block: tuple[int, int] | None) -> Inputs | None:
-    scheme = config.get("activation_scheme")
+    scheme = _scheme(config)
     if scheme not in (None, "static", "dynamic"):
         raise CheckpointError(f"quantization_config: activation_scheme is {scheme!r:.80}, expected static or dynamic")
     if scheme == "static":

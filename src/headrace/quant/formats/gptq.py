@@ -16,10 +16,10 @@ import numpy as np
 
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
+from headrace.quant.layer_names import first_match
 from headrace.quant.packing import (
     by_index,
     checked,
-    first_match,
     good_scales,
     group_of,
     num_words,
@@ -60,7 +60,10 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     num_groups = -(-num_in // group)
     scales = checked(tensors, f"{name}.scales", (num_groups, num_out))
     stored = checked(tensors, f"{name}.qzeros", (num_groups, num_words(num_out, bits)), "int32")
-    zeros = (unpacked(stored, bits, num_out) + LAYOUTS[layout]) & (2**bits - 1)
+    zeros = unpacked(stored, bits, num_out)
+    # Symmetric codes have their zero in the middle; some writers of the first layout store it without taking one off.
+    if not (settings.get("sym") is True and (zeros == 2 ** (bits - 1)).all()):
+        zeros = (zeros + LAYOUTS[layout]) & (2**bits - 1)
     parts = np.ascontiguousarray(good_scales(scales, f"{name}.scales").T), np.ascontiguousarray(zeros.T, np.float32)
     codes = unpacked(packed.T, bits, num_in)
     if not tensors.has(f"{name}.g_idx"):

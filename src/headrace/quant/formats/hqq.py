@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import floats, type_name
 from headrace.quant.base import QWeight, Tensors
-from headrace.quant.packing import checked, good_scales, left_alone, names_listed, plain_weight
+from headrace.quant.layer_names import left_alone, names_listed
+from headrace.quant.packing import checked, good_scales, plain_weight
 
 SPARE = re.compile(
     r".*\.(nbits|group_size|shape|axis|packing|unpack_view_dtype|view_as_float|quant_scale|quant_zero|compute_dtype"

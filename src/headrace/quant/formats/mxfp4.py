@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Tensors
 from headrace.quant.formats.fp8 import powers
-from headrace.quant.packing import checked, four_bit_floats, left_alone, names_listed, plain_weight
+from headrace.quant.layer_names import left_alone, names_listed
+from headrace.quant.packing import checked, four_bit_floats, plain_weight
 
 SPARE = re.compile(r"(?!)")
 GROUP = 32

@@ -10,7 +10,6 @@ points [groups, ...]) or [out, in / 8]; fp4 two to a byte, the lower half first,
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -22,26 +21,17 @@ from headrace.quant.base import QWeight, Tensors
 from headrace.quant.formats.awq import PLACES
 from headrace.quant.formats.fp8 import FLOATS, of_floats
 from headrace.quant.formats.mxfp4 import GROUP, of_blocks
-from headrace.quant.packing import (
-    checked,
-    good_scales,
-    matches,
-    names_listed,
-    plain_weight,
-    signed,
-    two_sizes,
-    unpacked,
-)
+from headrace.quant.layer_names import fits, is_listed, names_listed
+from headrace.quant.packing import checked, good_scales, plain_weight, signed, two_sizes, unpacked
 
 SPARE = re.compile(r".*\.((input|output|bias)_(scale|zero_point)(_2)?|[kqv]_scale|weight_zero_point)")
 DTYPES = {"fp8_e4m3": FLOATS[0], "fp8_e5m2": FLOATS[1]}
-MAX_PATTERN = 256
 
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; plain floats if `exclude` names it, or if it is stored as floats."""
     spec = _spec_of(name, config)
-    if spec is None or _listed(name, names_listed(config, "exclude")):
+    if spec is None or _is_left(name, names_listed(config, "exclude")):
         return plain_weight(tensors, name)
     if tensors.has(f"{name}.weight") and type_name(tensors(f"{name}.weight")) in PLAIN:
         return plain_weight(tensors, name)
@@ -135,7 +125,7 @@ def _spec_of(name: str, config: dict[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(
             f"quantization_config: layer_quant_config is {by_pattern!r:.80}, expected settings by pattern"
         )
-    layer = next((settings for pattern, settings in by_pattern.items() if _matches(pattern, name)), None)
+    layer = next((settings for pattern, settings in by_pattern.items() if fits(pattern, name)), None)
     layer = config.get("global_quant_config") if layer is None else layer
     spec = layer.get("weight") if isinstance(layer, dict) else layer
     if layer is not None and (not isinstance(layer, dict) or not isinstance(spec, dict | None)):
@@ -146,13 +136,6 @@ def _spec_of(name: str, config: dict[str, Any]) -> dict[str, Any] | None:
     return spec
 
 
-def _matches(pattern: str, name: str) -> bool:
-    if len(pattern) > MAX_PATTERN or pattern.count("*") > 4:
-        raise CheckpointError(f"quantization_config: layer_quant_config has the pattern {pattern!r:.60}: too long")
-    return fnmatchcase(name, pattern)
-
-
-def _listed(name: str, patterns: list[str]) -> bool:
-    return any(
-        matches(text.removeprefix("re:"), name) if text.startswith("re:") else _matches(text, name) for text in patterns
-    )
+def _is_left(name: str, listed: list[str]) -> bool:
+    """Whether a list has the layer, by a name, a pattern of file names, or a regular expression after "re:"."""
+    return is_listed(name, listed) or any(fits(text, name) for text in listed)

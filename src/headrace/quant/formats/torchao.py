@@ -21,12 +21,11 @@ from headrace.quant.arrays import PLAIN, floats, type_name
 from headrace.quant.base import QWeight, Tensors
 from headrace.quant.formats.fp8 import FLOATS, of_floats
 from headrace.quant.formats.mxfp4 import of_blocks
+from headrace.quant.layer_names import left_alone, names_listed
 from headrace.quant.packing import (
     checked,
     four_bit_floats,
     good_scales,
-    left_alone,
-    names_listed,
     nibbles,
     one_scale,
     plain_weight,
@@ -41,10 +40,6 @@ MAX_NOTE = 100_000
 
 def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
     """The layer's codes; plain floats if modules_to_not_convert names it, or if it is stored as one tensor."""
-    if config.get("include_input_output_embeddings"):
-        raise CheckpointError(
-            "quantization_config: include_input_output_embeddings is true; quantised embedding tables are not supported"
-        )
     part = f"{name}._weight_qdata"
     if left_alone(name, names_listed(config, "modules_to_not_convert")) or not tensors.has(part):
         return plain_weight(tensors, name)
