@@ -23,7 +23,7 @@ PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval test-triton check-install wheel lock audit clean
+.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -115,6 +115,9 @@ sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the
 
 fuzz-gguf: $(STAMP)  ## damaged GGUF files, 100,000 more at a time (ARGS="--count N --seed S"); counts in build/fuzz-gguf
 	$(BIN)/python -m tests.programs.fuzz_gguf $(ARGS)
+
+test-zoo: $(STAMP)  ## every causal type of transformers in many configs, tokenizers and weight files, an hour (ARGS="llama --only sliding"); counts in bench/results/zoo.json
+	$(BIN)/python -m tests.campaigns.zoo $(ARGS)
 
 campaign-commit: $(STAMP)  ## the campaigns of docs/reliability.md that fit 15 minutes; counts in bench/results/campaign-commit.json
 	$(BIN)/python -m tests.campaigns commit $(ARGS)
