@@ -309,9 +309,9 @@ def child(model_type: str, only: str) -> None:
             outcome = run(model_type, case, directory)
             print(json.dumps(outcome), flush=True)
             if outcome.kind in ("wrong", "failed"):
-                kept = KEPT / model_type / str(number)
-                shutil.rmtree(kept, ignore_errors=True)
-                shutil.copytree(directory, kept)
+                place = KEPT / model_type / str(number)
+                shutil.rmtree(place, ignore_errors=True)
+                shutil.copytree(directory, place)
             shutil.rmtree(directory, ignore_errors=True)
 
 
