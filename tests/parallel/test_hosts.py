@@ -213,12 +213,13 @@ def test_a_second_rank_of_one_number_waits_and_a_host_takes_the_place_of_its_own
     with rendezvous(world=3) as hosts, contextlib.ExitStack() as stack:
         first = stack.enter_context(rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()))
         until(lambda: 1 in hosts.places)
+        first_id = hosts.places[1].seat.host_id
         stack.enter_context(rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()))
         until(lambda: "rank 1 is there already" in caplog.text)
-        assert hosts.places[1].seat.host_id == first.server._host_id
+        assert hosts.places[1].seat.host_id == first_id
         first.close()
         # The other one comes again, and has the place now.
-        until(lambda: 1 in hosts.places and hosts.places[1].seat.host_id != first.server._host_id)
+        until(lambda: 1 in hosts.places and hosts.places[1].seat.host_id != first_id)
 
 
 def test_calls_reach_the_rank_and_its_death_is_noticed_at_once() -> None:
