@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -153,20 +154,26 @@ def test_a_worker_that_hangs_is_killed(tmp_path: Path) -> None:
     assert one.process.poll() is not None
 
 
+def busy_for(seconds: float) -> types.SimpleNamespace:
+    """The times of a machine's cores."""
+    return types.SimpleNamespace(user=seconds, nice=0.0, system=0.0, irq=0.0, softirq=0.0, steal=0.0)
+
+
 def test_foreign_time_is_that_of_nobody_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     times, busy, own_times = iter([0.0, 4.0]), iter([10.0, 13.0]), iter([3.0, 4.0])
     monkeypatch.setattr(workers.psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(workers.time, "monotonic", lambda: next(times))
-    monkeypatch.setattr(workers.Watch, "_busy", staticmethod(lambda: next(busy)))
-    monkeypatch.setattr(workers.Watch, "_ours", lambda self: next(own_times))
+    monkeypatch.setattr(workers.psutil, "cpu_times", lambda: busy_for(next(busy)))
+    monkeypatch.setattr(workers.os, "times", lambda: os.times_result((next(own_times), 0, 0, 0, 0)))
     assert workers.Watch().share() == pytest.approx((3 - 1) / (2 * 4))
 
 
-def test_own_time_is_not_foreign() -> None:
-    """Real clocks: a busy loop of ours must not look like somebody else's, even on a busy machine."""
-    before = workers.Watch._ours(workers.Watch())
+def test_own_time_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own clock: a busy loop of ours, on a machine that does nothing else, does not look like somebody else's."""
+    monkeypatch.setattr(workers.psutil, "cpu_times", lambda: busy_for(sum(os.times()[:4])))
+    watch = workers.Watch()
     sum(i * i for i in range(3_000_000))
-    assert workers.Watch._ours(workers.Watch()) > before
+    assert watch.share() < 0.1
 
 
 def test_a_journal_is_read_again_without_its_torn_end(tmp_path: Path) -> None:
@@ -329,9 +336,14 @@ def test_torch_comes_first_and_is_always_the_same() -> None:
 
 def test_a_failed_install_tells_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = Workshop(tmp_path, lambda line: None)
-    log = shop.log(PEERS["vllm"], "x")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho ValueError: because\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(shop, "python", lambda peer: python)
+    (tmp_path / "venvs" / "vllm").mkdir(parents=True)
+    log = shop.log(PEERS["vllm"], "install")
     with pytest.raises(SetupError, match="status 1: ValueError: because"):
-        shop._run(PEERS["vllm"], "x", [sys.executable, "-c", "raise ValueError('because')"], {})
+        shop.install(PEERS["vllm"])
     assert last_words(log) == "ValueError: because"
 
 

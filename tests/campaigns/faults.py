@@ -52,7 +52,7 @@ class Campaign:
 
     async def undisturbed(self) -> None:
         """What every stream has to be."""
-        self.expected = await self._streams()
+        self.expected = await self.streams()
         for one, output in zip(self.requests, self.expected, strict=True):
             if not is_whole(output):
                 self.problems.append(f"{one.kind} fails without a fault: {output.bits()[:300]}")
@@ -73,7 +73,7 @@ class Campaign:
     async def round(self, kinds: list[str]) -> None:
         """All streams once, with one fault of each of `kinds` while they run."""
         seen = asyncio.Event()
-        reading = asyncio.create_task(self._streams(seen))
+        reading = asyncio.create_task(self.streams(seen))
         # Into prefill, early or late decode, or into the time of a restart.
         await seen.wait()
         for kind in kinds:
@@ -152,7 +152,7 @@ class Campaign:
         self.problems.append("no engine for 30 s")
         return None
 
-    async def _streams(self, seen: asyncio.Event | None = None) -> list[Told]:
+    async def streams(self, seen: asyncio.Event | None = None) -> list[Told]:
         limits = httpx.Limits(max_connections=None)
         output = (lambda: None) if seen is None else seen.set
         async with httpx.AsyncClient(timeout=STREAM_S, limits=limits) as client:

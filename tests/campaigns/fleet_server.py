@@ -6,22 +6,22 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.cli.main import main
-from headrace.engine.links import ENGINE_COMMAND, Link
-from headrace.fleet.engines.local import LocalFleet
+from headrace.engine.links import ProcessLink
+from headrace.fleet.engines import local
 from headrace.protocol.config import EngineConfig
 
 
 def run(isas: Sequence[str]) -> None:
     """The command, whose arguments are those of this process from the second on."""
-    turns, original = itertools.cycle(isas), LocalFleet._link
+    turns = itertools.cycle(isas)
 
-    def link(fleet: LocalFleet, engine: EngineConfig, cpus: Sequence[int]) -> Link:
-        fleet._command = ("env", f"HEADRACE_ISA={next(turns)}", *ENGINE_COMMAND)
-        return original(fleet, engine, cpus)
+    def link(engine: EngineConfig, command: Sequence[str], *args: Any, **options: Any) -> ProcessLink:
+        return ProcessLink(engine, ("env", f"HEADRACE_ISA={next(turns)}", *command), *args, **options)
 
-    LocalFleet._link = link  # type: ignore[method-assign]
+    local.ProcessLink = link  # type: ignore[assignment, misc]
     main()
 
 

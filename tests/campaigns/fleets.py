@@ -90,7 +90,7 @@ class FleetCampaign(Campaign):
     def _call_id(self, place: int) -> str:
         return f"round-{self.num_rounds}-{place}"
 
-    async def _streams(self, seen: asyncio.Event | None = None) -> list[Told]:
+    async def streams(self, seen: asyncio.Event | None = None) -> list[Told]:
         self.events = [[] for _ in self.requests]
 
         def note(place: int) -> None:
@@ -208,7 +208,7 @@ def run(
         campaign = FleetCampaign(served, num_streams, seed, max_tokens)
         if num_updates:
             asyncio.run(campaign.change(OTHER))
-            campaign.others = asyncio.run(campaign._streams())
+            campaign.others = asyncio.run(campaign.streams())
             campaign.problems += [f"the other bits: {other.error}" for other in campaign.others if not is_whole(other)]
             asyncio.run(campaign.change({}))
         asyncio.run(campaign.undisturbed())

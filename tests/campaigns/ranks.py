@@ -124,8 +124,9 @@ def compare(num: int, seed: int) -> dict[str, Any]:
 def compare_experts(num: int, seed: int) -> dict[str, Any]:
     """For `tests.campaigns`: at least `num` generations by ranks with whole experts, beside those of one process, over
     random mixtures of every type, forms of weights, and numbers of ranks that both may have."""
-    from tests.parallel.test_experts import case_of, has_experts
+    from tests.parallel.test_experts import has_experts
     from tests.support.harness import RandomModels
+    from tests.support.ranks import case_of
 
     noise, counts, wrong = random.Random(seed), Counter[str](), list[str]()
     names = [name for name in models.names() if has_experts(name)]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.campaigns import digests
-from tests.campaigns.digest_http import Normaliser, Stream, events_of
+from tests.campaigns.digests import __main__ as digests
+from tests.campaigns.digests.servers import Normaliser, Stream, events_of
 
 REPLY = {"status": 200, "headers": {"content-type": "application/json"}, "body": {"text": "Once", "logprob": 1.5}}
 

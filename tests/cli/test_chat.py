@@ -161,11 +161,14 @@ def test_a_terminal_shows_markdown_wrapped_by_word(monkeypatch: pytest.MonkeyPat
     assert lines == ["Some bold words, " + "and more words " * 4 + "and", "more words .", "a = 1", "b = 2", "end"]
 
 
-def test_a_listing_is_one_block_whatever_empty_lines_it_has() -> None:
-    page = conversation._Page()
-    page._rest = "one\n\n```\na = 1\n\nb = 2\n```\n\ntwo\n"
-    assert list(page._whole_blocks()) == ["one", "```\na = 1\n\nb = 2\n```"]
-    assert page._rest == "two\n"
+def test_a_listing_is_one_block_whatever_empty_lines_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    blocks: list[str] = []
+    monkeypatch.setattr("rich.markdown.Markdown", lambda text: blocks.append(text) or text)
+    with conversation._Page() as page:
+        page.write("one\n\n```\na = 1\n\nb = 2\n```\n\ntwo\n")
+        assert blocks == ["one", "```\na = 1\n\nb = 2\n```", "two\n"]
 
 
 def test_elsewhere_text_is_written_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:

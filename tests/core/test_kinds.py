@@ -17,7 +17,6 @@ from headrace.core.blocks import BlockPool
 from headrace.core.kinds import Kind, fit_windows, make_kinds
 from headrace.core.prefix import Miss
 from headrace.core.sequence import NEVER
-from headrace.core.tables import BlockTables
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import InvariantError, RequestError
 from headrace.protocol.kinds import CacheKind
@@ -303,15 +302,21 @@ def test_a_search_too_wide_for_the_slots_is_refused():
 
 
 @bug("I-21")
-def a_window_frees_one_block_too_early(s, monkeypatch):
-    behind, slide = Kind.behind, BlockTables._slide
+def a_window_frees_one_block_too_early(s, _):
+    behind = Kind.behind
+    frees_behind(s, lambda kind, num: min(behind(kind, num) + 1, num // s.block_size))
 
-    def early(tables, seq):
-        monkeypatch.setattr(Kind, "behind", lambda kind, num: min(behind(kind, num) + 1, num // s.block_size))
-        slide(tables, seq)
-        monkeypatch.setattr(Kind, "behind", behind)
 
-    monkeypatch.setattr(BlockTables, "_slide", early)
+def frees_behind(s, wrong):
+    """Have steps free what is behind a window by a `wrong` count."""
+    settle = s.tables.settle
+
+    def settled(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Kind, "behind", wrong)
+            settle(*args)
+
+    s.tables.settle = settled
 
 
 @bug("I-21", "I-13", checking=False)
@@ -321,7 +326,7 @@ def a_window_frees_one_block_too_early_seen_from_outside(s, monkeypatch):
 
 @bug("I-21")
 def a_window_frees_nothing(s, _):
-    s.tables._slide = lambda seq: None
+    frees_behind(s, lambda kind, num: 0)
 
 
 class Anything(dict):
@@ -384,16 +389,17 @@ def a_hit_where_there_is_no_state(s, monkeypatch):
 
 @bug("I-13", "I-22", checking=False)
 def the_state_of_a_rejected_guess_kept(s, _):
-    settle = s.tables._settle_states
+    settle = s.tables.settle
 
-    def wrong(kind, seq):
-        later = [num for num in seq.states if num > seq.num_computed]
-        if later and not seq.num_ahead and seq.num_computed in seq.states:
-            done = seq.num_computed
-            seq.states[done], seq.states[later[0]] = seq.states[later[0]], seq.states[done]
-        settle(kind, seq)
+    def wrong(seqs, *more):
+        for seq in seqs:
+            later = [num for num in seq.states if num > seq.num_computed]
+            if later and not seq.num_ahead and seq.num_computed in seq.states:
+                done = seq.num_computed
+                seq.states[done], seq.states[later[0]] = seq.states[later[0]], seq.states[done]
+        settle(seqs, *more)
 
-    s.tables._settle_states = wrong
+    s.tables.settle = wrong
 
 
 @bug("I-1", "I-2")

@@ -146,34 +146,34 @@ def row_after_a_token_that_was_not_drawn_counted(s, _):
 
 @bug("I-12", "I-13", "I-8", "I-19")
 def sequence_scheduled_beyond_its_length(s, _):
-    choose = s._choose
-
-    def choosing():
+    def beyond(schedule):
         lens = {seq: seq.max_len for seq in s.running}
         for seq in s.running:
             seq.max_len += 1
         try:
-            return choose()
+            return schedule()
         finally:
             for seq, length in lens.items():
                 seq.max_len = length
 
-    s._choose = choosing
+    s.schedule, s.schedule_ahead = partial(beyond, s.schedule), partial(beyond, s.schedule_ahead)
 
 
 @bug("I-7", "I-8", "I-10")
 def sequence_preempted_under_a_step(s, _):
-    grow = s._grow
+    grow = s.tables.grow
 
     def growing(seq, length):
-        while not s.tables.grow(seq, length):
+        while not grow(seq, length):
             victims = [other for other in s.running if other is not seq and other.num_preemptions < 2]
             if not victims:
-                return grow(seq, length)
-            s._preempt(victims[-1])
+                return False
+            steps, s.steps = s.steps, []
+            s.preempt(victims[-1].request_id)
+            s.steps = steps
         return True
 
-    s._grow = growing
+    s.tables.grow = growing
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -13,6 +13,7 @@ from tests.programs.sim.planting import NUM_STEPS, Bugs, expect_caught, register
 from tests.programs.sim.simulation import Simulation
 
 import headrace.core.scheduler as scheduler_module
+from headrace.core.batches import make_batch
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence
 from headrace.protocol.step import Finish
@@ -31,6 +32,21 @@ def every(nth):
         return count % nth == 0
 
     return tick
+
+
+def scheduled_with(s, bound, changed):
+    """Have steps chosen under another bound: `changed` makes it of the right one."""
+    schedule = s.schedule
+
+    def scheduled():
+        right = getattr(s, bound)
+        setattr(s, bound, changed(right))
+        try:
+            return schedule()
+        finally:
+            setattr(s, bound, right)
+
+    s.schedule = scheduled
 
 
 @bug("I-1", "I-2")
@@ -151,17 +167,17 @@ def end_told_twice(s, _):
 
 @bug("I-8", "I-12", "I-13", checking=False)
 def failed_chunk_published(s, _):
-    drop = s._drop_failed
+    commit = s.commit
 
-    def publishing(rows, errors, void):
-        for index in errors:
-            seq, length, _, _ = rows[index]
+    def publishing(batch, result):
+        for index in result.errors:
+            seq, length = s.steps.oldest(batch, result).seqs[index], batch.lens[index]
             if seq.block_table and seq.num_computed + length >= seq.publish_at:
                 seq.num_computed += length
                 s.tables.publish(seq)
-        return drop(rows, errors, void)
+        return commit(batch, result)
 
-    s._drop_failed = publishing
+    s.commit = publishing
 
 
 @bug("I-8", "I-13", checking=False)
@@ -254,7 +270,7 @@ def block_too_many(s, _):
 
 @bug("I-2", "I-10")
 def preempted_and_still_running(s, _):
-    leave, now = s._leave, every(5)
+    leave, now = s.tables.leave_family, every(5)
 
     def staying(seq):
         leave(seq)
@@ -262,7 +278,7 @@ def preempted_and_still_running(s, _):
             s.running.append(seq)
             s.tables.enter_family(seq)
 
-    s._leave = staying
+    s.tables.leave_family = staying
 
 
 @bug("I-12", checking=False)
@@ -272,13 +288,13 @@ def prompt_logprobs_from_the_cache(s, monkeypatch):
 
 @bug("I-15")
 def budget_ignored(s, _):
-    s._chunk = lambda seq, num_computed, budget: len(seq.tokens) - num_computed
+    scheduled_with(s, "max_num_batched_tokens", lambda num: 2 * num)
 
 
 @bug("I-16")
 def empty_step_while_some_wait(s, _):
-    admit, now = s._admit_waiting, every(3)
-    s._admit_waiting = lambda *args: None if now() else admit(*args)
+    now = every(3)
+    scheduled_with(s, "max_num_seqs", lambda num: 0 if now() else num)
 
 
 @bug("I-17")
@@ -337,9 +353,11 @@ def more_promised_than_the_pool_has(s, _):
 
 
 @bug("R-11", checking=False)
-def decode_left_out_of_a_step(s, _):
-    build = s._build
-    s._build = lambda ready, chunks, num: build(ready[1:] if chunks else ready, chunks, num)
+def decode_left_out_of_a_step(s, monkeypatch):
+    def without_the_first(step_id, ready, chunks, *more):
+        return make_batch(step_id, ready[1:] if chunks else ready, chunks, *more)
+
+    monkeypatch.setattr(scheduler_module, "make_batch", without_the_first)
 
 
 @bug("I-11", checking=False)

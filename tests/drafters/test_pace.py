@@ -208,12 +208,13 @@ def test_it_rests_when_guessing_loses_and_wakes_when_acceptance_rises(load: int,
 
 
 def test_it_follows_the_load_up_and_down() -> None:
-    pace = Pace(8, 8)
+    pace, step_id = Pace(8, 8), 0
     for load in (1, 64, 1, 16, 64):
-        world = World(processor, [0.6] * load, seed=load, step_id=pace._step)
+        world = World(processor, [0.6] * load, seed=load, step_id=step_id)
         world.run(pace, 60)
         plain = load / processor(load)
         speed = world.run(pace, 200)
+        step_id = world.step_id
         assert speed > 0.97 * plain
         assert load > 1 or speed > 1.5 * plain
         for seq_id in range(load):

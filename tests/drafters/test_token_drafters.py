@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -173,11 +174,25 @@ def test_a_period_goes_on_beyond_what_is_known() -> None:
         assert len(draft.token_ids) >= 4
 
 
-def test_an_index_is_extended_and_not_made_again() -> None:
+def alive(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Any]:
+    """The objects of a module's class that are made from now on and that something holds."""
+    kind, objects = getattr(module, name), weakref.WeakSet[Any]()
+
+    def make(*args: Any) -> Any:
+        made = kind(*args)
+        objects.add(made)
+        return made
+
+    monkeypatch.setattr(module, name, make)
+    return objects
+
+
+def test_an_index_is_extended_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexes = alive(ngram, "NGramIndex", monkeypatch)
     drafter = NgramDrafter(2, 5)
     tokens = [*range(5000)]
     drafter.propose([context(tokens)])
-    index = drafter._indexes[1]
+    (index,) = indexes
     seen: list[int] = []
 
     class Counted(list[int]):
@@ -188,7 +203,7 @@ def test_an_index_is_extended_and_not_made_again() -> None:
     index.before = Counted(index.before)
     tokens += [3, 4]
     drafter.propose([context(tokens)])
-    assert len(seen) == 2
+    assert (len(seen), len(indexes)) == (2, 1)
 
 
 def naive_count(text: list[int], part: list[int]) -> int:
@@ -243,6 +258,7 @@ def test_answers_of_others_help_only_if_that_was_asked_for(num_cached: int, expe
 def test_what_a_suffix_drafter_holds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, most in (("MAX_SEQ_TOKENS", 100), ("MAX_TOKENS", 300), ("MAX_SHARED_TOKENS", 200)):
         monkeypatch.setattr(suffix, name, most)
+    automata, histories = alive(suffix, "Automaton", monkeypatch), alive(suffix, "History", monkeypatch)
     drafter = SuffixDrafter(24, 1.0, 0.1, 6)
     random_text = random.Random(2)
     tokens: dict[int, list[int]] = {}
@@ -252,14 +268,15 @@ def test_what_a_suffix_drafter_holds_is_bounded(monkeypatch: pytest.MonkeyPatch)
         tokens[seq_id] += [random_text.randrange(9) for _ in range(9)]
         [draft] = drafter.propose([context(tokens[seq_id], 4, seq_id=seq_id, num_prompt=1)])
         assert fault(draft, context(tokens[seq_id])) == ""
-        num_tokens = [history.automaton.num_tokens for history in drafter._histories.values()]
+        num_tokens = [history.automaton.num_tokens for history in histories]
         assert max(num_tokens) <= 110
-        assert sum(num_tokens) == drafter._num_tokens <= 400
-        assert sum(automaton.num_tokens for automaton in drafter._shared) <= 200
+        assert sum(num_tokens) <= 400
+        num_shared = sum(automaton.num_tokens for automaton in automata) - sum(num_tokens)
+        assert num_shared <= 200
         if step % 50 == 49:
             drafter.drop(seq_id)
             del tokens[seq_id]
-    assert sum(automaton.num_tokens for automaton in drafter._shared) > 0
+    assert num_shared > 0
 
 
 def test_a_long_prompt_is_learnt_over_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +289,7 @@ def test_a_long_prompt_is_learnt_over_some_steps(monkeypatch: pytest.MonkeyPatch
 
 def test_lookahead_keeps_a_bounded_number_of_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookahead, "MAX_NGRAMS", 20)
+    windows = alive(lookahead, "Window", monkeypatch)
     drafter = LookaheadDrafter(4, 3, 3)
     tokens = [1]
     random_text = random.Random(3)
@@ -279,10 +297,11 @@ def test_lookahead_keeps_a_bounded_number_of_ngrams(monkeypatch: pytest.MonkeyPa
         [draft] = drafter.propose([context(tokens, 6, 20)])
         drafter.verified(1, draft, [random_text.randrange(40) for _ in draft.token_ids], [])
         tokens = [*tokens, random_text.randrange(40)]
-        window = drafter._windows[1]
+        (window,) = windows
         assert window.num_ngrams == sum(map(len, window.ngrams.values())) <= 20
     drafter.drop(1)
-    assert not drafter._windows
+    del window
+    assert not windows
 
 
 @pytest.mark.parametrize("module", [ngram, suffix, lookahead])

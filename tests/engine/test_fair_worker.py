@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -106,16 +107,17 @@ def test_R_31_an_idle_process_that_stands_still_is_seen_and_replaced(
         pids = []
         await worker.run(process.ping)
         for _ in range(2):
-            assert process._process is not None
-            pids.append(process._process.pid)
+            assert process.pid is not None
+            pids.append(process.pid)
             os.kill(pids[-1], signal.SIGSTOP)
             await until(lambda: worker.status != "ready")
-            await until(lambda: worker.status == "ready" and process._process is not None)
+            await until(lambda: worker.status == "ready" and process.pid is not None)
         # One that can not be started stays red until it can.
-        command, process._command = process._command, ["/nothing/there"]
-        os.kill(process._process.pid, signal.SIGKILL)
-        await until(lambda: worker.status == "impaired")
-        process._command = command
+        assert process.pid is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", "/nothing/there")
+            os.kill(process.pid, signal.SIGKILL)
+            await until(lambda: worker.status == "impaired")
         await until(lambda: worker.status == "ready")
         worker.close()
         return pids

@@ -118,7 +118,7 @@ def test_a_protected_sequence_waits_for_room_at_its_longest() -> None:
     core.step()
     for seq in core.scheduler.sequences.values():
         seq.num_preemptions = 2
-    core.scheduler._preempt(core.scheduler.running[1], forced=True)
+    assert core.scheduler.preempt(core.scheduler.running[1].request_id)
     step = step_of(core)
     assert step.preemptions == [(step.head[0], 0)]
     assert step.head[1] == Wait.PROTECTION

@@ -76,7 +76,10 @@ def runner(request: pytest.FixtureRequest, model_type: str, directories: dict[st
         with pytest.raises(CheckpointError, match="backend cuda has no kernels for"):
             load(directories[model_type], block_size=8, **FORMS[request.param])
         pytest.skip("the cuda backend refuses it")
-    runner = load(directories[model_type], block_size=8, **FORMS[request.param])
+    return recorded(load(directories[model_type], block_size=8, **FORMS[request.param]))
+
+
+def recorded(runner: Runner) -> Runner:
     runner.sampler = runner._rounds.sampler = Recorder()  # type: ignore[assignment]
     return runner
 
@@ -171,8 +174,7 @@ def test_control_a_logit_that_leans_on_the_batch_is_noticed(runner: Runner, monk
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_keeps_the_law(form: dict[str, str], dtype: str, directories: dict[str, Path]) -> None:
-    runner = load(directories["gemma2"], block_size=8, dtype=dtype, **form)
-    runner.sampler = runner._rounds.sampler = Recorder()  # type: ignore[assignment]
+    runner = recorded(load(directories["gemma2"], block_size=8, dtype=dtype, **form))
     (whole,) = logits_of(runner, [60], [[60]], 7, blocks=1)
     result, *_ = logits_of(runner, [60, 9, 30], [chunk_sizes(60, [7]), [9], [1] * 30], 7, blocks=2)
     assert_bits(result, whole)
@@ -187,8 +189,7 @@ def company_differs(runner: Runner) -> bool:
 
 @pytest.fixture(params=["int4", "int8"])
 def quantised(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Runner:
-    runner = load(directories["qwen3"], block_size=8, backend="cpu", quantization=request.param)
-    runner.sampler = runner._rounds.sampler = Recorder()  # type: ignore[assignment]
+    runner = recorded(load(directories["qwen3"], block_size=8, backend="cpu", quantization=request.param))
     assert not company_differs(runner)
     return runner
 

@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parallel import test_law
-from tests.parallel.test_group import group_of, is_gone, until
-from tests.parallel.test_law import few, requests_of
-from tests.support.checkpoints import llama_tensors, write_llama
 from tests.support.harness import RandomModels
 from tests.support.law import assert_same, make_core, make_requests, run
+from tests.support.ranks import PP, TP, bits, check, check_end, check_uneven, few, group_of, is_gone, requests_of, until
 from tests.support.shallow import shallow
 
 from headrace import models
@@ -37,7 +34,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8 and an int8 cache": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
     "float32": {"dtype": "float32"},
 }
-TP, PP = "tensor_parallel_size", "pipeline_parallel_size"
 
 
 @functools.cache
@@ -49,17 +45,13 @@ def requests() -> list[Any]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("field", "ranks"), [(TP, 2), (TP, 3), (PP, 2)])
 def test_ranks_change_no_bit(field: str, ranks: int, form: str) -> None:
-    test_law.check(requests(), ranks, field=field, model=shallow(2), **ON_CPU, **FORMS[form])
+    check(requests(), ranks, field=field, model=shallow(2), **ON_CPU, **FORMS[form])
 
 
 @pytest.mark.parametrize(("field", "ranks"), [(TP, 2), pytest.param(PP, 2, marks=pytest.mark.slow)])
 def test_uneven_shares_change_no_bit(field: str, ranks: int, tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 104}
-    config = {"model_type": "llama", "vocab_size": 211, "num_hidden_layers": 2, "max_position_embeddings": 512,
-              "rms_norm_eps": 1e-5, "tie_word_embeddings": False} | sizes  # fmt: skip
-    path = write_llama(tmp_path / "odd", llama_tensors(config), **config)
-    form = {"model": str(path), "skip_tokenizer_init": True, "dtype": "bfloat16"} | ON_CPU
-    test_law.check(requests_of(211)[:6], ranks, field=field, **form)
+    check_uneven(6, ranks, field, tmp_path, sizes, dtype="bfloat16", **ON_CPU)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +59,12 @@ def test_uneven_shares_change_no_bit(field: str, ranks: int, tmp_path: Path) -> 
 )
 @pytest.mark.parametrize(("field", "ranks"), [(TP, 2), pytest.param(PP, 2, marks=pytest.mark.slow)])
 def test_norms_of_heads_experts_soft_caps_and_biases(
-    field: str, ranks: int, name: str, tmp_path_factory: pytest.TempPathFactory
+    field: str, ranks: int, name: str, random_models: RandomModels
 ) -> None:
-    path = RandomModels(tmp_path_factory.mktemp("models"))[name]
+    path = random_models[name]
     vocab_size = models.find(name).TINY["vocab_size"]
     form = {"model": str(path), "skip_tokenizer_init": True, "dtype": "bfloat16"} | ON_CPU
-    test_law.check(requests_of(vocab_size)[:4], ranks, field=field, **form)
+    check(requests_of(vocab_size)[:4], ranks, field=field, **form)
 
 
 def columns_of(num_whole: int) -> torch.Tensor:
@@ -152,13 +144,7 @@ def test_a_gather_puts_the_columns_of_all_ranks_together(world: int, widths: lis
 def test_a_rank_that_ends_is_the_end_of_the_group(field: str) -> None:
     core = make_core(model=shallow(2), distributed_timeout=2.0, **{field: 2}, **ON_CPU)
     try:
-        run(core, make_requests()[:1])
-        (pid,) = group_of(core).pids
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: is_gone(pid))
-        core.add(make_requests()[1])
-        with pytest.raises(RankLostError, match="rank 1|gloo"):
-            core.step()
+        check_end(core, "rank 1|gloo")
     finally:
         core.close()
 
@@ -198,7 +184,7 @@ def test_gathers_that_are_not_connected_are_a_fault() -> None:
 
 def test_tokens_are_those_of_one_device() -> None:
     """The control of the law's own check: other requests have other bits."""
-    alone = test_law.bits(requests(), model=shallow(2), dtype="bfloat16", **ON_CPU)
-    other = test_law.bits(requests(), model=shallow(2), dtype="float32", **ON_CPU)
+    alone = bits(requests(), model=shallow(2), dtype="bfloat16", **ON_CPU)
+    other = bits(requests(), model=shallow(2), dtype="float32", **ON_CPU)
     with pytest.raises(AssertionError, match="differ"):
         assert_same(other, alone)

@@ -5,6 +5,7 @@ The last tests break the law on purpose, in all ranks alike, and see that it is 
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import gguf
 import pytest
 from tests.formats.gguf.models import convert, random_blocks
-from tests.parallel.test_law import bits, requests_of
-from tests.support import wrong_ranks
+from tests.support import ranks, wrong_ranks
 from tests.support.harness import RandomModels, save_random
-from tests.support.law import Bits, assert_same, make_core, run
+from tests.support.law import assert_same, make_core, run
+from tests.support.ranks import bits, case_of, requests_of
 from tests.support.shallow import shallow
 
 from headrace import models
@@ -43,34 +44,16 @@ def has_experts(name: str) -> bool:
     return any("experts" in key for key in (config | config.get("text_config", {})))
 
 
-@pytest.fixture(scope="module")
-def random_models(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
-    return RandomModels(tmp_path_factory.mktemp("models"))
-
-
-def case_of(name: str, path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """The config of a random model, and requests for it."""
-    config = models.find(name).TINY
-    sizes = config.get("text_config", config)
-    longest = min(150, sizes.get("max_position_embeddings", 512) // 2)
-    form = {"model": str(path), "skip_tokenizer_init": True, "max_num_seqs": 8}
-    return form, requests_of(sizes["vocab_size"], longest)
-
-
-def check(requests: list[Any], ranks: int, **form: Any) -> dict[str, Bits]:
-    alone = bits(requests, **form)
-    assert len({tuple(ids) for ids, _ in alone.values()}) > len(alone) / 2
-    assert_same(bits(requests, ranks, enable_expert_parallel=True, **form), alone)
-    return alone
+check = functools.partial(ranks.check, ranked={"enable_expert_parallel": True})
 
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("num", [2, 3])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_whole_experts_change_no_bit(name: str, ranks: int, form: str, random_models: RandomModels) -> None:
+def test_whole_experts_change_no_bit(name: str, num: int, form: str, random_models: RandomModels) -> None:
     config, requests = case_of(name, random_models[name])
-    check(requests, ranks, **config, **FORMS[form])
+    check(requests, num, **config, **FORMS[form])
 
 
 @pytest.mark.sampled(7, 3)
@@ -147,7 +130,7 @@ def test_a_rank_reads_its_own_experts_alone(name: str, random_models: RandomMode
             owners.setdefault(part.name, []).extend([rank] if part.data.nbytes else [])
         shares = {int(part.name.partition(".experts.")[2].split(".")[0]) for part in every if part.data.nbytes}
         assert shares == set(range(num * rank // 3, num * (rank + 1) // 3))
-    assert all(len(ranks) == 1 for ranks in owners.values())
+    assert all(len(each) == 1 for each in owners.values())
     assert len(owners) >= 2 * num
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.checkpoints import CONFIG, llama_tensors, write_llama
-from tests.support.law import make_core, make_requests, run
+from tests.support.law import make_core
+from tests.support.ranks import check_closing, check_end, check_out_of_step, check_standstill
 from tests.support.shallow import shallow
 
 from headrace import LLM, SamplingParams
@@ -32,67 +31,20 @@ def core() -> Iterator[EngineCore]:
     core.close()
 
 
-def group_of(core: EngineCore) -> Any:
-    return core.executor.program._others  # type: ignore[attr-defined]
-
-
-def until(condition: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 def test_a_rank_that_ends_takes_the_others_with_it_and_the_next_step_says_so(core: EngineCore) -> None:
-    requests = make_requests()[:2]
-    run(core, requests[:1])
-    pids = group_of(core).pids
-    os.kill(pids[0], signal.SIGKILL)
-    until(lambda: all(map(is_gone, pids)))
-    core.add(requests[1])
-    with pytest.raises(RankLostError, match=r"rank 1 ended \(SIGKILL\)"):
-        core.step()
+    check_end(core, r"rank 1 ended \(SIGKILL\)")
 
 
 def test_a_rank_that_stands_still_is_given_up_after_the_timeout(core: EngineCore) -> None:
-    pids = group_of(core).pids
-    os.kill(pids[1], signal.SIGSTOP)
-    core.add(make_requests()[0])
-    with pytest.raises(RankLostError, match="timeout"):
-        core.step()
-    until(lambda: all(map(is_gone, pids)))
+    check_standstill(core, 2, "timeout")
 
 
 def test_ranks_out_of_step_find_it_out(core: EngineCore) -> None:
-    group = group_of(core)
-    core.add(make_requests()[0])
-    # As if a call had been lost on its way to the others.
-    begin = group.begin
-
-    def begin_again() -> int:
-        number = begin()
-        group.native.begin(number + 1)
-        return int(number)
-
-    group.begin = begin_again
-    with pytest.raises(RankLostError, match="out of step"):
-        core.step()
+    check_out_of_step(core)
 
 
 def test_closing_ends_all_ranks() -> None:
-    core = make_core(model=shallow(1), tensor_parallel_size=2)
-    pids = group_of(core).pids
-    core.close()
-    core.close()
-    assert all(map(is_gone, pids))
+    check_closing(make_core(model=shallow(1), tensor_parallel_size=2))
 
 
 def test_offline_and_the_callers_thread_is_free_again_afterwards() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.parallel.test_group import until
 from tests.support.hosts import FAST, RankHost, place, rank_host
+from tests.support.ranks import until
 from tests.support.remote import credentials, files
 
 from headrace.backends.base import SetUp
@@ -76,6 +76,11 @@ def rendezvous(
     finally:
         hosts.close()
         hosts.close()
+
+
+def scripted(hosts: Rendezvous, mode: str = "", **more: Any) -> contextlib.AbstractContextManager[RankHost]:
+    """A host of rank 1 there, whose process is the script."""
+    return rank_host(hosts.address[1], **({"weights": lambda: "w", "command": script(mode)} | more))
 
 
 class NoGathers:
@@ -162,7 +167,7 @@ def test_S_44_a_certificate_of_another_ca_is_refused(tmp_path: Path, caplog: pyt
     subprocess.run([*command.split(), "-keyout", "k", "-out", "c"], cwd=tmp_path, check=True, capture_output=True)
     names = (files() / "fleet.secret", tmp_path / "c", tmp_path / "k", files() / "ca.pem")
     who = Credentials.read(*map(str, names), is_server=False)
-    with rendezvous() as hosts, rank_host(hosts.address[1], weights=lambda: "w", who=who, command=script()) as host:
+    with rendezvous() as hosts, scripted(hosts, who=who) as host:
         until(lambda: "refused 127.0.0.1" in caplog.text)
         assert not hosts.places
         assert host.server.num_groups == 0
@@ -194,7 +199,7 @@ def test_other_weights_are_refused_and_the_same_are_not() -> None:
     for weights in ("w", "others"):
         with (
             rendezvous() as hosts,
-            rank_host(hosts.address[1], weights=lambda weights=weights: weights, command=script()) as host,
+            scripted(hosts, weights=lambda weights=weights: weights) as host,
             group_at(hosts) as (group, _),
         ):
             group.expect(Loaded)
@@ -211,18 +216,19 @@ def test_a_second_rank_of_one_number_waits_and_a_host_takes_the_place_of_its_own
 ) -> None:
     caplog.set_level("INFO")
     with rendezvous(world=3) as hosts, contextlib.ExitStack() as stack:
-        first = stack.enter_context(rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()))
+        first = stack.enter_context(scripted(hosts, world=3))
         until(lambda: 1 in hosts.places)
-        stack.enter_context(rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()))
+        first_id = hosts.places[1].seat.host_id
+        stack.enter_context(scripted(hosts, world=3))
         until(lambda: "rank 1 is there already" in caplog.text)
-        assert hosts.places[1].seat.host_id == first.server._host_id
+        assert hosts.places[1].seat.host_id == first_id
         first.close()
         # The other one comes again, and has the place now.
-        until(lambda: 1 in hosts.places and hosts.places[1].seat.host_id != first.server._host_id)
+        until(lambda: 1 in hosts.places and hosts.places[1].seat.host_id != first_id)
 
 
 def test_calls_reach_the_rank_and_its_death_is_noticed_at_once() -> None:
-    with rendezvous() as hosts, rank_host(hosts.address[1], weights=lambda: "w", command=script("dies")) as host:
+    with rendezvous() as hosts, scripted(hosts, "dies") as host:
         with group_at(hosts) as (group, lost):
             load(group)
             call(group)
@@ -239,7 +245,7 @@ def test_a_silent_side_is_given_up(side: str, monkeypatch: pytest.MonkeyPatch) -
     """Neither frames nor an end of the connection: as where a cable is cut."""
     with (
         rendezvous(timeout=1.0) as hosts,
-        rank_host(hosts.address[1], weights=lambda: "w", command=script()) as host,
+        scripted(hosts) as host,
         group_at(hosts, 1.0) as (group, lost),
     ):
         load(group)
@@ -258,7 +264,7 @@ def test_a_rank_that_sends_no_message_is_lost() -> None:
     bad = SCRIPT.replace("    if sys.argv[1]", "    sock.sendall(bytes([1, 0, 0, 0, 0xC1]))\n    if sys.argv[1]")
     with (
         rendezvous() as hosts,
-        rank_host(hosts.address[1], weights=lambda: "w", command=(sys.executable, "-c", bad, "")),
+        scripted(hosts, command=(sys.executable, "-c", bad, "")),
         group_at(hosts) as (group, lost),
     ):
         load(group)
@@ -270,7 +276,7 @@ def test_a_rank_that_sends_no_message_is_lost() -> None:
 def test_a_process_that_stands_still_while_it_loads_is_replaced() -> None:
     with (
         rendezvous(timeout=1.0) as hosts,
-        rank_host(hosts.address[1], weights=lambda: "w", command=script("silent")) as host,
+        scripted(hosts, "silent") as host,
     ):
         with group_at(hosts, 1.0) as (group, _), pytest.raises(RankLostError, match="stood still for 1 s"):
             group.expect(Loaded)
@@ -279,10 +285,10 @@ def test_a_process_that_stands_still_while_it_loads_is_replaced() -> None:
 
 def test_a_rank_that_leaves_before_all_are_there_may_come_again() -> None:
     with rendezvous(world=3) as hosts:
-        with rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()):
+        with scripted(hosts, world=3):
             until(lambda: 1 in hosts.places)
         until(lambda: 1 not in hosts.places)
-        with rank_host(hosts.address[1], world=3, weights=lambda: "w", command=script()):
+        with scripted(hosts, world=3):
             until(lambda: 1 in hosts.places)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.parallel.test_group import group_of, is_gone, until
 from tests.support import small_slots, wrong_ranks
-from tests.support.hosts import RankHost, free_port, place, rank_host
+from tests.support.hosts import RankHost, place, rank_host
 from tests.support.law import Bits, assert_same, make_core, make_requests, run
+from tests.support.ranks import check_out_of_step, is_gone, until
 from tests.support.shallow import shallow
 
 from headrace.engine.core import EngineCore
@@ -29,11 +29,10 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[tuple[RankHost, int]]:
+def host() -> Iterator[RankHost]:
     """One host, for a group after the other."""
-    port = free_port()
-    with rank_host(port, shallow(2)) as host:
-        yield host, port
+    with rank_host(model=shallow(2)) as host:
+        yield host
 
 
 def core_at(port: int, **form: Any) -> EngineCore:
@@ -60,52 +59,48 @@ def alone(form: str = "bfloat16") -> dict[str, Bits]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
+def test_hosts_change_no_bit(form: str, host: RankHost) -> None:
     """Greedy and drawn, with log-probabilities, penalties and grammars, as `make_requests` has them."""
-    assert_same(bits(core_at(host[1], **FORMS[form])), alone(form))
-    assert host[0].error is None
+    assert_same(bits(core_at(host.port, **FORMS[form])), alone(form))
+    assert host.error is None
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
-def test_stages_on_hosts_change_no_bit(form: str, host: tuple[RankHost, int]) -> None:
-    assert_same(bits(stages_at(host[1], 2, **FORMS[form])), alone(form))
-    assert host[0].error is None
+def test_stages_on_hosts_change_no_bit(form: str, host: RankHost) -> None:
+    assert_same(bits(stages_at(host.port, 2, **FORMS[form])), alone(form))
+    assert host.error is None
 
 
 def test_rank_0_hands_on_the_rows_of_three_stages_and_no_interface_is_needed() -> None:
-    port, expected = free_port(), bits(make_core(model=shallow(4)))
-    with (
-        rank_host(port, shallow(4), rank=1, world=3, interface=None),
-        rank_host(port, shallow(4), rank=2, world=3, interface=None),
-    ):
-        assert_same(bits(stages_at(port, 3, model=shallow(4))), expected)
+    expected, where = bits(make_core(model=shallow(4))), {"model": shallow(4), "world": 3, "interface": None}
+    with rank_host(**where) as host, rank_host(host.port, rank=2, **where):
+        assert_same(bits(stages_at(host.port, 3, model=shallow(4))), expected)
 
 
-def test_a_stage_on_a_host_that_dies_ends_the_group(host: tuple[RankHost, int]) -> None:
-    core = stages_at(host[1], 2)
+def test_a_stage_on_a_host_that_dies_ends_the_group(host: RankHost) -> None:
+    core = stages_at(host.port, 2)
     os.kill(child(), signal.SIGKILL)
     core.add(make_requests()[0])
     with pytest.raises(RankLostError, match="SIGKILL"):
         core.step()
     core.close()
-    assert_same(bits(stages_at(host[1], 2)), alone())
+    assert_same(bits(stages_at(host.port, 2)), alone())
 
 
 def test_a_rank_that_gathers_needs_an_interface_of_its_host() -> None:
-    port = free_port()
-    with rank_host(port, shallow(2), interface=None) as host:
+    with rank_host(model=shallow(2), interface=None) as host:
         with pytest.raises(RankLostError):
-            core_at(port)
+            core_at(host.port)
         host.thread.join(20)
         assert "--distributed-interface is missing here" in str(host.error)
 
 
 @pytest.mark.slow
 def test_three_hosts_with_uneven_shares_change_no_bit() -> None:
-    port = free_port()
-    with rank_host(port, shallow(2), rank=1, world=3), rank_host(port, shallow(2), rank=2, world=3):
-        result = bits(core_at(port, tensor_parallel_size=3))
+    where = {"model": shallow(2), "world": 3}
+    with rank_host(**where) as host, rank_host(host.port, rank=2, **where):
+        result = bits(core_at(host.port, tensor_parallel_size=3))
     assert_same(result, alone())
 
 
@@ -115,19 +110,18 @@ def test_gathers_in_several_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     move = Exchange.__call__
     monkeypatch.setattr(Exchange, "__call__", lambda self, size: sizes.append(size) or move(self, size))
-    port = free_port()
-    with rank_host(port, shallow(2), command=(sys.executable, "-m", "tests.support.small_slots")):
-        result = bits(core_at(port))
+    with rank_host(model=shallow(2), command=(sys.executable, "-m", "tests.support.small_slots")) as host:
+        result = bits(core_at(host.port))
     assert small_slots.SLOT_BYTES / 4 < max(sizes) <= small_slots.SLOT_BYTES + 64
     assert_same(result, alone())
 
 
 @pytest.mark.parametrize("mode", [pytest.param("right", marks=pytest.mark.slow), "reverse"])
 def test_control_parts_in_the_wrong_place_are_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, port = alone(), free_port()  # before the law is broken in this process
-    with rank_host(port, shallow(2), command=(sys.executable, "-m", "tests.support.wrong_ranks", mode)):
+    expected = alone()  # before the law is broken in this process
+    with rank_host(model=shallow(2), command=(sys.executable, "-m", "tests.support.wrong_ranks", mode)) as host:
         wrong_ranks.patch(mode, monkeypatch.setattr)
-        actual = bits(core_at(port))
+        actual = bits(core_at(host.port))
     if mode == "right":
         assert_same(actual, expected)
     else:
@@ -153,16 +147,16 @@ def is_rank(pid: int) -> bool:
 
 
 def test_a_rank_that_ends_or_stands_still_ends_the_group_and_the_host_serves_the_next(
-    host: tuple[RankHost, int],
+    host: RankHost,
 ) -> None:
-    core = core_at(host[1], distributed_timeout=2.0)
+    core = core_at(host.port, distributed_timeout=2.0)
     before = child()
     os.kill(before, signal.SIGKILL)
     core.add(make_requests()[0])
     with pytest.raises(RankLostError):
         core.step()
     core.close()
-    again = core_at(host[1], distributed_timeout=2.0)
+    again = core_at(host.port, distributed_timeout=2.0)
     stopped = child()
     assert stopped != before
     os.kill(stopped, signal.SIGSTOP)
@@ -171,39 +165,26 @@ def test_a_rank_that_ends_or_stands_still_ends_the_group_and_the_host_serves_the
         again.step()
     again.close()
     until(lambda: is_gone(stopped))
-    assert_same(bits(stages_at(host[1], 2)), alone())
+    assert_same(bits(stages_at(host.port, 2)), alone())
 
 
-def test_ranks_out_of_step_find_it_out(host: tuple[RankHost, int]) -> None:
-    core = core_at(host[1])
-    group = group_of(core)
-    core.add(make_requests()[0])
-    begin = group.begin
-
-    def begin_again() -> int:
-        number = begin()
-        group.native.begin(number + 1)
-        return int(number)
-
-    group.begin = begin_again
-    with pytest.raises(RankLostError, match="out of step"):
-        core.step()
+def test_ranks_out_of_step_find_it_out(host: RankHost) -> None:
+    core = core_at(host.port)
+    check_out_of_step(core)
     core.close()
 
 
 def test_a_rank_with_other_weights_is_refused_by_both() -> None:
-    port = free_port()
-    with rank_host(port, shallow(2), weights=lambda: "others") as host:
+    with rank_host(model=shallow(2), weights=lambda: "others") as host:
         with pytest.raises(CheckpointError, match=r"rank 1 has other weights \(digest others\) than rank 0 \(digest "):
-            stages_at(port, 2)
+            stages_at(host.port, 2)
         host.thread.join(20)
         assert "rank 1 has other weights (digest others)" in str(host.error)
 
 
 def test_a_model_that_the_rank_can_not_load_is_an_error_of_both(tmp_path: Any) -> None:
-    port = free_port()
-    with rank_host(port, str(tmp_path), weights=lambda: "") as host:
+    with rank_host(model=str(tmp_path), weights=lambda: "") as host:
         with pytest.raises(CheckpointError, match=r"config\.json"):
-            stages_at(port, 2)
+            stages_at(host.port, 2)
         host.thread.join(20)
         assert isinstance(host.error, CheckpointError)

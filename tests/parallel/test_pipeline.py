@@ -4,9 +4,6 @@ stands still, falls out of step or can not compute a call."""
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +12,22 @@ from typing import Any
 import msgspec
 import pytest
 from tests.campaigns.ranks import FORMS
-from tests.e2e.test_law_speculation import varied
 from tests.formats.gguf.models import convert
-from tests.parallel import test_law
-from tests.parallel.test_group import group_of, is_gone, until
-from tests.parallel.test_law import few, k_form, requests_of
-from tests.support import wrong_stages
+from tests.parallel.test_law import k_form
+from tests.support import ranks, wrong_stages
 from tests.support.harness import RandomModels
 from tests.support.law import assert_same, make_core, make_requests, run
+from tests.support.ranks import (
+    PP,
+    check_closing,
+    check_end,
+    check_in_a_small_cache,
+    check_of_a_packed_file,
+    check_standstill,
+    few,
+    group_of,
+    requests_of,
+)  # fmt: skip
 from tests.support.shallow import shallow
 from tests.support.stored import mixed
 
@@ -32,15 +37,15 @@ from headrace.parallel import group, pipeline
 from headrace.parallel.program import RankLostError
 from headrace.protocol.errors import CheckpointError, RequestError
 
-bits = functools.partial(test_law.bits, field="pipeline_parallel_size")
-check = functools.partial(test_law.check, field="pipeline_parallel_size")
+bits = functools.partial(ranks.bits, field=PP)
+check = functools.partial(ranks.check, field=PP)
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_stages_change_no_bit(ranks: int, form: str) -> None:
-    check(list(few()), ranks, model=shallow(3), **FORMS[form])
+@pytest.mark.parametrize("num", [2, 3])
+def test_stages_change_no_bit(num: int, form: str) -> None:
+    check(list(few()), num, model=shallow(3), **FORMS[form])
 
 
 def test_k_quants(tmp_path: Path) -> None:
@@ -49,11 +54,6 @@ def test_k_quants(tmp_path: Path) -> None:
 
 def test_inputs_in_an_order_of_their_own(tmp_path: Path) -> None:
     check(list(few()), 2, model=str(mixed(Path(shallow(2)), tmp_path / "mixed")))
-
-
-@pytest.fixture(scope="module")
-def random_models(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
-    return RandomModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "gpt_oss", "nemotron_h", "qwen3_5_moe_text"])
@@ -69,35 +69,18 @@ def test_states_windows_and_experts(name: str, random_models: RandomModels) -> N
 
 
 def test_with_speculation_grammars_penalties_chunks_and_a_small_cache() -> None:
-    requests = [msgspec.structs.replace(r, params=varied(r.params, i)) for i, r in enumerate(make_requests()[::5])]
-    more = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 70, "max_model_len": 512, "block_size": 8}
-    spec = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
-    alone = make_core(model=shallow(2), enable_prefix_caching=False)
-    expected = run(alone, requests)
-    alone.close()
-    core = make_core(model=shallow(2), pipeline_parallel_size=2, speculative_config=spec, **more)
-    assert_same(run(core, requests, preempt_every=5), expected)
-    stats = core.stats()
-    assert stats.num_preemptions > 3
-    assert stats.num_draft_tokens > 0
-    core.close()
+    check_in_a_small_cache(PP)
 
 
 def test_each_stage_reads_its_matrices_of_a_packed_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = shutil.copytree(shallow(3), tmp_path / "model")
-    form = {"model": str(path), "quantization": "int4"}
-    alone = bits(list(few()), save_packed=True, **form)
-    assert len(list(path.glob("*.packed"))) == 1
-    caplog.clear()
-    assert_same(bits(list(few()), 3, **form), alone)
-    assert not [record for record in caplog.records if "is not used" in record.getMessage()]
+    check_of_a_packed_file(shallow(3), 3, PP, "int4", tmp_path, caplog)
 
 
 def test_offline_with_hidden_states_and_prompt_logprobs() -> None:
     prompts = ["Once upon", "The dog ran over the hill and"]
     params, result = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=2), []
-    for ranks in (1, 2):
-        llm = LLM(shallow(2), pipeline_parallel_size=ranks, num_gpu_blocks_override=64, max_model_len=512)
+    for num in (1, 2):
+        llm = LLM(shallow(2), pipeline_parallel_size=num, num_gpu_blocks_override=64, max_model_len=512)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         vectors = [output.outputs.embedding for output in llm.embed(prompts, use_tqdm=False)]
         result.append(([(o.outputs[0].token_ids, repr(o.prompt_logprobs)) for o in outputs], vectors))
@@ -111,7 +94,7 @@ WRONG_STAGES = (sys.executable, "-m", "tests.support.wrong_stages")
 @pytest.mark.parametrize("mode", ["rounded", "reverse"])
 def test_control_what_breaks_the_law_is_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden rows in bfloat16 between the stages, and pieces in the wrong order."""
-    expected = test_law.alone()
+    expected = ranks.alone()
     monkeypatch.setattr(group, "COMMAND", (*WRONG_STAGES, mode))
     wrong_stages.patch(mode, monkeypatch.setattr)
     with pytest.raises(AssertionError, match="differ"):
@@ -120,7 +103,7 @@ def test_control_what_breaks_the_law_is_noticed(mode: str, monkeypatch: pytest.M
 
 def test_the_program_of_the_control_breaks_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "COMMAND", (*WRONG_STAGES, "right"))
-    assert_same(bits(list(few()), 2, model=shallow(2)), test_law.alone())
+    assert_same(bits(list(few()), 2, model=shallow(2)), ranks.alone())
 
 
 # Faults.
@@ -134,24 +117,12 @@ def core() -> Iterator[EngineCore]:
 
 
 def test_a_stage_that_ends_takes_the_others_with_it_and_the_next_step_says_so(core: EngineCore) -> None:
-    requests = make_requests()[:2]
-    run(core, requests[:1])
-    pids = group_of(core).pids
-    os.kill(pids[0], signal.SIGKILL)
-    until(lambda: all(map(is_gone, pids)))
-    core.add(requests[1])
-    with pytest.raises(RankLostError, match=r"rank 1 ended \(SIGKILL\)"):
-        core.step()
+    check_end(core, r"rank 1 ended \(SIGKILL\)")
 
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_stage_that_stands_still_is_given_up_after_the_timeout(rank: int, core: EngineCore) -> None:
-    pids = group_of(core).pids
-    os.kill(pids[rank - 1], signal.SIGSTOP)
-    core.add(make_requests()[0])
-    with pytest.raises(RankLostError, match=f"timeout: rank {rank} gave no rows for 1 s"):
-        core.step()
-    until(lambda: all(map(is_gone, pids)))
+    check_standstill(core, rank, f"timeout: rank {rank} gave no rows for 1 s")
 
 
 def test_stages_out_of_step_find_it_out(core: EngineCore) -> None:
@@ -196,11 +167,7 @@ def test_a_call_that_a_stage_can_not_compute_ends_its_request_alone(core: Engine
 
 
 def test_closing_ends_all_stages() -> None:
-    core = make_core(model=shallow(2), pipeline_parallel_size=2)
-    pids = group_of(core).pids
-    core.close()
-    core.close()
-    assert all(map(is_gone, pids))
+    check_closing(make_core(model=shallow(2), pipeline_parallel_size=2))
 
 
 def test_a_model_that_can_not_be_loaded_is_an_error_of_its_own(tmp_path: Path) -> None:

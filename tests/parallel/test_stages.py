@@ -33,11 +33,6 @@ WITH_THREE = tuple(
 )
 
 
-@pytest.fixture(scope="module")
-def random_models(tmp_path_factory: pytest.TempPathFactory) -> RandomModels:
-    return RandomModels(tmp_path_factory.mktemp("models"))
-
-
 def vocab_size_of(name: str) -> int:
     return int(text_config(models.find(name).TINY, models.names())["vocab_size"])
 

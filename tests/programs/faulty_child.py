@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import time
-from typing import BinaryIO
+from collections.abc import Sequence
+from typing import Any, BinaryIO
 
 from headrace.text import bounded
 
@@ -50,13 +52,13 @@ def main() -> None:
         return
     from headrace.cli.main import main as command
 
-    start = bounded.BoundedProcess.__init__
+    class Faulty(subprocess.Popen[bytes]):
+        def __init__(self, args: Sequence[str], **options: Any) -> None:
+            if list(args[1:3]) == ["-P", "-m"] and args[3] in MODULES:
+                args = [args[0], "-P", __file__, *args[3:]]
+            super().__init__(args, **options)
 
-    def started(self: bounded.BoundedProcess, module: str, *arguments: object) -> None:
-        start(self, module, *arguments)  # type: ignore[arg-type]
-        self._command = [sys.executable, "-P", __file__, module, self._command[-1]]
-
-    bounded.BoundedProcess.__init__ = started  # type: ignore[assignment, method-assign]
+    subprocess.Popen = Faulty  # type: ignore[misc, assignment]
     command()
 
 

@@ -48,9 +48,9 @@ def test_bits_go_where_they_save_most() -> None:
 def measured_once() -> Iterator[None]:
     """What a group costs depends on model, text and ladder alone, and so is found out once for all tests here."""
     known: dict[tuple[object, ...], list[Step]] = {}
-    original = mixed._Measured.measure
+    original = mixed.Measured.measure
 
-    def measure(self: mixed._Measured, group: mixed.Group) -> None:
+    def measure(self: mixed.Measured, group: mixed.Group) -> None:
         key = (mixed.LADDER, group.plans[0].name)
         if key not in known:
             original(self, group)
@@ -58,7 +58,7 @@ def measured_once() -> Iterator[None]:
         group.steps = known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mixed._Measured, "measure", measure)
+        patch.setattr(mixed.Measured, "measure", measure)
         yield
 
 
@@ -79,13 +79,13 @@ def test_a_mixture_is_below_one_type_for_all(tmp_path: Path, monkeypatch: pytest
     result = mixed.write(PATH, tmp_path / "mixed.gguf", plain.written.bits + 0.001, [ids()])
     assert result.written.bits <= plain.written.bits + 0.001
     assert result.measured < plain.measured
-    measure = mixed._Measured.measure
+    measure = mixed.Measured.measure
 
-    def backwards(self: mixed._Measured, group: mixed.Group) -> None:
+    def backwards(self: mixed.Measured, group: mixed.Group) -> None:
         measure(self, group)
         group.steps = [step._replace(loss=step.loss / group.steps[0].loss ** 2) for step in group.steps]
 
-    monkeypatch.setattr(mixed._Measured, "measure", backwards)
+    monkeypatch.setattr(mixed.Measured, "measure", backwards)
     wrong = mixed.write(PATH, tmp_path / "wrong.gguf", plain.written.bits + 0.001, [ids()])
     assert wrong.measured > result.measured
 

@@ -125,15 +125,15 @@ def test_groups_that_were_measured_are_not_measured_again(
     whole, path = tmp_path / "whole.gguf", tmp_path / "model.gguf"
     expected = mixed.write(model, whole, 6.0, IDS)
     requests: list[str] = []
-    original = mixed._Measured.measure
+    original = mixed.Measured.measure
 
-    def measure(self: mixed._Measured, group: mixed.Group) -> None:
+    def measure(self: mixed.Measured, group: mixed.Group) -> None:
         requests.append(group.plans[0].name)
         if len(requests) == 9:
             raise Killed
         original(self, group)
 
-    monkeypatch.setattr(mixed._Measured, "measure", measure)
+    monkeypatch.setattr(mixed.Measured, "measure", measure)
     with pytest.raises(Killed):
         mixed.write(model, path, 6.0, IDS)
     actual = mixed.write(model, path, 6.0, IDS)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from tests.campaigns.interference import LIMITS, LONG, Call, Rig, flood, random_program, run_programs
 
-from headrace.engine import generation, tenants
+from headrace.engine import generation
 from headrace.serve.storage import store
 from headrace.serve.storage.store import Store
 
@@ -85,24 +85,26 @@ def test_S_40_an_id_in_use_overwrites_nothing(shared: Rig, who: str) -> None:
 
 
 def test_S_40_control_a_shared_eviction_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = Store.put
+    put, ids = Store.put, defaultdict[Store, list[str]](list)
 
     def evicting(self: Store, entry_id: str, metadata: dict[str, object], body: bytes = b"") -> None:
         put(self, entry_id, metadata, body)
-        if self.evict and len(self._entries) > self.max_items:
-            self.delete(next(iter(self._entries)))
+        ids[self].append(entry_id)
+        if self.evict and len(ids[self]) > self.max_items:
+            self.delete(ids[self].pop(0))
 
     monkeypatch.setattr(Store, "put", evicting)
     assert differences(shared, respond("bob"), *[respond("alice")] * LIMITS["responses"]) != []
 
 
 def test_S_40_control_a_shared_quota_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = Store.put
+    put, num_items = Store.put, Counter[Store]()
 
     def bounded(self: Store, entry_id: str, metadata: dict[str, object], body: bytes = b"") -> None:
-        if len(self._entries) >= self.max_items:
+        if num_items[self] >= self.max_items:
             raise store.StoreFullError("it is full")
         put(self, entry_id, metadata, body)
+        num_items[self] += 1
 
     monkeypatch.setattr(Store, "put", bounded)
     assert differences(shared, *[upload("alice", "x")] * LIMITS["files"], *batch("bob")) != []
@@ -110,8 +112,7 @@ def test_S_40_control_a_shared_quota_is_noticed(shared: Rig, monkeypatch: pytest
 
 def test_S_40_control_a_shared_space_of_ids_is_noticed(shared: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def counted(self: Store) -> str:
-        name = tenants.current().name
-        return f"{self.prefix}{1 + sum(entry.owner == name for entry in self._entries.values()):032x}"
+        return f"{self.prefix}{1 + self.num_items:032x}"
 
     monkeypatch.setattr(Store, "new_id", counted)
     assert differences(shared, respond("alice"), respond("bob", input="another")) != []

@@ -11,8 +11,8 @@ import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, logged
 
+from headrace.engine import generation
 from headrace.engine.logs import LineFormatter, escaped
-from headrace.serve.call import service
 
 CANARY = "xyzzy-prompt-of-a-client"
 FORGED = "x\r\nINFO     11-21 20:00:00 headrace.server: all is well\x1b[2J\u2028\x85\u202e"
@@ -52,7 +52,7 @@ def test_S_22_nor_when_something_breaks_that_nobody_foresaw(
         except KeyError as error:
             raise ValueError(f"in {CANARY}\r\nINFO forged") from error
 
-    monkeypatch.setattr(service.ServedModel, "_params", broken)
+    monkeypatch.setattr(generation.TextClient, "check_room", broken)
     body = {"prompt": CANARY, "max_tokens": 2}
     reply = HTTP.post(locked.url + "/v1/completions", json=body, headers=rig.bearer(rig.ALICE))
     assert reply.status_code == 500

@@ -114,8 +114,10 @@ def test_an_update_that_can_not_be_is_refused(
     assert refused(local, {"patience": -1})[0] == 400
     assert refused(local, {"settings": 3})[0] == 400
     # An engine that does not start.
-    assert isinstance(local.client, LocalFleet)
-    monkeypatch.setattr(local.client, "_command", ("false",))
+    monkeypatch.setattr(
+        "headrace.fleet.engines.local.ProcessLink",
+        lambda engine, command, *args, **options: ProcessLink(engine, ("false",), *args, **options),
+    )
     status, message = refused(local, {})
     assert status == 409
     assert "0 of 2 engines were replaced; the next one did not start" in message

@@ -75,7 +75,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> It
 def client(server: Folded) -> Iterator[ollama.Client]:
     result = ollama.Client(host=server.url, timeout=60)
     yield result
-    result._client.close()
+    result.close()
 
 
 def loaded(client: ollama.Client) -> list[str]:

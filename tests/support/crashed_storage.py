@@ -69,9 +69,12 @@ class House:
             raise RequestError("prompt", body["prompt"], "good")
         return {"text": body["prompt"].upper()}
 
+    def card(self, batch_id: str) -> dict[str, Any]:
+        return self.stores["batches"].metadata(batch_id) or {}
+
     def counted(self, batch_id: str) -> list[bytes]:
         """The output lines that a batch counts."""
-        card = self.batches._card(batch_id)
+        card = self.card(batch_id)
         ids = [card.get(name) for name in (*OUTPUTS, "output_file_id", "error_file_id")]
         sizes = card.get("_sizes", {})
         bodies = [self.stores["files"].body(each) for each in ids[2:] if each]
@@ -87,7 +90,7 @@ class House:
         """What clients may see."""
         files = {each.id: (each.filename, self.stores["files"].body(each.id)) for each in self.files.listed()}
         responses = {each: self.responses.body(each) for each in self.responses}
-        cards = {each: self.batches._card(each) for each in self.stores["batches"]}
+        cards = {each: self.card(each) for each in self.stores["batches"]}
         fields = ("status", "request_counts", "output_file_id", "error_file_id")
         batches = {each: ([card[field] for field in fields], self.counted(each)) for each, card in cards.items()}
         return {"files": files, "responses": responses, "batches": batches}
@@ -95,7 +98,7 @@ class House:
     async def finish(self) -> None:
         """Run the batches to their ends."""
         self.batches.start()
-        while any(self.batches._card(each)["status"] not in ENDED for each in self.stores["batches"]):
+        while any(self.card(each)["status"] not in ENDED for each in self.stores["batches"]):
             await asyncio.sleep(0)
         await self.batches.close()
 

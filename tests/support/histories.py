@@ -5,8 +5,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+import pytest
+
+from headrace.text.bounded import BoundedProcess
+from headrace.text.traits import Traits
 
 Message = dict[str, Any]
 
@@ -163,3 +168,16 @@ def histories(count: int, first: int = 0) -> Iterator[History]:
     """Yield histories without and with tools, in turn."""
     for seed in range(first, first + count):
         yield history(seed, seed % 3 != 0)
+
+
+def change_traits(monkeypatch: pytest.MonkeyPatch, changed: Callable[[Traits], Traits]) -> None:
+    """Have templates that are made from now on take what is found out about them with a change."""
+    run = BoundedProcess.run
+
+    def answer(self: BoundedProcess, job: object, reply_type: type[Any]) -> Any:
+        reply = run(self, job, reply_type)
+        if getattr(job, "finds_traits", False):
+            reply.traits = changed(reply.traits)
+        return reply
+
+    monkeypatch.setattr(BoundedProcess, "run", answer)

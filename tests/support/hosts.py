@@ -24,10 +24,11 @@ FAST = Timeouts(tls=10.0, proof=10.0)
 
 
 class RankHost:
-    """A rank's host on a thread. `error` is what it ended with by itself."""
+    """A rank's host on a thread. `port` is rank 0's, `error` what the host ended with by itself."""
 
-    def __init__(self, server: RankServer) -> None:
+    def __init__(self, server: RankServer, port: int) -> None:
         self.server = server
+        self.port = port
         self.error: Exception | None = None
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
@@ -56,7 +57,7 @@ class RankHost:
 
 @contextlib.contextmanager
 def rank_host(
-    port: int,
+    port: int = 0,
     model: str = "",
     rank: int = 1,
     world: int = 2,
@@ -67,7 +68,8 @@ def rank_host(
     name: str = "127.0.0.1",
     interface: str | None = "lo",
 ) -> Iterator[RankHost]:
-    """A rank of a rank 0 at `port`. Without a model its frames pass unchanged."""
+    """A rank of a rank 0 at `port`; 0: a free one. Without a model its frames pass unchanged."""
+    port = port or free_port()
     server = RankServer(
         Server("rank 0", "127.0.0.1", port, name),
         rank,
@@ -79,7 +81,7 @@ def rank_host(
         FAST,
         command,
     )
-    host = RankHost(server)
+    host = RankHost(server, port)
     try:
         yield host
     finally:
@@ -93,4 +95,4 @@ def place(port: int, interface: str | None = "lo") -> dict[str, Any]:
     return where | {field: str(files() / name) for field, name in names.items()}
 
 
-__all__ = ["FAST", "RankHost", "free_port", "place", "rank_host"]
+__all__ = ["FAST", "RankHost", "place", "rank_host"]

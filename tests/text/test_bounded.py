@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -54,10 +54,10 @@ FAULTS = ("STOP", "KILL", "torn", "huge", "slow", "wrong")
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[BoundedProcess]:
-    bounded_process = BoundedProcess("child", 0.3)
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BoundedProcess]:
     (tmp_path / "child.py").write_text(CHILD)
-    bounded_process._command = [sys.executable, str(tmp_path / "child.py"), "0.3"]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    bounded_process = BoundedProcess("child", 0.3)
     bounded_process.watchdog.timeout, bounded_process.watchdog.interval = 0.6, 0.05
     yield bounded_process
     bounded_process.close()
@@ -69,8 +69,8 @@ def once(what: str, folder: Path) -> str:
 
 
 def pid_of(process: BoundedProcess) -> int:
-    assert process._process is not None
-    return process._process.pid
+    assert process.pid is not None
+    return process.pid
 
 
 @pytest.mark.parametrize("what", FAULTS)
@@ -119,11 +119,11 @@ def test_R_31_control_without_the_watchdog_it_waits(process: BoundedProcess, tmp
 
 
 def test_R_31_a_process_that_can_not_be_started_is_a_fault(process: BoundedProcess, tmp_path: Path) -> None:
-    command, process._command = process._command, [str(tmp_path / "nothing there")]
-    with pytest.raises(ChildFailedError):
-        process.ping()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(tmp_path / "nothing there"))
+        with pytest.raises(ChildFailedError):
+            process.ping()
     assert "does not start" in process.fault
-    process._command = command
     process.ping()
     assert process.fault == ""
 
@@ -133,6 +133,8 @@ def test_R_23_closing_ends_a_job_that_stands_still(process: BoundedProcess) -> N
     process.watchdog.timeout = 0.0
     os.kill(pid_of(process), signal.SIGSTOP)
     errors: list[str] = []
+    began = threading.Event()
+    process.watchdog.starts_anew = began.set  # type: ignore[method-assign]
 
     def work() -> None:
         with pytest.raises(ChildFailedError) as caught:
@@ -141,8 +143,7 @@ def test_R_23_closing_ends_a_job_that_stands_still(process: BoundedProcess) -> N
 
     thread = threading.Thread(target=work)
     thread.start()
-    while process._lock.acquire(blocking=False):
-        process._lock.release()
+    assert began.wait(20)
     process.close()
     thread.join(20)
     assert errors == ["the server is shutting down"]
@@ -150,18 +151,18 @@ def test_R_23_closing_ends_a_job_that_stands_still(process: BoundedProcess) -> N
 
 def test_R_23_a_job_that_closing_overtakes_starts_no_process(process: BoundedProcess) -> None:
     process.ping()
-    exchange = process._exchange
+    child, closing = psutil.Process(pid_of(process)), threading.Thread(target=process.close)
 
-    def closed_before(child: Any, body: bytes) -> bytes | None:
-        process._num_closed += 1
-        child.kill()
-        child.wait()
-        return exchange(child, body)
+    def close_first() -> None:
+        closing.start()
+        while child.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.001)
 
-    process._exchange = closed_before  # type: ignore[method-assign]
+    process.watchdog.starts_anew = close_first  # type: ignore[method-assign]
     with pytest.raises(ChildFailedError, match="the server is shutting down"):
         process.run("x", str)
-    assert process._process is None
+    closing.join(20)
+    assert (process.pid, process.num_faults) == (None, 0)
 
 
 SERVER = """
@@ -170,7 +171,7 @@ from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
 process = BoundedProcess(sandbox.__name__, 1.0)
 process.ping()
-pid = process._process.pid
+pid = process.pid
 os.kill(pid, signal.SIGSTOP)
 print(pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -14,10 +14,10 @@ import pytest
 
 from headrace import hub
 from headrace.engine.fair_worker import FairWorker
-from headrace.grammar.salted import SaltedCache
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
+from headrace.text import grammars
 from headrace.text.grammars import GrammarChecker
 from headrace.text.tokenizer import Tokenizer
 
@@ -132,26 +132,30 @@ def test_S_09_control_the_bound_on_time_is_what_stops_it() -> None:
 
 
 def test_S_09_verdicts_are_kept_and_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checker, "_verdicts", SaltedCache(20))
+    monkeypatch.setattr(grammars, "MAX_VERDICTS", 20)
+    process = checker.process
+    checker = GrammarChecker(Tokenizer.load(hub.resolve("builtin")), 2048, [1, 2])
+    checker.process = process
     requests = 0
-    right = checker.process.run
+    right = process.run
 
     def ask(job: object, reply_type: type[Any]) -> Any:
         nonlocal requests
         requests += 1
         return right(job, reply_type)
 
-    monkeypatch.setattr(checker.process, "run", ask)
+    monkeypatch.setattr(process, "run", ask)
     for _ in range(3):
         with pytest.raises(RequestError):
             checker.check(SamplingParams(structured_outputs=StructuredOutputs(regex="(?=again)")))
         checker.check(SamplingParams(structured_outputs=StructuredOutputs(regex="again")))
     assert requests == 2
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for i in range(400):
-        checker.check(SamplingParams(structured_outputs=StructuredOutputs(json={"const": f"unique {i}"})))
-        assert len(checker._verdicts) <= 20
+    unique = [SamplingParams(structured_outputs=StructuredOutputs(json={"const": f"unique {i}"})) for i in range(400)]
+    for params in unique:
+        checker.check(params)
     assert requests == 402
+    assert [checker.is_known(params) for params in unique] == [False] * 380 + [True] * 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 * 1024
 
 

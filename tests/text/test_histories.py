@@ -152,12 +152,7 @@ def test_control_a_change_that_is_not_told_fails_the_law(monkeypatch: pytest.Mon
 
 def test_control_a_loss_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "gpt-oss"
-    find = ChatTemplate._traits_of
-
-    def without(self: ChatTemplate, source: str) -> Traits:
-        return msgspec.structs.replace(find(self, source), loses=())
-
-    monkeypatch.setattr(ChatTemplate, "_traits_of", without)
+    histories.change_traits(monkeypatch, lambda traits: msgspec.structs.replace(traits, loses=()))
     with pytest.raises(AssertionError, match="is missing in"):
         check([(name, source_of(name))], 60)
 

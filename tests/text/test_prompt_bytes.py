@@ -24,10 +24,10 @@ MOST = 63 * (TOKENIZER.max_token_bytes or 0)
 
 
 def test_S_10_a_text_that_can_not_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    def fail(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
         raise AssertionError("tokenised")
 
-    monkeypatch.setattr(Tokenizer, "_encode", fail)
+    monkeypatch.setattr(Tokenizer, "encode", fail)
     with pytest.raises(ContextLengthError, match=f"at most 63 tokens long, which is at most {MOST} bytes"):
         prompt_ids("x" * (MOST + 1), TOKENIZER, INFO)
     # The control: one that may fit is tokenised, and one that is cut.

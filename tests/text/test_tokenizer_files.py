@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from tests.support.tokenizers import data, loaded, made_byte_level, made_scored, vectors
 from tokenizers import processors
 
@@ -38,9 +39,8 @@ def test_llama_cpp_vectors(path: str, name: str) -> None:
 
 
 def test_control_vectors_tell_splitting_rules_apart() -> None:
-    other = tokenizer_files._read_vocab_and_merges(data("tokenizers/llama3.2/encoder.json"))
-    vocab = other.tokenizer.get_vocab()
-    merges = [tuple(pair) for pair in json.loads(other.tokenizer.to_str())["model"]["merges"]]
+    model = json.loads(loaded("tokenizers/llama3.2").to_json())["model"]
+    vocab, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
     wrong = tokenizer_files.byte_level(vocab, merges, "gpt2").tokenizer
     assert any(wrong.encode(text).ids != expected for text, expected in vectors("llama-bpe"))
 
@@ -103,7 +103,7 @@ def write_json(path: Path, **files: Any) -> Path:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    made_byte_level()._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_text(made_byte_level().to_json())
     return tmp_path
 
 
@@ -119,8 +119,9 @@ def test_a_tokenizer_json_decides_the_ends(saved: Path) -> None:
     assert named.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     assert named.encode(text) == plain.encode(text)
     begin = [("<|begin|>", named.bos_token_id)]
-    named._tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=begin)
-    named._tokenizer.save(str(saved / "tokenizer.json"))
+    with_begin = tokenizers.Tokenizer.from_str(named.to_json())
+    with_begin.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=begin)
+    with_begin.save(str(saved / "tokenizer.json"))
     for flag in (True, False):
         folder = write_json(saved, tokenizer_config=config | dict.fromkeys(ends, flag))
         assert Tokenizer.load(folder).encode(text) == [named.bos_token_id, *plain.encode(text)]
@@ -294,7 +295,7 @@ def test_R_03_a_long_text_is_encoded_without_stopping_other_threads() -> None:
         num_turns += 1
     # A call that held the interpreter would leave a turn before it and one after it.
     assert num_turns > 10
-    assert ids == tokenizer._tokenizer.encode(text).ids
+    assert ids == tokenizers.Tokenizer.from_str(tokenizer.to_json()).encode(text).ids
 
 
 def test_ids_that_do_not_exist_are_nothing() -> None:
@@ -338,7 +339,7 @@ def test_user_defined_runs_of_spaces_keep_their_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("templates", [["no object"], [{"name": "default"}], [{"name": "x", "template": 3}, 7]])
 def test_R_27_a_malformed_list_of_chat_templates_is_told(tmp_path: Path, templates: list[Any]) -> None:
-    made_byte_level()._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_text(made_byte_level().to_json())
     write_json(tmp_path, tokenizer_config={"chat_template": templates})
     with pytest.raises(CheckpointError):
         Tokenizer.load(tmp_path)
@@ -351,7 +352,7 @@ def test_R_27_a_malformed_list_of_chat_templates_is_told(tmp_path: Path, templat
 def test_S_28_chat_templates_that_fail_each_chat_are_refused_at_the_start(
     source: object, file: str, tmp_path: Path
 ) -> None:
-    made_byte_level()._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer.json").write_text(made_byte_level().to_json())
     write_json(tmp_path, **{file: {"chat_template": source}})
     with pytest.raises(CheckpointError, match=r"chat_template .*expected"):
         Tokenizer.load(tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.support.histories import change_traits
 from tests.text.test_chat_templates import SPECIAL, TOOL, is_whole, outcome, rendered, sources
 
 from headrace.text.histories.changes import takes_late_system
@@ -177,9 +178,8 @@ def test_K1_every_history_through_every_template() -> None:
 def test_the_comparison_sees_other_traits(
     name: str, broken: Callable[[Traits], Traits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = ChatTemplate._traits_of
     compare(name)
-    monkeypatch.setattr(ChatTemplate, "_traits_of", lambda self, source: broken(find(self, source)))
+    change_traits(monkeypatch, broken)
     with pytest.raises(AssertionError):
         compare(name)
 

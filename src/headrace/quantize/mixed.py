@@ -97,7 +97,7 @@ def write(
     """
     source = Source(directory)
     with torch.inference_mode():
-        model = _Measured(source, calibration)
+        model = Measured(source, calibration)
         stamp = hashlib.sha256(json.dumps([source.stamp, model.pieces, LADDER, SHORT_LADDER]).encode()).hexdigest()
         notes = Notes(path, stamp, ".steps.json")
         measured_steps: dict[str, Any] = notes.read().get("steps", {})
@@ -146,7 +146,7 @@ def verify(source: Source, bits: float) -> None:
         raise RequestError("bits", bits, f"at least {least:.2f}, which the smallest types take for this model")
 
 
-def choose(model: _Measured, bits: float) -> list[Step]:
+def choose(model: Measured, bits: float) -> list[Step]:
     """Choose a step for each group. Raises `RequestError` for a budget below the bits of the smallest steps."""
     hulls = [lower_hull(group.steps) for group in model.groups]
     places = [0] * len(hulls)
@@ -183,7 +183,7 @@ def lower_hull(steps: Sequence[Step]) -> list[Step]:
     return steps_of_hull
 
 
-class _Measured:
+class Measured:
     """The float model, parts of which can be rounded to a type, and a text to measure its loss on."""
 
     def __init__(self, source: Source, calibration: Sequence[Sequence[int]]) -> None:

@@ -67,7 +67,6 @@ class BoundedProcess:
         self.fault = ""
         self.num_faults = 0
         self._module = module
-        self._command = [sys.executable, "-P", "-m", module, str(max_cpu_seconds)]
         self._max_cpu_seconds = max_cpu_seconds
         self._greeting = greeting
         self._lock = threading.Lock()
@@ -145,8 +144,9 @@ class BoundedProcess:
         return "it brought its process to an end"
 
     def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", self._module, str(self._max_cpu_seconds)]
         try:
-            process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         except OSError as error:
             raise ChildFailedError(f"it does not start: {error}") from error
         for pipe in (process.stdin, process.stdout):

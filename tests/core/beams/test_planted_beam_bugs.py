@@ -6,6 +6,7 @@ import pytest
 from tests.programs.sim.planting import Bugs, expect_caught, register
 
 import headrace.core.scheduler as scheduler_module
+from headrace.core.batches import make_batch
 from headrace.core.beams.searches import Search
 
 BUGS: Bugs = {}
@@ -31,26 +32,24 @@ def forced_past_the_end(s, monkeypatch):
 
 @bug("I-12", checking=False)
 def sampler_state_lost_by_a_preemption(s, _):
-    preempt = s._preempt
+    release = s.tables.release
 
-    def forgetful(seq, **more):
-        preempt(seq, **more)
+    def forgetful(seq):
+        release(seq)
         seq.state = None
 
-    s._preempt = forgetful
+    s.tables.release = forgetful
 
 
 @bug("I-12", checking=False)
-def history_without_the_resumed_tokens(s, _):
-    build = s._build
-
-    def short(ready, chunks, num_guesses):
-        batch = build(ready, chunks, num_guesses)
+def history_without_the_resumed_tokens(s, monkeypatch):
+    def short(*args):
+        flight, batch = make_batch(*args)
         for index, history in batch.histories.items():
             batch.histories[index] = history[: batch.num_prompts[index]] if len(history) > 20 else history
-        return batch
+        return flight, batch
 
-    s._build = short
+    monkeypatch.setattr(scheduler_module, "make_batch", short)
 
 
 @bug("I-4")

@@ -23,6 +23,7 @@ from headrace.engine.replica import Replica
 from headrace.engine.resumption import OpenRequest, PoisonedRequestError
 from headrace.engine.tenants import Tenant
 from headrace.fleet.engines.client import Fleet
+from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import EngineDeadError, RequestError
 from headrace.protocol.kinds import ROUTERS
@@ -171,9 +172,9 @@ def test_answers_go_on_only_with_the_same_fingerprint() -> None:
     async def work(fleet: Fleet) -> list[Answer]:
         where: dict[str, set[str]] = {}
 
-        def note(index: int, ids: list[str]) -> None:
-            for each in ids:
-                where.setdefault(each, set()).add(fleet.replica(index).fingerprint)
+        def note(replica: Replica, output: StepOutput) -> None:
+            for each in set(output.request_ids) & replica.entries.keys():
+                where.setdefault(each, set()).add(replica.fingerprint)
 
         listen(fleet, note)
         actual = await all_of(fleet, expected, {10: lambda: fleet.drain(0)})
@@ -184,14 +185,15 @@ def test_answers_go_on_only_with_the_same_fingerprint() -> None:
     assert run(fleet, work) == alone(expected)
 
 
-def listen(fleet: Fleet, on_tokens: Callable[[int, list[str]], object]) -> None:
-    original = fleet._on_output
+def listen(fleet: Fleet, on_output: Callable[[Replica, StepOutput], object]) -> None:
+    original = fleet.on_message
 
-    def noted(replica: Any, output: StepOutput) -> None:
-        on_tokens(replica.index, [each for each in output.request_ids if each in replica.entries])
-        original(replica, output)
+    def noted(replica: Replica, message: frames.FromEngine) -> None:
+        if isinstance(message, frames.Output):
+            on_output(replica, message.output)
+        original(replica, message)
 
-    fleet._on_output = noted  # type: ignore[method-assign]
+    fleet.on_message = noted  # type: ignore[method-assign]
 
 
 def test_fingerprints_that_are_skipped_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +212,8 @@ def test_an_answer_that_no_replica_can_go_on_with_is_an_error() -> None:
         one = fleet.submit([request(max_tokens=200)])
         await anext(one)
         fleet.replicas[0].dead = EngineDeadError("gone")
-        fleet._take_back(fleet.replicas[0])
         fleet.replicas[0].fingerprint = "gone"
-        fleet._fail_stranded()
+        fleet.on_given_up(fleet.replicas[0], "gone")
         with pytest.raises(EngineDeadError, match="no engine is left"):
             await read(one)
 
@@ -229,13 +230,7 @@ def test_a_caller_that_floods_delays_another_by_one_turn() -> None:
         while fleet.stats.num_running < 6:
             await asyncio.sleep(0.01)
         ended: list[str] = []
-        original = fleet._forget
-
-        def noted(request_id: str, is_aborted: bool = False) -> OpenRequest | None:
-            ended.append(request_id)
-            return original(request_id, is_aborted)
-
-        fleet._forget = noted  # type: ignore[method-assign]
+        listen(fleet, lambda replica, output: ended.extend(output.finished))
         with tenants.acting_as(Tenant("other")):
             other = fleet.submit([request([9, 9], max_tokens=3)])
         await anext(other)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from tests.engine.test_client import Answer, read, requests
 from tests.fleet.engines.test_fleet import alone, core
 from tests.support.remote import until
 
+from headrace.engine.core import EngineCore
 from headrace.engine.links import InprocLink, Link
 from headrace.fleet.engines.client import Fleet
 from headrace.ray.roster import LOST_S, Roster
@@ -23,10 +24,11 @@ class Engines:
         self.roster = Roster(self.fleet, self._link)
         self.now = 0.0
         self.links: list[InprocLink] = []
+        self.builders: Iterator[Callable[[], EngineCore]] = iter(())
         self._fingerprints = fingerprints or {}
 
     def _link(self, host: str, port: int) -> Link:
-        self.links.append(InprocLink(core(self._fingerprints.get(port, "same"))))
+        self.links.append(InprocLink(next(self.builders, core(self._fingerprints.get(port, "same")))))
         return self.links[-1]
 
     def announce(self, *names: str) -> None:
@@ -115,8 +117,7 @@ def test_an_engine_that_can_not_be_used_is_tried_again_later() -> None:
         def build() -> Any:
             raise OSError("no such engine")
 
-        links = iter([InprocLink(build), InprocLink(core())])
-        engines.roster._link_of = lambda host, port: next(links)
+        engines.builders = iter([build])
         engines.announce("b")
         await until(lambda: engines.roster.is_unusable("b"))
         engines.announce("b")

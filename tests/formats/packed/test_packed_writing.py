@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,31 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing of a test goes to the real cache."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+class Watched:
+    """A file whose writes are announced."""
+
+    def __init__(self, file: IO[bytes], on_write: Callable[[], None]) -> None:
+        self.file, self.on_write = file, on_write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, data: bytes) -> int:
+        self.on_write()
+        return self.file.write(data)
+
+
+def watch_writes(monkeypatch: pytest.MonkeyPatch, on_write: Callable[[], None]) -> None:
+    """Call `on_write` before each write to a new file."""
+    real = Path.open
+
+    def watched(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = real(self, mode, *args, **options)
+        return Watched(file, on_write) if mode == "xb" else file  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "open", watched)
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -80,22 +106,21 @@ def test_a_full_disk_costs_a_warning_and_leaves_nothing(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    calls: list[str] = []
-    real = PackedWriter._append
+    num_writes = 0
 
-    def some(self: PackedWriter, file: Any, name: str, dtype: str, values: Any) -> None:
-        calls.append(name)
-        if fails_at == "write" and len(calls) > 9:
+    def write() -> None:
+        nonlocal num_writes
+        num_writes += 1
+        if fails_at == "write" and num_writes > 9:
             full()
-        real(self, file, name, dtype, values)
 
-    monkeypatch.setattr(PackedWriter, "_append", some)
+    watch_writes(monkeypatch, write)
     if fails_at == "fsync":
         monkeypatch.setattr(os, "fsync", full)
     with PackedWriter(MappedCheckpoint(directory), form_of(ToyBackend(), "int4")) as writer:
         model = load(directory, "int4", None, writer)
     assert writer.path is None
-    assert len(calls) >= 10
+    assert num_writes >= 10
     assert "No space left" in caplog.text
     assert [path.name for path in directory.glob("headrace-*")] == []
     assert leaves(model) == leaves(load(directory, "int4"))
@@ -127,14 +152,12 @@ def test_nobody_sees_a_part_of_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     """At every write: there is no file, or the whole old one."""
     directory = write_llama(tmp_path)
     seen: list[bytes | None] = []
-    real = PackedWriter._append
 
-    def look(self: PackedWriter, file: Any, name: str, dtype: str, values: Any) -> None:
+    def look() -> None:
         files = list(directory.glob("*.packed"))
         seen.append(files[0].read_bytes() if files else None)
-        real(self, file, name, dtype, values)
 
-    monkeypatch.setattr(PackedWriter, "_append", look)
+    watch_writes(monkeypatch, look)
     path = save(directory)
     assert set(seen) == {None}
     whole = path.read_bytes()

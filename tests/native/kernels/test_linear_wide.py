@@ -35,11 +35,11 @@ class Weights:
         num_in = -(-num_in // 256) * 256 if kind == "k" else num_in
         self.kind, self.group, self.flag, self.num_in, self.num_out = kind, group, flag, num_in, num_out
         self.packed = np.full(_native.packed_bytes(kind, num_out, num_in, group, flag), 0xA5, np.uint8)
-        codes, d, m = self._numbers()
+        codes, d, m = self.numbers()
         sizes = (num_in, group, flag, 0, num_out, num_out)
         _native.pack(kind, codes.ctypes.data, d.ctypes.data, m.ctypes.data, *sizes, self.packed.ctypes.data)
 
-    def _numbers(self) -> tuple[Array, Floats, Floats]:
+    def numbers(self) -> tuple[Array, Floats, Floats]:
         shape, random = (self.num_out, self.num_in), np.random.default_rng(self.num_in)
         groups = -(-self.num_in // self.group)
         d, m = normals(3, self.num_out, groups), normals(4, self.num_out, groups)
@@ -136,7 +136,7 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, bad: float) -> None:
 @pytest.mark.parametrize(("kind", "group", "flag"), [form for form in FORMS if form[0] in ("i2", "i3")])
 def test_codes_of_two_and_three_bits_are_exact_in_their_own_size(kind: str, group: int, flag: int) -> None:
     w = Weights(kind, group, flag, 320, 64)
-    codes, d, m = w._numbers()
+    codes, d, m = w.numbers()
     each = np.arange(320) // group
     zeros = m[:, each] if flag else np.float32(2 if kind == "i2" else 4)
     scales = d.astype(np.float16).astype(np.float32)[:, each]

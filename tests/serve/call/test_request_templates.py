@@ -13,7 +13,7 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.text import sandbox
-from headrace.text.templates import ChatTemplate
+from headrace.text.bounded import BoundedProcess
 from headrace.text.tokenizer import Tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "seed": 1}
@@ -82,13 +82,14 @@ def test_S_24_what_is_compiled_for_one_holder_is_not_there_for_another(
     trusting: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources: list[str] = []
-    run = ChatTemplate._run
+    run = BoundedProcess.run
 
-    def noted(self: ChatTemplate, job: sandbox.RenderJob, *rest: Any) -> sandbox.RenderResult:
-        sources.append(job.source)
-        return run(self, job, *rest)
+    def noted(self: BoundedProcess, job: Any, reply_type: type[Any]) -> Any:
+        if isinstance(job, sandbox.RenderJob):
+            sources.append(job.source)
+        return run(self, job, reply_type)
 
-    monkeypatch.setattr(ChatTemplate, "_run", noted)
+    monkeypatch.setattr(BoundedProcess, "run", noted)
     for key in (rig.ALICE, rig.BOB):
         assert prompt_of(trusting, key, chat_template="one") == "one"
     assert len(set(sources)) == 2

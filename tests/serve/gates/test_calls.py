@@ -13,14 +13,13 @@ import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc, logged
 
-from headrace.engine import context
+from headrace.engine import context, generation
 from headrace.engine.context import CallContext, answering
 from headrace.engine.logs import JsonFormatter, record_of
 from headrace.insight import tracing
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.serve import app
-from headrace.serve.call import service
 from headrace.serve.gates.calls import by_name, context_of
 from headrace.text.tokenizer import Tokenizer
 
@@ -62,7 +61,7 @@ def test_what_breaks_is_logged_under_the_id_that_the_reply_tells(
     def broken(*args: object, **more: object) -> None:
         raise ValueError(f"in {BODY['prompt']}\n\u2028forged \ud800")
 
-    monkeypatch.setattr(service.ServedModel, "_params", broken)
+    monkeypatch.setattr(generation.TextClient, "check_room", broken)
     reply = live.post("/v1/completions", BODY, headers={"x-request-id": "trace-7"})
     assert reply.json()["error"]["message"].endswith("of the request trace-7")
     logging.getLogger("uvicorn.error").critical("a line of %s\n\x1b[2J\u202e", "uvicorn's")

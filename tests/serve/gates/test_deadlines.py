@@ -9,6 +9,7 @@ import concurrent.futures
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -145,8 +146,8 @@ def test_R_13_R_31_time_that_runs_out_while_a_chat_is_rendered(
     """The process of templates stands still: the call ends in time, and the server gets another process."""
     slow.wait(lambda: is_idle(slow))
     [worker] = slow.app.state.lifespan.models.default.served.workers
-    slow.wait(lambda: worker.status == "ready" and worker.process._process is not None)
-    process = worker.process._process
+    slow.wait(lambda: worker.status == "ready" and worker.process.pid is not None)
+    pid = worker.process.pid
     # However slow this machine is, the process stands still until the call's time is over.
     monkeypatch.setattr(worker.process.watchdog, "timeout", 0.0)
     began, right = threading.Event(), worker.run
@@ -158,12 +159,12 @@ def test_R_13_R_31_time_that_runs_out_while_a_chat_is_rendered(
 
     monkeypatch.setattr(worker, "run", run)
     expired = slow.metric("requests_expired_total")
-    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
     reply = timed_out(slow, path, FACES.get(path, SAID), "50", 51, began.is_set)
     assert reply.status_code == 408, reply.text
     assert "time was over while its prompt was rendered" in reply.text
     assert slow.metric("requests_expired_total") == expired + 1
-    process.kill()
+    os.kill(pid, signal.SIGKILL)
     monkeypatch.undo()
     assert slow.post(path, FACES.get(path, SAID) | {"max_tokens": 1, "options": {"num_predict": 1}}).status_code == 200
 
@@ -171,10 +172,10 @@ def test_R_13_R_31_time_that_runs_out_while_a_chat_is_rendered(
 def test_R_31_a_process_that_fails_again_and_again_is_a_503(slow: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     [worker] = slow.app.state.lifespan.models.default.served.workers
     process = worker.process
-    slow.wait(lambda: process._process is not None)
+    slow.wait(lambda: process.pid is not None)
     num_restarts = slow.metric("helper_restarts_total", helper="templates")
-    monkeypatch.setattr(process, "_command", ["/nothing/there"])
-    process._process.kill()
+    monkeypatch.setattr(sys, "executable", "/nothing/there")
+    os.kill(process.pid, signal.SIGKILL)
     reply = slow.post("/v1/chat/completions", SAID)
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1"), reply.text
     assert reply.json()["error"]["code"] == "process_failed"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import ollama
 import pytest
 from tests.support.server import HTTP, Live, brittle, inproc
@@ -26,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "Wer reitet?"}]
 def client(live: Live) -> Iterator[ollama.Client]:
     result = ollama.Client(host=live.url, timeout=60)
     yield result
-    result._client.close()
+    result.close()
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -231,7 +233,7 @@ def test_ollama_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], No
         client = ollama.Client(host=live.url, timeout=60)
         whole = client.chat("fake", MESSAGES, tools=[TOOL], think=True).message
         pieces = [piece.message for piece in client.chat("fake", MESSAGES, tools=[TOOL], think=True, stream=True)]
-        client._client.close()
+        client.close()
     assert (whole.thinking or "").strip() == "Hm, so."
     assert (whole.content or "").strip() == "I look."
     assert whole.tool_calls is not None
@@ -246,20 +248,38 @@ def test_ollama_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], No
 def test_ollama_calls_are_told_whole() -> None:
     message = MessageBuilder()
     state = SimpleNamespace(finish=None)
-    chat: Any = SimpleNamespace(id="a", generation=SimpleNamespace(states=[state]), message=lambda place: message)
-    answer = OllamaAnswer(chat, ChatRequest(model="fake"), chat=True, ids=False)
-    message.add(CallPart(0, "a", "f", '{"x"'))
-    assert answer._whole_calls() == []
-    message.add(CallPart(0, "a", None, ": 1}"))
-    message.add(CallPart(1, "b", "g", ""))
-    (whole,) = answer._whole_calls()
-    assert (whole.id, whole.function.name, whole.function.arguments, whole.function.index) == ("a", "f", {"x": 1}, 0)
-    message.add(CallPart(1, "b", None, '{"cut'))
-    state.finish = Finish("length")
-    (cut,) = answer._whole_calls()
-    assert cut.function.arguments == {"_incomplete": '{"cut'}
-    assert cut.function.index == 1
-    assert answer._whole_calls() == []
+    told: list[list[dict[str, Any]]] = []
+
+    async def parts() -> AsyncIterator[tuple[int, Any, list[Any]]]:
+        for added in (
+            [CallPart(0, "a", "f", '{"x"')],
+            [CallPart(0, "a", None, ": 1}"), CallPart(1, "b", "g", "")],
+            [CallPart(1, "b", None, '{"cut')],
+        ):
+            for part in added:
+                message.add(part)
+            told.append([])
+            yield 0, SimpleNamespace(logprobs=[]), []
+        state.finish = Finish("length")
+        for _ in range(2):
+            told.append([])
+            yield 0, SimpleNamespace(logprobs=[]), []
+        raise EOFError
+
+    chat: Any = SimpleNamespace(
+        id="a", generation=SimpleNamespace(states=[state]), message=lambda place: message, parts=parts,
+        call=SimpleNamespace(warnings=SimpleNamespace(reply=lambda: msgspec.UNSET)),
+    )  # fmt: skip
+
+    async def read() -> None:
+        async for event in OllamaAnswer(chat, ChatRequest(model="fake"), chat=True, ids=False).events():
+            told[-1] += json.loads(event)["message"]["tool_calls"]
+
+    with pytest.raises(EOFError):
+        asyncio.run(read())
+    whole = {"id": "a", "function": {"name": "f", "arguments": {"x": 1}, "index": 0}}
+    cut = {"id": "b", "function": {"name": "g", "arguments": {"_incomplete": '{"cut'}, "index": 1}}
+    assert told == [[], [whole], [], [cut], []]
 
 
 def test_ollama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:

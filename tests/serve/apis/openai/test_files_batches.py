@@ -317,7 +317,7 @@ def test_a_batch_lives_through_the_engine_s_death(tokenizer: Tokenizer) -> None:
             input_file_id=upload(client, lines), endpoint="/v1/chat/completions", completion_window="24h"
         )
         server.wait(lambda: (client.batches.retrieve(result.id).request_counts or result).completed >= 4)  # type: ignore[union-attr]
-        os.kill(link_client.replicas[0].link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(*link_client.pids, signal.SIGKILL)
         done = finish(server, client, result.id)
         assert server.client.num_restarts == 1
         assert (done.status, done.request_counts.completed) == ("completed", 40)

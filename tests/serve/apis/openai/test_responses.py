@@ -449,7 +449,7 @@ def test_a_broken_engine_is_told_as_an_event(tokenizer: Tokenizer) -> None:
                     seen.append(json.loads(line[6:]))
                 if len(seen) == 6 and not killed:
                     killed = True
-                    os.kill(engine.replicas[0].link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                    os.kill(*engine.pids, signal.SIGKILL)
     assert seen[-1]["type"] == "response.failed"
     assert seen[-1]["response"]["error"]["code"] == "server_error"
 

@@ -1,26 +1,61 @@
-"""The generations of a take: `LLM` on every model type, number format and file format, and every parameter.
+"""The generations of a take: `LLM` on every model type, number format and file format, and every parameter; and the
+small random checkpoints that it reads, written with `transformers`.
 
-Uses `LLM`, `SamplingParams`, `BeamSearchParams` and their outputs' public fields. `digests take` calls `take`.
+Uses `LLM`, `SamplingParams`, `BeamSearchParams` and their outputs' public fields. `__main__` calls `write_all` once for
+a folder (what is there already stays), and `take`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
+import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-from tests.campaigns.digest_models import CONFIGS
-from tests.campaigns.digests import Record
+from typing import TYPE_CHECKING, Any
 
 from headrace import LLM, BeamSearchParams, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from tests.campaigns.digests.__main__ import Record
+
+ROOT = Path(__file__).resolve().parents[3]
 REAL = ROOT.parent / "shared" / "data" / "models"
 THREADS = 2
 BLOCKS = 512
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 199, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GEMMA = {
+    "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 29,
+}  # fmt: skip
+LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": False} | COMMON,
+    "mistral": {"model_type": "mistral", "head_dim": 12, "sliding_window": 37} | COMMON,
+    "qwen2": COMMON | {"model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 21,
+                       "max_window_layers": 2, "tie_word_embeddings": True},
+    "qwen3": COMMON | {"model_type": "qwen3", "num_attention_heads": 4, "head_dim": 20, "tie_word_embeddings": False},
+    "gemma2": COMMON | GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 50.0,
+                                "final_logit_softcapping": 30.0},
+    "gemma3_text": COMMON | GEMMA | {"model_type": "gemma3_text", "num_key_value_heads": 1,
+                                     "query_pre_attn_scalar": 16, "layer_types": LAYER_TYPES},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 199, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512,
+             "bos_token_id": 1, "eos_token_id": 2},
+    "mixtral": COMMON | {"model_type": "mixtral", "intermediate_size": 80, "num_local_experts": 5,
+                         "num_experts_per_tok": 2},
+    "yarn": COMMON | {"model_type": "llama", "rope_parameters": YARN, "attention_bias": True},
+    "wide": COMMON | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+                      "tie_word_embeddings": False},
+}  # fmt: skip
+"""The eight model types, a llama with a scaled rope and biases, and one wide enough for groups of 256 inputs."""
 
 # Lengths below, at and above a block, and beyond the windows of attention.
 PROMPTS = [[(5 * i * i + 7 * i + 11 * k) % 196 + 3 for i in range(length)] for k, length in enumerate((3, 16, 41, 150))]
@@ -134,6 +169,36 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def write_all(directory: Path) -> None:
+    """Write each checkpoint that `directory` lacks. The weights depend on the name's config alone."""
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        done = directory / name / "config.json"
+        if not done.is_file() or not (directory / name / "model.safetensors").is_file():
+            write_random(directory / name, config, seed)
+
+
+def write_random(directory: Path, config: dict[str, Any], seed: int) -> None:
+    """Write a checkpoint with weights that give logits of about unit size, float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    scale = 1.4 / math.sqrt(config.get("hidden_size", 48))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * scale)
+            else:
+                parameter.copy_(parameter + 0.3 * noise if "norm" in name or "ln_" in name else 0.5 * noise)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+
+
 def exact(value: float | None) -> str | None:
     """The bits of a number, as readable hexadecimal."""
     return None if value is None else float(value).hex()
@@ -158,18 +223,12 @@ def plain(output: Any) -> dict[str, Any]:
         "prompt_logprobs": logprobs_of(output.prompt_logprobs),
         "outputs": [
             {
-                "index": one.index,
-                "text": one.text,
-                "token_ids": list(one.token_ids),
-                "cumulative_logprob": exact(one.cumulative_logprob),
-                "logprobs": logprobs_of(one.logprobs),
-                "finish_reason": one.finish_reason,
-                "stop_reason": one.stop_reason,
-                "seed": one.seed,
-            }
-            for one in output.outputs
+                "index": one.index, "text": one.text, "token_ids": list(one.token_ids),
+                "cumulative_logprob": exact(one.cumulative_logprob), "logprobs": logprobs_of(one.logprobs),
+                "finish_reason": one.finish_reason, "stop_reason": one.stop_reason, "seed": one.seed,
+            } for one in output.outputs
         ],
-    }
+    }  # fmt: skip
 
 
 def error_of(error: Exception) -> dict[str, str]:
@@ -204,8 +263,10 @@ class Engines:
                 if isinstance(one, dict):
                     self.record.add(f"{name}/{title}/{place}", one, "errors")
                     continue
-                value = attempt(lambda prompt=prompt, one=one: plain(llm.generate(prompt, one)[0]))
-                self.record.add(f"{name}/{title}/{place}/alone", value, kind_of(value))
+                value = self.note(
+                    f"{name}/{title}/{place}/alone",
+                    lambda prompt=prompt, one=one: plain(llm.generate(prompt, one)[0]),  # type: ignore[misc]
+                )
                 if "error" not in value:
                     requests.append((f"{name}/{title}/{place}/batch", prompt, one))
             llm.reset_prefix_cache()
@@ -217,6 +278,12 @@ class Engines:
                 self.record.add(title, plain(output), "generations")
 
         self.use(name, model, both, **options)
+
+    def note(self, name: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Record what a call gives or raises, and return it."""
+        value: dict[str, Any] = attempt(call)
+        self.record.add(name, value, "errors" if "error" in value else "generations")
+        return value
 
     def use(self, name: str, model: str, call: Callable[[LLM], None], **options: Any) -> None:
         """Open `model`, run `call` on it and close it; record what the start raises."""
@@ -232,10 +299,6 @@ class Engines:
             call(llm)
         finally:
             llm.close()
-
-
-def kind_of(value: dict[str, Any]) -> str:
-    return "errors" if "error" in value else "generations"
 
 
 def take(record: Record, models: Path, work: Path) -> None:
@@ -338,7 +401,9 @@ def take_speculation(engines: Engines, models: Path) -> None:
 
 def take_calls(engines: Engines, models: Path) -> None:
     """`embed`, `beam_search`, `chat`, `stream`, and calls that are refused."""
-    record = engines.record
+
+    def replies(call: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Any]:
+        return {"replies": [*map(plain, call(*args, **options))]}
 
     def vectors(name: str, prompts: list[Any]) -> Callable[[LLM], None]:
         def call(llm: LLM) -> None:
@@ -346,17 +411,13 @@ def take_calls(engines: Engines, models: Path) -> None:
                      "cut": {"dimensions": 8}, "max": {"pooling": "max"}, "wide": {"dimensions": 10**6}}  # fmt: skip
             for title, fields in forms.items():
                 for place, inputs in enumerate([*prompts, prompts]):
-                    value = attempt(
-                        lambda inputs=inputs, fields=fields: {
-                            "vectors": [
-                                [[exact(x) for x in one.outputs.embedding], list(one.prompt_token_ids)]
-                                for one in llm.embed(inputs, **fields)
-                            ]
-                        }
-                    )
-                    record.add(f"{name}/{title}/{place}", value, kind_of(value))
+                    engines.note(f"{name}/{title}/{place}", partial(embedded, llm, inputs, fields))
 
         return call
+
+    def embedded(llm: LLM, inputs: Any, fields: dict[str, Any]) -> dict[str, Any]:
+        outputs = llm.embed(inputs, **fields)
+        return {"vectors": [[[*map(exact, one.outputs.embedding)], list(one.prompt_token_ids)] for one in outputs]}
 
     for model in ("llama", "gpt2", "gemma3_text"):
         engines.use(f"offline/embed/{model}", str(models / model), vectors(f"offline/embed/{model}", PROMPTS[:3]))
@@ -367,19 +428,14 @@ def take_calls(engines: Engines, models: Path) -> None:
                    {"num_beam_groups": 2, "diversity_penalty": 1.0}, {"ignore_eos": True}, {"stop_token_ids": [19]},
                    {"include_stop_str_in_output": True}, {"beam_width": 0}, {"temperature": 0.5}]  # fmt: skip
         for place, change in enumerate(changes):
-            value = attempt(lambda change=change: found(llm, {"beam_width": 4, "max_tokens": 12} | change))
-            record.add(f"offline/beams/{place}", value, kind_of(value))
+            engines.note(f"offline/beams/{place}", partial(found, llm, {"beam_width": 4, "max_tokens": 12} | change))
 
     def found(llm: LLM, fields: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "answers": [
-                [
-                    [one.text, list(one.tokens), exact(one.cum_logprob), one.finish_reason, one.stop_reason]
-                    for one in output.sequences
-                ]
-                for output in llm.beam_search(TEXTS[:2], BeamSearchParams(**fields))
-            ]
-        }
+        outputs = llm.beam_search(TEXTS[:2], BeamSearchParams(**fields))
+        return {"answers": [
+            [[one.text, list(one.tokens), exact(one.cum_logprob), one.finish_reason, one.stop_reason]
+             for one in output.sequences] for output in outputs
+        ]}  # fmt: skip
 
     engines.use("offline/beams", "builtin", beams)
 
@@ -395,22 +451,12 @@ def take_calls(engines: Engines, models: Path) -> None:
         }  # fmt: skip
         params = SamplingParams(seed=2, max_tokens=24, logprobs=1)
         for name, (messages, options) in calls.items():
-            value = attempt(
-                lambda messages=messages, options=options: {
-                    "replies": [plain(one) for one in llm.chat(messages, params, **options)]
-                }
-            )
-            record.add(f"offline/chat/{name}", value, kind_of(value))
-        for name, fields in {
-            "plain": {},
-            "n": {"n": 2},
-            "stop": {"stop": ["and"]},
-            "greedy": {"temperature": 0.0},
-        }.items():
-            pieces = [
-                plain(one) for one in llm.stream(TEXTS[0], SamplingParams(**{"seed": 3, "max_tokens": 10} | fields))
-            ]
-            record.add(f"offline/stream/{name}", {"pieces": pieces}, "generations")
+            engines.note(f"offline/chat/{name}", partial(replies, llm.chat, messages, params, **options))
+        streams = {"plain": {}, "n": {"n": 2}, "stop": {"stop": ["and"]}, "greedy": {"temperature": 0.0}}
+        for name, fields in streams.items():
+            given = SamplingParams(**{"seed": 3, "max_tokens": 10} | fields)  # type: ignore[arg-type]
+            pieces = [*map(plain, llm.stream(TEXTS[0], given))]
+            engines.record.add(f"offline/stream/{name}", {"pieces": pieces}, "generations")
         wrong: dict[str, tuple[Any, Any]] = {
             "nothing": ("", None), "none": (None, None), "number": (5, None), "long": ([5] * 5000, None),
             "id": ([10**6], None), "negative": ([-1], None), "params": (["a", "b"], [SamplingParams()]),
@@ -419,14 +465,8 @@ def take_calls(engines: Engines, models: Path) -> None:
             "list": ([["a"]], None), "both": ({"prompt": "a", "prompt_token_ids": [5]}, None),
         }  # fmt: skip
         for name, (prompt, chosen) in wrong.items():
-            value = attempt(
-                lambda prompt=prompt, chosen=chosen: {
-                    "replies": [
-                        plain(one) for one in llm.generate(prompt, chosen or SamplingParams(seed=1, max_tokens=2))
-                    ]
-                }
-            )
-            record.add(f"offline/wrong/{name}", value, kind_of(value))
+            chosen = chosen or SamplingParams(seed=1, max_tokens=2)
+            engines.note(f"offline/wrong/{name}", partial(replies, llm.generate, prompt, chosen))
 
     engines.use("offline/", "builtin", talks, max_model_len=256)
     for name, options in {
@@ -440,6 +480,11 @@ def take_calls(engines: Engines, models: Path) -> None:
         engines.use(f"offline/start/{name}", options.pop("model", "builtin"), lambda llm: None, **options)  # type: ignore[arg-type]
 
 
+BAD_VALUES = (
+    None, "x", -(2**70), -101, -3, -1, 0, 1.5, 300, 2**70, float("nan"), True, [], ["x", 1], {"a": 1},
+)  # fmt: skip
+
+
 def take_bounds(record: Record) -> None:
     """Each field of `SamplingParams` and `BeamSearchParams` with values of wrong types and out of its bounds.
 
@@ -448,22 +493,6 @@ def take_bounds(record: Record) -> None:
     for maker in (SamplingParams, BeamSearchParams):
         base = {"beam_width": 2} if maker is BeamSearchParams else {}
         for field in maker.__struct_fields__:
-            for value in (
-                None,
-                "x",
-                -(2**70),
-                -101,
-                -3,
-                -1,
-                0,
-                1.5,
-                300,
-                2**70,
-                float("nan"),
-                True,
-                [],
-                ["x", 1],
-                {"a": 1},
-            ):
+            for value in BAD_VALUES:
                 outcome = attempt(lambda fields=base | {field: value}, maker=maker: repr(maker(**fields)))
                 record.add(f"offline/bounds/{maker.__name__}/{field}/{value!r}", outcome, "parameter checks")

@@ -1,7 +1,8 @@
-"""Start `headrace serve`, send requests, and normalise the replies for a take of digests.
+"""Starts `headrace serve`, sends requests and normalises the replies for a take of digests, and has the cases of
+several exchanges: stored responses, files with batches, and each format of tool calls.
 
-Knows HTTP, event streams and what in a reply differs between two takes (the docstring of `digests` lists it); knows no
-route. `digest_exchanges` and `digest_refusals` call it.
+Of tool calls and reasoning, what the model says is forced (`trace_decode_token_ids`). The docstring of `__main__` lists
+what differs between two takes of one commit. `__main__` calls `take`, and `bodies` the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from bench.tied import tied
-from tests.campaigns.digests import Record
+
+if TYPE_CHECKING:
+    from tests.campaigns.digests.__main__ import Record
 
 START_SECONDS = 120
 REPLY_SECONDS = 300
@@ -44,6 +47,49 @@ JOINED_LISTS = {
 COUNTERS = {
     "tokens_predicted", "predicted_n", "completion_tokens", "total_tokens", "tokens_cached",
 }  # fmt: skip
+
+TALK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Tell me a story."}]
+PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer"}},
+         "required": ["city"], "additionalProperties": False}  # fmt: skip
+WEATHER = {"name": "weather", "description": "The weather in a city", "parameters": PLACE}
+CLOCK = {"name": "time", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": CLOCK}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLED = [
+    {"role": "user", "content": "Weather in Rome?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "18 degrees"},
+]  # fmt: skip
+
+FUNCTIONS = [{"type": "function"} | WEATHER, {"type": "function"} | CLOCK]
+OPTIONS = {"num_predict": 12, "temperature": 0}
+ONE_TOOL = {"tools": [{"name": "weather", "input_schema": PLACE}]}
+"""As the Anthropic API has it."""
+
+TEMPLATE = """{{ bos_token }}{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}\
+{% for message in messages %}\
+{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' }}{{ message['content'] or '' }}\
+{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}<|end|>{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+SAID: dict[str, list[str]] = {
+    "hermes": ['<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+               'Well. <tool_call>{"name": "time", "arguments": {}}</tool_call><tool_call>{"name": "weather"'],
+    "qwen3_coder": ["<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"],
+    "llama3_json": ['{"name": "weather", "parameters": {"city": "Rome"}}',
+                    '<|python_tag|>{"name": "time", "parameters": {}}'],
+    "mistral": ['[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+                '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'],
+    "pythonic": ['[weather(city="Rome", days=3), time()]'],
+    "deepseek_v3": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+                    '{"city": "Rome"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'],
+    "granite": ['<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome"}}]'],
+    "glm45": ["<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>"],
+}  # fmt: skip
+"""An answer with calls in each format; every format is given every answer."""
+THOUGHT = {"hermes": "qwen3", "qwen3_coder": "qwen3", "llama3_json": "deepseek_r1", "mistral": "mistral",
+           "pythonic": "gemma4", "deepseek_v3": "deepseek_v3", "granite": "granite", "glm45": "glm45"}  # fmt: skip
+THOUGHTS = ["<think>Hm. Let me see.</think>\n\nHello.", "Hm.</think>Hello.", "[THINK]Hm.[/THINK]Hello.", "<think>Hm",
+            "Here is my thought process: Hm. Here is my response: Hello.",
+            "<|channel>thought\nHm.<channel|>Hello."]  # fmt: skip
 
 
 class Normaliser:
@@ -202,11 +248,13 @@ def plain(reply: httpx.Response, normal: Normaliser) -> dict[str, Any]:
 
 
 class Server:
-    """A running server and the record of what was exchanged with it. `title` is the start of the cases' names."""
+    """A running server and the record of what was exchanged with it. `title` is the start of the cases' names, `kind`
+    what a take counts them as."""
 
-    def __init__(self, record: Record, title: str, port: int, hidden: tuple[str, ...]) -> None:
+    def __init__(self, record: Record, title: str, port: int, hidden: tuple[str, ...], kind: str) -> None:
         self.record = record
         self.title = title
+        self.kind = kind
         self.port = port
         self.hidden = hidden
         # One connection at a time, closed by nobody: the order of requests decides what the prefix cache holds.
@@ -227,8 +275,8 @@ class Server:
     def normal(self) -> Normaliser:
         return Normaliser(self.port, self.hidden)
 
-    def keep(self, name: str, reply: httpx.Response, kind: str = "exchanges") -> None:
-        self.record.add(f"{self.title}/{name}", plain(reply, self.normal()), kind)
+    def keep(self, name: str, reply: httpx.Response, kind: str = "") -> None:
+        self.record.add(f"{self.title}/{name}", plain(reply, self.normal()), kind or self.kind)
 
     def exchange(self, name: str, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """Send, record and return the reply."""
@@ -248,7 +296,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(record: Record, title: str, work: Path, *flags: str, key: str = "") -> Iterator[Server]:
+def serve(
+    record: Record, title: str, work: Path, *flags: str, key: str = "", kind: str = "exchanges"
+) -> Iterator[Server]:
     """Run `headrace serve builtin` with `flags`; `key` opens its /health.
 
     Raises `RuntimeError` if it does not become ready.
@@ -265,7 +315,7 @@ def serve(record: Record, title: str, work: Path, *flags: str, key: str = "") ->
     with log.open("wb") as output:
         process = subprocess.Popen(tied(command), stdout=output, stderr=subprocess.STDOUT, env=environment())
         try:
-            server = Server(record, title, port, (str(work),))
+            server = Server(record, title, port, (str(work),), kind)
             wait_for(server, process, log, key)
             with contextlib.closing(server.client):
                 yield server
@@ -292,3 +342,127 @@ def environment() -> dict[str, str]:
     """The environment of a command: no colours, a fixed width, and none of the caller's settings of headrace."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     return variables | {"NO_COLOR": "1", "COLUMNS": "100", "TERM": "dumb", "PYTHONHASHSEED": "0"}
+
+
+def take(record: Record, models: Path, work: Path) -> None:
+    """Record all cases under http/tools/."""
+    for parser, style in THOUGHT.items():
+        if record.wants(f"http/tools/{parser}/"):
+            take_tools(record, work, parser, style)
+
+
+def take_kept(server: Server) -> None:
+    """What a server keeps: responses, files and batches."""
+    take_stored(server)
+    take_files(server)
+
+
+def take_stored(server: Server) -> None:
+    """Stored responses: read, continued, listed, removed, cancelled."""
+    body = {"input": "Hello", "max_output_tokens": 12, "seed": 7}
+    first = server.exchange("stored/first", "POST", "/v1/responses", body).json()["id"]
+    follow = server.exchange("stored/follow", "POST", "/v1/responses",
+                             body | {"input": "And then?", "previous_response_id": first})  # fmt: skip
+    for name, response_id in (("first", first), ("follow", follow.json()["id"])):
+        path = f"/v1/responses/{response_id}"
+        for query in (
+            "",
+            "/input_items",
+            "/input_items?limit=1",
+            "/input_items?order=asc",
+            "?stream=true",
+            "?include=x",
+        ):
+            server.exchange(f"stored/{name}/read{query}", "GET", path + query)
+        server.exchange(f"stored/{name}/cancel", "POST", f"{path}/cancel")
+        server.exchange(f"stored/{name}/delete", "DELETE", path)
+        server.exchange(f"stored/{name}/deleted", "GET", path)
+    background = server.exchange("stored/background", "POST", "/v1/responses", body | {"background": True})
+    if background.status_code == 200:
+        path = f"/v1/responses/{background.json()['id']}"
+        server.keep("stored/background/done", server.wanted(path, ("completed", "incomplete", "failed")))
+        server.exchange("stored/background/cancel", "POST", f"{path}/cancel")
+
+
+def take_files(server: Server) -> None:
+    """Files and batches, one that succeeds, one with refused lines, one with broken lines."""
+    requests = [
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 4}), ("/v1/completions", {"prompt": "A",
+        "max_tokens": 3, "seed": 2}),
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 0}),
+    ]  # fmt: skip
+    lines = [
+        {"custom_id": f"c{i}", "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(requests)
+    ]
+    contents = {
+        "good": "\n".join(map(json.dumps, lines[:2])), "refused": "\n".join(map(json.dumps, lines)),
+        "broken": json.dumps(lines[0]) + "\n{\n" + json.dumps(lines[0]),
+        "url": json.dumps(lines[0] | {"url": "/nothing"}),
+    }  # fmt: skip
+    for name, content in contents.items():
+        reply = server.client.post(
+            "/v1/files", data={"purpose": "batch"}, files={"file": (f"{name}.jsonl", content.encode())}
+        )
+        server.keep(f"files/{name}", reply)
+        file_id = reply.json()["id"]
+        server.exchange(f"files/{name}/read", "GET", f"/v1/files/{file_id}")
+        server.exchange(f"files/{name}/content", "GET", f"/v1/files/{file_id}/content")
+        body = {
+            "input_file_id": file_id,
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+            "metadata": {"a": "b"},
+        }
+        batch = server.send("POST", "/v1/batches", body)
+        server.record.add(f"{server.title}/batches/{name}/status", batch.status_code, "exchanges")
+        done = server.wanted(f"/v1/batches/{batch.json()['id']}", ("completed", "failed", "expired", "cancelled"))
+        server.keep(f"batches/{name}", done)
+        for kind in ("output_file_id", "error_file_id"):
+            if done.json().get(kind):
+                output = server.send("GET", f"/v1/files/{done.json()[kind]}/content")
+                for line in sorted(map(json.loads, output.text.splitlines()), key=lambda one: str(one["custom_id"])):
+                    body = server.normal().value(line)
+                    server.record.add(f"{server.title}/batches/{name}/{kind}/{line['custom_id']}", body, "exchanges")
+        server.exchange(f"batches/{name}/cancel", "POST", f"/v1/batches/{batch.json()['id']}/cancel")
+        server.exchange(f"files/{name}/delete", "DELETE", f"/v1/files/{file_id}")
+        server.exchange(f"files/{name}/deleted", "GET", f"/v1/files/{file_id}")
+    for query in ("", "?limit=2", "?order=asc", "?purpose=batch"):
+        server.exchange(f"files/list{query}", "GET", f"/v1/files{query}")
+    for query in ("", "?limit=1"):
+        server.exchange(f"batches/list{query}", "GET", f"/v1/batches{query}")
+
+
+def take_tools(record: Record, work: Path, parser: str, style: str) -> None:
+    """A server that reads one format of calls and one of reasoning, with answers in every format."""
+    template = work / "template.jinja"
+    template.write_text(TEMPLATE)
+    flags = ["--chat-template", str(template), "--tool-call-parser", parser, "--reasoning-parser", style]
+    with serve(record, f"http/tools/{parser}", work, *flags) as server:
+        for place, text in enumerate([text for texts in SAID.values() for text in texts] + THOUGHTS):
+            tokens = server.send("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+            body = {
+                "messages": TALK,
+                "tools": TOOLS,
+                "seed": 7,
+                "max_tokens": len(tokens),
+                "trace_decode_token_ids": tokens,
+            }
+            for stream in (False, True):
+                server.exchange(f"chat/{place}/{stream}", "POST", "/v1/chat/completions", body | {"stream": stream})
+            response = {
+                "input": "Hi",
+                "tools": FUNCTIONS,
+                "max_output_tokens": len(tokens),
+                "trace_decode_token_ids": tokens,
+            }
+            server.exchange(f"responses/{place}", "POST", "/v1/responses", response | {"seed": 7, "stream": True})
+        fields = {"messages": CALLED, "tools": TOOLS, "seed": 7, "max_tokens": 80, "tool_choice": "required"}
+        message = {"model": "builtin", "messages": TALK[1:],
+        "max_tokens": 80, "temperature": 0, "tool_choice": {"type": "any"}} | ONE_TOOL  # fmt: skip
+        for stream in (False, True):
+            server.exchange(f"required/{stream}", "POST", "/v1/chat/completions", fields | {"stream": stream})
+            server.exchange(f"messages/{stream}", "POST", "/v1/messages", message | {"stream": stream})
+            server.exchange(f"ollama/{stream}", "POST", "/api/chat", {"model": "builtin",
+            "messages": TALK, "tools": TOOLS,
+                            "options": OPTIONS, "stream": stream})  # fmt: skip
+        server.exchange("template", "POST", "/apply-template", {"messages": CALLED, "tools": TOOLS})
