@@ -23,7 +23,7 @@ from headrace.grammar import matchers as grammar_matchers
 from headrace.grammar.compile import WHITESPACE
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.defaults import sampling_defaults
+from headrace.protocol.defaults import ModelDefaults, sampling_defaults
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
@@ -323,7 +323,7 @@ def ask_all(bodies: list[dict[str, Any]], **defaults: Any) -> list[dict[str, Any
         client = InprocClient(lambda: build_engine(config))
         await client.start()
         front = TextClient(client, Tokenizer.load(hub.resolve("builtin")))
-        model = ServedModel(front, "builtin", defaults=defaults)
+        model = ServedModel(front, "builtin", defaults=ModelDefaults.of(defaults))
 
         async def ask(body: dict[str, Any]) -> dict[str, Any] | HeadraceError:
             try:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.server import HTTP, Live, inproc, write_tokenizer
 
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.protocol.defaults import sampling_defaults
+from headrace.protocol.defaults import ModelDefaults, sampling_defaults
 from headrace.protocol.errors import RequestError
 from headrace.serve import loading
 from headrace.serve.gates.calls import HeaderGate, allowed_hosts, allowed_origins, is_loopback
@@ -33,7 +33,9 @@ def started(tokenizer: Tokenizer) -> Iterator[Live]:
         log_stats_interval=0, default_chat_template_kwargs=kwargs, prefill_assistant=True, tags=["a,b", "c"]
     )
     template = ChatTemplate({"default": VARIABLE}, {})
-    with Live(inproc(), tokenizer, server, template=template, defaults=sampling_defaults(DEFAULTS)) as live:
+    with Live(
+        inproc(), tokenizer, server, template=template, defaults=ModelDefaults.of(sampling_defaults(DEFAULTS))
+    ) as live:
         yield live
 
 

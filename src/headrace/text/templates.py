@@ -20,7 +20,7 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
-from headrace.text.histories.changes import PLAIN, SMALL, Change, changed
+from headrace.text.histories.changes import OF_TOOLS, PLAIN, SMALL, Change, changed
 from headrace.text.histories.conversation import Conversation
 from headrace.text.messages import ChatMessage, read_messages
 from headrace.text.traits import Traits
@@ -145,7 +145,9 @@ class ChatTemplate:
         variables.setdefault("documents", None)
         tried: list[Conversation] = []
         for names in (traits.loses, traits.loses + traits.refuses, traits.loses + SMALL, (), PLAIN):
-            conversation, changes = changed(original, names)
+            # Without tools, the changes of tools have no effect.
+            needed = [name for name in names if listed or name not in OF_TOOLS]
+            conversation, changes = changed(original, needed) if needed else (original, [])
             if conversation in tried:
                 continue
             tried.append(conversation)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,28 +19,27 @@ from headrace.engine.generation import Generation, width
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
+from headrace.protocol.params import SamplingFields
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
 from headrace.text.messages import ChatMessage, read_messages, without_billing
 from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
 from headrace.text.stopped_parser import StoppedParser
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools import functions
-from headrace.text.tools.choice import ToolUse
+from headrace.text.tools.choice import NO_TOOLS, ToolUse
 
 
 class Call(msgspec.Struct, kw_only=True):
     """The fields that chats and text completions have in common.
 
-    `sampling` holds the fields of `SamplingParams` in the request; others take the model's defaults. `form` is the form
+    `sampling` are the sampling parameters that the request gives; others take the model's defaults. `form` is the form
     of the answer. `add_special_tokens` None: as the kind of prompt usually has them. `timeout` is in seconds from
     `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to the request's.
     `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
-    `only_prompts`: the answers are empty, for max_tokens is 0.
     """
 
     model: str | None = None
-    sampling: dict[str, Any] = {}
+    sampling: SamplingFields = msgspec.field(default_factory=SamplingFields)
     form: StructuredOutputs | None = None
     beam: BeamSearchParams | None = None
     stream: bool = False
@@ -60,23 +59,21 @@ class Call(msgspec.Struct, kw_only=True):
     warnings: Warnings = msgspec.field(default_factory=Warnings)
     spelling: Mapping[str, str] = {}
     arrival_time: float = msgspec.field(default_factory=context.arrival)
-    only_prompts: bool = False
 
-    def __post_init__(self) -> None:
-        if self.sampling.get("max_tokens") == 0 and self.beam is None:
-            # The engine makes at least one token, which the answer drops.
-            self.only_prompts = True
-            self.sampling = {**self.sampling, "max_tokens": 1}
+    @property
+    def only_prompts(self) -> bool:
+        """Return whether the answers are empty, for max_tokens is 0."""
+        return self.sampling.max_tokens == 0 and self.beam is None
 
     @property
     def logprobs(self) -> int | None:
         """Return the number of alternatives in the reply at each token; None: no log-probabilities."""
-        return self.sampling.get("logprobs")
+        return self.sampling.logprobs
 
     @property
     def prompt_logprobs(self) -> int | None:
         """Return the number of alternatives at each token of the prompt; None: no log-probabilities."""
-        return self.sampling.get("prompt_logprobs")
+        return self.sampling.prompt_logprobs
 
     def warn(self, field: str, why: str) -> None:
         """Add a warning: `field` (the engine's name) is in the request and has no effect."""
@@ -100,7 +97,7 @@ class ChatCall(Call, kw_only=True):
     answer wherever they stand, not in its content alone."""
 
     messages: list[ChatMessage]
-    tools: ToolUse = msgspec.field(default_factory=lambda: ToolUse.of(None, None, True))
+    tools: ToolUse = NO_TOOLS
     reasoning_effort: str | None = None
     thinks: bool | None = None
     include_reasoning: bool = True
@@ -112,7 +109,6 @@ class ChatCall(Call, kw_only=True):
     stop_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         messages = without_billing(self.messages)
         if messages is not self.messages:
             self.messages = messages
@@ -127,32 +123,44 @@ class ChatCall(Call, kw_only=True):
         return "\n".join(content) if isinstance(content, list) else content or ""
 
 
-def chat_of(request: Any, **fields: Any) -> ChatCall:
-    """Return the chat of a request in OpenAI's shape: the fields that shape the prompt, and further `fields` of the
-    call. Raises `RequestError`."""
-    warnings = fields.setdefault("warnings", Warnings())
+class PromptRequest(Protocol):
+    """The fields of OpenAI's that shape a chat's prompt."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def messages(self) -> list[dict[str, Any]] | None: ...
+    @property
+    def tools(self) -> list[dict[str, Any]] | None: ...
+    @property
+    def reasoning_effort(self) -> str | None: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+    @property
+    def warnings(self) -> Warnings: ...
+
+
+def prompt_call(
+    request: PromptRequest, tool_choice: str | dict[str, Any] | None = None, parallel_tool_calls: bool | None = None
+) -> ChatCall:
+    """Return the chat of a request that needs its prompt alone. Raises `RequestError`."""
     return ChatCall(
-        **fields,
-        messages=read_messages(request.messages or [], warnings.add),
-        tools=_tools_of(request, warnings),
+        model=request.model,
+        messages=read_messages(request.messages or [], request.warnings.add),
+        tools=ToolUse.of(request.tools, tool_choice, parallel_tool_calls is not False),
         reasoning_effort=request.reasoning_effort,
-        chat_template=getattr(request, "chat_template", None),
+        chat_template=request.chat_template,
         template_variables=request.chat_template_kwargs or {},
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
-        stop_in_reasoning=bool(getattr(request, "stop_in_reasoning", None)),
+        warnings=request.warnings,
     )
-
-
-def _tools_of(request: Any, warnings: Warnings) -> ToolUse:
-    older, older_choice = getattr(request, "functions", None), getattr(request, "function_call", None)
-    choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
-    if not older and older_choice in (None, "none", "auto"):
-        return ToolUse.of(request.tools, choice, parallel is not False)
-    if request.tools or choice not in (None, "none"):
-        raise RequestError("functions", older, "left out beside tools, which replace them")
-    warnings.add("functions", "OpenAI's older form, read as tools; the reply has function_call")
-    return functions.tool_use(older, older_choice)
 
 
 def spell(field: str, spelling: Mapping[str, str]) -> str:

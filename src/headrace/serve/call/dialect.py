@@ -115,12 +115,11 @@ class Dialect(NamedTuple):
         marks = _marks(self.format_for(use), self.reasoning)
         return {mark: self.token_ids[mark] for mark in marks if mark in self.token_ids}
 
-    def ends(self, stop_token_ids: list[int] | None) -> dict[str, Any]:
-        """Return the parameters with which an answer ends at the marks that end the model's turn, as well as at the
-        request's own stop tokens."""
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end the model's turn, where it is divided by headers."""
         headers = self._headers
-        ends = [] if headers is None else [self.token_ids[end] for end in headers.last if end in self.token_ids]
-        return {"stop_token_ids": [*(stop_token_ids or ()), *ends]} if ends else {}
+        return [] if headers is None else [self.token_ids[end] for end in headers.last if end in self.token_ids]
 
     def constraint(
         self, use: ToolUse, prompt: str, form: StructuredOutputs | None
