@@ -135,5 +135,5 @@ NONES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 LEAST: dict[str, float] = dict.fromkeys(SHARES, 0.0) | {"seed": -1, "max_tokens": 0}
 """The least values of parameters in APIs that allow less than the table does."""
-WIDER = frozenset(names_in(api)[field] for api in (OLLAMA, LLAMA_SERVER) for field in (*SHARES, *NONES[api]))
+WIDER = frozenset(PARAMETERS[field].names[api] for api in (OLLAMA, LLAMA_SERVER) for field in (*SHARES, *NONES[api]))
 """The options, by llama.cpp's names, whose range is wider than the engine's."""
