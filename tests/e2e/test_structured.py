@@ -23,11 +23,12 @@ from headrace.grammar import matchers as grammar_matchers
 from headrace.grammar.compile import WHITESPACE
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.defaults import ModelDefaults, sampling_defaults
+from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 from headrace.serve.apis.openai import completions
+from headrace.serve.call.call import ModelDefaults
 from headrace.serve.call.service import ServedModel
 from headrace.text.tokenizer import Tokenizer
 

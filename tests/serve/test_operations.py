@@ -23,10 +23,10 @@ from headrace.engine.core import EngineCore
 from headrace.engine.library.model_settings import advised_params
 from headrace.insight.simulated import Behaviour
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.protocol.defaults import ModelDefaults
 from headrace.protocol.errors import CheckpointError, EngineDeadError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.serve import app, process
+from headrace.serve.call.call import ModelDefaults
 from headrace.text.tokenizer import Tokenizer
 
 

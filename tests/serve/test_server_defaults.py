@@ -13,10 +13,10 @@ import pytest
 from tests.support.server import HTTP, Live, inproc, write_tokenizer
 
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.protocol.defaults import ModelDefaults, sampling_defaults
+from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
-from headrace.protocol.params import SamplingFields
 from headrace.serve import loading
+from headrace.serve.call.call import ModelDefaults, SamplingFields
 from headrace.serve.gates.calls import HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.process import listen, url_of
 from headrace.text.named_templates import template_of

@@ -1,5 +1,4 @@
-"""Sampling defaults that a server is started with: `override_generation_config`, checked like a request's fields, and
-`ModelDefaults`, all defaults of a served model.
+"""Sampling defaults that a server is started with: `override_generation_config`, checked like a request's fields.
 
 A request that says nothing of a parameter gets the default; one that names it wins. Knows no files. Called by
 `protocol.config`, by `headrace.other_engines` for flags that set one default, and by `serve.loading` and `llm`.
@@ -16,7 +15,7 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import constraint_of
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import PARAMETERS
-from headrace.protocol.params import SamplingFields, SamplingParams, field_types
+from headrace.protocol.params import SamplingParams, field_types
 
 FIELD = "override_generation_config"
 SPELLINGS = {"max_new_tokens": "max_tokens", "repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}
@@ -26,8 +25,6 @@ WITHOUT_EFFECT = frozenset(
     "eos_token_id max_length trust_remote_code transformers_version _from_model_config".split()
 )
 """Names of generation_config.json that are no parameters of a request."""
-FOR_JSON = frozenset(("max_string_length", "disable_additional_properties"))
-"""Names of generation_config.json that concern JSON, and are no fields of `SamplingParams`."""
 OF_ONE_REQUEST = frozenset(("n", "best_of", "logprobs", "prompt_logprobs", "trace_decode_token_ids", "detokenize"))
 """Parameters that have no default for all requests: they change what a reply holds."""
 
@@ -62,34 +59,3 @@ def sampling_defaults(values: Mapping[str, Any] | None) -> dict[str, Any]:
         if name not in WITHOUT_EFFECT and value is not None:
             checked[SPELLINGS.get(name, name)] = check_default(name, value, f"{FIELD}.{name}")
     return checked
-
-
-class ModelDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of requests that give none, from a model's files and the server's flags. For JSON,
-    `max_string_length` bounds a string whose schema has no bound, and `closes_objects` is
-    `disable_additional_properties` of `StructuredOutputs`. `names` are the names in `sampling`, in the order in which
-    they were given, for descriptions."""
-
-    sampling: SamplingFields = msgspec.field(default_factory=SamplingFields)
-    max_string_length: int | None = None
-    closes_objects: bool = False
-    names: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> ModelDefaults:
-        """Return defaults that are checked already: the values of generation_config.json, of headrace.json and of
-        `sampling_defaults`, under the names here."""
-        sampling = SamplingFields()
-        names = tuple(name for name in values if name not in FOR_JSON)
-        for name in names:
-            setattr(sampling, name, values[name])
-        return cls(
-            sampling=sampling,
-            max_string_length=values.get("max_string_length"),
-            closes_objects=values.get("disable_additional_properties", False),
-            names=names,
-        )
-
-    def shown(self) -> dict[str, Any]:
-        """Return the sampling parameters by name, in the order in which they were given."""
-        return {name: getattr(self.sampling, name) for name in self.names}

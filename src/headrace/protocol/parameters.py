@@ -1,7 +1,7 @@
 """The table of request parameters: one row for each field of `SamplingParams` that a caller can set.
 
 A row holds the field's kind, range and meaning, and its name in each API; the field in `protocol.params` has the type
-and the default. From both follow the check of a request, the fields and names in every API (`params.SamplingFields`),
+and the default. From both follow the check of a request, the fields and names in every API (`serve.call.call`),
 the ranges in the OpenAPI document, the help of flags and docs/limits.md. `NONES` and `LEAST` are the values that an API
 has beyond the engine's range. Imports nothing of headrace.
 """

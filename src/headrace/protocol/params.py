@@ -1,18 +1,16 @@
-"""`SamplingParams`: how the tokens of a request are chosen; and `SamplingFields`, those of them that a caller gives.
-Names and defaults are vLLM's, or llama-server's where vLLM has none. Ranges, meanings and the names in each API are in
-`headrace.protocol.parameters`.
+"""`SamplingParams`: how the tokens of a request are chosen. Names and defaults are vLLM's, or llama-server's where vLLM
+has none. Ranges, meanings and the names in each API are in `headrace.protocol.parameters`.
 
-`SamplingParams` is frozen, checked against that table at construction, and sent as it is from the server to the engine.
-Knows no tensors, no text beyond the strings that the front end turns into token ids, no model. The engine checks token
-ids against the model's width, which is not known here.
+Frozen, checked against that table at construction, and sent as it is from the server to the engine. Knows no tensors,
+no text beyond the strings that the front end turns into token ids, no model. The engine checks token ids against the
+model's width, which is not known here.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -20,7 +18,7 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
-from headrace.protocol.parameters import LEAST_SHARE, MAX_INT32, NONES, PARAMETERS, SHARES, names_in
+from headrace.protocol.parameters import MAX_INT32, PARAMETERS
 
 NUMBERS = tuple(row.name for row in PARAMETERS.values() if row.kind in ("int", "float"))
 BOOLS = tuple(row.name for row in PARAMETERS.values() if row.kind == "bool")
@@ -283,110 +281,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         most = len(trace) if self.max_tokens is None else min(self.max_tokens, len(trace))
         msgspec.structs.force_setattr(self, "max_tokens", most)
         msgspec.structs.force_setattr(self, "ignore_eos", True)
-
-
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """The parameters that a caller gives, of those in the table; None: not given, so that a default holds. `params`
-    checks them."""
-
-    n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    post_sampling_probs: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    detokenize: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repeat_last_n: int | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    no_repeat_ngram_size: int | None = None
-    thinking_token_budget: int | None = None
-    trace_decode_token_ids: list[int] | None = None
-    watermark: Watermark | Mapping[str, Any] | bool | None = None
-    samplers: list[str] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    speculation: bool | None = None
-
-    @classmethod
-    def of(cls, body: object, api: str, prefix: str = "", but: Collection[str] = ()) -> SamplingFields:
-        """Return the parameters in the attributes of a request's body, or of the object in it that `prefix` names;
-        the attributes have the API's names. `but` are fields that the body has in another form. Raises
-        `RequestError`."""
-        fields = cls()
-        for field, name in names_in(api).items():
-            if field not in but:
-                setattr(fields, field, getattr(body, name, None))
-        return fields.translated(api, prefix)
-
-    def translated(self, api: str, prefix: str = "") -> SamplingFields:
-        """Return the fields as the engine has them: without the values by which `api` means "none".
-
-        Raises `RequestError` for a value below the API's least one, with `prefix` before the API's name.
-        """
-        fields = copy.copy(self)
-        for field in SHARES:
-            if getattr(fields, field) == 0:
-                setattr(fields, field, LEAST_SHARE)
-        for field, nones in NONES.get(api, {}).items():
-            value = getattr(fields, field)
-            if value is not None and value < min(nones):
-                raise RequestError(prefix + names_in(api)[field], value, f"{min(nones)} or more")
-            if value in nones:
-                setattr(fields, field, None)
-        return fields
-
-    def over(self, defaults: SamplingFields) -> SamplingFields:
-        """Return the fields, with `defaults` for those that are not given."""
-        fields = copy.copy(self)
-        for name in self.__struct_fields__:
-            if getattr(fields, name) is None:
-                setattr(fields, name, getattr(defaults, name))
-        return fields
-
-    def without(self, names: Collection[str]) -> SamplingFields:
-        """Return the fields but for these names."""
-        fields = copy.copy(self)
-        for name in names:
-            setattr(fields, name, None)
-        return fields
-
-    def params(self, max_tokens: int | None = None) -> SamplingParams:
-        """Return the parameters of a request. `max_tokens` holds where the fields have none; None is the rest of the
-        context. Raises `RequestError` naming the field, the value and the bound."""
-        given = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{"max_tokens": max_tokens} | given)
 
 
 @functools.cache

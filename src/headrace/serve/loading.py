@@ -31,8 +31,9 @@ from headrace.insight.explainer import Explainer, Explainers
 from headrace.insight.metrics import ServerMetrics
 from headrace.insight.tracing import Tracer, otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.protocol.defaults import ModelDefaults, sampling_defaults
+from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.serve.call.call import ModelDefaults
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.service import RENDER_OPTIONS, ServedModel

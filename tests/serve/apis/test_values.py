@@ -12,9 +12,9 @@ import pytest
 from tests.support.server import HTTP, Live
 
 from headrace.protocol import parameters
-from headrace.protocol.params import SamplingFields
 from headrace.sampling import filters
 from headrace.sampling.filters import Cut, select
+from headrace.serve.call.call import SamplingFields
 from headrace.serve.storage.batch_lines import read_line
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}

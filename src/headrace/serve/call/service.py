@@ -23,12 +23,11 @@ from headrace.engine.tenants import salted
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.defaults import ModelDefaults
 from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
 from headrace.protocol.parameters import PARAMETERS
-from headrace.protocol.params import SamplingFields, SamplingParams
+from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
-from headrace.serve.call.call import Answer, Call, ChatCall, TextCall, spelled
+from headrace.serve.call.call import Answer, Call, ChatCall, ModelDefaults, SamplingFields, TextCall, spelled
 from headrace.serve.call.dialect import OTHER_FORM, Dialect
 from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import RequestOptions, draw_seed

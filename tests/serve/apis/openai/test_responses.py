@@ -26,13 +26,13 @@ from headrace.engine.generation import Generation
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
-from headrace.protocol.params import SamplingFields, SamplingParams
+from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Finish, Request, TokenLogprob
 from headrace.serve.apis.openai.responses import ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Output, response_object
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.serve.apis.openai.responses_replay import StoredResponse
-from headrace.serve.call.call import Answer, ChatCall
+from headrace.serve.call.call import Answer, ChatCall, SamplingFields
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers

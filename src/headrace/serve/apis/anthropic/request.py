@@ -15,9 +15,8 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import ANTHROPIC, spelling_of
-from headrace.protocol.params import SamplingFields
 from headrace.serve.apis.anthropic.blocks import readable
-from headrace.serve.call.call import ChatCall, spelled
+from headrace.serve.call.call import ChatCall, SamplingFields, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert, takes_parameters
 from headrace.text.messages import ChatMessage, PastCall
 from headrace.text.tools.choice import ToolFields, ToolUse

@@ -17,7 +17,6 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER, NONES, spelling_of
-from headrace.protocol.params import SamplingFields
 from headrace.serve.apis.llama_server import reply
 from headrace.serve.apis.llama_server.reply import NO_SLOT, LlamaAnswer, settings
 from headrace.serve.apis.llama_server.request import (
@@ -32,7 +31,7 @@ from headrace.serve.apis.llama_server.request import (
     text_in,
 )
 from headrace.serve.apis.llama_server.slots import Slots
-from headrace.serve.call.call import TextCall, prompt_call, spelled
+from headrace.serve.call.call import SamplingFields, TextCall, prompt_call, spelled
 from headrace.serve.call.embedding import VectorOptions, vectors
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.replies import Tokenized, TokenPiece

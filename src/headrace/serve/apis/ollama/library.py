@@ -28,12 +28,11 @@ from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError, UnsupportedError
 from headrace.protocol.parameters import OLLAMA, names_in, spelling_of
-from headrace.protocol.params import SamplingFields
 from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
 from headrace.serve.apis.ollama.reply import API, NDJSON, line
 from headrace.serve.apis.ollama.request import CopyRequest, CreateRequest, Options, ShowRequest, read_options, warn_of
-from headrace.serve.call.call import spelled
+from headrace.serve.call.call import SamplingFields, spelled
 from headrace.serve.call.models import ModelEntry, ModelSet, Running
 from headrace.serve.call.parsing import WarningLines, convert
 from headrace.serve.errors import CallError
@@ -335,8 +334,8 @@ async def _settings_of(request: CreateRequest) -> ModelSettings:
         request.warn("license", "not kept: that of the model's files holds")
     if template:
         await asyncio.to_thread(_check_template, template)
-    given = {field: value for field in OLLAMA_NAMES if (value := getattr(sampling, field)) is not None}
-    return ModelSettings(system=system, template=template, sampling=given)
+    values = {field: value for field in OLLAMA_NAMES if (value := getattr(sampling, field)) is not None}
+    return ModelSettings(system=system, template=template, sampling=values)
 
 
 def _check_template(template: str) -> None:

@@ -18,7 +18,6 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.protocol.parameters import OLLAMA, spelling_of
-from headrace.protocol.params import SamplingFields
 from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
 from headrace.serve.apis.ollama.library import Library
@@ -34,7 +33,7 @@ from headrace.serve.apis.ollama.request import (
     read_options,
     warn_of,
 )
-from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.call import ChatCall, SamplingFields, TextCall, spelled
 from headrace.serve.call.embedding import VectorOptions, vectors
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Warnings, convert, seconds_of

@@ -22,11 +22,10 @@ from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import OPENAI
-from headrace.protocol.params import SamplingFields
 from headrace.serve import routing
 from headrace.serve.apis.openai.answers import ChatAnswer, CompletionAnswer
 from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
-from headrace.serve.call.call import Call, ChatCall, TextCall, prompt_call, spelled
+from headrace.serve.call.call import Call, ChatCall, SamplingFields, TextCall, prompt_call, spelled
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.replies import Tokenized, token_text
 from headrace.serve.call.schema import (

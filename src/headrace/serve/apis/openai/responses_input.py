@@ -16,10 +16,9 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.protocol.parameters import OPENAI
-from headrace.protocol.params import SamplingFields
 from headrace.serve.apis.openai.completions import answer_form, beam_params, check_stream, set_options
 from headrace.serve.apis.openai.responses_tools import HOSTED_ITEMS, ClientTools, client_tools, flat_name
-from headrace.serve.call.call import ChatCall, spelled
+from headrace.serve.call.call import ChatCall, SamplingFields, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
 from headrace.serve.call.schema import (
     IGNORED,
