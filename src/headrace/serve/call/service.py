@@ -268,7 +268,7 @@ class ServedModel:
                 call.tools.tools,
                 add_generation_prompt=opening,
                 continue_final_message=continues,
-                **variables,
+                variables=variables,
             )
         )
         rendering = await in_time(work, "its prompt was rendered")

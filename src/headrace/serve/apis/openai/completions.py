@@ -328,10 +328,15 @@ def beam_params(request: Sampled) -> BeamSearchParams | None:
                 raise RequestError(name, value, "left out unless use_beam_search is true")
         return None
     num_answers = 1 if request.n is None else request.n
-    values: dict[str, Any] = {name: getattr(request, name) for name in BEAM_FIELDS}
-    values = {name: value for name, value in values.items() if value is not None}
-    values.setdefault("beam_width", request.best_of or num_answers)
-    return BeamSearchParams(n=num_answers, **values)
+    width = request.beam_width
+    return BeamSearchParams(
+        n=num_answers,
+        beam_width=(request.best_of or num_answers) if width is None else width,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=False if request.early_stopping is None else request.early_stopping,
+        num_beam_groups=1 if request.num_beam_groups is None else request.num_beam_groups,
+        diversity_penalty=request.diversity_penalty or 0.0,
+    )
 
 
 def as_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | list[int]]:
