@@ -207,6 +207,11 @@ class Call(msgspec.Struct, kw_only=True):
         return self.sampling.max_tokens == 0 and self.beam is None
 
     @property
+    def engine_fields(self) -> SamplingFields:
+        """Return the sampling parameters for the engine, which makes at least one token: an empty answer drops it."""
+        return msgspec.structs.replace(self.sampling, max_tokens=1) if self.only_prompts else self.sampling
+
+    @property
     def logprobs(self) -> int | None:
         """Return the number of alternatives in the reply at each token; None: no log-probabilities."""
         return self.sampling.logprobs

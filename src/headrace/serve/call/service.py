@@ -154,7 +154,7 @@ class ServedModel:
         """Begin to complete each prompt. Raises `HeadraceError`s of all kinds."""
         with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
-            fields = call.sampling
+            fields = call.engine_fields
             if call.echo and call.logprobs is not None and call.prompt_logprobs is None:
                 fields = msgspec.structs.replace(fields, prompt_logprobs=call.logprobs)
             params = self._params(call, fields, None if call.fills_context else DEFAULT_COMPLETION_TOKENS)
@@ -180,7 +180,7 @@ class ServedModel:
                 # The field has this name in every API with chats.
                 raise RequestError("top_logprobs", call.logprobs, f"from 0 to {most} (--max-logprobs)")
             use = self._bound_arguments(call.tools)
-            fields = call.sampling
+            fields = call.engine_fields
             if end_ids := self.dialect.end_ids:
                 fields = msgspec.structs.replace(fields, stop_token_ids=[*(fields.stop_token_ids or ()), *end_ids])
             params = self._with_ends(call, self._params(call, fields))
@@ -326,9 +326,6 @@ class ServedModel:
         defaults, a search takes only those that it allows (`KEPT`). `max_tokens` holds where neither sets it. Raises
         `RequestError`."""
         defaults, form = self.defaults.sampling, self._advised_form(call)
-        if call.only_prompts:
-            # The engine makes at least one token, which the answer drops.
-            fields = msgspec.structs.replace(fields, max_tokens=1)
         if call.beam is not None:
             defaults = defaults.without(PARAMETERS.keys() - KEPT)
             fields = msgspec.structs.replace(fields, n=None, best_of=None)

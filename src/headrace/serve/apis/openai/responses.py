@@ -280,7 +280,7 @@ class Responses:
         call = msgspec.structs.replace(call, messages=await off_loop(size_of(history), work))
         with spelled(call.spelling):
             # The parameters of the answer are checked, though no answer is made.
-            call.sampling.params()
+            call.engine_fields.params()
         _, token_ids = await model.chat_prompt(call)
         return InputTokens(input_tokens=len(token_ids), warnings=call.warnings.reply())
 
