@@ -120,13 +120,13 @@ def bodies() -> Target:
             try:
                 request = schema.parse(kind, body)
                 if isinstance(request, schema.CompletionRequest):
-                    SamplingParams(**completions.text_call(request).sampling)
+                    completions.text_call(request).sampling.params()
                 elif isinstance(request, schema.ChatCompletionRequest):
-                    SamplingParams(**completions.chat_call(request).sampling)
+                    completions.chat_call(request).sampling.params()
                 elif isinstance(request, anthropic.CountTokensRequest):
-                    SamplingParams(**anthropic.chat_call(request).sampling)
+                    anthropic.chat_call(request).sampling.params()
                 elif isinstance(request, responses_input.ResponsesRequest):
-                    SamplingParams(**responses_input.chat_call(*responses_input.read(body))[0].sampling)
+                    responses_input.chat_call(*responses_input.read(body))[0].sampling.params()
             except HeadraceError as error:
                 refusals.append(error)
         if len(refusals) == len(sampled) + len(others):

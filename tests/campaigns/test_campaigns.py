@@ -129,7 +129,8 @@ class HastyFinder(StopFinder):
 class Hasty(DetokenizeStream):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._stops.__class__ = HastyFinder
+        if self._stops is not None:
+            self._stops.__class__ = HastyFinder
 
 
 class UnboundQueue(machines.QueueMachine):

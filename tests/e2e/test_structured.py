@@ -28,6 +28,7 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 from headrace.serve.apis.openai import completions
+from headrace.serve.call.call import ModelDefaults
 from headrace.serve.call.service import ServedModel
 from headrace.text.tokenizer import Tokenizer
 
@@ -323,7 +324,7 @@ def ask_all(bodies: list[dict[str, Any]], **defaults: Any) -> list[dict[str, Any
         client = InprocClient(lambda: build_engine(config))
         await client.start()
         front = TextClient(client, Tokenizer.load(hub.resolve("builtin")))
-        model = ServedModel(front, "builtin", defaults=defaults)
+        model = ServedModel(front, "builtin", defaults=ModelDefaults.of(defaults))
 
         async def ask(body: dict[str, Any]) -> dict[str, Any] | HeadraceError:
             try:

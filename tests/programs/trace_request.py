@@ -48,8 +48,9 @@ async def run(trace: Trace) -> set[str]:
     """Return the files that each of several requests passes; what is loaded once in the background is in one alone, and
     what runs without a request is left out."""
     engine, server = EngineConfig(model="builtin"), ServerConfig()
+    text = load_text(engine, server)
     app = create_app(
-        InprocClient(lambda: build_engine(engine)), server, "builtin", ModelParts(*load_text(engine, server))
+        InprocClient(lambda: build_engine(engine)), server, "builtin", ModelParts(text.tokenizer, text.template)
     )
     traces: list[set[tuple[str, str]]] = []
     async with (

@@ -26,6 +26,7 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.serve import app, process
+from headrace.serve.call.call import ModelDefaults
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -165,7 +166,7 @@ def test_the_models_advice_is_the_default(tokenizer: Tokenizer, tmp_path: Path) 
     (directory / "generation_config.json").write_text(advice)
     defaults = advised_params(str(directory), None)
     assert defaults == {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 3}
-    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0), defaults=defaults) as live:
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0), defaults=ModelDefaults.of(defaults)) as live:
         body = {"prompt": "x", "ignore_eos": True}
         assert live.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 3
         assert live.post("/v1/completions", body | {"max_tokens": 5}).json()["usage"]["completion_tokens"] == 5

@@ -20,6 +20,7 @@ from tests.support import fake
 from tests.support.server import HTTP, Live
 
 from headrace.protocol.bounds import BOUNDS
+from headrace.protocol.parameters import LEAST
 from headrace.serve.aliases import ALIASES
 from headrace.serve.apis.anthropic import request as anthropic_request
 from headrace.serve.apis.llama_server import reply as llama_reply
@@ -28,7 +29,6 @@ from headrace.serve.apis.llama_server.reply import COUNTERS
 from headrace.serve.apis.ollama import request as ollama_request
 from headrace.serve.apis.openai import conversations, embeddings, responses_input, vllm
 from headrace.serve.call import parsing, schema
-from headrace.serve.call.sampling import LEAST
 from headrace.serve.gates import limits
 
 BODIES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {

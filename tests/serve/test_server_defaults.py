@@ -16,6 +16,7 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
 from headrace.serve import loading
+from headrace.serve.call.call import ModelDefaults, SamplingFields
 from headrace.serve.gates.calls import HeaderGate, allowed_hosts, allowed_origins, is_loopback
 from headrace.serve.process import listen, url_of
 from headrace.text.named_templates import template_of
@@ -33,7 +34,9 @@ def started(tokenizer: Tokenizer) -> Iterator[Live]:
         log_stats_interval=0, default_chat_template_kwargs=kwargs, prefill_assistant=True, tags=["a,b", "c"]
     )
     template = ChatTemplate({"default": VARIABLE}, {})
-    with Live(inproc(), tokenizer, server, template=template, defaults=sampling_defaults(DEFAULTS)) as live:
+    with Live(
+        inproc(), tokenizer, server, template=template, defaults=ModelDefaults.of(sampling_defaults(DEFAULTS))
+    ) as live:
         yield live
 
 
@@ -49,9 +52,10 @@ def test_the_flags_win_over_the_models_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     server = ServerConfig(override_generation_config={"temperature": 0.6, "max_new_tokens": 9})
     params = loading.default_params(EngineConfig(model=str(tmp_path)), server)
-    assert params == {"temperature": 0.6, "top_k": 7, "max_tokens": 9}
+    assert params.shown() == {"temperature": 0.6, "top_k": 7, "max_tokens": 9}
+    assert params.sampling == SamplingFields(temperature=0.6, top_k=7, max_tokens=9)
     bare = ServerConfig(generation_config="headrace", override_generation_config={"top_p": 0.5})
-    assert loading.default_params(EngineConfig(model=str(tmp_path)), bare) == {"top_p": 0.5}
+    assert loading.default_params(EngineConfig(model=str(tmp_path)), bare).shown() == {"top_p": 0.5}
 
 
 def test_a_request_wins_over_the_flags(started: Live) -> None:

@@ -85,7 +85,8 @@ async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerC
 
     # Lines beyond the queue's bound wait here, and not in the engine.
     client = InprocClient(lambda: build_engine(engine), max_num_queued_reqs=2 * concurrency + 1)
-    parts = ModelParts(*load_text(engine, server), default_params(engine, server), engine.seed)
+    text = load_text(engine, server)
+    parts = ModelParts(text.tokenizer, text.template, default_params(engine, server), engine.seed)
     model = RunningModel(client, server, engine.model, parts)
     await client.start()
     try:

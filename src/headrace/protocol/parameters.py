@@ -1,13 +1,16 @@
 """The table of request parameters: one row for each field of `SamplingParams` that a caller can set.
 
 A row holds the field's kind, range and meaning, and its name in each API; the field in `protocol.params` has the type
-and the default. From both follow the check of a request, the fields and names in every API (`serve.call.sampling`), the
-ranges in the OpenAPI document, the help of flags and docs/limits.md. Imports nothing of headrace.
+and the default. From both follow the check of a request, the fields and names in every API (`serve.call.call`),
+the ranges in the OpenAPI document, the help of flags and docs/limits.md. `NONES` and `LEAST` are the values that an API
+has beyond the engine's range. Imports nothing of headrace.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 MAX_INT = 2**63 - 1
@@ -106,6 +109,31 @@ _ROWS = (
 PARAMETERS = {row.name: row for row in _ROWS}
 
 
-def names_in(api: str) -> dict[str, str]:
+@functools.cache
+def names_in(api: str) -> Mapping[str, str]:
     """Return the parameters that an API takes: each field of `SamplingParams` with its name there."""
-    return {row.name: row.names[api] for row in PARAMETERS.values() if api in row.names}
+    return MappingProxyType({row.name: row.names[api] for row in PARAMETERS.values() if api in row.names})
+
+
+def spelling_of(api: str, prefix: str = "") -> dict[str, str]:
+    """Return the names that an API has for the fields of `SamplingParams`; `prefix` names the object with these
+    fields."""
+    return {field: prefix + name for field, name in names_in(api).items()}
+
+
+LEAST_SHARE = 1e-6
+"""A share of 0 is greedy in every API; here a share is above 0, and the least one keeps one token."""
+SHARES = ("top_p", "typical_p")
+# Values that mean "none", as a missing field does: llama.cpp's values for a random seed and for an endless answer.
+# OpenAI's clients send the former too.
+NO_SEED = 2**32 - 1
+_SEEDS = (-1, NO_SEED)
+NONES: dict[str, dict[str, tuple[int, ...]]] = {
+    OPENAI: {"seed": (-1,)},
+    OLLAMA: {"seed": _SEEDS, "max_tokens": (-2, -1, 0)},
+    LLAMA_SERVER: {"seed": _SEEDS, "max_tokens": (-2, -1)},
+}
+LEAST: dict[str, float] = dict.fromkeys(SHARES, 0.0) | {"seed": -1, "max_tokens": 0}
+"""The least values of parameters in APIs that allow less than the table does."""
+WIDER = frozenset(PARAMETERS[field].names[api] for api in (OLLAMA, LLAMA_SERVER) for field in (*SHARES, *NONES[api]))
+"""The options, by llama.cpp's names, whose range is wider than the engine's."""

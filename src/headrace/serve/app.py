@@ -137,9 +137,13 @@ def create_app(
 
     app.add_exception_handler(HTTPException, on_http_error)
     hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
-    gates = HeaderGate(hosts, origins), ApiKeyGate(ring, rates)
     app.add_middleware(
-        CallGate, *gates, most=server.max_request_timeout, apis=apis, is_ending=lambda: lifespan.draining
+        CallGate,
+        headers=HeaderGate(hosts, origins),
+        keys=ApiKeyGate(ring, rates),
+        most=server.max_request_timeout,
+        apis=apis,
+        life=lifespan,
     )
     if not ring and not is_loopback(server.host):
         logger.warning(

@@ -13,7 +13,7 @@ import functools
 import gc
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -33,6 +33,7 @@ from headrace.insight.tracing import Tracer, otlp
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.serve.call.call import ModelDefaults
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.service import RENDER_OPTIONS, ServedModel
@@ -58,7 +59,7 @@ class ModelParts(NamedTuple):
 
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
-    defaults: Mapping[str, Any] | None = None
+    defaults: ModelDefaults = ModelDefaults()
     seed: int | None = None
     audits: Sequence[dict[str, Any]] = ()
     exporter: Any = None
@@ -68,10 +69,16 @@ class ModelParts(NamedTuple):
     def load(cls, engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None) -> ModelParts:
         """Load the parts of the engine's model; for `process` see `load_text`. Raises `ModelNotFoundError` and
         `CheckpointError`."""
-        tokenizer, template = load_text(engine, server, process)
-        exporter = otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
-        defaults = default_params(engine, server)
-        return cls(tokenizer, template, defaults, engine.seed, load_audits(engine), exporter, engine)
+        text = load_text(engine, server, process)
+        return cls(
+            tokenizer=text.tokenizer,
+            template=text.template,
+            defaults=default_params(engine, server),
+            seed=engine.seed,
+            audits=load_audits(engine),
+            exporter=otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None,
+            engine=engine,
+        )
 
 
 class RunningModel:
@@ -229,18 +236,23 @@ class Loader:
 
 def served_model(front: TextClient, server: ServerConfig, model: str, parts: ModelParts) -> ServedModel:
     """Return the model that answers calls; for the arguments see `RunningModel`."""
-    parsers = (server.tool_call_parser, server.reasoning_parser, server.enable_auto_tool_choice)
     names = server.served_model_name or [model]
     served = ServedModel(
         front,
         names[0],
-        parts.template,
-        parts.defaults,
-        seed_source(parts.seed),
-        Dialect.of(parts.template, front.tokenizer, *parsers),
-        names,
-        bool(server.any_model_name),
-        server.trust_request_chat_template,
+        template=parts.template,
+        defaults=parts.defaults,
+        draw=seed_source(parts.seed),
+        dialect=Dialect.of(
+            parts.template,
+            front.tokenizer,
+            tool_call_parser=server.tool_call_parser,
+            reasoning_parser=server.reasoning_parser,
+            enable_auto_tool_choice=server.enable_auto_tool_choice,
+        ),
+        names=names,
+        takes_any_name=bool(server.any_model_name),
+        trusts_templates=server.trust_request_chat_template,
     )
     served.template_variables = dict(server.default_chat_template_kwargs or {})
     for name in RENDER_OPTIONS & served.template_variables.keys():
@@ -251,27 +263,31 @@ def served_model(front: TextClient, server: ServerConfig, model: str, parts: Mod
     return served
 
 
-def load_text(
-    engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None
-) -> tuple[Tokenizer | None, ChatTemplate | None]:
-    """Load the model's tokenizer and chat template; None for both if it has no tokenizer. `process` renders the
-    template; None: the process that all templates share. Raises `ModelNotFoundError` and `CheckpointError`."""
+class ModelText(NamedTuple):
+    """The parts of a model that know text. Both are None for a model without a tokenizer."""
+
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+
+
+def load_text(engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None) -> ModelText:
+    """Load the model's tokenizer and chat template. `process` renders the template; None: the process that all
+    templates share. Raises `ModelNotFoundError` and `CheckpointError`."""
     if engine.skip_tokenizer_init:
-        return None, None
+        return ModelText()
     path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
     tokenizer = Tokenizer.load_if_present(path)
     if tokenizer is None:
         logger.warning("the model has no tokenizer: prompts must be token ids")
-        return None, None
+        return ModelText()
     source = model_settings.read(engine.model).template or server.chat_template
-    return tokenizer, template_of(tokenizer, source, process)
+    return ModelText(tokenizer, template_of(tokenizer, source, process))
 
 
-def default_params(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
-    """Return the sampling parameters for fields that a request leaves out: flags precede the model's files. Raises
-    `CheckpointError`."""
+def default_params(engine: EngineConfig, server: ServerConfig) -> ModelDefaults:
+    """Return the parameters of requests that give none: flags precede the model's files. Raises `CheckpointError`."""
     advised = model_settings.default_params(engine.model, engine.revision, server.generation_config == "auto")
-    return advised | sampling_defaults(server.override_generation_config)
+    return ModelDefaults.of(advised | sampling_defaults(server.override_generation_config))
 
 
 def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:

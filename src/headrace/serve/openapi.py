@@ -15,10 +15,9 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.protocol.bounds import BOUNDS
-from headrace.protocol.parameters import APIS, names_in
+from headrace.protocol.parameters import APIS, LEAST, WIDER, names_in
 from headrace.serve import docs_page, routing
 from headrace.serve.call import schema
-from headrace.serve.call.sampling import LEAST, WIDER
 from headrace.serve.errors import STATUSES
 
 # The row of the bounds table for a number, where the names differ.

@@ -151,15 +151,21 @@ def read_messages(messages: Sequence[object], warn: Warn | None = None) -> list[
     refused everywhere. Raises `RequestError`.
     """
     bounds.check("messages", messages)
-    original, messages = messages, functions.as_tool_messages(messages)
-    if warn is not None and any(one is not other for one, other in zip(original, messages, strict=True)):
-        warn("messages", functions.READ_AS_TOOLS)
+    if any(map(_has_function, messages)):
+        original, messages = messages, functions.as_tool_messages(messages)
+        if warn is not None and any(one is not other for one, other in zip(original, messages, strict=True)):
+            warn("messages", functions.READ_AS_TOOLS)
     new = first_new([message.get("role") if isinstance(message, Mapping) else None for message in messages])
     read: list[ChatMessage] = []
     for place, message in enumerate(messages):
         is_new = place >= new and isinstance(message, Mapping) and message.get("role") == "user"
         read.append(_read_message(message, f"messages[{place}]", None if is_new else warn))
     return read
+
+
+def _has_function(message: object) -> bool:
+    """Return whether a message has a call of a function in OpenAI's older form, or its result."""
+    return isinstance(message, Mapping) and (message.get("role") == "function" or "function_call" in message)
 
 
 def _read_message(message: object, field: str, warn: Warn | None) -> ChatMessage:

@@ -21,8 +21,8 @@ class StopFinder:
 
     def push(self, text: str, exempt: bool = False) -> str:
         """Return the text that has become certain. A match that ends in an `exempt` text does not count."""
-        if not self._stops or not text or self.reason is not None:
-            return text if self.reason is None else ""
+        if not text or self.reason is not None:
+            return ""
         match: tuple[int, int, str] | None = None
         for stop in self._stops:
             end = stop.find(text, exempt)

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import UNSET
@@ -20,7 +21,7 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
-from headrace.text.histories.changes import PLAIN, SMALL, Change, changed
+from headrace.text.histories.changes import OF_TOOLS, PLAIN, SMALL, Change, changed
 from headrace.text.histories.conversation import Conversation
 from headrace.text.messages import ChatMessage, read_messages
 from headrace.text.traits import Traits
@@ -110,7 +111,7 @@ class ChatTemplate:
             tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **kwargs,
+            variables=kwargs,
         )
         for change in rendering.changes:
             if change not in self._logged:
@@ -125,12 +126,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **kwargs: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendering:
         """Return the prompt, as `render` does, and the changes of messages and tools that were necessary for the
-        template."""
+        template. `variables` are further ones for the template."""
         bounds.check("messages", messages)
-        for name in kwargs:
+        for name in variables:
             if name in _RESERVED or name in self._special_tokens:
                 raise RequestError("chat_template_kwargs", name, "a variable of the template's own")
         if add_generation_prompt and continue_final_message:
@@ -141,15 +142,17 @@ class ChatTemplate:
         original = Conversation(_typed(messages), listed, traits, self._example(traits), continue_final_message)
         if continue_final_message and original.messages[-1].content in (None, UNSET):
             raise RequestError("continue_final_message", True, "false: the last message has no text to go on from")
-        variables = {**self._special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
-        variables.setdefault("documents", None)
+        every = {**self._special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
+        every.setdefault("documents", None)
         tried: list[Conversation] = []
         for names in (traits.loses, traits.loses + traits.refuses, traits.loses + SMALL, (), PLAIN):
-            conversation, changes = changed(original, names)
+            # Without tools, the changes of tools have no effect.
+            needed = [name for name in names if listed or name not in OF_TOOLS]
+            conversation, changes = changed(original, needed) if needed else (original, [])
             if conversation in tried:
                 continue
             tried.append(conversation)
-            result = self._result(source, conversation, variables)
+            result = self._result(source, conversation, every)
             if result.error is None:
                 text = _cut(result.text) if continue_final_message else result.text
                 return Rendering(text if text.startswith(self.begin) else self.begin + text, changes)

@@ -306,7 +306,7 @@ class DetokenizeStream:
         skip = params.skip_special_tokens or rules.kept_ids is not None
         self._reader = TokenBytes(tokenizer, skip, params.spaces_between_special_tokens, rules.kept_ids)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopFinder((params.stop or ()) if rules.finds_stops else (), self._include)
+        self._stops = StopFinder(params.stop, self._include) if params.stop and rules.finds_stops else None
         self._ended = False
         # A character has four bytes at most, so only the last four tokens can leave one open.
         for token_id in prompt_token_ids[-4:]:
@@ -316,7 +316,7 @@ class DetokenizeStream:
     @property
     def stop_reason(self) -> str | None:
         """The stop string that has ended the text."""
-        return self._stops.reason
+        return None if self._stops is None else self._stops.reason
 
     def push(self, token_ids: Sequence[int], final: bool = False, stopped: bool = False) -> str:
         """Return the text that has become certain. `final`: no more tokens come, nothing is held back.
@@ -335,13 +335,17 @@ class DetokenizeStream:
             self.num_tokens += 1
             text = self._utf8.decode(self._reader.read(token_id))
             if text:
-                pieces.append(self._stops.push(text, self.num_tokens <= self._min_tokens))
+                pieces.append(self._certain(text))
         if final:
             self._ended = True
             if self.stop_reason is None:
-                pieces.append(self._stops.push(self._utf8.decode(b"", True), self.num_tokens <= self._min_tokens))
-                pieces.append(self._stops.flush())
+                pieces.append(self._certain(self._utf8.decode(b"", True)))
+                pieces.append("" if self._stops is None else self._stops.flush())
         return "".join(pieces)
+
+    def _certain(self, text: str) -> str:
+        """Return the text that cannot become a stop string any more, of this and of the text held back."""
+        return text if self._stops is None else self._stops.push(text, self.num_tokens <= self._min_tokens)
 
 
 class TokenBytes:

@@ -23,7 +23,8 @@ from headrace.serve.apis.anthropic import reply as anthropic
 from headrace.serve.apis.anthropic import request as anthropic_request
 from headrace.serve.apis.ollama import reply as ollama
 from headrace.serve.apis.ollama import request as ollama_request
-from headrace.serve.apis.openai import chat_parts, responses_input
+from headrace.serve.apis.openai import responses_input
+from headrace.serve.apis.openai.answers import chat_message
 from headrace.serve.apis.openai.responses_events import OutputItem, OutputText
 from headrace.serve.call.call import arguments_object
 from headrace.serve.call.parsing import Warnings, convert
@@ -61,7 +62,7 @@ def answers() -> Iterator[MessageBuilder]:
 
 def as_openai(answer: MessageBuilder, more: bool) -> list[ChatMessage]:
     messages: list[Message] = [{"role": "user", "content": "ask"}]
-    messages.append(msgspec.to_builtins(chat_parts.whole(answer, ToolUse.of(None, None, True))))
+    messages.append(msgspec.to_builtins(chat_message(answer, ToolUse.of(None, None, True))))
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "cold"} for call in answer.calls]
     return read_messages(messages + [{"role": "user", "content": "more"}] * (more or not answer.calls))
 

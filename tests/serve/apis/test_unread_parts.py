@@ -15,7 +15,7 @@ from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.serve.apis.anthropic import request as anthropic_request
 from headrace.serve.apis.ollama import request as ollama_request
 from headrace.serve.apis.openai import responses_input
-from headrace.serve.call.call import ChatCall, chat_of
+from headrace.serve.call.call import ChatCall, prompt_call
 from headrace.serve.call.parsing import Warnings, convert
 from headrace.serve.call.schema import ChatCompletionRequest, parse
 from headrace.text.messages import ChatMessage, plain, read_messages
@@ -185,7 +185,7 @@ def test_the_line_for_billing_is_for_no_model_of_the_other_apis(role: str) -> No
     line = HEADER.format("eb6c6")
     for content in (f"{line}\nBe brief.", [{"type": "text", "text": line}, {"type": "text", "text": "Be brief."}]):
         messages = [{"role": role, "content": content}, MORE]
-        call = chat_of(parse(ChatCompletionRequest, {"messages": messages}))
+        call = prompt_call(parse(ChatCompletionRequest, {"messages": messages}))
         assert [plain(message) for message in call.messages] == ["Be brief.", "more"]
         assert any("billing" in warning for warning in call.warnings)
     assert [message.role for message in ChatCall(messages=[ChatMessage(role=role, content=line)]).messages] == []

@@ -12,10 +12,9 @@ import pytest
 from tests.support.server import HTTP, Live
 
 from headrace.protocol import parameters
-from headrace.protocol.params import SamplingParams
 from headrace.sampling import filters
 from headrace.sampling.filters import Cut, select
-from headrace.serve.call.sampling import engine_values
+from headrace.serve.call.call import SamplingFields
 from headrace.serve.storage.batch_lines import read_line
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
@@ -37,7 +36,7 @@ def test_a_share_of_nothing_is_greedy(live: Live, path: str) -> None:
 
 @pytest.mark.parametrize("api", parameters.APIS)
 def test_the_least_share_keeps_one_token(api: str) -> None:
-    params = SamplingParams(**engine_values({"top_p": 0, "typical_p": 0, "seed": 3}, api))
+    params = SamplingFields(top_p=0, typical_p=0, seed=3).translated(api).params()
     pool = select(np.linspace(0, 1, 1000, dtype=np.float32), 1.0, Cut(temperature=1.0))
     assert filters.top_p(pool, params).token_ids.tolist() == [999]
     assert len(filters.typical_p(pool, params).token_ids) == 1

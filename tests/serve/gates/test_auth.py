@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,6 @@ def test_the_gate_lets_the_lifespan_through() -> None:
         seen.append(scope["type"])
 
     keys = ApiKeyGate(KeyRing.of(KEY, None, None), Rates(Limits()))
-    gate = CallGate(app, HeaderGate(None, []), keys, most=0, apis=[], is_ending=lambda: False)
+    gate = CallGate(app, HeaderGate(None, []), keys, most=0, apis=[], life=SimpleNamespace(draining=False))
     asyncio.run(gate({"type": "lifespan"}, None, None))
     assert seen == ["lifespan"]

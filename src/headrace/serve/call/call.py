@@ -1,4 +1,5 @@
-"""`Call`, a request to the model, and `Answer`, its result; the same for all APIs, without HTTP and JSON.
+"""`Call`, a request to the model with the sampling parameters that it gives, and `Answer`, its result; the same for all
+APIs, without HTTP and JSON.
 
 The request module of each API builds a `ChatCall` or a `TextCall` from its own JSON, `serve.call.service` makes the
 `Answer` of it, and the reply module of the API reads that. An API with other names for the engine's fields maps them in
@@ -9,8 +10,9 @@ argument: nothing here knows a model's format.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any
+import copy
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,28 +21,166 @@ from headrace.engine.generation import Generation, width
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
+from headrace.protocol.parameters import LEAST_SHARE, NONES, SHARES, names_in
+from headrace.protocol.params import SamplingParams, Watermark
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
 from headrace.text.messages import ChatMessage, read_messages, without_billing
 from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
 from headrace.text.stopped_parser import StoppedParser
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tools import functions
-from headrace.text.tools.choice import ToolUse
+from headrace.text.tools.choice import NO_TOOLS, ToolUse
+
+FOR_JSON = frozenset(("max_string_length", "disable_additional_properties"))
+"""Names of generation_config.json that concern JSON, and are no sampling parameters."""
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The parameters that a caller gives, of those in the table; None: not given, so that a default holds. `params`
+    checks them."""
+
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    post_sampling_probs: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repeat_last_n: int | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    no_repeat_ngram_size: int | None = None
+    thinking_token_budget: int | None = None
+    trace_decode_token_ids: list[int] | None = None
+    watermark: Watermark | Mapping[str, Any] | bool | None = None
+    samplers: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculation: bool | None = None
+
+    @classmethod
+    def of(cls, body: object, api: str, prefix: str = "", but: Collection[str] = ()) -> SamplingFields:
+        """Return the parameters in the attributes of a request's body, or of the object in it that `prefix` names;
+        the attributes have the API's names. `but` are fields that the body has in another form. Raises
+        `RequestError`."""
+        fields = cls()
+        for field, name in names_in(api).items():
+            if field not in but:
+                setattr(fields, field, getattr(body, name, None))
+        return fields.translated(api, prefix)
+
+    def translated(self, api: str, prefix: str = "") -> SamplingFields:
+        """Return the fields as the engine has them: without the values by which `api` means "none".
+
+        Raises `RequestError` for a value below the API's least one, with `prefix` before the API's name.
+        """
+        fields = copy.copy(self)
+        for field in SHARES:
+            if getattr(fields, field) == 0:
+                setattr(fields, field, LEAST_SHARE)
+        for field, nones in NONES.get(api, {}).items():
+            value = getattr(fields, field)
+            if value is not None and value < min(nones):
+                raise RequestError(prefix + names_in(api)[field], value, f"{min(nones)} or more")
+            if value in nones:
+                setattr(fields, field, None)
+        return fields
+
+    def over(self, defaults: SamplingFields) -> SamplingFields:
+        """Return the fields, with `defaults` for those that are not given."""
+        fields = copy.copy(self)
+        for name in self.__struct_fields__:
+            if getattr(fields, name) is None:
+                setattr(fields, name, getattr(defaults, name))
+        return fields
+
+    def without(self, names: Collection[str]) -> SamplingFields:
+        """Return the fields but for these names."""
+        fields = copy.copy(self)
+        for name in names:
+            setattr(fields, name, None)
+        return fields
+
+    def params(self, max_tokens: int | None = None) -> SamplingParams:
+        """Return the parameters of a request. `max_tokens` holds where the fields have none; None is the rest of the
+        context. Raises `RequestError` naming the field, the value and the bound."""
+        present = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return SamplingParams(**{"max_tokens": max_tokens} | present)
+
+
+class ModelDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of requests that give none, from a model's files and the server's flags. For JSON,
+    `max_string_length` bounds a string whose schema has no bound, and `closes_objects` is
+    `disable_additional_properties` of `StructuredOutputs`. `names` are the names in `sampling`, in the order in which
+    they were given, for descriptions."""
+
+    sampling: SamplingFields = msgspec.field(default_factory=SamplingFields)
+    max_string_length: int | None = None
+    closes_objects: bool = False
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ModelDefaults:
+        """Return defaults that are checked already: the values of generation_config.json, of headrace.json and of
+        `sampling_defaults`, under the names here."""
+        sampling = SamplingFields()
+        names = tuple(name for name in values if name not in FOR_JSON)
+        for name in names:
+            setattr(sampling, name, values[name])
+        return cls(
+            sampling=sampling,
+            max_string_length=values.get("max_string_length"),
+            closes_objects=values.get("disable_additional_properties", False),
+            names=names,
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """Return the sampling parameters by name, in the order in which they were given."""
+        return {name: getattr(self.sampling, name) for name in self.names}
 
 
 class Call(msgspec.Struct, kw_only=True):
     """The fields that chats and text completions have in common.
 
-    `sampling` holds the fields of `SamplingParams` in the request; others take the model's defaults. `form` is the form
+    `sampling` are the sampling parameters that the request gives; others take the model's defaults. `form` is the form
     of the answer. `add_special_tokens` None: as the kind of prompt usually has them. `timeout` is in seconds from
     `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to the request's.
     `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
-    `only_prompts`: the answers are empty, for max_tokens is 0.
     """
 
     model: str | None = None
-    sampling: dict[str, Any] = {}
+    sampling: SamplingFields = msgspec.field(default_factory=SamplingFields)
     form: StructuredOutputs | None = None
     beam: BeamSearchParams | None = None
     stream: bool = False
@@ -60,23 +200,26 @@ class Call(msgspec.Struct, kw_only=True):
     warnings: Warnings = msgspec.field(default_factory=Warnings)
     spelling: Mapping[str, str] = {}
     arrival_time: float = msgspec.field(default_factory=context.arrival)
-    only_prompts: bool = False
 
-    def __post_init__(self) -> None:
-        if self.sampling.get("max_tokens") == 0 and self.beam is None:
-            # The engine makes at least one token, which the answer drops.
-            self.only_prompts = True
-            self.sampling = {**self.sampling, "max_tokens": 1}
+    @property
+    def only_prompts(self) -> bool:
+        """Return whether the answers are empty, for max_tokens is 0."""
+        return self.sampling.max_tokens == 0 and self.beam is None
+
+    @property
+    def engine_fields(self) -> SamplingFields:
+        """Return the sampling parameters for the engine, which makes at least one token: an empty answer drops it."""
+        return msgspec.structs.replace(self.sampling, max_tokens=1) if self.only_prompts else self.sampling
 
     @property
     def logprobs(self) -> int | None:
         """Return the number of alternatives in the reply at each token; None: no log-probabilities."""
-        return self.sampling.get("logprobs")
+        return self.sampling.logprobs
 
     @property
     def prompt_logprobs(self) -> int | None:
         """Return the number of alternatives at each token of the prompt; None: no log-probabilities."""
-        return self.sampling.get("prompt_logprobs")
+        return self.sampling.prompt_logprobs
 
     def warn(self, field: str, why: str) -> None:
         """Add a warning: `field` (the engine's name) is in the request and has no effect."""
@@ -100,7 +243,7 @@ class ChatCall(Call, kw_only=True):
     answer wherever they stand, not in its content alone."""
 
     messages: list[ChatMessage]
-    tools: ToolUse = msgspec.field(default_factory=lambda: ToolUse.of(None, None, True))
+    tools: ToolUse = NO_TOOLS
     reasoning_effort: str | None = None
     thinks: bool | None = None
     include_reasoning: bool = True
@@ -112,7 +255,6 @@ class ChatCall(Call, kw_only=True):
     stop_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         messages = without_billing(self.messages)
         if messages is not self.messages:
             self.messages = messages
@@ -127,32 +269,44 @@ class ChatCall(Call, kw_only=True):
         return "\n".join(content) if isinstance(content, list) else content or ""
 
 
-def chat_of(request: Any, **fields: Any) -> ChatCall:
-    """Return the chat of a request in OpenAI's shape: the fields that shape the prompt, and further `fields` of the
-    call. Raises `RequestError`."""
-    warnings = fields.setdefault("warnings", Warnings())
+class PromptRequest(Protocol):
+    """The fields of OpenAI's that shape a chat's prompt."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def messages(self) -> list[dict[str, Any]] | None: ...
+    @property
+    def tools(self) -> list[dict[str, Any]] | None: ...
+    @property
+    def reasoning_effort(self) -> str | None: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool | None: ...
+    @property
+    def warnings(self) -> Warnings: ...
+
+
+def prompt_call(
+    request: PromptRequest, tool_choice: str | dict[str, Any] | None = None, parallel_tool_calls: bool | None = None
+) -> ChatCall:
+    """Return the chat of a request that needs its prompt alone. Raises `RequestError`."""
     return ChatCall(
-        **fields,
-        messages=read_messages(request.messages or [], warnings.add),
-        tools=_tools_of(request, warnings),
+        model=request.model,
+        messages=read_messages(request.messages or [], request.warnings.add),
+        tools=ToolUse.of(request.tools, tool_choice, parallel_tool_calls is not False),
         reasoning_effort=request.reasoning_effort,
-        chat_template=getattr(request, "chat_template", None),
+        chat_template=request.chat_template,
         template_variables=request.chat_template_kwargs or {},
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
-        stop_in_reasoning=bool(getattr(request, "stop_in_reasoning", None)),
+        warnings=request.warnings,
     )
-
-
-def _tools_of(request: Any, warnings: Warnings) -> ToolUse:
-    older, older_choice = getattr(request, "functions", None), getattr(request, "function_call", None)
-    choice, parallel = getattr(request, "tool_choice", None), getattr(request, "parallel_tool_calls", None)
-    if not older and older_choice in (None, "none", "auto"):
-        return ToolUse.of(request.tools, choice, parallel is not False)
-    if request.tools or choice not in (None, "none"):
-        raise RequestError("functions", older, "left out beside tools, which replace them")
-    warnings.add("functions", "OpenAI's older form, read as tools; the reply has function_call")
-    return functions.tool_use(older, older_choice)
 
 
 def spell(field: str, spelling: Mapping[str, str]) -> str:

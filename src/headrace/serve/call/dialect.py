@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from headrace.protocol.constraints import KINDS, StructuredOutputs
+from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.call.call import ChatCall
 from headrace.text import reasoning
@@ -26,6 +26,7 @@ from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools import call_grammar, detection, formats
 from headrace.text.tools.answers import begins_in_prompt, new_parser
+from headrace.text.tools.call_grammar import FormatPart
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.parser import AnswerForm, Bounds
 from headrace.text.tools.response_templates import ResponseTemplate
@@ -34,7 +35,6 @@ from headrace.text.traits import Traits
 
 logger = logging.getLogger("headrace.server")
 
-_ONLY: dict[str, Any] = dict.fromkeys(KINDS)
 FALLBACK = "hermes"
 """The format for models whose chat template shows none."""
 OTHER_FORM = (
@@ -115,12 +115,11 @@ class Dialect(NamedTuple):
         marks = _marks(self.format_for(use), self.reasoning)
         return {mark: self.token_ids[mark] for mark in marks if mark in self.token_ids}
 
-    def ends(self, stop_token_ids: list[int] | None) -> dict[str, Any]:
-        """Return the parameters with which an answer ends at the marks that end the model's turn, as well as at the
-        request's own stop tokens."""
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end the model's turn, where it is divided by headers."""
         headers = self._headers
-        ends = [] if headers is None else [self.token_ids[end] for end in headers.last if end in self.token_ids]
-        return {"stop_token_ids": [*(stop_token_ids or ()), *ends]} if ends else {}
+        return [] if headers is None else [self.token_ids[end] for end in headers.last if end in self.token_ids]
 
     def constraint(
         self, use: ToolUse, prompt: str, form: StructuredOutputs | None
@@ -137,7 +136,9 @@ class Dialect(NamedTuple):
             tag = msgspec.json.encode({"type": "structural_tag", "format": part}).decode()
             # A tool takes only the arguments that it names, unless its schema allows others.
             base = form or StructuredOutputs(json_object=True, disable_additional_properties=True)
-            constraint = msgspec.structs.replace(base, **{**_ONLY, "structural_tag": tag})
+            constraint = msgspec.structs.replace(
+                base, json=None, regex=None, choice=None, grammar=None, json_object=None, structural_tag=tag
+            )
         if constraint is None or self.reasoning is None:
             return constraint, enforced
         before = reasoning.prefix(self.reasoning, prompt, self.token_ids)
@@ -148,7 +149,7 @@ class Dialect(NamedTuple):
             return constraint, enforced
         return msgspec.structs.replace(constraint, prefix=msgspec.json.encode(before).decode()), enforced
 
-    def _call_grammar(self, use: ToolUse, prompt: str, form: StructuredOutputs | None) -> dict[str, Any] | None:
+    def _call_grammar(self, use: ToolUse, prompt: str, form: StructuredOutputs | None) -> FormatPart | None:
         """Return the grammar of an answer whose calls must have their form; None where no grammar is needed."""
         calls = self.format_for(use)
         if calls is None:

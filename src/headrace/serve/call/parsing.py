@@ -1,7 +1,8 @@
 """Makes a struct of a JSON object: wrong types are refused by name, and unknown fields end in warnings.
 
-`Body` is the base of every request's struct and carries the `Warnings` that the reply repeats. Knows no field of any
-API; `serve.call.schema` and the request modules of the APIs define fields, and call `convert`.
+`Body` is the base of every request's struct and carries the `Warnings` that the reply repeats; `takes_parameters` adds
+the sampling parameters of an API to a struct. Knows no other field of any API; `serve.call.schema` and the request
+modules of the APIs define fields, and call `convert`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace.protocol.errors import RequestError
+from headrace.protocol.parameters import names_in
+from headrace.protocol.params import field_types
 
 # A longer list would swell the reply.
 MAX_WARNINGS = 32
@@ -73,6 +76,34 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, dict=True):
 
 
 T = TypeVar("T", bound=Body)
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def takes_parameters(api: str, but: Collection[str] = ()) -> Callable[[type[S]], type[S]]:
+    """Class decorator: add a field for each parameter that `api` takes, under the API's name and of the type that it
+    has in `SamplingParams`. None (null in JSON) means that the field is absent.
+
+    A field that the struct declares itself stays as it is. `but` are parameters that get no field.
+    """
+
+    def extend(struct: type[S]) -> type[S]:
+        added = {
+            name: field_types()[field]
+            for field, name in names_in(api).items()
+            if field not in but and name not in struct.__struct_fields__
+        }
+        extended = msgspec.defstruct(
+            struct.__name__,
+            [(name, type_ | None, None) for name, type_ in added.items()],
+            bases=(struct,),
+            module=struct.__module__,
+            namespace={"__doc__": struct.__doc__},
+            forbid_unknown_fields=True,
+            kw_only=True,
+        )
+        return typing.cast(type[S], extended)
+
+    return extend
 
 
 def convert(

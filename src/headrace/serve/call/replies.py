@@ -8,7 +8,6 @@ OpenAPI document is made from the same structs. A field whose type has `UnsetTyp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -166,15 +165,17 @@ def prompt_timings(progress: PromptProgress, prompt_ms: float) -> Timings:
 def chat_logprobs(tokenizer: Tokenizer | None, entries: Sequence[TokenLogprob]) -> list[ChatTokenLogprob]:
     """Return `choices[].logprobs.content` of a chat completion."""
 
-    def fields(token_id: int, logprob: float) -> dict[str, Any]:
+    def spelled(token_id: int) -> tuple[str, tuple[int, ...]]:
         text = token_text(tokenizer, token_id)
-        raw = text.encode() if tokenizer is None else tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": clamp(logprob), "bytes": tuple(raw)}
+        return text, tuple(text.encode() if tokenizer is None else tokenizer.token_bytes(token_id))
 
-    return [
-        ChatTokenLogprob(
-            **fields(entry.token_id, entry.logprob),
-            top_logprobs=tuple(TopLogprob(**fields(*alternative)) for alternative in entry.top),
-        )
-        for entry in entries
-    ]
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        text, data = spelled(token_id)
+        return TopLogprob(token=text, logprob=clamp(logprob), bytes=data)
+
+    rows = []
+    for entry in entries:
+        alternatives = tuple(top(token_id, logprob) for token_id, logprob in entry.top)
+        text, data = spelled(entry.token_id)
+        rows.append(ChatTokenLogprob(token=text, logprob=clamp(entry.logprob), bytes=data, top_logprobs=alternatives))
+    return rows

@@ -14,9 +14,8 @@ import msgspec
 
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError, UnsupportedError
-from headrace.protocol.parameters import OPENAI, names_in
-from headrace.serve.call.parsing import Body, Warnings, convert
-from headrace.serve.call.sampling import takes_parameters
+from headrace.protocol.parameters import OPENAI
+from headrace.serve.call.parsing import Body, Warnings, convert, takes_parameters
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -174,8 +173,9 @@ ROWS = {"top_logprobs": "logprobs"}
 CHECKED_HERE = ("truncate_prompt_tokens", "priority", "timeout", "top_logprobs")
 SIZES_CHECKED_HERE = ("request_id", "cache_salt")
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
-# Without logprobs, whose type differs between the two kinds, and the form of the answer, which has other fields too.
-PASSED_ON = frozenset(names_in(OPENAI)) - {"logprobs", "structured_outputs"}
+IN_ANOTHER_FORM = frozenset(("logprobs", "structured_outputs"))
+"""Parameters with another type than the engine's: logprobs differs between the two kinds of completion, and the form of
+the answer has further fields."""
 
 MAX_METADATA = 16
 

@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,9 +24,10 @@ from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
+from headrace.protocol.parameters import PARAMETERS
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
-from headrace.serve.call.call import Answer, Call, ChatCall, TextCall, spelled
+from headrace.serve.call.call import Answer, Call, ChatCall, ModelDefaults, SamplingFields, TextCall, spelled
 from headrace.serve.call.dialect import OTHER_FORM, Dialect
 from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import RequestOptions, draw_seed
@@ -65,9 +66,7 @@ class ServedModel:
         takes_any_name: whether a request may have any other name too.
         template: None if the model has no chat template.
         trusts_templates: whether a request may contain a chat template.
-        defaults: sampling parameters that the model's makers advise, for fields that a request leaves out; and for
-            JSON: `max_string_length`, the characters of a string whose schema has no bound, and
-            `disable_additional_properties`, as in `StructuredOutputs`.
+        defaults: the parameters of requests that give none, as the model's makers advise or the server's flags say.
         draw: returns the seed of a request without one; the reply contains it.
         dialect: the way in which the model writes tool calls and reasoning.
     """
@@ -77,7 +76,7 @@ class ServedModel:
         front: TextClient,
         name: str,
         template: ChatTemplate | None = None,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: ModelDefaults = ModelDefaults(),
         draw: Callable[[], int] = draw_seed,
         dialect: Dialect | None = None,
         names: Sequence[str] = (),
@@ -90,10 +89,7 @@ class ServedModel:
         self.takes_any_name = takes_any_name
         self._trusts_templates = trusts_templates
         self.template = template
-        self.defaults = dict(defaults or {})
-        self._max_string_length: int | None = self.defaults.pop("max_string_length", None)
-        self._closes_objects: bool = self.defaults.pop("disable_additional_properties", False)
-        self._default_form: StructuredOutputs | None = self.defaults.get("structured_outputs")
+        self.defaults = defaults
         self.draw = draw
         self.dialect = Dialect() if dialect is None else dialect
         if self.dialect.reasoning is not None:
@@ -158,10 +154,10 @@ class ServedModel:
         """Begin to complete each prompt. Raises `HeadraceError`s of all kinds."""
         with spelled(call.spelling), context.within(call.timeout, call.arrival_time):
             self.check_model(call.model)
-            special: dict[str, Any] = {}
+            fields = call.engine_fields
             if call.echo and call.logprobs is not None and call.prompt_logprobs is None:
-                special["prompt_logprobs"] = call.logprobs
-            params = self._params(call, None if call.fills_context else DEFAULT_COMPLETION_TOKENS, special)
+                fields = msgspec.structs.replace(fields, prompt_logprobs=call.logprobs)
+            params = self._params(call, fields, None if call.fills_context else DEFAULT_COMPLETION_TOKENS)
             self.front.check_room(len(call.prompts), params, call.beam)
             await self._check_form(call, params)
             prompts = [
@@ -184,8 +180,10 @@ class ServedModel:
                 # The field has this name in every API with chats.
                 raise RequestError("top_logprobs", call.logprobs, f"from 0 to {most} (--max-logprobs)")
             use = self._bound_arguments(call.tools)
-            params = self._params(call, None, self.dialect.ends(call.sampling.get("stop_token_ids")))
-            params = self._with_ends(call, params)
+            fields = call.engine_fields
+            if end_ids := self.dialect.end_ids:
+                fields = msgspec.structs.replace(fields, stop_token_ids=[*(fields.stop_token_ids or ()), *end_ids])
+            params = self._with_ends(call, self._params(call, fields))
             self.front.check_room(1, params, call.beam)
             text = await self.render(call)
             constraint, enforced = self.dialect.constraint(use, text, params.structured_outputs)
@@ -270,7 +268,7 @@ class ServedModel:
                 call.tools.tools,
                 add_generation_prompt=opening,
                 continue_final_message=continues,
-                **variables,
+                variables=variables,
             )
         )
         rendering = await in_time(work, "its prompt was rendered")
@@ -323,41 +321,42 @@ class ServedModel:
         """Return the model name in the reply to a request with `name`: the same if it is one of the model's."""
         return name if name in self.names else self.name
 
-    def _params(self, call: Call, max_tokens: int | None, special: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters, with the model's defaults for absent fields; of the defaults, a search takes only
-        those that it allows (`KEPT`). `max_tokens` holds where neither sets it; `special` overrides both. Raises
+    def _params(self, call: Call, fields: SamplingFields, max_tokens: int | None = None) -> SamplingParams:
+        """Return the parameters of a call whose own are `fields`, with the model's defaults for absent ones; of the
+        defaults, a search takes only those that it allows (`KEPT`). `max_tokens` holds where neither sets it. Raises
         `RequestError`."""
-        defaults: Mapping[str, Any] = self.defaults
-        fixed: dict[str, Any] = {"structured_outputs": self._advised_form(call)}
+        defaults, form = self.defaults.sampling, self._advised_form(call)
         if call.beam is not None:
-            defaults = {name: value for name, value in defaults.items() if name in KEPT}
-            fixed |= {"n": 1, "best_of": None}
-        if fixed["structured_outputs"] is not None:
+            defaults = defaults.without(PARAMETERS.keys() - KEPT)
+            fields = msgspec.structs.replace(fields, n=None, best_of=None)
+        if form is not None:
             # A form has an end, which the server's default must not disable.
-            defaults = {name: value for name, value in defaults.items() if name != "ignore_eos"}
-        return SamplingParams(**{"max_tokens": max_tokens, **defaults, **call.sampling, **special, **fixed})
+            defaults = msgspec.structs.replace(defaults, ignore_eos=None)
+        merged = fields.over(defaults)
+        merged.structured_outputs = form
+        return merged.params(max_tokens)
 
     def _with_ends(self, call: ChatCall, params: SamplingParams) -> SamplingParams:
         """Return the parameters of a chat whose answers also end at the end of a turn in its template."""
         is_own = call.chat_template is None and call.beam is None
-        if self.template is None or self.front.tokenizer is None or not is_own:
+        if self.template is None or not self.template.ends or self.front.tokenizer is None or not is_own:
             return params
         return with_ends(params, self.template, self.front.tokenizer)
 
     def _advised_form(self, call: Call) -> StructuredOutputs | None:
-        form = call.form or (self._default_form if call.beam is None else None)
+        form = call.form or (self.defaults.sampling.structured_outputs if call.beam is None else None)
         if form is None or form.json is None:
             return form
-        if self._max_string_length is not None:
+        if self.defaults.max_string_length is not None:
             schema = json.loads(str(form.json))
-            bounded = bound_strings(schema, self._max_string_length)
+            bounded = bound_strings(schema, self.defaults.max_string_length)
             if bounded != schema:
                 form = msgspec.structs.replace(form, json=json.dumps(bounded))
-        closed = form.disable_additional_properties or self._closes_objects
+        closed = form.disable_additional_properties or self.defaults.closes_objects
         return msgspec.structs.replace(form, disable_additional_properties=closed)
 
     def _bound_arguments(self, use: ToolUse) -> ToolUse:
-        most = self._max_string_length
+        most = self.defaults.max_string_length
         if most is None:
             return use
         return use._replace(schemas={name: bound_strings(schema, most) for name, schema in use.schemas.items()})
@@ -365,7 +364,7 @@ class ServedModel:
     async def _open(
         self, prompts: list[list[int]], params: SamplingParams, call: Call, rules: TextRules = TextRules()
     ) -> Generation:
-        max_tokens = call.sampling.get("max_tokens")
+        max_tokens = call.sampling.max_tokens
         longest = max(map(len, prompts))
         room = self.max_context - longest
         if max_tokens is not None and max_tokens > room > 0:
@@ -374,7 +373,7 @@ class ServedModel:
                 raise ContextLengthError("max_tokens", max_tokens, bound, self.max_context, longest, max_tokens)
             call.warn("max_tokens", f"{max_tokens} is more than the context has room for: {room} are generated at most")
             params = msgspec.structs.replace(params, max_tokens=room)
-        is_open = max_tokens is None and "max_tokens" not in self.defaults
+        is_open = max_tokens is None and self.defaults.sampling.max_tokens is None
         if is_open and isinstance(call, TextCall) and call.fills_context:
             params = msgspec.structs.replace(params, max_tokens=room)
         generation = await self.front.open(

@@ -19,8 +19,8 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -193,13 +193,19 @@ class HeaderGate:
         return Response(headers=reply_headers)
 
 
+class Life(Protocol):
+    """The server's life, as `serve.lifespan` has it. `draining`: the server ends."""
+
+    draining: bool
+
+
 class CallGate:
     """Passes on the calls that both gates allow.
 
     Args:
         most: seconds that any call may take; 0 for no bound.
         apis: the APIs other than OpenAI's, whose errors have another shape.
-        is_ending: whether each connection must end with its reply, because the server ends.
+        life: the server's; while it drains, each connection ends with its reply.
     """
 
     def __init__(
@@ -209,11 +215,11 @@ class CallGate:
         keys: ApiKeyGate,
         most: float,
         apis: Sequence[Api],
-        is_ending: Callable[[], bool],
+        life: Life,
     ) -> None:
         self._app = app
         self._headers, self._keys, self._most, self._apis = headers, keys, most, apis
-        self._is_ending = is_ending
+        self._life = life
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -236,7 +242,7 @@ class CallGate:
                 message["headers"] = [*message.get("headers", ()), *added]
                 if all(name != ID for name, _ in message["headers"]):
                     message["headers"].append((ID, context.call_id.encode()))
-                if self._is_ending():
+                if self._life.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 

@@ -13,8 +13,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.routing import Route
 
 from headrace.serve import routing
 from headrace.serve.errors import OPENAI
@@ -31,16 +30,9 @@ HEADERS = {
 }
 
 
-class HtmlRoute(Route):
-    """A route that only matches requests for HTML."""
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        accept = b",".join(value for name, value in scope.get("headers", ()) if name == b"accept")
-        return super().matches(scope) if b"text/html" in accept else (Match.NONE, {})
-
-
 def add_routes(app: Starlette) -> None:
-    """Add `/` for browsers, `/inspect`, and the files under `/inspector/`. They are read once."""
+    """Add `/inspect` and the files under `/inspector/`, and let `/`, which is a route already, reply to browsers with
+    the page. The files are read once."""
     senders = {
         path.relative_to(FOLDER).as_posix(): sender(path)
         for path in sorted(FOLDER.rglob("*"))
@@ -60,7 +52,15 @@ def add_routes(app: Starlette) -> None:
     ):
         app.add_route(path, endpoint, ["GET"])
         routing.operations(app).append(routing.Operation(path, "GET", summary, OPENAI, media_type="text/html"))
-    app.router.routes.insert(0, HtmlRoute("/", shell, methods=["GET"]))
+    routes = app.router.routes
+    place, plain = next((i, route) for i, route in enumerate(routes) if isinstance(route, Route) and route.path == "/")
+
+    async def home(request: Request) -> Response:
+        accepted = ",".join(request.headers.getlist("accept"))
+        reply: Response = await (shell if "text/html" in accepted else plain.endpoint)(request)
+        return reply
+
+    routes[place] = Route("/", home, methods=list(plain.methods or ()))
 
 
 def sender(path: Path) -> Callable[[Request], Awaitable[Response]]:

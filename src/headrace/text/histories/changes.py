@@ -161,6 +161,8 @@ CHANGES: Mapping[str, tuple[_Apply, str, str]] = {
 }
 """By name: the function that makes the change, the field that it concerns, and a text for the caller, which is empty
 where the content stays the same."""
+OF_TOOLS = frozenset(("plain tools", "whole tools", "plain schemas", "described parameters"))
+"""Changes without effect on a conversation without tools."""
 SMALL = tuple(name for name in CHANGES if name not in ("plain tools", "plain calls", "plain results", "no system"))
 """Changes to try together on a conversation that a template refuses in spite of the changes that it was found to
 need."""

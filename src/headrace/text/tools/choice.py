@@ -99,6 +99,10 @@ class ToolUse(NamedTuple):
         return cls(read, schemas, mode, parallel and not single, names, customs)
 
 
+NO_TOOLS = ToolUse([], {}, "none", True)
+"""The use of a chat without tools and without a choice of them."""
+
+
 def _of_custom(fields: ToolFields) -> ToolFields:
     """Return an API's names for the fields of a custom tool, which has a format instead of parameters."""
     spelled = [name.replace("function.", "custom.") for name in fields]

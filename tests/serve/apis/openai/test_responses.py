@@ -32,7 +32,7 @@ from headrace.serve.apis.openai.responses import ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Output, response_object
 from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
 from headrace.serve.apis.openai.responses_replay import StoredResponse
-from headrace.serve.call.call import Answer, ChatCall
+from headrace.serve.call.call import Answer, ChatCall, SamplingFields
 from headrace.serve.call.replies import ChatTokenLogprob
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
@@ -205,7 +205,7 @@ async def read_scripted(
     state = RequestState(Request(request_id="r", prompt_token_ids=[65], params=params), tokenizer)
     scripted: Any = Scripted(token_ids, lengths)
     generation = Generation(scripted, [state], 1, None, num_returned=1, per_request=1)
-    call = ChatCall(messages=[], sampling={"logprobs": 0})
+    call = ChatCall(messages=[], sampling=SamplingFields(logprobs=0))
     responses = Responses(Store("resp_", None, max_items=1, max_bytes=2**20, evict=True), Writers())
     chat = Answer(generation, call, tokenizer, "chatcmpl", ["A"], parser)
     request, shared = read({"input": "A", "stream": stream})
@@ -427,7 +427,7 @@ def test_fields_become_a_call_s() -> None:
         {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
     ]
     assert (call.tools.mode, list(call.tools.schemas)) == ("required", ["f"])
-    assert call.sampling == {"max_tokens": 9, "top_k": 3, "min_p": 0.1}
+    assert call.sampling == SamplingFields(max_tokens=9, top_k=3, min_p=0.1)
     assert call.form == StructuredOutputs(json={"type": "object"})
     assert call.reasoning_effort == "low"
     chosen, _ = chat_call(

@@ -140,6 +140,9 @@ def test_input_tokens_are_those_of_the_response(live: Live, client: openai.OpenA
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", result.usage.input_tokens)
     more = client.responses.input_tokens.count(model="fake", input="And?", previous_response_id=result.id)
     assert more.input_tokens > counted.input_tokens
+    # An answer of no tokens has a prompt too; one of fewer is refused.
+    sizes = {num: live.post("/v1/responses/input_tokens", inputs | {"max_output_tokens": num}) for num in (0, -1)}
+    assert {num: reply.status_code for num, reply in sizes.items()} == {0: 200, -1: 400}
     reply = live.post("/v1/responses/input_tokens", {"input": [{"type": "item_reference"}]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input[0].id")
 

@@ -14,11 +14,10 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
-from headrace.protocol.parameters import ANTHROPIC
+from headrace.protocol.parameters import ANTHROPIC, spelling_of
 from headrace.serve.apis.anthropic.blocks import readable
-from headrace.serve.call.call import ChatCall, spelled
-from headrace.serve.call.parsing import Body, Warnings, convert
-from headrace.serve.call.sampling import sampling_of, spelling_of, takes_parameters
+from headrace.serve.call.call import ChatCall, SamplingFields, spelled
+from headrace.serve.call.parsing import Body, Warnings, convert, takes_parameters
 from headrace.text.messages import ChatMessage, PastCall
 from headrace.text.tools.choice import ToolFields, ToolUse
 
@@ -162,12 +161,12 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
     messages = [ChatMessage(role="system", content=_system(request.system))] if request.system else []
     for index, turn in enumerate(request.messages):
         messages += _messages(turn, f"messages[{index}]", request)
-    sampling: dict[str, Any] = {}
+    sampling = SamplingFields()
     thinking, output = request.thinking, request.output_config
     if thinking is not None and thinking.type == "enabled":
         if thinking.budget_tokens is None:
             raise RequestError("thinking.budget_tokens", None, "given with type enabled")
-        sampling["thinking_token_budget"] = thinking.budget_tokens
+        sampling.thinking_token_budget = thinking.budget_tokens
     form = effort = None
     if output is not None and output.format is not None:
         with spelled(SPELLING):
@@ -175,7 +174,7 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
     if output is not None and output.effort is not None:
         effort = output.effort
     if isinstance(request, MessagesRequest):
-        sampling |= sampling_of(request, ANTHROPIC)
+        sampling = SamplingFields.of(request, ANTHROPIC).over(sampling)
         if request.metadata is not None and request.metadata.user_id is not None:
             bounds.check("label", request.metadata.user_id, "metadata.user_id")
     return ChatCall(

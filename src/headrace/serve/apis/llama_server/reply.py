@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.engine.generation import off_loop, width
 from headrace.protocol.errors import ContextLengthError
-from headrace.protocol.parameters import LLAMA_SERVER, names_in
+from headrace.protocol.parameters import LLAMA_SERVER, NO_SEED, names_in
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import TokenLogprob
 from headrace.serve.apis.llama_server.request import LlamaCompletionRequest
@@ -22,7 +22,6 @@ from headrace.serve.call import progress
 from headrace.serve.call.call import Answer
 from headrace.serve.call.parsing import WarningLines
 from headrace.serve.call.replies import PromptProgress, Timings, clamp, timings, token_text
-from headrace.serve.call.sampling import NO_SEED
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import Api, ErrorBody, event
 from headrace.serve.routing import Readable, large_event
@@ -50,8 +49,11 @@ class LlamaError(msgspec.Struct, kw_only=True):
 def _error(status: int, body: ErrorBody) -> LlamaError:
     """Return the error in OpenAI's shape, but with the status as its code."""
     kind = TYPES.get(body.code, body.type)
-    sizes = {"n_prompt_tokens": body.n_prompt_tokens, "n_ctx": body.n_ctx}
-    return LlamaError(error=LlamaErrorBody(code=status, message=body.message, type=kind, **sizes))
+    return LlamaError(
+        error=LlamaErrorBody(
+            code=status, message=body.message, type=kind, n_prompt_tokens=body.n_prompt_tokens, n_ctx=body.n_ctx
+        )
+    )
 
 
 def _overflow(error: ContextLengthError) -> str:
@@ -310,19 +312,32 @@ class LlamaAnswer(Readable):
         return [self._entry(entry) for entry in source.logprobs] if self._request.n_probs else UNSET
 
     def _entry(self, entry: TokenLogprob) -> LlamaTokenLogprob:
-        top = tuple(LlamaTopLogprob(**self._token(token_id, logprob)) for token_id, logprob in entry.top)
-        fields = self._token(entry.token_id, entry.logprob)
-        return LlamaTokenLogprob(**fields | {"top_probs" if "prob" in fields else "top_logprobs": top})
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self.answer.tokenizer
-        raw = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
         is_after = self.answer.generation.states[0].request.params.post_sampling_probs
-        number = {"prob": math.exp(logprob)} if is_after else {"logprob": clamp(logprob)}
-        return {"id": token_id, "token": token_text(tokenizer, token_id), "bytes": tuple(raw)} | number
+        top = tuple(self._top(token_id, logprob, is_after) for token_id, logprob in entry.top)
+        chosen = self._top(entry.token_id, entry.logprob, is_after)
+        return LlamaTokenLogprob(
+            id=chosen.id,
+            token=chosen.token,
+            bytes=chosen.bytes,
+            logprob=chosen.logprob,
+            prob=chosen.prob,
+            top_logprobs=UNSET if is_after else top,
+            top_probs=top if is_after else UNSET,
+        )
+
+    def _top(self, token_id: int, logprob: float, is_after: bool) -> LlamaTopLogprob:
+        tokenizer = self.answer.tokenizer
+        return LlamaTopLogprob(
+            id=token_id,
+            token=token_text(tokenizer, token_id),
+            bytes=tuple(b"" if tokenizer is None else tokenizer.token_bytes(token_id)),
+            logprob=UNSET if is_after else clamp(logprob),
+            prob=math.exp(logprob) if is_after else UNSET,
+        )
 
     def _selected(self, result: LlamaResult) -> LlamaResult | dict[str, Any]:
-        """Return the fields that `response_fields` names ("a/b" is b within a), or all if the request names none."""
+        """Return the fields that `response_fields` names ("a/b" is b within a), or all if the request names none. The
+        client chooses the fields and thus the shape, so they are a dict."""
         if not self._request.response_fields:
             return result
         fields = msgspec.to_builtins(result)

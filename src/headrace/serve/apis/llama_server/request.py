@@ -6,8 +6,7 @@ from typing import Any
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER
-from headrace.serve.call.parsing import Body
-from headrace.serve.call.sampling import takes_parameters
+from headrace.serve.call.parsing import Body, takes_parameters
 
 IGNORED = {
     "n_keep": "an answer ends where the context does; nothing is shifted out",

@@ -16,8 +16,7 @@ from headrace.engine.generation import off_loop
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
-from headrace.protocol.parameters import LLAMA_SERVER
-from headrace.protocol.params import SamplingParams
+from headrace.protocol.parameters import LLAMA_SERVER, NONES, spelling_of
 from headrace.serve.apis.llama_server import reply
 from headrace.serve.apis.llama_server.reply import NO_SLOT, LlamaAnswer, settings
 from headrace.serve.apis.llama_server.request import (
@@ -32,11 +31,10 @@ from headrace.serve.apis.llama_server.request import (
     text_in,
 )
 from headrace.serve.apis.llama_server.slots import Slots
-from headrace.serve.call.call import TextCall, chat_of, spelled
+from headrace.serve.call.call import SamplingFields, TextCall, prompt_call, spelled
 from headrace.serve.call.embedding import VectorOptions, vectors
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.replies import Tokenized, TokenPiece
-from headrace.serve.call.sampling import NONES, sampling_of, spelling_of
 from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import CallError
@@ -71,22 +69,22 @@ class LlamaServer:
             request.warn("id_slot", "ignored: a prefix is found wherever it was computed; see --slot-save-path")
         call = await self._call(request, prompts)
         if stop_token_ids:
-            call.sampling["stop_token_ids"] = [*call.sampling.get("stop_token_ids", ()), *stop_token_ids]
+            call.sampling.stop_token_ids = [*(call.sampling.stop_token_ids or ()), *stop_token_ids]
         answer = await self.model.complete(call)
         places = None if self.saved is None else self.saved.take(len(answer.generation.states), request.id_slot)
         return LlamaAnswer(answer, request, self.model, many, places)
 
     async def _call(self, request: LlamaCompletionRequest, prompts: list[list[int]]) -> TextCall:
-        sampling = sampling_of(request, LLAMA_SERVER)
+        sampling = SamplingFields.of(request, LLAMA_SERVER, but=("logit_bias",))
         spelling = spelling_of(LLAMA_SERVER)
         if request.n_predict is None:
             spelling["max_tokens"] = "max_tokens"
             if request.max_tokens is not None and request.max_tokens not in NONES[LLAMA_SERVER]["max_tokens"]:
-                sampling["max_tokens"] = request.max_tokens
+                sampling.max_tokens = request.max_tokens
         if request.n_probs == 0:
-            del sampling["logprobs"]
+            sampling.logprobs = None
         if request.logit_bias is not None:
-            sampling["logit_bias"] = await self._logit_bias(request.logit_bias)
+            sampling.logit_bias = await self._logit_bias(request.logit_bias)
         if request.grammar and request.json_schema is not None:
             raise RequestError("grammar", "given", "left out when there is a json_schema")
         form = None
@@ -165,14 +163,18 @@ class LlamaServer:
     async def apply_template(self, body: dict[str, Any]) -> reply.LlamaPrompt:
         """The prompt that the template makes of a chat."""
         request = convert(TemplateRequest, body)
-        text, _ = await self.model.chat_prompt(chat_of(request, model=request.model, warnings=request.warnings))
+        text, _ = await self._chat_prompt(request)
         return reply.LlamaPrompt(prompt=text, warnings=request.warnings.reply())
 
     async def count_tokens(self, body: dict[str, Any]) -> reply.LlamaTokens:
         """The number of tokens in a chat's prompt."""
         request = convert(TemplateRequest, body)
-        _, token_ids = await self.model.chat_prompt(chat_of(request, model=request.model, warnings=request.warnings))
+        _, token_ids = await self._chat_prompt(request)
         return reply.LlamaTokens(input_tokens=len(token_ids), warnings=request.warnings.reply())
+
+    async def _chat_prompt(self, request: TemplateRequest) -> tuple[str, list[int]]:
+        call = prompt_call(request, request.tool_choice, request.parallel_tool_calls)
+        return await self.model.chat_prompt(call)
 
     async def embedding(self, body: dict[str, Any]) -> list[reply.LlamaVector]:
         """Vectors of texts.
@@ -194,7 +196,7 @@ class LlamaServer:
         self.model.check_model(query.get("model"))
         info, tokenizer = self.model.front.info, self.model.front.tokenizer
         names = tokenizer.special_tokens if tokenizer is not None else {}
-        params = SamplingParams(**{"max_tokens": None, **self.model.defaults})
+        params = self.model.defaults.sampling.params()
         return reply.LlamaProps(
             default_generation_settings=reply.LlamaDefaults(
                 n_ctx=self.model.max_context, params=settings(params, info.eos_token_ids)

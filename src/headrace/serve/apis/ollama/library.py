@@ -27,16 +27,14 @@ from headrace.engine.library.model_folder import ModelFolder, Progress, plain_na
 from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError, UnsupportedError
-from headrace.protocol.parameters import OLLAMA, names_in
-from headrace.protocol.params import SamplingParams
+from headrace.protocol.parameters import OLLAMA, names_in, spelling_of
 from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
 from headrace.serve.apis.ollama.reply import API, NDJSON, line
 from headrace.serve.apis.ollama.request import CopyRequest, CreateRequest, Options, ShowRequest, read_options, warn_of
-from headrace.serve.call.call import spelled
+from headrace.serve.call.call import SamplingFields, spelled
 from headrace.serve.call.models import ModelEntry, ModelSet, Running
 from headrace.serve.call.parsing import WarningLines, convert
-from headrace.serve.call.sampling import sampling_of, spelling_of
 from headrace.serve.errors import CallError
 from headrace.serve.gates.limits import body_pieces
 from headrace.text.templates import check_source
@@ -133,7 +131,7 @@ class Library:
         if running is not None:
             tokenizer = running.served.front.tokenizer
             template = template or (tokenizer.chat_template if tokenizer is not None else None) or ""
-            parameters = running.served.defaults
+            parameters = running.served.defaults.shown()
             info = {
                 "general.architecture": family,
                 f"{family}.context_length": running.served.max_context,
@@ -327,8 +325,8 @@ async def _settings_of(request: CreateRequest) -> ModelSettings:
     options, system, template = request.parameters or Options(), request.system or "", request.template or ""
     bounds.check("text", system, "system")
     with spelled(spelling_of(OLLAMA, "parameters.")):
-        sampling = sampling_of(options, OLLAMA, "parameters.")
-        SamplingParams(**sampling)
+        sampling = SamplingFields.of(options, OLLAMA, "parameters.")
+        sampling.params()
     warn_of(options, "parameters", request)
     if options.num_ctx is not None:
         request.warn("parameters.num_ctx", "ignored: the context is that of --max-model-len, or the model's own")
@@ -336,7 +334,8 @@ async def _settings_of(request: CreateRequest) -> ModelSettings:
         request.warn("license", "not kept: that of the model's files holds")
     if template:
         await asyncio.to_thread(_check_template, template)
-    return ModelSettings(system=system, template=template, sampling=sampling)
+    values = {field: value for field in OLLAMA_NAMES if (value := getattr(sampling, field)) is not None}
+    return ModelSettings(system=system, template=template, sampling=values)
 
 
 def _check_template(template: str) -> None:

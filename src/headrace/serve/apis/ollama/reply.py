@@ -204,32 +204,37 @@ class OllamaAnswer(Readable):
     async def whole(self) -> ChatReply | GenerateReply:
         await self.answer.collect()
         message = self.answer.message(0)
-        fields = self._message(message.content, message.reasoning, self._whole_calls())
-        warnings = self.answer.call.warnings.reply()
-        return await off_loop(self.answer.size, lambda: self._reply(fields, warnings, self._logprobs(self._state)))
+        calls, warnings = self._whole_calls(), self.answer.call.warnings.reply()
+
+        def build() -> ChatReply | GenerateReply:
+            whole = self._reply(message.content, message.reasoning, calls, warnings)
+            whole.logprobs = self._logprobs(self._state)
+            return whole
+
+        return await off_loop(self.answer.size, build)
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield lines of JSON, the last one with "done": true. Raises the engine's errors."""
         warnings = self.answer.call.warnings.reply()
-        chunk_type = ChatChunk if self._chat else GenerateChunk
         async for _, piece, parts in self.answer.parts():
             content = "".join(part.gap + part.text for part in parts if isinstance(part, Content))
             thinking = "".join(part.gap + part.text for part in parts if isinstance(part, Reasoning))
             wide = len(piece.logprobs) * width(piece.logprobs)
             calls, logprobs = self._whole_calls(), await off_loop(wide, functools.partial(self._logprobs, piece))
             if content or thinking or calls or logprobs:
-                fields = self._head(warnings) | self._message(content, thinking, calls)
-                yield await large_event(chunk_type(**fields, done=False, logprobs=logprobs), wide, b"", b"\n")
+                chunk = self._chunk(content, thinking, calls)
+                chunk.logprobs, chunk.warnings = logprobs, warnings
+                yield await large_event(chunk, wide, b"", b"\n")
                 warnings = UNSET
-        yield line(self._reply(self._message("", "", []), warnings, UNSET))
+        yield line(self._reply("", "", [], warnings))
 
-    def _head(self, warnings: WarningLines) -> dict[str, Any]:
-        return {"model": self._request.model, "created_at": now(), "warnings": warnings}
-
-    def _message(self, content: str, thinking: str, calls: list[WholeCall]) -> dict[str, Any]:
-        if not self._chat:
-            return {"response": content, "thinking": thinking or UNSET}
-        return {"message": ReplyMessage(content=content, thinking=thinking or UNSET, tool_calls=calls or UNSET)}
+    def _chunk(self, content: str, thinking: str, calls: list[WholeCall]) -> ChatChunk | GenerateChunk:
+        if self._chat:
+            message = _message(content, thinking, calls)
+            return ChatChunk(model=self._request.model, created_at=now(), message=message, done=False)
+        return GenerateChunk(
+            model=self._request.model, created_at=now(), response=content, thinking=thinking or UNSET, done=False
+        )
 
     def _whole_calls(self) -> list[WholeCall]:
         """Return the tool calls that have become whole since the last call of this method: all but the last tool call,
@@ -250,27 +255,38 @@ class OllamaAnswer(Readable):
         return chat_logprobs(self.answer.tokenizer, source.logprobs) or UNSET
 
     def _reply(
-        self, message: dict[str, Any], warnings: WarningLines, logprobs: list[ChatTokenLogprob] | UnsetType
+        self, content: str, thinking: str, calls: list[WholeCall], warnings: WarningLines
     ) -> ChatReply | GenerateReply:
-        state, times = self._state, self._state.metrics
-        total = None if times.finished_time is None else times.finished_time - times.arrival_time
-        fields: dict[str, Any] = {
-            **self._head(warnings),
-            **message,
-            "logprobs": logprobs,
-            "done": True,
-            "done_reason": state.finish.reason if state.finish is not None else None,
-            "total_duration": _ns(total),
-            "load_duration": 0,
-            "prompt_eval_count": len(state.request.prompt_token_ids),
-            "prompt_eval_duration": _ns(times.prefill_time),
-            "eval_count": len(state.token_ids),
-            "eval_duration": _ns(times.decode_time),
-        }
+        """Return the whole reply, or the last line of a stream."""
+        state, model = self._state, self._request.model
+        reason = state.finish.reason if state.finish is not None else None
+        done: ChatReply | GenerateReply
         if self._chat:
-            return ChatReply(**fields)
-        context = [*state.request.prompt_token_ids, *state.token_ids] if self._ids else UNSET
-        return GenerateReply(**fields, context=context)
+            message = _message(content, thinking, calls)
+            done = ChatReply(model=model, created_at=now(), message=message, done=True, done_reason=reason)
+        else:
+            done = GenerateReply(
+                model=model,
+                created_at=now(),
+                response=content,
+                thinking=thinking or UNSET,
+                done=True,
+                done_reason=reason,
+                context=[*state.request.prompt_token_ids, *state.token_ids] if self._ids else UNSET,
+            )
+        times = state.metrics
+        done.warnings = warnings
+        done.total_duration = _ns(None if times.finished_time is None else times.finished_time - times.arrival_time)
+        done.load_duration = 0
+        done.prompt_eval_count = len(state.request.prompt_token_ids)
+        done.prompt_eval_duration = _ns(times.prefill_time)
+        done.eval_count = len(state.token_ids)
+        done.eval_duration = _ns(times.decode_time)
+        return done
+
+
+def _message(content: str, thinking: str, calls: list[WholeCall]) -> ReplyMessage:
+    return ReplyMessage(content=content, thinking=thinking or UNSET, tool_calls=calls or UNSET)
 
 
 def _ns(seconds: float | None) -> int:

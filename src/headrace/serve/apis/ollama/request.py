@@ -10,8 +10,7 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.errors import UnsupportedError
 from headrace.protocol.parameters import OLLAMA
-from headrace.serve.call.parsing import Body, Warnings, convert
-from headrace.serve.call.sampling import takes_parameters
+from headrace.serve.call.parsing import Body, Warnings, convert, takes_parameters
 from headrace.text.messages import LEFT_OUT, ChatMessage, PastCall, check_role, first_new, placeholder
 
 LOADING = (

@@ -6,17 +6,18 @@ Options for loading a model are listed in `warnings`: here the command line sets
 from __future__ import annotations
 
 import time
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 from starlette.responses import Response
 
 from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError, UnsupportedError
-from headrace.protocol.parameters import OLLAMA
-from headrace.protocol.params import SamplingParams
+from headrace.protocol.parameters import OLLAMA, spelling_of
 from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
 from headrace.serve.apis.ollama.library import Library
@@ -32,11 +33,10 @@ from headrace.serve.apis.ollama.request import (
     read_options,
     warn_of,
 )
-from headrace.serve.call.call import ChatCall, TextCall, spelled
+from headrace.serve.call.call import ChatCall, SamplingFields, TextCall, spelled
 from headrace.serve.call.embedding import VectorOptions, vectors
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Warnings, convert, seconds_of
-from headrace.serve.call.sampling import sampling_of, spelling_of
 from headrace.serve.call.schema import UNSUPPORTED
 from headrace.serve.call.service import ServedModel
 from headrace.text.messages import ChatMessage
@@ -75,13 +75,8 @@ class Ollama:
         if not request.messages:
             return _loaded(request, message=reply.ReplyMessage(content=""))
         messages = messages_of(request.messages, request.warnings)
-        call = ChatCall(
-            **self._fields(request),
-            **_template_fields(request),
-            messages=messages,
-            tools=ToolUse.of(request.tools, None, True),
-            spelling=SPELLING | {"prompt": "messages"},
-        )
+        call = self._chat_call(request, messages, SPELLING | {"prompt": "messages"})
+        call.tools = ToolUse.of(request.tools, None, True)
         return OllamaAnswer(await self.model.chat(call), request, chat=True, ids=False)
 
     async def generate(self, body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
@@ -96,13 +91,9 @@ class Ollama:
             raise UnsupportedError("suffix", request.suffix, UNSUPPORTED["suffix"][1])
         if not request.prompt:
             return _loaded(request, response="")
-        fields = self._fields(request) | {"spelling": SPELLING | {"messages": "prompt"}}
         messages = [ChatMessage(role="system", content=request.system)] if request.system else []
-        chat = ChatCall(
-            **fields,
-            **_template_fields(request),
-            messages=[*messages, ChatMessage(role="user", content=request.prompt)],
-        )
+        messages.append(ChatMessage(role="user", content=request.prompt))
+        chat = self._chat_call(request, messages, SPELLING | {"messages": "prompt"})
         if not request.raw and not request.context:
             return OllamaAnswer(await self.model.chat(chat), request, chat=False, ids=True)
         if request.raw:
@@ -110,7 +101,17 @@ class Ollama:
         else:
             # Fields that the template does not honour are no warning here: the prompt of this call is token ids.
             _, token_ids = await self.model.chat_prompt(msgspec.structs.replace(chat, warnings=Warnings()))
-        call = TextCall(**fields, prompts=[[*(request.context or []), *token_ids]], fills_context=True)
+        call = TextCall(
+            model=chat.model,
+            sampling=chat.sampling,
+            form=chat.form,
+            stream=chat.stream,
+            cuts_max_tokens=True,
+            warnings=request.warnings,
+            spelling=chat.spelling,
+            prompts=[[*(request.context or []), *token_ids]],
+            fills_context=True,
+        )
         return OllamaAnswer(await self.model.complete(call), request, chat=False, ids=not request.raw)
 
     async def embed(self, body: dict[str, Any], older: bool = False) -> reply.EmbedReply | reply.EmbeddingReply:
@@ -184,57 +185,73 @@ class Ollama:
         request = read_options(kind, body, "options", IGNORED)
         with spelled(SPELLING):
             # Checked also where the request only loads the model.
-            SamplingParams(**sampling_of(request.options or Options(), OLLAMA, "options."))
+            SamplingFields.of(request.options or Options(), OLLAMA, "options.").params()
         if request.top_logprobs is not None:
             bounds.check("logprobs", request.top_logprobs, "top_logprobs")
         self._take_name(request)
         self._stay(request)
         return request
 
-    def _fields(self, request: GenerationRequest) -> dict[str, Any]:
-        """Return the fields of a `Call`, all but its spelling; ignored fields are added to the warnings. Raises
+    def _sampling(self, request: GenerationRequest) -> SamplingFields:
+        """Return the sampling parameters of a request; ignored fields are added to the warnings. Raises
         `RequestError`."""
         options = request.options or Options()
-        sampling = sampling_of(options, OLLAMA, "options.")
+        sampling = SamplingFields.of(options, OLLAMA, "options.")
         context = self.model.max_context
         if options.num_ctx is not None and options.num_ctx != context:
             request.warn("options.num_ctx", f"ignored: the context has {context} tokens, as the server was started")
         warn_of(options, "options", request)
         if request.logprobs:
-            sampling["logprobs"] = request.top_logprobs or 0
+            sampling.logprobs = request.top_logprobs or 0
         elif request.top_logprobs:
             request.warn("top_logprobs", "ignored without logprobs")
-        form = None
-        with spelled(SPELLING):
-            if request.format == "json":
-                form = StructuredOutputs(json_object=True)
-            elif isinstance(request.format, dict):
-                form = StructuredOutputs(json=request.format)
-            elif request.format:
-                raise RequestError("format", request.format, 'left out, "json", or a JSON schema')
-        return {
-            "model": self._name(request.model),
-            "sampling": sampling,
-            "form": form,
-            "stream": request.stream is not False,
-            "cuts_max_tokens": True,
-            "warnings": request.warnings,
-        }
+        return sampling
+
+    def _chat_call(
+        self, request: GenerationRequest, messages: list[ChatMessage], spelling: Mapping[str, str]
+    ) -> ChatCall:
+        """Return the chat of a request, without tools. Raises `RequestError`."""
+        return ChatCall(
+            model=self._name(request.model),
+            sampling=self._sampling(request),
+            form=_form(request.format),
+            stream=request.stream is not False,
+            cuts_max_tokens=True,
+            warnings=request.warnings,
+            spelling=spelling,
+            messages=messages,
+            thinks=None if request.think is None else bool(request.think),
+            reasoning_effort=request.think if isinstance(request.think, str) else None,
+        )
 
 
-def _loaded(request: GenerationRequest, **answer: Any) -> reply.LoadReply:
-    """Return the reply that states that the model is loaded; `answer` is its empty answer."""
-    return reply.LoadReply(model=request.model, created_at=now(), warnings=request.warnings.reply(), **answer)
+def _form(value: str | dict[str, Any] | None) -> StructuredOutputs | None:
+    """Return the form of an answer that `format` requires. Raises `RequestError`."""
+    with spelled(SPELLING):
+        if value == "json":
+            return StructuredOutputs(json_object=True)
+        if isinstance(value, dict):
+            return StructuredOutputs(json=value)
+    if value:
+        raise RequestError("format", value, 'left out, "json", or a JSON schema')
+    return None
 
 
-def _template_fields(request: GenerationRequest) -> dict[str, Any]:
-    """Return the fields of a `ChatCall` that `think` sets."""
-    if request.think is None:
-        return {}
-    return {
-        "thinks": bool(request.think),
-        "reasoning_effort": request.think if isinstance(request.think, str) else None,
-    }
+def _loaded(
+    request: GenerationRequest,
+    message: reply.ReplyMessage | UnsetType = UNSET,
+    response: str | UnsetType = UNSET,
+    done_reason: Literal["load", "unload"] = "load",
+) -> reply.LoadReply:
+    """Return the reply that states that the model is loaded; `message` or `response` is its empty answer."""
+    return reply.LoadReply(
+        model=request.model,
+        created_at=now(),
+        message=message,
+        response=response,
+        done_reason=done_reason,
+        warnings=request.warnings.reply(),
+    )
 
 
 def add_routes(app: Starlette, models: ModelSet) -> None:
@@ -245,7 +262,12 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
         """Something answers here."""
         return Response("headrace is running\n", media_type="text/plain")
 
-    async def unloaded(body: dict[str, Any], kind: type[T], **answer: Any) -> reply.LoadReply | None:
+    async def unloaded(
+        body: dict[str, Any],
+        kind: type[T],
+        message: reply.ReplyMessage | UnsetType = UNSET,
+        response: str | UnsetType = UNSET,
+    ) -> reply.LoadReply | None:
         """Unload the model where a request without a prompt has a `keep_alive` of 0, as Ollama's clients send it;
         return None for other requests."""
         if body.get("prompt") or body.get("messages") or body.get("keep_alive") in (None, ""):
@@ -254,11 +276,11 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
         if seconds_of(request.keep_alive) != 0 or models.files is None:
             return None
         await library.unload(request.model)
-        return _loaded(request, done_reason="unload", **answer)
+        return _loaded(request, message, response, "unload")
 
     async def chat(body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
-        answer = {"message": reply.ReplyMessage(content="")}
-        return await unloaded(body, ChatRequest, **answer) or await ollama.chat(body)
+        message = reply.ReplyMessage(content="")
+        return await unloaded(body, ChatRequest, message=message) or await ollama.chat(body)
 
     async def generate(body: dict[str, Any]) -> OllamaAnswer | reply.LoadReply:
         return await unloaded(body, GenerateRequest, response="") or await ollama.generate(body)

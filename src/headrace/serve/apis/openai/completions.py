@@ -2,7 +2,7 @@
 answer or a reply.
 
 Builds a `Call` of each request, its fields under OpenAI's names. `add_routes` puts the functions on an app; `storage`
-calls them for the lines of batches, and `responses` shares `call_fields`. Knows no HTTP.
+calls them for the lines of batches, and `responses_input` shares the functions that read a `Sampled`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from headrace.protocol.parameters import OPENAI
 from headrace.serve import routing
 from headrace.serve.apis.openai.answers import ChatAnswer, CompletionAnswer
 from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
-from headrace.serve.call.call import ChatCall, TextCall, chat_of, spelled
+from headrace.serve.call.call import Call, ChatCall, SamplingFields, TextCall, prompt_call, spelled
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.replies import Tokenized, token_text
-from headrace.serve.call.sampling import engine_values
 from headrace.serve.call.schema import (
-    PASSED_ON,
+    IN_ANOTHER_FORM,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -39,6 +38,9 @@ from headrace.serve.call.schema import (
     parse,
 )
 from headrace.serve.call.service import ServedModel
+from headrace.text.messages import read_messages
+from headrace.text.tools import functions
+from headrace.text.tools.choice import NO_TOOLS, ToolUse
 
 # Parameters of a beam search, with the values that have no effect without `use_beam_search`.
 BEAM_FIELDS = {
@@ -48,12 +50,6 @@ BEAM_FIELDS = {
     "num_beam_groups": 1,
     "diversity_penalty": 0,
 }
-
-# The fields of a `Call` that requests have under the same name.
-CALL_FIELDS = (
-    "model", "stream_options", "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "priority",
-    "timeout", "cache_salt", "request_id", "explain", "return_progress", "timings_per_token", "verbose",
-)  # fmt: skip
 
 # vLLM's older fields for a form, and llama-server's, with the fields of `StructuredOutputs` that they set.
 GUIDED = {
@@ -92,29 +88,76 @@ async def chat(model: ServedModel, body: dict[str, Any]) -> ChatAnswer:
 
 def text_call(request: CompletionRequest) -> TextCall:
     """Return a text completion as a call. Raises `RequestError`."""
-    fields = call_fields(request, stream=bool(request.stream))
-    if request.logprobs is not None:
-        fields["sampling"]["logprobs"] = request.logprobs
-    return TextCall(**fields, prompts=as_prompts(request.prompt), echo=bool(request.echo))
+    check_stream(request, bool(request.stream))
+    form, spelling = answer_form(request)
+    sampling = SamplingFields.of(request, OPENAI, but=IN_ANOTHER_FORM)
+    sampling.logprobs = request.logprobs
+    call = TextCall(
+        model=request.model,
+        sampling=sampling,
+        form=form,
+        beam=beam_params(request),
+        stream=bool(request.stream),
+        warnings=request.warnings,
+        spelling=spelling,
+        prompts=as_prompts(request.prompt),
+        echo=bool(request.echo),
+    )
+    set_options(call, request)
+    return call
 
 
 def chat_call(request: ChatCompletionRequest) -> ChatCall:
     """Return a chat as a call. Raises `RequestError`."""
-    fields = call_fields(request, stream=bool(request.stream))
+    check_stream(request, bool(request.stream))
+    form, spelling = answer_form(request)
+    sampling = SamplingFields.of(request, OPENAI, but=IN_ANOTHER_FORM)
+    beam = beam_params(request)
     # 0 is the default, and some clients always send it.
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs", request.top_logprobs, "left out unless logprobs is true")
     if request.logprobs:
-        fields["sampling"]["logprobs"] = request.top_logprobs or 0
+        sampling.logprobs = request.top_logprobs or 0
     if request.max_completion_tokens is not None:
-        fields["sampling"]["max_tokens"] = request.max_completion_tokens
-        fields["spelling"]["max_tokens"] = "max_completion_tokens"
-    call = chat_of(request, **fields, include_reasoning=request.include_reasoning is not False, echo=bool(request.echo))
+        sampling.max_tokens = request.max_completion_tokens
+        spelling["max_tokens"] = "max_completion_tokens"
+    call = ChatCall(
+        model=request.model,
+        sampling=sampling,
+        form=form,
+        beam=beam,
+        stream=bool(request.stream),
+        warnings=request.warnings,
+        spelling=spelling,
+        messages=read_messages(request.messages, request.warnings.add),
+        tools=_tools_of(request),
+        reasoning_effort=request.reasoning_effort,
+        include_reasoning=request.include_reasoning is not False,
+        chat_template=request.chat_template,
+        template_variables=request.chat_template_kwargs or {},
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        echo=bool(request.echo),
+        stop_in_reasoning=bool(request.stop_in_reasoning),
+    )
+    set_options(call, request)
     if request.documents:
         call.template_variables = {"documents": request.documents} | call.template_variables
     if call.echo and not call.echoed:
         call.warn("echo", "ignored: the last message is not the assistant's, or has no text")
     return call
+
+
+def _tools_of(request: ChatCompletionRequest) -> ToolUse:
+    """Return the tools of a chat, which OpenAI's older form has as functions. Raises `RequestError`."""
+    tools, choice, parallel = request.tools, request.tool_choice, request.parallel_tool_calls is not False
+    older, older_choice = request.functions, request.function_call
+    if not older and older_choice in (None, "none", "auto"):
+        return ToolUse.of(tools, choice, parallel) if tools or choice is not None or not parallel else NO_TOOLS
+    if tools or choice not in (None, "none"):
+        raise RequestError("functions", older, "left out beside tools, which replace them")
+    request.warn("functions", "OpenAI's older form, read as tools; the reply has function_call")
+    return functions.tool_use(older, older_choice)
 
 
 async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
@@ -125,7 +168,7 @@ async def tokenize(model: ServedModel, body: dict[str, Any]) -> Tokenized:
         raise RequestError("prompt", request.prompt, "given, or else messages, and not both")
     text = request.prompt
     if text is None:
-        text = await model.render(chat_of(request, warnings=request.warnings))
+        text = await model.render(prompt_call(request))
     elif request.chat_template is not None:
         request.warnings.add("chat_template", "ignored: a prompt goes through no template")
     special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
@@ -198,24 +241,28 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
     )
 
 
-def call_fields(request: Sampled, stream: bool) -> dict[str, Any]:
-    """Return the fields of a `Call` that OpenAI's requests for an answer share. Raises `RequestError`."""
+def check_stream(request: Sampled, stream: bool) -> None:
+    """Raise `RequestError` for a field that does not go with the kind of the reply: a stream, or a whole one."""
     if request.stream_options is not None and not stream:
         raise RequestError("stream_options", "an object", "left out unless stream is true")
     if stream and request.best_of is not None and request.best_of > (request.n or 1):
         raise RequestError("best_of", request.best_of, "left out of a stream, or n: the best are known at the end")
-    form, spelling = answer_form(request)
-    values = {name: getattr(request, name) for name in PASSED_ON}
-    alike = {name: getattr(request, name) for name in CALL_FIELDS}
-    return {
-        **{name: value for name, value in alike.items() if value is not None},
-        "sampling": engine_values(values, OPENAI),
-        "form": form,
-        "beam": beam_params(request),
-        "stream": stream,
-        "warnings": request.warnings,
-        "spelling": spelling,
-    }
+
+
+def set_options(call: Call, request: Sampled) -> None:
+    """Set the fields of a call that concern its way through the server and the extent of its reply."""
+    call.add_special_tokens = request.add_special_tokens
+    call.truncate_prompt_tokens = request.truncate_prompt_tokens
+    call.priority = request.priority or 0
+    call.timeout = request.timeout
+    call.cache_salt = request.cache_salt or ""
+    call.request_id = request.request_id
+    call.stream_options = request.stream_options
+    call.return_token_ids = bool(request.return_token_ids)
+    call.explain = bool(request.explain)
+    call.return_progress = bool(request.return_progress)
+    call.timings_per_token = bool(request.timings_per_token)
+    call.verbose = bool(request.verbose)
 
 
 def answer_form(request: Sampled) -> tuple[StructuredOutputs | None, dict[str, str]]:
@@ -281,10 +328,15 @@ def beam_params(request: Sampled) -> BeamSearchParams | None:
                 raise RequestError(name, value, "left out unless use_beam_search is true")
         return None
     num_answers = 1 if request.n is None else request.n
-    values: dict[str, Any] = {name: getattr(request, name) for name in BEAM_FIELDS}
-    values = {name: value for name, value in values.items() if value is not None}
-    values.setdefault("beam_width", request.best_of or num_answers)
-    return BeamSearchParams(n=num_answers, **values)
+    width = request.beam_width
+    return BeamSearchParams(
+        n=num_answers,
+        beam_width=(request.best_of or num_answers) if width is None else width,
+        length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
+        early_stopping=False if request.early_stopping is None else request.early_stopping,
+        num_beam_groups=1 if request.num_beam_groups is None else request.num_beam_groups,
+        diversity_penalty=request.diversity_penalty or 0.0,
+    )
 
 
 def as_prompts(prompt: str | list[Any], field: str = "prompt") -> list[str | list[int]]:

@@ -159,7 +159,13 @@ class Embeddings:
         request = convert(EmbeddingRequest, body)
         rows, embedded = await self._rows(request)
         data = [Vector(index=i, embedding=row) for i, row in enumerate(rows)]
-        return EmbeddingReply(data=data, **self._tail(request, embedded))
+        return EmbeddingReply(
+            data=data,
+            model=self.model.name,
+            usage=_usage(embedded),
+            explain=self._explain(request, embedded),
+            warnings=request.warnings.reply(),
+        )
 
     async def pool(self, body: dict[str, Any]) -> PoolingReply:
         """Texts as vectors, in the form of vLLM's pooling."""
@@ -168,8 +174,15 @@ class Embeddings:
             raise RequestError("task", request.task, "embed: a decoder gives one vector for each text, and no classes")
         rows, embedded = await self._rows(request)
         data = [PooledVector(index=i, data=row) for i, row in enumerate(rows)]
-        tail = self._tail(request, embedded)
-        return PoolingReply(id=f"pool-{new_request_id()}", created=int(time.time()), data=data, **tail)
+        return PoolingReply(
+            id=f"pool-{new_request_id()}",
+            created=int(time.time()),
+            data=data,
+            model=self.model.name,
+            usage=_usage(embedded),
+            explain=self._explain(request, embedded),
+            warnings=request.warnings.reply(),
+        )
 
     async def _rows(self, request: EmbeddingRequest) -> tuple[list[list[float] | str], Vectors]:
         """Return the vectors of a request's texts in the format that it names, and as they were computed."""
@@ -204,8 +217,14 @@ class Embeddings:
         pairs = zip(rows, second.rows, strict=True)
         scores = await off_loop(second.size, lambda: [likeness(a, b) for a, b in pairs])
         data = [Score(index=i, score=score) for i, score in enumerate(scores)]
-        tail = self._tail(request, first, second)
-        return ScoreReply(id=f"score-{new_request_id()}", data=data, **tail)
+        return ScoreReply(
+            id=f"score-{new_request_id()}",
+            data=data,
+            model=self.model.name,
+            usage=_usage(first, second),
+            explain=self._explain(request, first, second),
+            warnings=request.warnings.reply(),
+        )
 
     async def rerank(self, body: dict[str, Any]) -> RerankReply:
         """Documents by their likeness to a query."""
@@ -223,20 +242,28 @@ class Embeddings:
         if request.return_documents is not False:
             for result in results:
                 result.document = RankedDocument(text=request.documents[result.index])
-        tail = self._tail(request, query, documents)
-        return RerankReply(id=f"rerank-{new_request_id()}", results=results, **tail)
+        return RerankReply(
+            id=f"rerank-{new_request_id()}",
+            results=results,
+            model=self.model.name,
+            usage=_usage(query, documents),
+            explain=self._explain(request, query, documents),
+            warnings=request.warnings.reply(),
+        )
 
     async def _vectors(self, request: ScoreRequest | RerankRequest, texts: list[str], field: str) -> Vectors:
         options = VectorOptions(request.pooling, truncate_prompt_tokens=request.truncate_prompt_tokens)
         return await vectors(self.model.front, texts, options, field)
 
-    def _tail(self, request: EmbeddingRequest | ScoreRequest | RerankRequest, *parts: Vectors) -> dict[str, Any]:
-        """Return the last fields of every reply."""
-        num_tokens = sum(part.num_tokens for part in parts)
-        usage = VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
-        request_ids = [request_id for part in parts for request_id in part.request_ids]
-        explain = self.model.explain(request_ids) if request.explain else UNSET
-        return {"model": self.model.name, "usage": usage, "explain": explain, "warnings": request.warnings.reply()}
+    def _explain(self, request: EmbeddingRequest | ScoreRequest | RerankRequest, *parts: Vectors) -> Explanations:
+        if not request.explain:
+            return UNSET
+        return self.model.explain([request_id for part in parts for request_id in part.request_ids])
+
+
+def _usage(*parts: Vectors) -> VectorUsage:
+    num_tokens = sum(part.num_tokens for part in parts)
+    return VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

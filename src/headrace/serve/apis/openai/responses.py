@@ -24,7 +24,6 @@ from starlette.responses import Response
 
 from headrace.engine.generation import off_loop, width
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
-from headrace.protocol.params import SamplingParams
 from headrace.serve import errors
 from headrace.serve.apis.openai import responses_replay as replay
 from headrace.serve.apis.openai.conversations import Conversations
@@ -281,7 +280,7 @@ class Responses:
         call = msgspec.structs.replace(call, messages=await off_loop(size_of(history), work))
         with spelled(call.spelling):
             # The parameters of the answer are checked, though no answer is made.
-            SamplingParams(**{"max_tokens": None, **call.sampling})
+            call.engine_fields.params()
         _, token_ids = await model.chat_prompt(call)
         return InputTokens(input_tokens=len(token_ids), warnings=call.warnings.reply())
 

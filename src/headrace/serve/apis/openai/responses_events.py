@@ -23,11 +23,6 @@ from headrace.text.outputs import CallPart, Content, MessagePart, Reasoning
 from headrace.text.tools.custom import InputText
 
 ItemType = Literal["message", "reasoning", "function_call", "custom_tool_call"]
-# The fields of a request that the response repeats.
-REPEATED = (
-    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
-    "safety_identifier", "user",
-)  # fmt: skip
 _IDS: dict[ItemType, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
@@ -342,10 +337,15 @@ def response_object(name: str, request: ResponsesRequest, chat: Answer, response
     form = {"type": "text"} if request.text is None or request.text.format is None else request.text.format
     conversation_id = conversation_of(request)
     effort = None if request.reasoning is None else request.reasoning.effort
-    repeated: dict[str, Any] = {name: getattr(request, name) for name in REPEATED}
     return ResponseObject(
-        **repeated,
         id=response_id,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        safety_identifier=request.safety_identifier,
+        user=request.user,
         created_at=int(time.time()),
         completed_at=None,
         status="in_progress",

@@ -16,12 +16,19 @@ from headrace.protocol import bounds
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.protocol.parameters import OPENAI
-from headrace.serve.apis.openai.completions import call_fields
+from headrace.serve.apis.openai.completions import answer_form, beam_params, check_stream, set_options
 from headrace.serve.apis.openai.responses_tools import HOSTED_ITEMS, ClientTools, client_tools, flat_name
-from headrace.serve.call.call import ChatCall, spelled
+from headrace.serve.call.call import ChatCall, SamplingFields, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert
-from headrace.serve.call.sampling import engine_values
-from headrace.serve.call.schema import IGNORED, UNSUPPORTED, Sampled, check_labels, check_metadata, parse
+from headrace.serve.call.schema import (
+    IGNORED,
+    IN_ANOTHER_FORM,
+    UNSUPPORTED,
+    Sampled,
+    check_labels,
+    check_metadata,
+    parse,
+)
 from headrace.text.messages import LEFT_OUT, ChatMessage, PastCall, first_new, placeholder
 from headrace.text.tools.custom import arguments
 
@@ -171,33 +178,35 @@ def _warn(request: ResponsesRequest) -> None:
 
 def chat_call(request: ResponsesRequest, shared: SharedParameters) -> tuple[ChatCall, ClientTools]:
     """Return the request as a call, without its messages, and its tools. Raises `RequestError`."""
-    fields = call_fields(shared, stream=bool(request.stream))
-    form = _form(request)
-    if form is not None and fields["form"] is not None:
-        [name] = fields["spelling"].values()
+    check_stream(shared, bool(request.stream))
+    shared_form, spelling = answer_form(shared)
+    more = SamplingFields.of(shared, OPENAI, but=IN_ANOTHER_FORM)
+    beam, form = beam_params(shared), _form(request)
+    if form is not None and shared_form is not None:
+        [name] = spelling.values()
         raise RequestError("text.format", "an object", f"left out: {name} says what form the answer has")
-    if form is not None:
-        fields["form"] = form
-    fields["spelling"] = SPELLING | fields["spelling"]
-    fields |= {"model": request.model, "warnings": Warnings([*request.warnings, *shared.warnings])}
-    values = {
-        "max_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-    }
-    fields["sampling"] |= engine_values(values, OPENAI)
+    sampling = SamplingFields.of(request, OPENAI).over(more)
+    sampling.max_tokens = request.max_output_tokens
     if request.top_logprobs or LOGPROBS in (request.include or []):
-        fields["sampling"]["logprobs"] = request.top_logprobs or 0
+        sampling.logprobs = request.top_logprobs or 0
+    warnings = Warnings([*request.warnings, *shared.warnings])
     parallel = request.parallel_tool_calls is not False
-    tools = client_tools(request.tools or [], request.tool_choice, parallel, fields["warnings"])
+    tools = client_tools(request.tools or [], request.tool_choice, parallel, warnings)
     call = ChatCall(
-        **fields,
+        model=request.model,
+        sampling=sampling,
+        form=shared_form if form is None else form,
+        beam=beam,
+        stream=bool(request.stream),
+        warnings=warnings,
+        spelling=SPELLING | spelling,
         messages=[],
         tools=tools.use,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         include_reasoning=shared.include_reasoning is not False,
         template_variables=shared.chat_template_kwargs or {},
     )
+    set_options(call, shared)
     return call, tools
 
 
