@@ -74,12 +74,13 @@ def add_rare(
 def stats_of(counters: Stats, pools: list[BlockPool], searches: Searches, num_waiting: int) -> Stats:
     """Return a copy of `counters` with the present gauges."""
     stats = copy.copy(counters)
-    stats.num_running = searches.num_requests()
+    stats.num_running = searches.num_requests() if searches.open else len(searches.running)
     stats.num_waiting = num_waiting
     stats.num_blocks_held = pools[0].num_held
     stats.num_blocks_cached = len(pools[0].evictable)
     if len(pools) > 1:
         stats.more_blocks = [(pool.num_blocks, pool.num_held, len(pool.evictable)) for pool in pools[1:]]
-    stats.num_beam_blocks, stats.num_beam_blocks_unshared = searches.blocks()
+    if searches.open:
+        stats.num_beam_blocks, stats.num_beam_blocks_unshared = searches.blocks()
     stats.num_accepted_per_pos = list(counters.num_accepted_per_pos)
     return stats
