@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from headrace.core.beams.searches import Searches
-from headrace.core.flight import Flight
 from headrace.core.kinds import Kind
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
+from headrace.core.steps import Flight
 from headrace.core.tables import BlockTables
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.step import Finish, ScheduledBatch

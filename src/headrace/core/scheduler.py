@@ -14,18 +14,15 @@ from operator import le
 from typing import NamedTuple
 
 from headrace.core import invariants
-from headrace.core.batches import make_batch
 from headrace.core.beams.searches import Row, Searches
 from headrace.core.drafting import Drafts
-from headrace.core.finish import STOP, append_known, finish_of
-from headrace.core.flight import Flight
 from headrace.core.kinds import fit_windows, make_kinds
 from headrace.core.notes import Notes
-from headrace.core.outputs import computed_rows, output_of, stats_of
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, Ranks, WaitingQueue
-from headrace.core.requests import make_sequence, verify_fit, verify_numbers
+from headrace.core.requests import STOP, append_known, finish_of, make_sequence, verify_fit, verify_numbers
 from headrace.core.sequence import NEVER, Sequence, Status
+from headrace.core.steps import Flight, computed_rows, make_batch, output_of, stats_of
 from headrace.core.tables import BlockTables, Prefix
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.kinds import CacheKind

@@ -16,10 +16,10 @@ from headrace.drafters.speculator import Observation, Outcome, Speculator, StepR
 from headrace.grammar.matchers import Matchers
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult, TokenLogprob
+from headrace.runner.drawing import Rounds, Verification
 from headrace.runner.faults import NOT_FINITE, StepFaults
 from headrace.runner.overlap import Overlap, StartedStep, copy_blocks
 from headrace.runner.pieces import Piece, make_pieces, make_portions, states_of
-from headrace.runner.verification import Rounds, Verification
 from headrace.sampling.sampler import Sampler
 
 MAX_LOGITS = 2**24

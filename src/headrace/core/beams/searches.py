@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from headrace.core.beams.rules import BeamSearch, Top
-from headrace.core.finish import LENGTH, finish_after
 from headrace.core.kinds import Kind
+from headrace.core.requests import LENGTH, finish_after
 from headrace.core.sequence import NEVER, Sequence, Status
 from headrace.core.tables import BlockTables
 from headrace.protocol.beam import BeamSearchParams
