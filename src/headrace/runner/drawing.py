@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, field
 
 from headrace.backends.choosing import Chooser
-from headrace.backends.logits import Draw, Logits
+from headrace.backends.step import Draw, Logits
 from headrace.grammar.matchers import GrammarError, Mask, Matchers
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult
 from headrace.runner.faults import NOT_FINITE

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.backends.base import Chunks, DrawingProgram, DrawnRows, Program
-from headrace.backends.logits import Draw, HostLogits
+from headrace.backends.base import DrawingProgram, DrawnRows, Program
+from headrace.backends.step import Chunks, Draw, HostLogits
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import UNDRAWN, Draft, ScheduledBatch, StepResult
 from headrace.runner.drawing import Rounds, Verification

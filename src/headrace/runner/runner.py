@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.backends.base import Chunks, DrawingProgram, Program
+from headrace.backends.base import DrawingProgram, Program
+from headrace.backends.step import Chunks
 from headrace.drafters.speculator import Observation, Outcome, Speculator, StepRecord
 from headrace.grammar.matchers import Matchers
 from headrace.protocol.params import SamplingParams
