@@ -27,9 +27,10 @@ from bench import formats, quality
 from bench.compare.shapes import SHAPES, Shape
 from bench.record import RESULTS, commit
 from headrace import doctor
-from headrace.backends.base import Chunks, LayerShape
+from headrace.backends.base import LayerShape
 from headrace.backends.cpu.cache import TYPE_CODES, block_bytes
 from headrace.backends.cpu.program import TapedProgram
+from headrace.backends.step import Chunks
 from headrace.cli.bench.quality import file_text, judge, opened, program_of, written_text
 from headrace.llm import LLM
 from headrace.protocol.config import EngineConfig

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.mixture_files import SHAPES, write
 from bench.tied import tied
-from headrace.backends.base import Chunks
+from headrace.backends.step import Chunks
 from headrace.engine.library.load import build_runner
 from headrace.parallel import pipeline
 from headrace.protocol.config import EngineConfig

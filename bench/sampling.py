@@ -18,7 +18,7 @@ from rich.table import Table
 
 from headrace.backends.cpu.choose import Chooser
 from headrace.protocol.params import SamplingParams
-from headrace.runner.choosing import NativeSelect
+from headrace.runner.drawing import NativeSelect
 from headrace.sampling.sampler import Drawn, Row, Sampler
 
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.2}

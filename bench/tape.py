@@ -15,10 +15,10 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from headrace.backends.base import Chunks
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import OpTime
 from headrace.backends.native import require_native
+from headrace.backends.step import Chunks
 from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 

@@ -27,7 +27,7 @@ from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import choose, experts, norm, rope_store
 from headrace.backends.cuda.launch import Launch
-from headrace.backends.logits import Draw
+from headrace.backends.step import Draw
 
 Item = tuple[str, Callable[[], Result]]
 

@@ -18,7 +18,7 @@ from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import choose, linear, linear_codes, spans
 from headrace.backends.cuda.launch import Config
-from headrace.backends.logits import Draw
+from headrace.backends.step import Draw
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import Scheme
 

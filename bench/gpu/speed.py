@@ -19,9 +19,9 @@ from bench.gpu.device import Device, ceilings, elapsed
 from bench.gpu.operators import Item, Operators
 from bench.gpu.report import Report, Result
 from bench.gpu.weights import BLOCK, make_program
-from headrace.backends.base import Chunks
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.program import CudaProgram
+from headrace.backends.step import Chunks
 
 BATCHES = (1, 8, 64, 256)
 CONTEXT = 2048

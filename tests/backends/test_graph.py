@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.backends.base import Chunks
 from headrace.backends.graph import LOGITS, ROWS, Buffer, Graph, Value
-from headrace.backends.step import StepSizes, make_step_rows
+from headrace.backends.step import Chunks, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace.backends.base import Chunks
 from headrace.backends.native import fields, pack
 from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
+from headrace.backends.step import Chunks
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.ops import RefOps
 

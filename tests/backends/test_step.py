@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.backends.base import Chunks
-from headrace.backends.step import StepSizes, make_step_rows
+from headrace.backends.step import Chunks, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 

@@ -7,7 +7,7 @@ from tests.campaigns.removal import SRC, Removal
 RELIABILITY = [
     Removal(
         "R-01",
-        SRC + "engine/resumption.py",
+        SRC + "engine/open_requests.py",
         "resume_token_ids=list(self.delivered), resume_state",
         "resume_token_ids=[], resume_state",
         "serve/test_faults.py::test_a_killed_engine_is_a_pause_in_the_streams",
@@ -29,7 +29,8 @@ RELIABILITY = [
     Removal(
         "R-03",
         SRC + "engine/child.py",
-        "        for part in parts_of(output):\n            send(frames.Output(part))\n",
+        "        for part in parts_of(output) if output.has_rows else (output,):\n"
+        "            send(frames.Output(part))\n",
         "        send(frames.Output(output))\n",
         "engine/test_pieces.py::test_R_03_frames_of_the_engine_are_bounded",
     ),
@@ -162,7 +163,7 @@ RELIABILITY = [
     ),
     Removal(
         "R-14",
-        SRC + "engine/request_stream.py",
+        SRC + "engine/open_requests.py",
         "            self._pending[index].merge(delta)\n",
         "            self._pending[index] = delta\n",
         "engine/test_client.py::test_R_14_deltas_of_a_slow_reader_are_merged",
@@ -198,7 +199,7 @@ RELIABILITY = [
     ),
     Removal(
         "R-20",
-        SRC + "runner/verification.py",
+        SRC + "runner/drawing.py",
         '                    result.errors[i] = f"structured_output_error: {error}"\n        return masks\n',
         "                    masks.pop(i, None)\n        return masks\n",
         "e2e/test_engine_faults.py::test_R_20_a_grammar_that_fails_ends_its_own_request",

@@ -367,8 +367,8 @@ def test_a_step_that_raised_protects_nobody() -> None:
 
 def test_guesses_are_asked_for_by_how_many_sequences_a_step_has() -> None:
     bench = Bench(speculates=True)
-    asks, requests = bench.scheduler.drafts.asks, []
-    bench.scheduler.drafts.asks = lambda num_seqs: (requests.append(num_seqs), asks(num_seqs))[1]
+    request, requests = bench.scheduler.drafts.request, []
+    bench.scheduler.drafts.request = lambda num_seqs: (requests.append(num_seqs), request(num_seqs))[1]
     bench.add("a", 4)
     bench.step()
     bench.add("b", [9] * 4)

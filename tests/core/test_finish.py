@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.core.finish import finish_after, stop_ids
+from headrace.core.requests import finish_after, stop_ids
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Finish
 

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from headrace import builtin
-from headrace.backends.base import Chunks, SetUp
+from headrace.backends.base import SetUp
+from headrace.backends.step import Chunks
 from headrace.drafters.base import F32, Context, Drafter, Target
 from headrace.engine.library.load import load_model
 from headrace.protocol.config import EngineConfig

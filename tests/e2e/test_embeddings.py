@@ -106,9 +106,9 @@ def test_I_13_vectors_with_forced_preemption(requests: list[Request], reference:
 def test_control_a_sum_that_begins_twice_is_noticed(
     requests: list[Request], reference: Bits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.core import batches
+    from headrace.core import steps
 
-    monkeypatch.setattr(batches, "pooling_of", lambda seq: (seq.pooling, seq.pooled))
+    monkeypatch.setattr(steps, "pooling_of", lambda seq: (seq.pooling, seq.pooled))
     core = make_core(**SMALL)
     result = run(core, sorted(requests, key=lambda request: request.pooling != "mean"), num_preemptions=12)
     core.close()

@@ -11,7 +11,7 @@ import pytest
 from tests.support.checkpoints import llama_tensors, write_llama
 
 from headrace import LLM
-from headrace.backends.base import Chunks
+from headrace.backends.step import Chunks
 from headrace.engine import build
 from headrace.engine.core import EngineCore, Ticket
 from headrace.grammar.matchers import GrammarError

@@ -20,8 +20,7 @@ import pytest
 from tests.support.harness import make_batch, save_random
 
 from headrace import models
-from headrace.backends.base import Chunks
-from headrace.backends.logits import HostLogits
+from headrace.backends.step import Chunks, HostLogits
 from headrace.core import prefix
 from headrace.core.scheduler import Scheduler
 from headrace.core.tables import BlockTables

@@ -113,7 +113,7 @@ def test_resumed_answers_go_on_with_guesses(requests, reference):
 
 def test_an_accepted_wrong_token_is_seen(requests, reference, monkeypatch):
     """The planted fault: whatever is guessed first is kept."""
-    from headrace.runner.verification import Verification
+    from headrace.runner.drawing import Verification
 
     take = Verification.take
 
@@ -134,7 +134,7 @@ def test_an_accepted_wrong_token_is_seen(requests, reference, monkeypatch):
 
 def test_a_slot_of_a_rejected_guess_that_is_read_is_seen(requests, reference, monkeypatch):
     """The planted fault: the token that was drawn is right, but the slot of the wrong guess in its place is kept."""
-    from headrace.runner.verification import Verification
+    from headrace.runner.drawing import Verification
 
     take = Verification.take
 

@@ -19,7 +19,7 @@ from tests.support.server import child, inproc
 from headrace.core.requests import verify_model
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
-from headrace.engine.request_stream import RequestStream
+from headrace.engine.open_requests import RequestStream
 from headrace.insight.simulated import Oracle
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import (
@@ -157,7 +157,7 @@ def test_what_follows_the_engine_hears_which_requests_go_on_in_the_next_one() ->
 
 
 def test_control_a_client_that_forgets_what_it_delivered_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.engine.resumption import OpenRequest
+    from headrace.engine.open_requests import OpenRequest
 
     monkeypatch.setattr(OpenRequest, "resumed", lambda self: self.request)
     result = requests(8, LONG)

@@ -67,7 +67,7 @@ def joined(outputs: list[StepOutput]) -> list[StepOutput]:
     crossed = [msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) for output in outputs]
     for output in crossed:
         joiner.join(output)
-    assert not joiner._rows
+    assert not joiner.rows
     return crossed
 
 

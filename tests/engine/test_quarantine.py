@@ -13,10 +13,10 @@ from tests.engine.test_client import pid_of, read, request, requests, run, undis
 from tests.support import deadly
 from tests.support.deadly import FREEZE, KILL, RAISE, SEGV
 
-from headrace.engine import resumption
+from headrace.engine import open_requests
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
-from headrace.engine.resumption import PoisonedRequestError
+from headrace.engine.open_requests import PoisonedRequestError
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.protocol.step import Request
@@ -143,7 +143,7 @@ def test_kills_from_outside_convict_nobody(seed: int) -> None:
 
 
 def test_control_without_the_quarantine_one_request_takes_all_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumption, "STRIKES", 1000)
+    monkeypatch.setattr(open_requests, "STRIKES", 1000)
     result = requests(4)
     result[1] = request([SEGV, 2, 5])
     actual = run(mortal(max_restarts=3), lambda client: all_of(client, result))

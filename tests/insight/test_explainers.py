@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from prometheus_client import CollectorRegistry
+
 from headrace.core.journal import Arrival
 from headrace.insight.explainer import Calls, Explainer, Explainers
 from headrace.insight.lives import Life, Lives
+from headrace.insight.observer import Counts
 
 
 def calls(*names: str) -> Calls:
@@ -21,7 +24,8 @@ def calls(*names: str) -> Calls:
 def test_the_last_requests_of_unloaded_models_are_kept() -> None:
     explainers = Explainers(max_lives=3)
     nothing: Any = None
-    explainer = Explainer(nothing, nothing, None, lambda: nothing)
+    counts = Counts(CollectorRegistry(), "m")
+    explainer = Explainer(counts, counts, None, lambda: nothing)
     explainers.add(explainer)
     explainer.lives.ended.update(calls("z").lives.ended)
     for model_calls in (calls("a", "b"), calls(), calls("c", "d")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from headrace.engine.resumption import summed
+from headrace.engine.open_requests import summed
 from headrace.insight.metrics import ServerMetrics
 from headrace.protocol.step import Stats
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 from tests.insight.test_journal import engine
 from tests.support.journal import live_through, notes_of_life, recorded, request
 
@@ -17,6 +18,7 @@ from headrace.core.journal import Note, Step, decode_note
 from headrace.insight.explain import explain
 from headrace.insight.explainer import Explainer
 from headrace.insight.lives import Life, Lives
+from headrace.insight.observer import Counts
 from headrace.insight.replay_worker import replay
 from headrace.insight.time_split import by_fit, by_rows
 from headrace.protocol import step_model
@@ -127,11 +129,6 @@ def test_an_explanation_names_what_it_was_split_by() -> None:
     assert words["fitted step times"].endswith("(estimated by fitted step times)")
 
 
-class NoObserver:
-    def on_step(self, output: object, replica: int = 0) -> None:
-        """Nothing observes."""
-
-
 def test_a_kept_fit_is_used_by_the_server_and_by_the_readers_of_recordings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
@@ -140,12 +137,12 @@ def test_a_kept_fit_is_used_by_the_server_and_by_the_readers_of_recordings(
     outputs = list(live_through(core))
     core.close()
     path = step_model.path_of_engine(core.info)
-    nothing: Any = NoObserver()
+    counts = Counts(CollectorRegistry(), "m")
 
     def of_server() -> tuple[str, Life]:
-        explainer = Explainer(nothing, nothing, None, lambda: core.info)
+        explainer = Explainer(counts, counts, None, lambda: core.info)
         for output in outputs:
-            explainer.on_step(output)
+            explainer.observer.on_step(output)
         slowest = max(explainer.lives.ended.values(), key=lambda life: life.parts.get("beside_prefill", 0.0))
         [explanation] = explainer.calls.of_requests([slowest.request_id])
         return explanation.split, slowest

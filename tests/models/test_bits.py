@@ -22,11 +22,9 @@ from tests.support.harness import (
 )
 
 from headrace import models
-from headrace.backends.base import Chunks
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import View
-from headrace.backends.logits import HostLogits, Logits
-from headrace.backends.step import StepRows
+from headrace.backends.step import Chunks, HostLogits, Logits, StepRows
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.params import SamplingParams
 from headrace.runner.runner import Runner

@@ -13,9 +13,9 @@ import torch
 from tests.support.harness import BACKENDS, load, random_ids, save_random, scattered_tables
 
 from headrace import models
-from headrace.backends.base import Chunks, SetUp
+from headrace.backends.base import SetUp
 from headrace.backends.graph import Graph
-from headrace.backends.step import StepSizes
+from headrace.backends.step import Chunks, StepSizes
 
 LENGTHS = [71, 5]
 

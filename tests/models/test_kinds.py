@@ -12,8 +12,9 @@ from tests.support.harness import load, random_ids, save_random
 
 from headrace import models
 from headrace.backends import make_backend
-from headrace.backends.base import Chunks, LayerShape
+from headrace.backends.base import LayerShape
 from headrace.backends.cpu.cache import KVCache, block_bytes
+from headrace.backends.step import Chunks
 from headrace.protocol.kinds import CacheKind
 
 WINDOW, BLOCK, LENGTH = 29, 8, 150

@@ -12,7 +12,7 @@ from tests.support.harness import WITH_STATES, chunk_sizes, follow, load, random
 from tests.support.law import run
 
 from headrace import models
-from headrace.backends.base import Chunks
+from headrace.backends.step import Chunks
 from headrace.engine.build import build_engine
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from tests.support.checkpoints import write_llama
 from tests.support.steps import ASKS, IDS, A, B, C, batch_of, make_runner
 
-from headrace.backends.base import Chunks
-from headrace.backends.logits import Draw, HostLogits
+from headrace.backends.step import Chunks, Draw, HostLogits
 from headrace.protocol.params import SamplingParams
 from headrace.runner.runner import Runner
 from headrace.sampling.filters import Cut

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from headrace import models
 from headrace.backends import make_backend
-from headrace.backends.base import Chunks
 from headrace.backends.graph import LOGITS
-from headrace.backends.logits import HostLogits
+from headrace.backends.step import Chunks, HostLogits
 from headrace.backends.torch_ref.program import EagerProgram
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import StepResult

@@ -10,7 +10,7 @@ import pytest
 from tests.support.checkpoints import write_llama
 from tests.support.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, make_runner, sick
 
-from headrace.backends.base import Chunks
+from headrace.backends.step import Chunks
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import ScheduledBatch
 from headrace.runner.runner import Runner

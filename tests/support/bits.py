@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.backends.base import Chunks
+from headrace.backends.step import Chunks
 from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 

@@ -16,7 +16,7 @@ from transformers.models.mistral4.configuration_mistral4 import Mistral4Config
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from headrace import models
-from headrace.backends.base import Chunks
+from headrace.backends.step import Chunks
 from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.backends.base import Chunks, SetUp
+from headrace.backends.base import SetUp
+from headrace.backends.step import Chunks
 from headrace.engine.library.load import choose_activations, load_model
 from headrace.parallel.pipeline import PipelinedProgram, give_rows
 from headrace.parallel.program import CopyBlocks, Forward, Passed

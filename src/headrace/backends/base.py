@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 import msgspec
 
 from headrace.backends.choosing import Chooser
-from headrace.backends.logits import Draw, Logits
 from headrace.backends.states import RecurrentOps
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from headrace.backends.step import Chunks, Draw, Logits
     from headrace.protocol.kinds import CacheKind
     from headrace.quant.base import MatrixSource
     from headrace.quant.schemes import Scheme
@@ -288,25 +288,6 @@ class LayerShape(NamedTuple):
     @property
     def value_size(self) -> int:
         return self.value_dim or self.head_dim
-
-
-class Chunks(NamedTuple):
-    """The input of one call: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c].
-
-    `copies` are (row, slot) pairs in the rows' order: further slots to which the row's keys and values are written, in
-    all kinds. tables[c] has the blocks of kind 0, more_tables[k - 1][c] the blocks of kind k; without `more_tables`
-    all kinds have the same. Entry i covers block i, or is -1: behind the window of the chunk's first row, never read.
-    states_in: for each chunk the slot of the state before its first row; -1: its sequence begins. states_out: (row,
-    slot) in the rows' order: the state after that row goes to the slot. No chunk writes a slot that another one reads.
-    """
-
-    starts: list[int]
-    token_ids: list[list[int]]
-    tables: list[list[int]]
-    copies: Sequence[tuple[int, int]] = ()
-    more_tables: Sequence[Sequence[list[int]]] = ()
-    states_in: Sequence[int] = ()
-    states_out: Sequence[tuple[int, int]] = ()
 
 
 class SetUp(msgspec.Struct, frozen=True, tag="set_up"):

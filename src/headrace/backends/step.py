@@ -1,22 +1,109 @@
-"""`StepRows`: the ints of a step, in arrays that keep their place and size from step to step.
+"""A step at the border of a program: `Chunks` go in, `Logits` come out, and `StepRows` are the ints in between.
 
-A recorded program reads its inputs at fixed addresses; `fill` writes the next step's inputs there. Knows chunks and
-block tables; must not know models, operators or devices. Made and filled by the programs of recording backends.
+A recorded program reads its inputs at fixed addresses: the arrays of `StepRows` keep their place and size from step to
+step, and `fill` writes the next step's ints there. Knows chunks, block tables and rows of numbers; must not know
+requests, models, operators or devices. Called by backends, whose programs make and fill the rows, and by `runner`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace.backends.base import Array, Chunks
 from headrace.protocol.kinds import CacheKind
+
+Ints: TypeAlias = Any
+"""An array of int32, in the backend's own form."""
 
 MAX_DEPTH = 64
 """Draft tokens on a path of a tree; tokens that several paths share are copied to the blocks of each."""
+
+
+class Chunks(NamedTuple):
+    """The input of one call: chunk c is `token_ids[c]` from position starts[c] on, in the blocks tables[c].
+
+    `copies` are (row, slot) pairs in the rows' order: further slots to which the row's keys and values are written, in
+    all kinds. tables[c] has the blocks of kind 0, more_tables[k - 1][c] the blocks of kind k; without `more_tables`
+    all kinds have the same. Entry i covers block i, or is -1: behind the window of the chunk's first row, never read.
+    states_in: for each chunk the slot of the state before its first row; -1: its sequence begins. states_out: (row,
+    slot) in the rows' order: the state after that row goes to the slot. No chunk writes a slot that another one reads.
+    """
+
+    starts: list[int]
+    token_ids: list[list[int]]
+    tables: list[list[int]]
+    copies: Sequence[tuple[int, int]] = ()
+    more_tables: Sequence[Sequence[list[int]]] = ()
+    states_in: Sequence[int] = ()
+    states_out: Sequence[tuple[int, int]] = ()
+
+
+class Draw(NamedTuple):
+    """How a token is drawn from a row: the fields of a `sampling.filters.Cut`, the noise's key, and the allowed tokens.
+
+    temperature 0: the likeliest, without noise. mask: bit t % 32 of word t // 32 is set if token t is allowed; None for
+    all.
+    """
+
+    temperature: float
+    floor: float = -math.inf
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    position: int = 0
+    mask: NDArray[np.uint32] | None = None
+
+
+class Logits(Protocol):
+    """Logits of the chosen rows [S], valid until the next call of the program. The numbers of a row may lie on a device
+    until they are fetched."""
+
+    @property
+    def finite(self) -> list[bool]:
+        """finite[i]: no NaN and no +inf in row i, and not -inf alone."""
+        ...
+
+    @property
+    def best(self) -> list[int]:
+        """best[i]: the likeliest token id, the lowest of equals."""
+        ...
+
+    @property
+    def on_host(self) -> bool:
+        """Whether `fetch` of rows that follow each other costs nothing, so that all may be fetched."""
+        ...
+
+    def fetch(self, indices: list[int] | None = None) -> NDArray[np.float32]:
+        """Return rows of logits [n, V] in host memory, for reading; all of them without `indices`."""
+        ...
+
+    def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
+        """Draw a token from each of these rows where they lie: the sampler's token, or -1 if the host must draw it."""
+        ...
+
+
+class HostLogits(NamedTuple):
+    """`Logits` that lie in host memory: rows [S, V] float32."""
+
+    rows: NDArray[np.float32]
+    finite: list[bool]
+    best: list[int]
+    on_host: bool = True
+
+    def fetch(self, indices: list[int] | None = None) -> NDArray[np.float32]:
+        if indices is None:
+            return self.rows
+        first = indices[0] if indices else 0
+        stop = first + len(indices)
+        return self.rows[first:stop] if indices == list(range(first, stop)) else self.rows[indices]
+
+    def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
+        return [-1] * len(indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +120,20 @@ class StepRows:
     features: the rows' further inputs, as the backend's operators take them, or None.
     """
 
-    token_ids: Array
-    positions: Array
-    slots: Sequence[Array]
-    row_begin: Array
-    start: Array
-    table_begin: Array
-    blocks: Sequence[Array]
-    copy_begin: Array
-    copy_slots: Array
-    state_in: Array
-    state_out: Array
+    token_ids: Ints
+    positions: Ints
+    slots: Sequence[Ints]
+    row_begin: Ints
+    start: Ints
+    table_begin: Ints
+    blocks: Sequence[Ints]
+    copy_begin: Ints
+    copy_slots: Ints
+    state_in: Ints
+    state_out: Ints
     block_size: int
     max_rows: int
-    features: Array = None
+    features: Ints = None
 
     def fill(self, chunks: Chunks) -> int:
         """Write the ints of `chunks` and return the number of rows. The arrays must be numpy's; entries after the
@@ -124,11 +211,11 @@ class StepSizes(NamedTuple):
 
 
 def make_step_rows(
-    zeros: Callable[[int], Array],
+    zeros: Callable[[int], Ints],
     kinds: Sequence[CacheKind],
     block_size: int,
     sizes: StepSizes,
-    features: Array = None,
+    features: Ints = None,
 ) -> StepRows:
     """Return the arrays of a call for the kinds of cache `kinds`. `zeros(n)` allocates n int32."""
     max_rows, max_chunks, max_blocks = sizes

@@ -16,7 +16,8 @@ from headrace.protocol.step import Draft, ScheduledBatch, Stats, StepResult
 
 
 class Drafts:
-    """`enabled`: whether the executor makes drafts at all. `ended` are sequences that it may forget.
+    """`enabled`: whether the executor makes drafts at all; else nothing here is called. `ended` are sequences that it
+    may forget.
 
     The executor may rest (`StepResult.rest`): the steps until then request no drafts, and cost nothing for them.
     """
@@ -30,13 +31,15 @@ class Drafts:
         self._open = False
         self._rest = self._rest_seqs = 0
 
-    def asks(self, num_seqs: int) -> bool:
-        """Whether a step of `num_seqs` sequences requests drafts. Called once a step."""
+    def request(self, num_seqs: int) -> tuple[list[int], bool]:
+        """Return the sequences that ended since the last step, and whether a step of `num_seqs` sequences requests
+        drafts. Called once a step."""
+        ended, self.ended = self.ended, []
         if self._rest > 0 and num_seqs >= self._rest_seqs:
             self._rest -= 1
-            return False
+            return ended, False
         self._rest = 0
-        return self.enabled
+        return ended, True
 
     def reserve(self, running: Iterable[Sequence], budget: int) -> int:
         """Tokens of a step's `budget` for drafts: at most half, the rest is for known tokens."""
@@ -121,7 +124,3 @@ class Drafts:
             if index not in failed and seq.status is Status.RUNNING and not seq.is_beam:
                 seq.draft = draft
                 self._open = True
-
-    def take_ended(self) -> list[int]:
-        ended, self.ended = self.ended, []
-        return ended

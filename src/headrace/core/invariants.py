@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from headrace.core.beams.searches import Searches
-from headrace.core.flight import Flight
 from headrace.core.kinds import Kind
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import WaitingQueue
 from headrace.core.sequence import NEVER, Sequence, Status
+from headrace.core.steps import Flight
 from headrace.core.tables import BlockTables
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.step import Finish, ScheduledBatch
@@ -88,7 +88,8 @@ def check_lists(
     """I-10, I-18: every sequence is listed by its status, and the queue is sorted. A search has all its beams among the
     running sequences, and only its first among the waiting ones."""
     num_waiting = sum(seq.status is Status.WAITING for seq in sequences)
-    num_running = sum(beam.status is Status.RUNNING for seq in sequences for beam in searches.members(seq))
+    beams = [beam for seq in sequences for beam in (searches.members(seq) if seq.is_beam else (seq,))]
+    num_running = sum(beam.status is Status.RUNNING for beam in beams)
     if (len(waiting), len(running)) != (num_waiting, num_running):
         counts = f"{len(waiting)} and {len(running)}, not {num_waiting} and {num_running}"
         raise InvariantError("I-10", f"the numbers of waiting and running sequences are listed as {counts}")
@@ -158,8 +159,8 @@ def _check_states(kind: Kind, seq: Sequence, num_slots: int) -> None:
 def check_sequences(sequences: Iterable[Sequence], searches: Searches, max_overtaking: int) -> None:
     """I-8, I-12, I-17, I-18: the numbers of every sequence, and of all beams, agree with one another."""
     for first in sequences:
-        search = searches.get(first)
-        for seq in searches.members(first):
+        search = searches.get(first) if first.is_beam else None
+        for seq in (first,) if search is None else search.live:
             # A beam with candidates has computed all its tokens and waits for the others.
             has_candidates = search is not None and seq.seq_id in search.tops
             _check_sequence(seq, has_candidates, max_overtaking)
@@ -196,8 +197,9 @@ def check_searches(searches: Searches, sequences: Mapping[str, Sequence], max_nu
         num_held, claim = search.blocks()[0], search.claim(kind)
         if (num_held > claim and not kind.window) or claim > kind.pool.num_blocks:
             raise InvariantError("I-19", f"{name}: the beams hold {num_held} blocks of {claim}")
-    if len(searches.running) + searches.num_absent() > max_num_seqs:
-        raise InvariantError("I-15", f"{searches.num_absent()} beams to come have no room to run")
+    num_absent = searches.num_absent() if searches.open else 0
+    if len(searches.running) + num_absent > max_num_seqs:
+        raise InvariantError("I-15", f"{num_absent} beams to come have no room to run")
 
 
 def check_steps(

@@ -196,8 +196,8 @@ def _lack(scheduler: Scheduler, batch: ScheduledBatch) -> Wait:
     seq, searches = scheduler.waiting[0], scheduler.searches
     if scheduler.tables.awaits_sibling(seq):
         return Wait.SIBLING
-    search = searches.get(seq)
-    num_places = scheduler.max_num_seqs - len(scheduler.running) - searches.num_absent()
+    search = searches.get(seq) if seq.is_beam else None
+    num_places = scheduler.max_num_seqs - len(scheduler.running) - (searches.num_absent() if searches.open else 0)
     if num_places < (1 if search is None else search.width):
         return Wait.PLACES
     num_drafted = sum(len(draft.token_ids) for draft in batch.drafts.values())

@@ -14,18 +14,15 @@ from operator import le
 from typing import NamedTuple
 
 from headrace.core import invariants
-from headrace.core.batches import make_batch
 from headrace.core.beams.searches import Row, Searches
 from headrace.core.drafting import Drafts
-from headrace.core.finish import STOP, append_known, finish_of
-from headrace.core.flight import Flight
 from headrace.core.kinds import fit_windows, make_kinds
 from headrace.core.notes import Notes
-from headrace.core.outputs import computed_rows, output_of, stats_of
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, Ranks, WaitingQueue
-from headrace.core.requests import make_sequence, verify_fit, verify_numbers
+from headrace.core.requests import STOP, append_known, finish_of, make_sequence, verify_fit, verify_numbers
 from headrace.core.sequence import NEVER, Sequence, Status
+from headrace.core.steps import Flight, computed_rows, make_batch, output_of, stats_of
 from headrace.core.tables import BlockTables, Prefix
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.kinds import CacheKind
@@ -122,7 +119,8 @@ class Scheduler:
         seq.rank = self.ranks.rank(request, self.waiting.least_rank)
         if self._runs_ahead is not None and not request.pooling and not seq.needs_history:
             seq.runs_ahead = self._runs_ahead(request.params)
-        self.searches.begin(request, seq)
+        if request.beam is not None:
+            self.searches.begin(request.beam, seq)
         self.sequences[seq.request_id] = seq
         self.num_added += 1
         finish = finish_of(seq, self.eos_token_ids) if request.resume_token_ids else None
@@ -208,7 +206,7 @@ class Scheduler:
             self.searches.promise(promised)
 
         budget = self.max_num_batched_tokens - len(ready)
-        num_guesses = self.drafts.reserve(running, budget)
+        num_guesses = self.drafts.reserve(running, budget) if self.drafts.enabled else 0
         budget -= num_guesses
         chunks: list[tuple[Sequence, int]] = []
         for seq in wide:
@@ -237,8 +235,8 @@ class Scheduler:
         for seq, length in chunks:
             seq.count(length, counters)
         drafts = self.drafts.place([*((seq, 1) for seq in ready), *chunks], num_guesses) if num_guesses else {}
-        copies, ended = self.tables.take_copies(), self.drafts.take_ended()
-        asks = self.drafts.asks(len(ready) + len(chunks))
+        copies = self.tables.take_copies()
+        ended, asks = self.drafts.request(len(ready) + len(chunks)) if self.drafts.enabled else ([], False)
         seqs, batch = make_batch(counters.num_steps, ready, chunks, copies, drafts, ended, asks, self.tables.has_state)
         self.steps.begin(batch, seqs, self._num_older_pins)
         counters.num_batched_tokens += len(batch.token_ids) + sum(len(d.token_ids) for d in drafts.values())
@@ -343,7 +341,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence, forced: bool = False, by: Sequence | None = None) -> None:
         """Send `seq` back to the queue, with all beams of a search, and release its blocks. A `forced` preemption,
         which is not `by` another, does not count towards protection."""
-        search = self.searches.get(seq)
+        search = self.searches.get(seq) if seq.is_beam else None
         for member in [seq] if search is None else search.live:
             if member.status is Status.RUNNING:
                 self._leave(member)
@@ -374,13 +372,13 @@ class Scheduler:
         """
         waiting = self.waiting
         index = 0
-        room = self.max_num_seqs - len(self.running) - self.searches.num_absent()
+        room = self.max_num_seqs - len(self.running) - (self.searches.num_absent() if self.searches.open else 0)
         while index < len(waiting) and budget and room:
             seq = waiting[index]
             if self.tables.awaits_sibling(seq):
                 index += 1
                 continue
-            search = self.searches.get(seq)
+            search = self.searches.get(seq) if seq.is_beam else None
             num_seqs = 1 if search is None else search.width
             demand = promised if search is None else self.searches.with_reserve(promised, search)
             length = self._admit(seq, budget, demand) if num_seqs <= room else 0
@@ -470,7 +468,7 @@ class Scheduler:
 
     def _end(self, seq: Sequence, finish: Finish) -> None:
         """End a request. The blocks that a step in flight may still write stay held until it is retired (I-7)."""
-        for member in self.searches.members(seq):
+        for member in self.searches.members(seq) if seq.is_beam else [seq]:
             if member.status is Status.RUNNING:
                 self._leave(member)
             if not self.steps.hold(member):

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Backend, Chunks, SetUp
+from headrace.backends.base import Backend, SetUp
+from headrace.backends.step import Chunks
 from headrace.core.blocks import BlockPool
 from headrace.drafters.base import F32, Target
 from headrace.models import Model

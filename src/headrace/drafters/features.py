@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Array, Backend, Cache, Chunks, Rows, SetUp
+from headrace.backends.base import Array, Backend, Cache, Rows, SetUp
+from headrace.backends.step import Chunks
 from headrace.drafters.base import F32, Context, Target
 from headrace.drafters.context import MAX_LINES, MAX_ROWS, LineRows
 from headrace.drafters.grow import ModelDrafter

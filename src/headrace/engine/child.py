@@ -93,7 +93,7 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
         output = core.step() if core.has_work() else StepOutput(step_id=-1)
         output.stats = output.stats or core.stats()
         output.cache_keys = None if reports is None else reports.take()
-        for part in parts_of(output):
+        for part in parts_of(output) if output.has_rows else (output,):
             send(frames.Output(part))
         if debug:
             show(output)

@@ -19,11 +19,10 @@ from headrace.engine import tenants
 from headrace.engine.admission import Admission
 from headrace.engine.core import EngineCore, verify
 from headrace.engine.links import ENGINE_COMMAND, InprocLink, Link, ProcessLink, engine_level
+from headrace.engine.open_requests import PROBE, OpenRequest, PoisonedRequestError, RequestStream
 from headrace.engine.order_calls import Orders
 from headrace.engine.records.crash_reports import CrashReports
 from headrace.engine.replica import Replica
-from headrace.engine.request_stream import RequestStream
-from headrace.engine.resumption import PROBE, OpenRequest, PoisonedRequestError
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import DeadlineError, EngineDeadError, HeadraceError, RequestError

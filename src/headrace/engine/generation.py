@@ -21,7 +21,7 @@ from headrace.engine import context
 from headrace.engine.client import EngineClient
 from headrace.engine.context import deadline, fresh_id
 from headrace.engine.fair_worker import FairWorker
-from headrace.engine.request_stream import RequestStream
+from headrace.engine.open_requests import RequestStream
 from headrace.engine.tenants import Limits, Rates, salted
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import DeadlineError, HeadraceError, RequestError

@@ -333,7 +333,7 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.FromEn
         while data := await reader.read(frames.READ_BYTES):
             for payload in buffer.feed(data):
                 message = frames.decode_from_engine(payload)
-                if isinstance(message, frames.Output):
+                if isinstance(message, frames.Output) and (message.output.alternatives or joiner.rows):
                     joiner.join(message.output)
                 yield message
             # A read of bytes that are here already does not yield to other tasks.
@@ -366,7 +366,7 @@ class InprocLink:
             if isinstance(message, frames.Ready):
                 ready.set_result(message.info)
                 return
-            if isinstance(message, frames.Output):
+            if isinstance(message, frames.Output) and (message.output.alternatives or joiner.rows):
                 joiner.join(message.output)
             on_message(message)
 

@@ -26,7 +26,7 @@ def parts_of(output: StepOutput) -> Iterator[StepOutput]:
     together, with their log-probabilities. The alternatives of a row that is too large by itself come before it
     (`StepOutput.alternatives`).
     """
-    if not (output.prompt_logprobs or output.logprobs or output.pooled):
+    if not output.has_rows:
         yield output
         return
     times = {"step_id": output.step_id, "start_time": output.start_time, "end_time": output.end_time}
@@ -81,16 +81,17 @@ def _short(entry: TokenLogprob) -> TokenLogprob:
 
 
 class Joiner:
-    """Puts the rows of one engine's outputs together again."""
+    """Puts the rows of one engine's outputs together again. `rows` are alternatives whose rows are to come; without any
+    an output that brings none is whole."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, dict[int, list[tuple[int, float]]]] = {}
+        self.rows: dict[str, dict[int, list[tuple[int, float]]]] = {}
 
     def join(self, output: StepOutput) -> None:
         """Keep the alternatives in a part, and add to its rows the alternatives that came before."""
         for request_id, (row, more) in output.alternatives.items():
-            self._rows.setdefault(request_id, {}).setdefault(row, []).extend(more)
-        for request_id in [each for each in self._rows if each in output.prompt_logprobs or each in output.logprobs]:
+            self.rows.setdefault(request_id, {}).setdefault(row, []).extend(more)
+        for request_id in [each for each in self.rows if each in output.prompt_logprobs or each in output.logprobs]:
             entries = output.prompt_logprobs.get(request_id) or output.logprobs[request_id]
-            for row, alternatives in self._rows.pop(request_id).items():
+            for row, alternatives in self.rows.pop(request_id).items():
                 entries[row] = msgspec.structs.replace(entries[row], top=tuple(alternatives))

@@ -13,10 +13,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from headrace.engine.links import Link
+from headrace.engine.open_requests import OpenRequest, RequestStream, Resumption, negated, summed
 from headrace.engine.order_calls import Orders
 from headrace.engine.records.crash_reports import CrashReports
-from headrace.engine.request_stream import RequestStream
-from headrace.engine.resumption import OpenRequest, Resumption, negated, summed
 from headrace.protocol import frames
 from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.protocol.step import Abort, Add, EngineInfo, Stats

@@ -1,9 +1,8 @@
-"""`Explainer`: follows the engine of a server, and explains its requests to their callers. `Explainers` has the
-explainers of all models, and keeps the ended calls of a model that is unloaded.
+"""`Explainer`: reads what the observer of a server's engine has kept, and explains its requests to their callers.
+`Explainers` has the explainers of all models, and keeps the ended calls of a model that is unloaded.
 
-An explainer stands before the other observers of `EngineClient` and `TextClient` and calls them. The holder of a key
-reads the ids and texts of its own requests, and sees other requests as "another request"; an administrator, and
-everybody where no keys are set, reads all. Made by `serve.loading`. Knows no HTTP.
+The holder of a key reads the ids and texts of its own requests, and sees other requests as "another request"; an
+administrator, and everybody where no keys are set, reads all. Made by `serve.loading`. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from headrace.core.journal import Step, decode_note
-from headrace.engine import context, tenants
-from headrace.engine.client import Observer
+from headrace.engine import tenants
 from headrace.engine.generation import FinishObserver
 from headrace.insight.explain import Explanation, Text, explain
 from headrace.insight.limits import Machine
 from headrace.insight.live import Feed
 from headrace.insight.lives import MAX_LIVES, Life, Lives
+from headrace.insight.observer import Counts, Delivery, EngineEnd, Entry, Observer, StepNote
 from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError
-from headrace.protocol.step import EngineInfo, StepOutput
-from headrace.text.outputs import RequestState
+from headrace.protocol.step import EngineInfo
 from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.server")
@@ -78,15 +76,15 @@ class Explainers:
 
     def __init__(self, max_lives: int = MAX_LIVES) -> None:
         self._max_lives = max_lives
-        self._loaded: dict[Explainer, Calls] = {}
+        self._loaded: list[Explainer] = []
         self._past: deque[Calls] = deque()
 
     def add(self, explainer: Explainer) -> None:
-        self._loaded[explainer] = explainer.calls
+        self._loaded.append(explainer)
 
     def retire(self, explainer: Explainer, calls: Calls) -> None:
         """Keep the `calls` of a model that is unloaded, in place of its explainer."""
-        self._loaded.pop(explainer, None)
+        self._loaded = [each for each in self._loaded if each is not explainer]
         if calls.lives.ended:
             self._past.append(calls)
         for _ in range(sum(len(each.lives.ended) for each in self._past) - self._max_lives):
@@ -97,43 +95,70 @@ class Explainers:
 
     def of_call(self, name: str) -> list[Explanation]:
         """As `Calls.of_call`, over all models."""
-        return [each for calls in (*self._loaded.values(), *self._past) for each in calls.of_call(name)]
+        loaded = [explainer.calls for explainer in self._loaded]
+        return [each for calls in (*loaded, *self._past) for each in calls.of_call(name)]
 
 
 class Explainer:
-    """An observer of the client and of answers. `tokenizer`, if there is one, gives the texts around a miss. `info`
-    returns the engine's numbers once it sends steps."""
+    """The lives of one model's requests, read from the log of its `observer` when somebody wants to know. `tokenizer`,
+    if there is one, gives the texts around a miss; see `Observer` for the others."""
 
     def __init__(
         self,
-        observer: Observer,
+        counts: Counts,
         after: FinishObserver,
         tokenizer: Tokenizer | None,
         info: Callable[[], EngineInfo],
     ) -> None:
-        self.lives = Lives()
+        self.observer = Observer(counts, after, self._read, info)
         text_of = None if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
-        self.calls = Calls(self.lives, text_of)
-        self.feed: Feed | None = None
-        self._observer = observer
-        self._after = after
-        self._info = info
-        self._followed: set[int] = set()
+        self._lives = Lives()
+        self._calls = Calls(self._lives, text_of)
+        self._feed: Feed | None = None
         self._readers: dict[str, OnProgress] = {}
 
-    def on_step(self, output: StepOutput, replica: int = 0) -> None:
-        if output.note:
-            note, lives = decode_note(output.note), self.lives.beside(replica)
-            if replica not in self._followed:
-                self._begin(lives, self._info())
-                self._followed.add(replica)
-            lives.follow(note)
-            # A viewer sees one engine, the one that sends the events of its blocks.
-            if self.feed is not None and note.step.blocks is not None:
-                self.feed.follow(note.step)
-            if self._readers:
-                self._report_prompts(lives, note.step)
-        self._observer.on_step(output, replica)
+    @property
+    def lives(self) -> Lives:
+        self.observer.hand_over()
+        return self._lives
+
+    @property
+    def calls(self) -> Calls:
+        self.observer.hand_over()
+        return self._calls
+
+    def of_requests(self, request_ids: Iterable[str]) -> list[Explanation]:
+        """As `Calls.of_requests`, with all that has ended so far."""
+        return self.calls.of_requests(request_ids)
+
+    def show(self, feed: Feed) -> None:
+        """Pass every step on to `feed` from now on."""
+        self._feed = feed
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let the log be read at once while steps are shown or progress is reported."""
+        self.observer.hand_over()
+        self.observer.is_followed = self._feed is not None or bool(self._readers)
+
+    def _read(self, entry: Entry) -> None:
+        match entry:
+            case StepNote(replica, encoded, info):
+                note, lives = decode_note(encoded), self._lives.beside(replica)
+                if info is not None:
+                    self._begin(lives, info)
+                lives.follow(note)
+                # A viewer sees one engine, the one that sends the events of its blocks.
+                if self._feed is not None and note.step.blocks is not None:
+                    self._feed.follow(note.step)
+                if self._readers:
+                    self._report_prompts(lives, note.step)
+            case EngineEnd(replica, request_ids):
+                self._lives.beside(replica).restart(request_ids)
+            case Delivery(request_id, now, reason, holder, call_id):
+                life = self._lives.deliver(request_id, now, reason)
+                if life is not None:
+                    life.holder, life.call_id = holder, call_id
 
     def _begin(self, lives: Lives, info: EngineInfo) -> None:
         """Note the numbers of an engine that sends its first step."""
@@ -142,24 +167,6 @@ class Explainer:
             lives.step_model = step_model.load(step_model.path_of_engine(info))
         except CheckpointError as error:
             logger.warning("explanations split steps by rows: %s", error)
-
-    def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
-        self.lives.beside(replica).restart(request_ids)
-        self._followed.discard(replica)
-        self._observer.on_end(request_ids, replica)
-
-    def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None:
-        self._observer.on_first_token(num_prompt_tokens, num_cached_tokens, seconds)
-
-    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
-        self._observer.on_tokens(num_tokens, seconds)
-
-    def on_finish(self, state: RequestState, reason: str) -> None:
-        """Note that the last token of an answer has reached its caller, whose call is the current one."""
-        life = self.lives.deliver(state.request.request_id, time.monotonic(), reason)
-        if life is not None:
-            life.holder, life.call_id = tenants.current().name, context.current().call_id
-        self._after.on_finish(state, reason)
 
     def replica_of(self, request_id: str) -> int | None:
         """Return which engine has a request, or had it last; None if that is not known."""
@@ -172,11 +179,17 @@ class Explainer:
         are computed and has the numbers before that; a further call follows each step that computed some. Returns a
         function that ends this."""
         self._readers[request_id] = on_progress
-        life = self.lives.find(request_id)
+        self._follow()
+        life = self._lives.find(request_id)
         if life is not None and life.position:
             self._report_begin(life)
             self._report(life, life.position, time.monotonic())
-        return functools.partial(self._readers.pop, request_id, None)
+
+        def end() -> None:
+            self._readers.pop(request_id, None)
+            self._follow()
+
+        return end
 
     def _report_prompts(self, lives: Lives, step: Step) -> None:
         for seq_id, start, length in zip(step.seq_ids, step.starts, step.lens, strict=True):

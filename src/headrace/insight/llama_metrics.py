@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.insight.metrics import Totals
+from headrace.insight.observer import Totals
 
 COUNTERS = {
     "prompt_tokens_total": ("num_prompt_tokens", "Prompt tokens that were computed."),

@@ -1,51 +1,26 @@
 """Prometheus metrics under vLLM's names, with the prefix `headrace:`.
 
 Gauges and the engine's counters are read from the client's state at each scrape and stored nowhere else, so they cannot
-drift (I-21, R-22). The engine client and `TextClient`, whose observer this is, update histograms and per-request
-counters. Knows no HTTP; `serve.app` serves the text of `render`.
+drift (I-21, R-22). Histograms and per-request counters are `observer.Counts`. Knows no HTTP; `serve.app` serves the
+text of `render`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from headrace.engine import context, logs
 from headrace.engine.client import EngineClient
-from headrace.protocol.step import Stats, StepOutput
-from headrace.text.outputs import RequestState
+from headrace.insight.observer import LABELS, Counts, Totals
+from headrace.protocol.step import Stats
 
-LABELS = ("model_name", "engine")
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 FACTS = ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "dtype", "backend", "device")
 """Fields of `EngineInfo` that are labels of the metric of the engine's sizes."""
-TOKENS = tuple(2**exponent for exponent in range(18))
-SOURCES = ("local_compute", "local_cache_hit")
-REASONS = ("stop", "length", "abort", "error")
-
-
-class Totals(msgspec.Struct):
-    """The counters of one model since the start, and its present state. `num_busy` counts the running requests of each
-    step, and `most_tokens` the tokens of the longest request that has ended, prompt and answer."""
-
-    num_steps: int = 0
-    num_busy: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    most_tokens: int = 0
-    prompt_seconds: float = 0.0
-    decode_seconds: float = 0.0
 
 
 class ServerMetrics:
@@ -54,102 +29,21 @@ class ServerMetrics:
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
         self._values = (model_name, "0")
-        self._num_batched: dict[int, int] = {}
-        self._counted = Totals()
         self.num_helper_faults: Callable[[], Mapping[str, int]] = dict
         """Returns how often each kind of process other than the engine failed."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
-        self._first = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SECONDS)
-        self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", GAP_SECONDS)
-        self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", SECONDS)
-        self._queue = self._histogram("request_queue_time_seconds", "Arrival to the first step.", SECONDS)
-        self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", SECONDS)
-        self._decode = self._histogram("request_decode_time_seconds", "First token to last.", SECONDS)
-        self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Decode time over tokens after the first.", GAP_SECONDS
-        )
-        self._inference = self._histogram("request_inference_time_seconds", "First step to last token.", SECONDS)
-        self._lag = self._histogram(
-            "event_loop_lag_seconds", "How much later than due the server's event loop ran a timer.", SECONDS
-        )
-        self._iteration = self._histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS)
-        self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a finished request.", TOKENS)
-        self._answers = self._histogram("request_generation_tokens", "Generated tokens of a finished request.", TOKENS)
-        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a finished request.", TOKENS)
-        self._computed = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens of a finished request that no cache had.", TOKENS
-        )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a first token.")
-        self._cached_tokens = self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.")
-        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
-        self._sources = self._counters("prompt_tokens_by_source", "Where prompt tokens came from.", "source", SOURCES)
-        self._finished = self._counters("request_success", "Ended requests.", "finished_reason", REASONS)
+        self.counts = Counts(self.registry, model_name)
 
     def render(self) -> bytes:
         """Return the exposition text of one scrape."""
         return generate_latest(self.registry)
 
-    # -- the observer of `EngineClient` and `TextClient`
-
-    def on_step(self, output: StepOutput, replica: int = 0) -> None:
-        stats, before = output.stats, self._num_batched.get(replica, 0)
-        if stats is not None and stats.num_batched_tokens != before:
-            self._iteration.observe(stats.num_batched_tokens - before)
-            self._num_batched[replica] = stats.num_batched_tokens
-            self._counted.num_busy += stats.num_running
-
-    def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
-        # The next engine counts from zero again.
-        self._num_batched[replica] = 0
-
-    def on_lag(self, seconds: float) -> None:
-        self._lag.observe(seconds)
-
-    def on_first_token(self, num_prompt_tokens: int, num_cached_tokens: int, seconds: float) -> None:
-        self._first.observe(seconds)
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._cached_tokens.inc(num_cached_tokens)
-        self._sources["local_compute"].inc(num_prompt_tokens - num_cached_tokens)
-        self._sources["local_cache_hit"].inc(num_cached_tokens)
-        self._counted.num_cached_tokens += num_cached_tokens
-
-    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
-        self._generation_tokens.inc(num_tokens)
-        if seconds is not None:
-            self._gap.observe(seconds / num_tokens)
-
-    def on_finish(self, state: RequestState, reason: str) -> None:
-        self._finished[reason].inc()
-        times = state.metrics
-        for histogram, seconds in (
-            (self._queue, times.time_in_queue),
-            (self._prefill, times.prefill_time),
-            (self._decode, times.decode_time),
-        ):
-            if seconds is not None:
-                histogram.observe(max(0.0, seconds))
-        if times.first_scheduled_time is not None and times.last_token_time is not None:
-            self._inference.observe(times.last_token_time - times.first_scheduled_time)
-        self._counted.prompt_seconds += times.prefill_time or 0.0
-        self._counted.decode_seconds += times.decode_time or 0.0
-        num_tokens = len(state.request.prompt_token_ids) + len(state.token_ids)
-        self._counted.most_tokens = max(self._counted.most_tokens, num_tokens)
-        if times.finished_time is not None:
-            self._whole.observe(times.finished_time - times.arrival_time)
-            self._prompts.observe(len(state.request.prompt_token_ids))
-            self._answers.observe(len(state.token_ids))
-            self._computed.observe(len(state.request.prompt_token_ids) - state.num_cached_tokens)
-            if state.request.params.max_tokens is not None:
-                self._max_tokens.observe(state.request.params.max_tokens)
-            if times.decode_time is not None and len(state.token_ids) > 1:
-                self._per_token.observe(times.decode_time / (len(state.token_ids) - 1))
-
     def totals(self) -> Totals:
         """Return the counters of this model, and its present state."""
         client, now, total = self._client, self._client.stats, self._client.total
         return msgspec.structs.replace(
-            self._counted,
+            self.counts.totals,
             num_steps=max(0, total.num_steps),
             num_running=now.num_running,
             num_waiting=now.num_waiting if client.is_alive else client.num_unfinished,
@@ -280,18 +174,6 @@ class ServerMetrics:
         for values, number in numbers.items():
             family.add_metric((*self._values, *values), number)
         return family
-
-    def _histogram(self, name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"headrace:{name}", doc, LABELS, buckets=buckets, registry=self.registry)
-        return histogram.labels(*self._values)
-
-    def _counter(self, name: str, doc: str) -> Counter:
-        return Counter(f"headrace:{name}", doc, LABELS, registry=self.registry).labels(*self._values)
-
-    def _counters(self, name: str, doc: str, label: str, values: tuple[str, ...]) -> dict[str, Counter]:
-        """Return a counter for each value of a further label."""
-        counter = Counter(f"headrace:{name}", doc, (*LABELS, label), registry=self.registry)
-        return {value: counter.labels(*self._values, value) for value in values}
 
 
 def _numbered(numbers: Sequence[str], values: Sequence[float]) -> dict[tuple[str, ...], float]:

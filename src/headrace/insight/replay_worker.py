@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from headrace.core.journal import Step
+from headrace.engine.open_requests import PROBE
 from headrace.engine.records.blind import notes_of, open_recording
-from headrace.engine.resumption import PROBE
 from headrace.insight.explain import explain
 from headrace.insight.live import BlockMap, as_dict
 from headrace.insight.lives import Life, Lives

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.engine.client import EngineClient
-from headrace.engine.resumption import PROBE
+from headrace.engine.open_requests import PROBE
 from headrace.insight.limits import Machine, Share, share_now
 from headrace.insight.lives import Lives
 

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.core.prefix import Miss
 from headrace.engine.cache_tree import CacheTree
-from headrace.engine.resumption import PROBE
+from headrace.engine.open_requests import PROBE
 from headrace.insight.explain import Text, verdict_of
 from headrace.insight.lives import Life, Lives
 

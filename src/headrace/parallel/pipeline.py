@@ -21,7 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Chunks, Program
+from headrace.backends.base import Program
+from headrace.backends.step import Chunks
 from headrace.parallel.program import (
     Call,
     CopyBlocks,
@@ -35,7 +36,7 @@ from headrace.parallel.program import (
 )
 
 if TYPE_CHECKING:
-    from headrace.backends.logits import Logits
+    from headrace.backends.step import Logits
 
 logger = logging.getLogger("headrace.engine")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from headrace.backends.base import Chunks
+from headrace.backends.step import Chunks
 from headrace.protocol.errors import EngineDeadError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from headrace.backends.base import Program
-    from headrace.backends.logits import Logits
+    from headrace.backends.step import Logits
 
 logger = logging.getLogger("headrace.engine")
 

@@ -360,6 +360,11 @@ class StepOutput(msgspec.Struct, kw_only=True):
     cache_keys: CacheKeys | None = None
     note: bytes = b""
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has rows of many numbers, so that it may have to come in parts."""
+        return bool(self.prompt_logprobs or self.logprobs or self.pooled)
+
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a running engine by which the front end checks a request as the engine does.

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace import hub, models
-from headrace.backends.base import Chunks
+from headrace.backends.step import Chunks
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache, make_caches
 from headrace.backends.torch_ref.tensors import DTYPES, tensor

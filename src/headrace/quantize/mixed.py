@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from headrace import models
-from headrace.backends.base import Backend, Chunks, Matrix
-from headrace.backends.step import num_block_kinds
+from headrace.backends.base import Backend, Matrix
+from headrace.backends.step import Chunks, num_block_kinds
 from headrace.backends.torch_ref import TorchRef
 from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.cache import make_caches

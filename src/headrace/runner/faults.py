@@ -26,9 +26,11 @@ MOST_ALONE = 3
 
 
 class StepFaults:
-    """Reasons for the chunks that failed in a step, and whether the step as a whole fails."""
+    """Reasons for the chunks that failed in a step, and whether the step as a whole fails. A step without errors must
+    be settled only if `is_open`: one before it failed, or a part of it."""
 
     def __init__(self) -> None:
+        self.is_open = False
         self._num_in_row = 0
         self._error: BaseException | None = None
 
@@ -38,6 +40,7 @@ class StepFaults:
         `num_rows`: of the only chunk that was computed. A chunk of a single row needs as little memory as any: if there
         is none for it, there is none for any request, and a new process may have some.
         """
+        self.is_open = True
         if is_out_of_memory(error):
             if num_rows == 1:
                 return ""
@@ -64,7 +67,7 @@ class StepFaults:
         error, self._error = self._error, None
         num_failed = sum(reason.startswith((INTERNAL, NO_MEMORY)) for reason in result.errors.values())
         if not num_failed or num_failed < num_chunks or error is None:
-            self._num_in_row = 0
+            self._num_in_row, self.is_open = 0, False
             return
         # One request may be too large for the memory, and another after it: no fault of the engine.
         self._num_in_row += not isinstance(error, MemoryError)

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from headrace.backends.base import Chunks, DrawingProgram, DrawnRows, Program
-from headrace.backends.logits import Draw, HostLogits
+from headrace.backends.base import DrawingProgram, DrawnRows, Program
+from headrace.backends.step import Chunks, Draw, HostLogits
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import UNDRAWN, Draft, ScheduledBatch, StepResult
+from headrace.runner.drawing import Rounds, Verification
 from headrace.runner.faults import NOT_FINITE
-from headrace.runner.verification import Rounds, Verification
 from headrace.sampling.sampler import Row, Sampler
 
 logger = logging.getLogger("headrace.engine")

@@ -11,15 +11,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.backends.base import Chunks, DrawingProgram, Program
+from headrace.backends.base import DrawingProgram, Program
+from headrace.backends.step import Chunks
 from headrace.drafters.speculator import Observation, Outcome, Speculator, StepRecord
 from headrace.grammar.matchers import Matchers
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult, TokenLogprob
+from headrace.runner.drawing import Rounds, Verification
 from headrace.runner.faults import NOT_FINITE, StepFaults
 from headrace.runner.overlap import Overlap, StartedStep, copy_blocks
 from headrace.runner.pieces import Piece, make_pieces, make_portions, states_of
-from headrace.runner.verification import Rounds, Verification
 from headrace.sampling.sampler import Sampler
 
 MAX_LOGITS = 2**24
@@ -71,7 +72,8 @@ class Runner:
         step = overlap.start(batch)
         if step is None:
             return overlap.note(batch, self._run_now(overlap.known(batch)))
-        self._faults.settle(StepResult(step_id=batch.step_id, token_ids=[]), len(batch))
+        if self._faults.is_open:
+            self._faults.settle(StepResult(step_id=batch.step_id, token_ids=[]), len(batch))
         return step
 
     def finish(self, ticket: StepResult | StartedStep) -> StepResult:
@@ -85,14 +87,16 @@ class Runner:
         # A step without speculation costs nothing for it.
         speculator = self.speculator if batch.asks or batch.drafts or batch.ended else None
         record = speculator.begin_step(batch) if speculator is not None else None
-        copy_blocks(self.program, batch)
+        if batch.copies or batch.more_copies:
+            copy_blocks(self.program, batch)
         groups = self._sound_groups(batch, result)
         for pieces in make_portions(groups, self.program.max_rows, self.program.max_logits):
             # A chunk that failed in an earlier portion is not computed further.
             if result.errors:
                 pieces = [piece for piece in pieces if piece.chunk_id not in result.errors]
             self._compute_what_fits(batch, pieces, result, record)
-        self._faults.settle(result, len(batch))
+        if result.errors or self._faults.is_open:
+            self._faults.settle(result, len(batch))
         for i in result.errors:
             result.token_ids[i] = -1
             result.forced.pop(i, None)

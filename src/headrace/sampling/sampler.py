@@ -31,6 +31,15 @@ FEW = 512
 
 MAX_PLANS = 1024
 
+PLACES = (
+    "trace_decode_token_ids",
+    "thinking_token_ids",
+    "min_tokens",
+    "bad_words_token_ids",
+    "no_repeat_ngram_size",
+)
+"""Parameters by which tokens are forced or banned in some places of the answer."""
+
 NONE_LEFT = "no token is left: biases, bans and masks forbid all of them"
 
 
@@ -67,12 +76,14 @@ class Drawn:
 
 
 class _Plan(NamedTuple):
-    """Stages of a set of parameters: the edits of the row, the cuts that `select` makes, and the stages after it."""
+    """Stages of a set of parameters: the edits of the row, the cuts that `select` makes, and the stages after it.
+    `places`: some tokens may be forced or banned, by the row's place or history."""
 
     first: list[str]
     cut: Cut
     stages: list[str]
     edits: bool
+    places: bool
     greedy: bool
     steers: bool
 
@@ -145,13 +156,14 @@ class Sampler:
         params, plan = row.params, self._plan(row.params)
         if params.logprobs is not None or plan.edits or plan.stages or plan.steers:
             return None
-        history = np.array(row.history, np.int64)
-        if (
-            edits.replayed(params, row.position - row.num_prompt) is not None
-            or edits.forced(params, history) is not None
-            or edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
-        ):
-            return None
+        if plan.places:
+            history = np.array(row.history, np.int64)
+            if (
+                edits.replayed(params, row.position - row.num_prompt) is not None
+                or edits.forced(params, history) is not None
+                or edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
+            ):
+                return None
         if plan.greedy:
             return Cut(temperature=0.0)
         return None if params.seed is None else plan.cut._replace(key=(params.seed, row.position))
@@ -235,15 +247,16 @@ class Sampler:
             return error if isinstance(error, ValueError) else ValueError(str(error))
 
     def _open(self, index: int, x: F32, row: Row) -> _Open | Drawn:
-        params, best = row.params, row.best
-        history = np.array(row.history, np.int64)
-        token_id = edits.replayed(params, row.position - row.num_prompt)
-        if token_id is None:
-            token_id = edits.forced(params, history)
-        if token_id is not None and token_id < self.vocab_size and (row.mask is None or _allows(row.mask, token_id)):
-            return Drawn(token_id, state=row.state)
-        plan = self._plan(params)
-        bans = edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
+        params, best, plan = row.params, row.best, self._plan(row.params)
+        history, bans = np.array(row.history, np.int64), []
+        if plan.places:
+            token_id = edits.replayed(params, row.position - row.num_prompt)
+            if token_id is None:
+                token_id = edits.forced(params, history)
+            allowed = row.mask is None or (token_id is not None and _allows(row.mask, token_id))
+            if token_id is not None and token_id < self.vocab_size and allowed:
+                return Drawn(token_id, state=row.state)
+            bans = edits.banned(params, history, row.num_prompt, row.position, self.eos_token_ids)
         if plan.edits or bans or row.mask is not None:
             if best is None:
                 # numpy's argmax stops at a NaN and so finds it; a mask must not hide it.
@@ -276,7 +289,8 @@ class Sampler:
             first.append(stages.pop(0))
         edits = (first, params.logits_processors, params.logit_bias, params.allowed_token_ids, params.watermark)
         cut, stages = _leading_cut(params, stages)
-        plan = _Plan(first, cut, stages, any(edits), params.greedy, params.steers)
+        places = any(getattr(params, name) for name in PLACES)
+        plan = _Plan(first, cut, stages, any(edits), places, params.greedy, params.steers)
         self._plans[id(params)] = params, plan
         return plan
 

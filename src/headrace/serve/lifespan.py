@@ -165,7 +165,7 @@ class Lifespan:
             due = loop.time() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
             for metrics in self.metrics():
-                metrics.on_lag(max(0.0, loop.time() - due))
+                metrics.counts.on_lag(max(0.0, loop.time() - due))
 
     async def _log_stats(self) -> None:
         lines: dict[EngineClient, StatsLine] = {}

@@ -106,17 +106,18 @@ class RunningModel:
         self._engine = parts.engine
         self._facts: ModelFacts | None = None
         self.metrics = ServerMetrics(client, name)
-        self.tracer = None if parts.exporter is None else Tracer(parts.exporter, name, self.metrics)
-        self.explainer = Explainer(self.metrics, self.tracer or self.metrics, parts.tokenizer, lambda: client.info)
+        counts = self.metrics.counts
+        self.tracer = None if parts.exporter is None else Tracer(parts.exporter, name, counts)
+        self.explainer = Explainer(counts, self.tracer or counts, parts.tokenizer, lambda: client.info)
         if self.tracer is not None:
             self.tracer.replica_of = self.explainer.replica_of
         self._explainers = explainers or Explainers()
         self._explainers.add(self.explainer)
-        client.observer = self.explainer
-        front = TextClient(client, parts.tokenizer, self.explainer, rates)
+        client.observer = self.explainer.observer
+        front = TextClient(client, parts.tokenizer, self.explainer.observer, rates)
         self.served = served = served_model(front, server, model, parts)
         served.quality = functools.partial(audit.of_form, parts.audits)
-        served.explain = self.explainer.calls.of_requests
+        served.explain = self.explainer.of_requests
         served.follow_prompt = self.explainer.follow_prompt
         served.digest = self._digest
         served.system = "" if parts.engine is None else model_settings.read(parts.engine.model).system

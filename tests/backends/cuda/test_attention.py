@@ -18,11 +18,12 @@ from tests.support.cubin import CAPABILITIES, compiled, faults
 from tests.support.kernels import DTYPES, TOLERANCES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
-from headrace.backends.base import Chunks, Scoring
+from headrace.backends.base import Scoring
 from headrace.backends.cuda.cache import STORED, LayerCache
 from headrace.backends.cuda.kernels import attention as kernel
 from headrace.backends.cuda.kernels import spans
 from headrace.backends.cuda.launch import Config, Launch
+from headrace.backends.step import Chunks
 from headrace.backends.torch_ref.attention import attention as reference
 from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache as TorchCache

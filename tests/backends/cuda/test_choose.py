@@ -12,7 +12,7 @@ from tests.support.interpreter import run_interpreted
 
 from headrace.backends.cuda.kernels.choose import KERNEL, MARGIN, choose, pack
 from headrace.backends.cuda.launch import Config, Launch
-from headrace.backends.logits import Draw
+from headrace.backends.step import Draw
 from headrace.sampling import filters, noise
 
 WIDTH = 3001

@@ -13,7 +13,6 @@ from tests.support.harness import load, random_ids, save_random, scattered_table
 from tests.support.interpreter import run_interpreted
 
 from headrace import LLM, SamplingParams, models
-from headrace.backends.base import Chunks
 from headrace.backends.cuda import program as program_module
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.drawing import Drawing
@@ -22,7 +21,7 @@ from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.matrix import EightBits
 from headrace.backends.cuda.program import CudaProgram, bucket_sizes, planned_bytes
 from headrace.backends.cuda.staging import Staging
-from headrace.backends.logits import Draw
+from headrace.backends.step import Chunks, Draw
 from headrace.protocol.errors import RequestError
 from headrace.sampling.sampler import F32
 

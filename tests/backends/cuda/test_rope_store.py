@@ -10,10 +10,11 @@ from tests.support.interpreter import run_interpreted
 from tests.support.kernels import DTYPES, TOLERANCES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
-from headrace.backends.base import Chunks, HeadForm, HeadNorm, Heads, LayerShape, RopeTable
+from headrace.backends.base import HeadForm, HeadNorm, Heads, LayerShape, RopeTable
 from headrace.backends.cuda.cache import STORED, KVCache, LayerCache
 from headrace.backends.cuda.kernels.rope_store import coded, rope_store
 from headrace.backends.cuda.launch import Launch
+from headrace.backends.step import Chunks
 from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache as TorchCache
 from headrace.backends.torch_ref.ops import RefOps

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.backends.base import Chunks
-from headrace.backends.logits import HostLogits
+from headrace.backends.step import Chunks, HostLogits
 from headrace.cli.bench.divergence import LayerError, Tally, distance, layer_errors, lockstep, score
 from headrace.cli.bench.quality import held_bits
 from headrace.insight import audit

@@ -19,8 +19,8 @@ from headrace.engine import tenants
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.engine.links import ENGINE_COMMAND, InprocLink, Link, ProcessLink
+from headrace.engine.open_requests import OpenRequest, PoisonedRequestError
 from headrace.engine.replica import Replica
-from headrace.engine.resumption import OpenRequest, PoisonedRequestError
 from headrace.engine.tenants import Tenant
 from headrace.fleet.engines.client import Fleet
 from headrace.protocol import frames

@@ -12,8 +12,8 @@ from tests.fleet.engines.test_fleet import all_of, alone, core, listen, run, thr
 from headrace.cli import fleet as commands
 from headrace.engine.core import EngineCore
 from headrace.engine.links import InprocLink, Link
+from headrace.engine.open_requests import OpenRequest
 from headrace.engine.replica import Replica
-from headrace.engine.resumption import OpenRequest
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.engines.update import FIXED, RollingUpdate, UpdateError
 from headrace.protocol.config import EngineConfig

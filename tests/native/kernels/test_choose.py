@@ -13,7 +13,7 @@ from headrace.backends import make_backend
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.engine.library.load import choose_select
 from headrace.protocol.params import SamplingParams
-from headrace.runner.choosing import MAX_HEAD, NativeSelect
+from headrace.runner.drawing import MAX_HEAD, NativeSelect
 from headrace.sampling import noise
 from headrace.sampling.filters import Candidates, Cut, select_all
 from headrace.sampling.sampler import Row, Sampler

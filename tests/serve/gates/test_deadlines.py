@@ -20,7 +20,7 @@ from tests.serve.test_faults import LONG, events, is_idle
 from tests.support.server import HTTP, Live, inproc
 
 from headrace.engine import context
-from headrace.engine.request_stream import RequestStream
+from headrace.engine.open_requests import RequestStream
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
 

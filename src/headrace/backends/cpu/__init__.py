@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace import env
-from headrace.backends.base import Chunks, LayerShape, SetUp, part_of_memory
+from headrace.backends.base import LayerShape, SetUp, part_of_memory
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.activations import choose_activations
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
@@ -30,7 +30,7 @@ from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
 from headrace.backends.neighbours import neighbours_of
 from headrace.backends.shares import Seat
-from headrace.backends.step import StepSizes
+from headrace.backends.step import Chunks, StepSizes
 from headrace.protocol.errors import RequestError
 from headrace.quant.arrays import floats, type_name
 from headrace.quant.schemes import F8_SCHEMES, K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.matrix import CpuMatrix, parts_of
 from headrace.backends.cpu.ops import CpuOps
@@ -26,7 +25,7 @@ from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.cpu.saved_losses import SavedLosses
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.backends.neighbours import Neighbours, neighbours_of
-from headrace.backends.step import StepSizes
+from headrace.backends.step import Chunks, StepSizes
 from headrace.protocol.errors import RequestError
 from headrace.quant.schemes import ROUNDED_BOOKS
 

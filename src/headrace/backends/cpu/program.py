@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Chunks
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Value
-from headrace.backends.logits import HostLogits
-from headrace.backends.step import StepSizes, make_step_rows
+from headrace.backends.step import Chunks, HostLogits, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, HeadForm, HeadNorm, Heads, LayerShape, RopeTable, Routing, Scoring
+from headrace.backends.base import HeadForm, HeadNorm, Heads, LayerShape, RopeTable, Routing, Scoring
 from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
 from headrace.backends.cpu.experts import SCORES
 from headrace.backends.cpu.matrix import unpacked
@@ -27,6 +27,7 @@ from headrace.backends.cpu.products import KIND_CODES, KINDS
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import Node
 from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
+from headrace.backends.step import Chunks
 from headrace.backends.torch_ref.attention import first_seen
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache, make_caches

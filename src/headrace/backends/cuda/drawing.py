@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.backends.cuda.kernels.choose import LEFT, MARGIN, choose, pack
 from headrace.backends.graph import LOGITS
-from headrace.backends.logits import Draw
+from headrace.backends.step import Draw
 
 
 class Drawing:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, DrawnRows
+from headrace.backends.base import DrawnRows
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.drawing import Drawing
@@ -29,8 +29,7 @@ from headrace.backends.cuda.replay import Replay
 from headrace.backends.cuda.staging import Mark, Staging, to_host
 from headrace.backends.cuda.tape import StepTensors, Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Value
-from headrace.backends.logits import Draw
-from headrace.backends.step import StepRows, StepSizes, make_step_rows
+from headrace.backends.step import Chunks, Draw, StepRows, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 MAX_ROWS = 8192

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.backends.base import Chunks
-from headrace.backends.step import tables_by_kind
+from headrace.backends.step import Chunks, tables_by_kind
 
 
 @dataclass(slots=True)

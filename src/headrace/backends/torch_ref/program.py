@@ -15,11 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import Chunks, SetUp
+from headrace.backends.base import SetUp
 from headrace.backends.key_means import LENGTH, NUM_SEQS, probe_tokens
-from headrace.backends.logits import HostLogits
 from headrace.backends.states import StateCache
-from headrace.backends.step import num_block_kinds
+from headrace.backends.step import Chunks, HostLogits, num_block_kinds
 from headrace.backends.torch_ref.batch import make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache, make_caches
 from headrace.backends.torch_ref.ops import RefOps

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Chunks, Program
+from headrace.backends.base import Program
+from headrace.backends.step import Chunks
 from headrace.protocol.errors import HeadraceError
 
 MAX_LOGITS = 2**22

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from headrace.core.beams.rules import BeamSearch, Top
-from headrace.core.finish import LENGTH, finish_after
 from headrace.core.kinds import Kind
+from headrace.core.requests import LENGTH, finish_after
 from headrace.core.sequence import NEVER, Sequence, Status
 from headrace.core.tables import BlockTables
 from headrace.protocol.beam import BeamSearchParams
-from headrace.protocol.step import Beam, BeamResult, Request, StepResult
+from headrace.protocol.step import Beam, BeamResult, StepResult
 
 Row = tuple[Sequence, int, bool, int]
 """The result of a step for one sequence: the tokens computed, whether one was sampled after them, and which (or -1)."""
@@ -88,14 +88,11 @@ class Searches:
         self.next_id = next_id
         self.open: dict[str, Search] = {}
 
-    def begin(self, request: Request, root: Sequence) -> None:
-        """Make `root` the first beam of the search of `request`, if it is one."""
-        params = request.beam
-        if params is None:
-            return
+    def begin(self, params: BeamSearchParams, root: Sequence) -> None:
+        """Make `root` the first beam of a search."""
         root.is_beam = True
-        root.params = params.step_params(request.params, len(root.stop_ids))
-        self.open[request.request_id] = Search(root, params)
+        root.params = params.step_params(root.params, len(root.stop_ids))
+        self.open[root.request_id] = Search(root, params)
 
     def get(self, seq: Sequence) -> Search | None:
         """Return the open search of a beam, None for any other sequence."""
@@ -148,7 +145,7 @@ class Searches:
         return sum(num_blocks for num_blocks, _ in counts), sum(unshared for _, unshared in counts)
 
     def _running(self) -> list[Search]:
-        return [search for search in self.open.values() if search.live[0].status is Status.RUNNING] if self.open else []
+        return [search for search in self.open.values() if search.live[0].status is Status.RUNNING]
 
     # -- the end of a step ---------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
 from headrace.quant.base import stated_activations
 from headrace.quant.schemes import FP8_CACHE, cache_scheme, find_method, parse
-from headrace.runner.choosing import NativeSelect
+from headrace.runner.drawing import NativeSelect
 from headrace.runner.runner import Runner
 from headrace.sampling.filters import Select, select_all
 from headrace.sampling.sampler import Sampler

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from headrace import __version__
+from headrace.engine.open_requests import OpenRequest
 from headrace.engine.records.black_box import BlackBox
-from headrace.engine.resumption import OpenRequest
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.step import EngineInfo, Stats
 

@@ -22,11 +22,10 @@ import msgspec
 from headrace.engine.client import EngineClient
 from headrace.engine.core import verify
 from headrace.engine.links import Link
+from headrace.engine.open_requests import OpenRequest, RequestStream, added, summed
 from headrace.engine.order_calls import Orders
 from headrace.engine.orders import ReadFingerprint
 from headrace.engine.replica import Replica
-from headrace.engine.request_stream import RequestStream
-from headrace.engine.resumption import OpenRequest, added, summed
 from headrace.fleet.dispatch import Dispatcher, has_room
 from headrace.fleet.index import prefix_keys, root_key
 from headrace.fleet.router import Route, Router

@@ -20,9 +20,9 @@ import msgspec
 
 from headrace.engine.cache_tree import ReadCache
 from headrace.engine.links import Link
+from headrace.engine.open_requests import negated, summed
 from headrace.engine.orders import ReadFingerprint
 from headrace.engine.parts import parts_of
-from headrace.engine.resumption import negated, summed
 from headrace.fleet.remote import wire
 from headrace.protocol import frames
 from headrace.protocol.frames import TransportError

@@ -49,7 +49,8 @@ class Source:
         self.client = client = model.client
         self._explainer = explainer = model.explainer
         self._running = running
-        self.feed = explainer.feed = Feed(client.watch)
+        self.feed = Feed(client.watch)
+        explainer.show(self.feed)
         self._state, self._time = b"", 0.0
 
     @property

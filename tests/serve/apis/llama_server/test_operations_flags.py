@@ -7,7 +7,7 @@ import re
 from tests.support.server import HTTP, Live, inproc
 
 from headrace.insight.llama_metrics import LlamaMetrics
-from headrace.insight.metrics import Totals
+from headrace.insight.observer import Totals
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
-from headrace.backends.logits import Draw
+from headrace.backends.step import Draw
 from headrace.sampling import filters, noise
 
 MARGIN = 1e-9

@@ -1,27 +1,54 @@
-"""Verification: which draft tokens the target accepts; one round of draws for each depth.
+"""How the tokens of a step are drawn from its logits: `Rounds` has one round for each depth of the drafts, and decides
+which draft tokens the target accepts; `NativeSelect` is the sampler's `Select` by an operator of the backend.
 
 Coupled: at every node the target's own sample, with its own keyed noise, decides; a draft token is accepted if and only
 if it is that sample, so ids and log-probabilities are those without speculation, to the bit. Rejection: the sample is
 distributed as the target's, and is a draft token as often as possible (`sampling.rejection`). A chunk without a draft
-is drawn from once. Knows logits and parameters; must not know the program or the drafter. Called by the runner.
+is drawn from once.
+
+It joins backend and sampler, which must not import each other. Knows logits and parameters; must not know the program
+or the drafter. `Rounds` is called by the runner, `NativeSelect` made by `engine.library.load`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headrace.backends.logits import Draw, Logits
+from headrace.backends.choosing import Chooser
+from headrace.backends.step import Draw, Logits
 from headrace.grammar.matchers import GrammarError, Mask, Matchers
 from headrace.protocol.step import Draft, ScheduledBatch, StepResult
 from headrace.runner.faults import NOT_FINITE
 from headrace.sampling import rejection
-from headrace.sampling.filters import Cut
+from headrace.sampling.filters import F32, ONE, Candidates, Cut, base_of, select
 from headrace.sampling.sampler import Drawn, Row, Sampler
 
-F32 = NDArray[np.float32]
+MAX_HEAD = 1024
+"""A heap of more is slower than a partition of the whole row."""
+
+
+class NativeSelect:
+    """`Select` for rows of as many logits as `chooser` takes."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self._chooser = chooser
+
+    def __call__(self, rows: list[F32], greatest: list[float], cuts: list[Cut]) -> list[Candidates]:
+        width = self._chooser.width
+        native = [i for i, cut in enumerate(cuts) if not MAX_HEAD < cut.top_k < width]
+        chosen = self._chooser(
+            [rows[i] for i in native],
+            [cuts[i].top_k for i in native],
+            [(greatest[i], cuts[i].temperature, cuts[i].floor, cuts[i].top_p) for i in native],
+            [cuts[i].key for i in native],
+        )
+        candidates = {}
+        for i, (token_ids, scaled, total) in zip(native, chosen, strict=True):
+            # The bar of kernels.h, and a little more for rounding.
+            bar = math.log(total * 2.0**-ONE) - 3.0 + 1e-6 if total else -math.inf
+            candidates[i] = Candidates(token_ids, scaled, base_of(greatest[i], cuts[i].temperature), bar)
+        return [candidates[i] if i in candidates else select(rows[i], greatest[i], cuts[i]) for i in range(len(rows))]
 
 
 @dataclass(slots=True)
