@@ -48,7 +48,8 @@ def native(what: str) -> Iterator[None]:
 class Tokenizer:
     """A model's tokenizer, with the ids of its special tokens and its chat templates.
 
-    `special_tokens` maps bos_token, eos_token ... to their text, for templates. `chat_templates` has the default
+    `special_tokens` maps bos_token, eos_token, image_token ... to their text, for templates. `chat_templates` has the
+    default
     template under "default"; some models have a second one, "tool_use".
     """
 
@@ -66,7 +67,7 @@ class Tokenizer:
         texts = {role: _content(config.get(role)) for role in _ROLES}
         texts["bos_token"] = texts["bos_token"] or file.bos_token
         texts["eos_token"] = texts["eos_token"] or file.eos_token
-        self.special_tokens: dict[str, str] = {role: text for role, text in texts.items() if text}
+        self.special_tokens: dict[str, str] = {role: text for role, text in {**_named(config), **texts}.items() if text}
         self._add_tokens(config)
         self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
             self._role_id(role) for role in _ROLES[:4]
@@ -435,6 +436,16 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
 def _content(token: object) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the text of the tokens that tokenizer_config.json names itself, such as image_token. transformers makes
+    each a variable of templates."""
+    named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(listed := config.get(key), dict):
+            named |= {name: _content(value) for name, value in listed.items()}
+    return named
 
 
 def _add_listed(config: dict[str, Any], listed: dict[str, Any]) -> None:
