@@ -100,6 +100,14 @@ def _tojson(
     return json.dumps(plain, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _fromjson(text: str) -> Any:
+    """Return the value of a JSON text, and another text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
@@ -119,6 +127,8 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], loader=None
     )
     env.filters["tojson"] = _tojson
+    # Of the templates that headrace has itself.
+    env.filters["fromjson"] = _fromjson
     # jinja2's filter marks the text as safe, and quotes in a text that is joined to it would then be escaped.
     env.filters["safe"] = str
     env.globals.update(

@@ -23,7 +23,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
 from headrace.text.stops import StopFinder
 from headrace.text.templates import ChatTemplate
-from headrace.text.tokenizer_files import TokenizerFile, side_file
+from headrace.text.tokenizer_bytes import TokenizerFile, byte_letters, side_file
 
 # A text of at least so many characters is encoded as a batch of one: only the call for batches releases the
 # interpreter's lock, so that other threads run while a megabyte is tokenised.
@@ -106,7 +106,10 @@ class Tokenizer:
             config.setdefault(role, text)
         if not file.is_whole:
             _add_listed(config, side_file(directory / "added_tokens.json"))
-        return tokenizer_files.guarded(lambda folder: cls(file, config, _chat_templates(folder, config)), directory)
+        implied = {} if file.chat_template is None else {"default": file.chat_template}
+        return tokenizer_files.guarded(
+            lambda folder: cls(file, config, _chat_templates(folder, config) or implied), directory
+        )
 
     @classmethod
     def load_if_present(cls, path: Path | str) -> Tokenizer | None:
@@ -402,7 +405,7 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
     known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "ByteLevel", "WordPiece"}
     if not known.issuperset(kinds) or any(s["type"] == "Replace" and "String" not in s["pattern"] for s in steps):
         raise CheckpointError(f"tokenizer.json: a decoder of {', '.join(kinds)} is not supported")
-    letters = {letter: byte for byte, letter in enumerate(tokenizer_files.byte_letters())}
+    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
 
     def bytes_of(token: str, first: bool, added: bool) -> bytes:
         if spec is None:
