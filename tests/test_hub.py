@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,11 @@ def test_a_digest_is_that_of_config_and_weights(tmp_path: Path) -> None:
     assert hub.digest(tmp_path) == before
     (tmp_path / "a.safetensors").write_text("weightt")
     assert hub.digest(tmp_path) != before
+
+
+def test_all_files_of_tokenizers_are_fetched_and_digested() -> None:
+    names = "tekken.json tiktoken.model tokenizer.model tokenizer.model.v3 mistral_instruct_tokenizer_241114.model.v7m1"
+    for name in names.split():
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in hub.PATTERNS), name
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in hub.TEXT_FILES), name
+    assert not any(fnmatch.fnmatch("consolidated.00.pth", pattern) for pattern in hub.PATTERNS)

@@ -35,8 +35,9 @@ TEXT_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "*.model",
+    "*.model.v*",
 )
-TEXT_FILES += ("*.model", "*.model.v*")
 """The files that decide how texts and tokens correspond; for a GGUF file, the file itself."""
 MAX_JSON_BYTES = 64 * 2**20
 _TURN_ENDS = frozenset(

@@ -7,12 +7,14 @@ template writes one. Knows no requests; called by the readers of those files.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace.protocol.errors import CheckpointError
 
-VERSIONS = (1, 2, 3, 7, 11, 13)
+VERSIONS = (1, 2, 3, 7, 11, 13, 15)
 
 _TURNS = """
 {%- set ns = namespace(first=-1, last=-1, role='', system='') -%}
@@ -49,6 +51,13 @@ _TOOLS = """
   {{- '][/AVAILABLE_TOOLS]' -}}
 {%- endif -%}
 """
+_EFFORT = """
+{%- if loop.index0 == ns.first -%}
+  {%- set effort = reasoning_effort or @DEFAULT@ -%}
+  {%- if effort not in @LEVELS@ -%}{{- raise_exception('reasoning_effort is ' ~ effort) -}}{%- endif -%}
+  {{- '[MODEL_SETTINGS]' + {'reasoning_effort': effort} | tojson + '[/MODEL_SETTINGS]' -}}
+{%- endif -%}
+"""
 _USER_1 = """
 {%- if message.role == 'user' -%}
   {{- '[INST] ' + (ns.system + '\\n\\n' if ns.system and loop.index0 == ns.first else '') + message.content -}}
@@ -64,7 +73,7 @@ _USER_7 = """
 {%- if message.role == 'system' -%}
   {{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' -}}
 {%- elif message.role == 'user' -%}
-  @TOOLS@
+  @TOOLS@@EFFORT@
   {{- '[INST]' + message.content + '[/INST]' -}}
 """
 _ANSWER_1 = """
@@ -83,17 +92,26 @@ _ANSWER_2 = """
   {%- endif -%}
   @THINK@
   {{- (message.content or '').rstrip(' ') -}}
+  {%- for call in message.tool_calls or [] -%}
+    {%- set call_id = call.id -%}@CHECK@
+  {%- endfor -%}
   {%- if message.tool_calls -%}
     @CALLS@
   {%- endif -%}
   {{- eos_token -}}
 {%- elif message.role == 'tool' and @SHOWN@ -%}
+  {%- set call_id = message.tool_call_id -%}@CHECK@
   {{- '[TOOL_RESULTS]' -}}@RESULT@{{- '[/TOOL_RESULTS]' -}}
 {%- endif -%}
 {%- endfor -%}
 """
 _THINK = """
 {%- if message.reasoning_content -%}{{- '[THINK]' + message.reasoning_content + '[/THINK]' -}}{%- endif -%}
+"""
+_CHECK = """
+{%- if call_id is not string or call_id | length != 9 -%}
+  {{- raise_exception('ids of tool calls have nine letters or digits') -}}
+{%- endif -%}
 """
 _CALL_LIST = """
 {{- '[TOOL_CALLS][' -}}
@@ -109,30 +127,40 @@ _CALL_EACH = """
 {%- endfor -%}
 """
 _CONTENT = "(message.content or '{}') | fromjson"
-_PLAIN = f"({_CONTENT} | tojson if {_CONTENT} is not string or message.content[:1] == '\"' else message.content)"
 _RESULTS = {
     2: f"{{{{- [{{'name': message.name, 'content': {_CONTENT}}}] | tojson -}}}}",
     3: f"{{{{- {{'content': {_CONTENT}, 'call_id': message.tool_call_id}} | tojson -}}}}",
-    7: f"{{{{- message.tool_call_id + '[TOOL_CONTENT]' + {_PLAIN} -}}}}",
-    13: f"{{{{- {_PLAIN} -}}}}",
+    7: "{{- message.tool_call_id + '[TOOL_CONTENT]' + message.content -}}",
+    13: "{{- message.content -}}",
 }
 
 
-def source(version: int, has_thinking: bool = False) -> str:
+class Efforts(NamedTuple):
+    """The levels of reasoning that a model has, and the one without which no prompt is written."""
+
+    levels: list[str]
+    default: str
+
+
+def source(version: int, has_thinking: bool = False, efforts: Efforts | None = None) -> str:
     """Return the Jinja source for a version. `has_thinking`: the vocabulary has the tokens around a reasoning."""
     if version == 1:
         return _joined(_TURNS + _USER_1 + _ANSWER_1)
     text = _TURNS + (_USER_2 if version < 7 else _USER_7) + _ANSWER_2
     calls = _CALL_LIST if version < 11 else _CALL_EACH
-    call_id = {2: "", 3: ", 'id': call.id", 7: ", 'id': call.id", 11: "'[CALL_ID]' + call.id + ", 13: ""}
+    call_id = {2: "", 3: ", 'id': call.id", 7: ", 'id': call.id", 11: "'[CALL_ID]' + call.id + "}
     for mark, part in {
         "TOOLS": _TOOLS,
         "WHERE": "last" if version < 13 else "first",
         "SHOWN": "loop.index0 >= ns.last" if version == 2 else "true",
         "MIXED": "false" if version < 7 else "true",
+        "EFFORT": "" if efforts is None else _EFFORT,
+        "DEFAULT": "" if efforts is None else json.dumps(efforts.default),
+        "LEVELS": "" if efforts is None else json.dumps(efforts.levels),
         "THINK": _THINK if has_thinking and version >= 13 else "",
         "CALLS": calls,
-        "ID": call_id[version],
+        "CHECK": _CHECK if 3 <= version < 13 else "",
+        "ID": call_id.get(version, ""),
         "RESULT": _RESULTS[max(each for each in _RESULTS if each <= version)],
     }.items():
         text = text.replace(f"@{mark}@", part)

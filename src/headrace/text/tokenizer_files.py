@@ -1,9 +1,9 @@
 """Reads the files of tokenizers, each into a `tokenizers.Tokenizer`.
 
 Supported: tokenizer.json; SentencePiece models (BPE and unigram); GPT-2's vocab.json + merges.txt under either pair of
-names; files of ranks (see `tokenizer_ranks`); llama2.c's tokenizer.bin. Where a format lacks the rule of splitting before
-merging, config.json's model_type or the vocabulary's size decides. Knows no chats, streams or requests; called by
-`Tokenizer.load`. Raises `CheckpointError` for a file that is not supported.
+names; files of ranks (see `tokenizer_ranks`); llama2.c's tokenizer.bin. Where a format lacks the rule by which text is
+split before merging, config.json's model_type or the vocabulary's size decides. Knows no chats, streams or requests;
+called by `Tokenizer.load`. Raises `CheckpointError` for a file that is not supported.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def _in_folder(directory: Path) -> Path | None:
 def read(path: Path) -> TokenizerFile:
     """Read the tokenizer in `path`, a model's directory or a file."""
     if path.is_dir():
-        found = _in_folder(path)
-        if found is None:
+        inner = _in_folder(path)
+        if inner is None:
             raise CheckpointError(f"{path} has no tokenizer (looked for {', '.join(_READERS)})")
-        path = found
+        path = inner
     if not path.is_file():
         raise CheckpointError(f"no tokenizer at {path}")
     reader = _READERS.get(path.name) or (_read_dot_model if ".model" in path.name else _BY_SUFFIX.get(path.suffix))

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 
 from headrace.protocol.errors import CheckpointError
 from headrace.text import mistral_templates
+from headrace.text.mistral_templates import Efforts
 from headrace.text.tokenizer_bytes import (
     SPLITS,
     TokenizerFile,
@@ -118,7 +119,9 @@ def read_tekken(path: Path) -> TokenizerFile:
         raise CheckpointError(f"{path.name}: {len(specials)} special tokens, for {num_specials} ids")
     tokenizer = _bpe([base64.b64decode(entry["token_bytes"]) for entry in tokens], specials, [], config["pattern"])
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
-    template = mistral_templates.source(version, has_thinking="[THINK]" in known)
+    effort = (data.get("model_settings_builder") or {}).get("reasoning_effort")
+    efforts = None if effort is None else Efforts(effort["values"], effort["default"])
+    template = mistral_templates.source(version, "[THINK]" in known, efforts)
     return TokenizerFile(tokenizer, "<s>", "</s>", adds_bos=True, chat_template=template)
 
 
