@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,11 @@ def test_settings_of_the_text_model_alone_are_those_of_all() -> None:
 def test_settings_of_no_method_are_refused_with_their_place(stated: Any, words: str) -> None:
     with pytest.raises(CheckpointError, match=f"config.json: {words}"):
         hub.with_quantization({"quantization_config": stated})
+
+
+def test_all_files_of_tokenizers_are_fetched_and_digested() -> None:
+    names = "tekken.json tiktoken.model tokenizer.model tokenizer.model.v3 mistral_instruct_tokenizer_241114.model.v7m1"
+    for name in names.split():
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in hub.PATTERNS), name
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in hub.TEXT_FILES), name
+    assert not any(fnmatch.fnmatch("consolidated.00.pth", pattern) for pattern in hub.PATTERNS)

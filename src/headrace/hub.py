@@ -23,12 +23,21 @@ from headrace import builtin, gguf
 from headrace.protocol import bounds
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.model.v*", "*.txt"]
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 """The GGUF file of a repository that is fetched if no tag chooses another."""
 DIGESTED = ("config.json", "*.safetensors", "*.gguf", "*.u8")
 """The files that decide the results of a model; *.u8 is the built-in one's."""
-TEXT_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model")
+TEXT_FILES = (
+    "tokenizer*.json",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "*.model.v*",
+)
 """The files that decide how texts and tokens correspond; for a GGUF file, the file itself."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 """The keys of a config.json for the settings of quantisation: the usual one, compressed-tensors' older one, MLX's."""

@@ -3,6 +3,7 @@ with the features of every position; then drafters are asked, shown and told, as
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +12,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 
 from headrace import builtin
 from headrace.backends.base import SetUp
@@ -111,6 +114,21 @@ def target_of(
         load=load,
     )
     return target._replace(**fields)
+
+
+def resized_drafter(path: Path, size: int) -> Path:
+    """Write the built-in model's draft model with another number of tokens: the last ones are cut, or there is
+    padding."""
+    source = builtin.PATH / "drafters" / "draft_model"
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "embed_tokens" in name or "lm_head" in name:
+            rows = tensor[:size]
+            tensors[name] = torch.cat([rows, torch.full((size - len(rows), tensor.shape[1]), 3.0, dtype=tensor.dtype)])
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    return path
 
 
 @cache

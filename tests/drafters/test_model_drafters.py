@@ -16,6 +16,7 @@ from tests.drafters.play import (
     Play,
     context_of,
     drafts_of,
+    resized_drafter,
     run,
     show,
     spec_of,
@@ -369,11 +370,6 @@ def test_a_layer_that_is_none_is_refused(output: str, tmp_path: Path) -> None:
 
 REFUSED: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
     (lambda path: drafter_of("early_exit", exit_layer=14), RequestError, "exit_layer"),
-    (
-        lambda path: drafter_of("draft_model", model=str(path)),
-        CheckpointError,
-        "vocab_size is 199, the model's is 2048",
-    ),
 ]
 
 
@@ -384,3 +380,43 @@ def test_what_does_not_fit_is_told(
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 199}')
     with pytest.raises(kind, match=words):
         make(tmp_path)
+
+
+def of_tokens(seq_id: int, tokens: list[int]) -> Context:
+    return Context(seq_id, tokens, 1, GREEDY, 4, 4)
+
+
+def test_tokens_that_the_draft_model_lacks(tmp_path: Path) -> None:
+    drafter = drafter_of("draft_model", model=str(resized_drafter(tmp_path, 1024)))
+    [known] = drafter.propose([of_tokens(1, [5, 6, 7])])
+    assert known.token_ids
+    assert max(known.token_ids) < 1024
+    [unknown, still] = drafter.propose([of_tokens(2, [5, 1024, 7]), of_tokens(1, [5, 6, 7])])
+    assert unknown.token_ids == []
+    assert still == known
+    [after] = drafter.propose([of_tokens(2, [5, 6, 7])])
+    assert after == known, "the sequence is drafted for where its tokens are known"
+
+
+class Beyond(Greedy):
+    """Chooses a token that the draft model lacks, as a request may that allows no other."""
+
+    def choose(self, logits: Any, contexts: Any, tails: Any) -> list[int]:
+        return [2000] * len(logits)
+
+
+def test_a_guess_that_the_draft_model_can_not_read_ends_a_chain(tmp_path: Path) -> None:
+    path = str(resized_drafter(tmp_path, 1024))
+    [draft] = drafter_of("draft_model", guide=Beyond(), model=path).propose([of_tokens(1, [5, 6, 7])])
+    assert draft.token_ids == [2000]
+    [draft] = drafter_of("draft_model", guide=Beyond()).propose([of_tokens(1, [5, 6, 7])])
+    assert draft.token_ids == [2000] * 4
+
+
+def test_the_other_tokenizer_is_compared_before_the_model_is_loaded(tmp_path: Path) -> None:
+    def compare(directory: Path) -> bool:
+        raise CheckpointError(f"{directory} has another tokenizer")
+
+    spec = spec_of(method="draft_model", model=str(tmp_path))
+    with pytest.raises(CheckpointError, match="has another tokenizer"):
+        draft_model.make(spec, target_of(compare_tokenizers=compare))

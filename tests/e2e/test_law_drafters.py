@@ -3,6 +3,7 @@ prefix cache, with every kind of parameters. And rejection sampling with each, w
 
 import msgspec
 import pytest
+from tests.drafters.play import resized_drafter
 from tests.e2e.test_law_speculation import varied
 from tests.support.law import assert_same, groups_of, make_core, make_requests, run, run_alone
 
@@ -53,9 +54,25 @@ def test_guesses_of_a_model_change_nothing(requests, reference, name):
     assert stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if "trees" not in name])
-def test_rejection_sampling_with_a_model(requests, name):
-    core = make_core(model="builtin", speculative_config={**DRAFTERS[name], "adaptive": False, "mode": "rejection"})
+@pytest.mark.parametrize(("size", "nodes"), [(1024, 4), (1024, 9), (2112, 9)])
+def test_a_vocabulary_of_another_size_changes_nothing(requests, reference, size, nodes, tmp_path):
+    """Of the smaller one many tokens are missing, so that some sequences get no draft."""
+    config = {"model": str(resized_drafter(tmp_path, size)), "num_speculative_tokens": 4, "num_tree_nodes": nodes}
+    core = make_core(model="builtin", speculative_config={**config, "adaptive": False})
+    some = requests[:12]
+    result = run(core, some)
+    stats = core.stats()
+    num_refused = core.executor.speculator.num_refused
+    core.close()
+    assert_same(result, {request.request_id: reference[request.request_id] for request in some})
+    assert stats.num_accepted_tokens > 0
+    assert num_refused == 0
+
+
+@pytest.mark.parametrize("name", [*(name for name in DRAFTERS if "trees" not in name), "resized"])
+def test_rejection_sampling_with_a_model(requests, name, tmp_path):
+    config = DRAFTERS[name] if name in DRAFTERS else {"model": str(resized_drafter(tmp_path, 1024))}
+    core = make_core(model="builtin", speculative_config={**config, "adaptive": False, "mode": "rejection"})
     plain = [r for r in requests if r.params.structured_outputs is None][:12]
     result = run(core, plain)
     stats = core.stats()

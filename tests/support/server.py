@@ -41,7 +41,7 @@ TEMPLATE = (
 
 def write_tokenizer(directory: Path, vocab_size: int = fake.VOCAB_SIZE) -> Path:
     """A byte-level tokenizer: token i is byte i, but for token 255, which ends a text, and words from 256 on."""
-    from headrace.text.tokenizer_files import byte_letters
+    from headrace.text.tokenizer_bytes import byte_letters
 
     letters = byte_letters()
     vocab = {letter: index for index, letter in enumerate(letters[:255])} | {"<eos>": fake.EOS}

@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Plain
 
-from headrace.text import tokenizer_files
+from headrace.text import tokenizer_bytes, tokenizer_files
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tokenizer_files import TokenizerFile
+from headrace.text.tokenizer_bytes import TokenizerFile
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -49,7 +49,7 @@ def _finish(plain: Plain) -> Tokenizer:
 @functools.cache
 def made_byte_level() -> Tokenizer:
     """Byte-level BPE in the way of GPT-2: 256 bytes, some merges across bytes of one character, special tokens."""
-    letters = tokenizer_files.byte_letters()
+    letters = tokenizer_bytes.byte_letters()
     merges: list[tuple[str, str]] = []
     for word in ("the", " the", " a", "é", "漢字", "🚀", "stop", "\n\n"):
         spelled = [letters[byte] for byte in word.encode()]
@@ -58,7 +58,7 @@ def made_byte_level() -> Tokenizer:
     vocab = {letter: i for i, letter in enumerate(letters)}
     for left, right in merges:
         vocab.setdefault(left + right, len(vocab))
-    return _finish(tokenizer_files.byte_level(vocab, list(dict.fromkeys(merges)), "gpt2").tokenizer)
+    return _finish(tokenizer_bytes.byte_level(vocab, list(dict.fromkeys(merges)), "gpt2").tokenizer)
 
 
 @functools.cache

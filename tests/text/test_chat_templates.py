@@ -262,6 +262,8 @@ def test_what_templates_see() -> None:
     assert rendered(source, [USER], {"bos_token": "<b>"}, enable_thinking=False) == "<b>FalseTrueTrueFalse"
     assert rendered("{{ {'a': '<é>'} | tojson }}", [USER]) == '{"a": "<é>"}'
     assert rendered("{% generation %}x{% endgeneration %}", [USER]) == "x"
+    scoped = "{% set x=1 %}{% generation %}{{x}}{% set x=2 %}{{x}}{% endgeneration %}{{x}}"
+    assert rendered(scoped, [USER]) == "121", "as in transformers, the block has a scope of its own"
     assert rendered("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", [USER]) == "01"
     assert len(rendered("{{ strftime_now('%Y-%m-%d') }}", [USER])) == 10
 

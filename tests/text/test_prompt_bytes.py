@@ -16,7 +16,8 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import ContextLengthError
 from headrace.text.inputs import prompt_ids
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tokenizer_files import byte_letters, max_token_bytes
+from headrace.text.tokenizer_bytes import byte_letters
+from headrace.text.tokenizer_files import max_token_bytes
 
 TOKENIZER = Tokenizer.load(hub.resolve("builtin"))
 INFO = fake.build(EngineConfig(model="fake", max_model_len=64)).info

@@ -19,7 +19,7 @@ from tokenizers import processors
 
 from headrace import builtin
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.text import tokenizer_files
+from headrace.text import tokenizer_bytes, tokenizer_files
 from headrace.text.tokenizer import Tokenizer
 
 PAIRS = [
@@ -41,7 +41,7 @@ def test_llama_cpp_vectors(path: str, name: str) -> None:
 def test_control_vectors_tell_splitting_rules_apart() -> None:
     model = json.loads(loaded("tokenizers/llama3.2").to_json())["model"]
     vocab, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
-    wrong = tokenizer_files.byte_level(vocab, merges, "gpt2").tokenizer
+    wrong = tokenizer_bytes.byte_level(vocab, merges, "gpt2").tokenizer
     assert any(wrong.encode(text).ids != expected for text, expected in vectors("llama-bpe"))
 
 

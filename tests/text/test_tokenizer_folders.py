@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from tests.support.tokenizers import data
+from tokenizers import Tokenizer as Plain
+from tokenizers import models
 
 from headrace.protocol.errors import CheckpointError
 from headrace.text.tokenizer import Tokenizer
@@ -132,3 +134,22 @@ def test_an_unknown_way_to_split_is_refused(
     side = {"config": {"model_type": model_type}}
     with pytest.raises(CheckpointError, match=words):
         Tokenizer.load(folder(tmp_path, GPT2, tokenizer_config=config, **side))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"extra_special_tokens": {"image_token": "b", "boi": "c"}},
+        {"model_specific_special_tokens": {"image_token": "b", "boi": {"content": "c"}}},
+        {"image_token": "b", "extra_special_tokens": {"boi": "c"}},
+    ],
+)
+def test_templates_have_the_tokens_that_the_config_names(config: dict[str, Any], tmp_path: Path) -> None:
+    vocab = models.WordLevel({"a": 0, "b": 1, "c": 2}, "a")
+    Plain(vocab).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": True, "bos_token": None}))
+    tok = Tokenizer.load(tmp_path)
+    assert tok.special_tokens == {"image_token": "b", "boi": "c"}
+    template = "{{image_token}}{{boi}}{{bos_token}}{{extra_special_tokens}}"
+    user = [{"role": "user", "content": ""}]
+    assert tok.apply_chat_template(user, chat_template=template, tokenize=False) == "bc"

@@ -121,7 +121,9 @@ class Target(NamedTuple):
     cache takes the memory that the drafter leaves. `directory` may be a GGUF file; `config` are the values of
     config.json. `kv_dtype` and `quantization` are the target's. `load` reads another model: (directory,
     quantization, max_model_len) -> its backend, the model, its config; it raises the errors of
-    `engine.library.load.load_model`.
+    `engine.library.load.load_model`. `compare_tokenizers` compares the tokenizer of another model's directory with the
+    target's: it raises `CheckpointError` where their ids stand for other tokens, and returns False where one of the two
+    is missing.
     """
 
     model: Model
@@ -139,3 +141,4 @@ class Target(NamedTuple):
     quantization: str | None
     guide: Guide
     load: Callable[[Path, str | None, int], tuple[Backend, Model, dict[str, Any]]]
+    compare_tokenizers: Callable[[Path], bool] = lambda directory: False

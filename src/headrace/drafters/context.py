@@ -66,8 +66,8 @@ class Computed(NamedTuple):
 
 
 class DraftVocabulary:
-    """The target's id of each of a model's tokens (None: they are the same), and the size of the target's
-    vocabulary."""
+    """The target's id of each of a model's tokens (None: they are the same, as far as both have them), and the size of
+    the target's vocabulary."""
 
     def __init__(self, token_ids: NDArray[np.int64] | None, size: int) -> None:
         self._token_ids = token_ids
@@ -75,13 +75,14 @@ class DraftVocabulary:
 
     def widened(self, logits: F32) -> F32:
         """Return logits over the target's vocabulary, valid until the next call; tokens that the model does not have
-        get -inf."""
-        if self._token_ids is None:
-            return logits
+        get -inf, tokens that the target does not have are left out."""
+        num_common = min(logits.shape[1], self._wide.shape[1])
+        if self._token_ids is None and num_common == self._wide.shape[1]:
+            return logits[:, :num_common]
         if len(self._wide) < len(logits):
             self._wide = np.full((len(logits), self._wide.shape[1]), -np.inf, np.float32)
         wide = self._wide[: len(logits)]
-        wide[:, self._token_ids] = logits
+        wide[:, slice(num_common) if self._token_ids is None else self._token_ids] = logits
         return wide
 
 

@@ -1,4 +1,7 @@
-"""Drafts by a small model of the same vocabulary (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
+"""Drafts by a small model of the same tokenizer (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
+
+The sizes of the two vocabularies may differ, as the padding behind the last token does. An id that only one of them has
+is never guessed, and a sequence that shows the model such an id gets no draft.
 
 It reads the tokens themselves, so it can begin with any sequence at any place: it computes the tokens that its cache
 lacks, at most its window. The start of a window depends on the sequence's length alone, so that drafts depend on the
@@ -30,7 +33,11 @@ class TokenDrafter(ModelDrafter):
 
     def __init__(self, model: Model, backend: Backend, spec: SpeculativeConfig, target: Target, window: int) -> None:
         self._half = max(1, window // 2)
+        self._vocab_size = model.vocab_size
         super().__init__(model, backend, spec, target, 2 * self._half)
+
+    def reads(self, token_id: int) -> bool:
+        return token_id < self._vocab_size
 
     def job(self, context: Context, keep: set[int]) -> LineRows | None:
         line = self.private.line(context.seq_id)
@@ -44,6 +51,8 @@ class TokenDrafter(ModelDrafter):
         # At least the last token is computed again, for its logits.
         self.private.rewind(line, min(num_same, len(tokens) - 1))
         missing = tokens[len(line.tokens) :]
+        if not self.reads(max(missing)):
+            return None
         return LineRows(line, missing) if self.private.reserve(line, len(missing), keep) else None
 
 
@@ -52,11 +61,10 @@ def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
     loading a model."""
     directory = directory_of(spec, target, "draft_model")
     window = min(spec.max_model_len, target.max_model_len)
+    is_compared = target.compare_tokenizers(directory)
     if directory.is_dir():
         values = read_config(directory)
         config = ModelConfig(values)
-        vocab_size = config.integer("vocab_size")
-        _verify_vocabulary(vocab_size, target, str(directory))
         most = config.max_positions() - spec.num_drafts
         if most < 2:
             raise CheckpointError(f"{directory}: {most + spec.num_drafts} positions hold no {spec.num_drafts} guesses")
@@ -64,13 +72,11 @@ def make(spec: SpeculativeConfig, target: Target) -> TokenDrafter:
             logger.info("the draft model sees the last %d tokens at most; it has no more positions", most)
             window = most
     backend, model, _ = target.load(directory, spec.quantization or target.quantization, window + spec.num_drafts)
-    _verify_vocabulary(model.vocab_size, target, str(directory))
-    return TokenDrafter(model, backend, spec, target, window)
-
-
-def _verify_vocabulary(vocab_size: int, target: Target, name: str) -> None:
-    if vocab_size != target.vocab_size:
-        raise CheckpointError(
-            f"{name} can not draft: its vocab_size is {vocab_size}, the model's is {target.vocab_size}. A draft model "
-            "must have the tokenizer of the model it guesses for"
+    if model.vocab_size != target.vocab_size:
+        logger.info(
+            "the draft model has %d token ids, the model %d: what one of them lacks is not guessed%s",
+            model.vocab_size,
+            target.vocab_size,
+            "" if is_compared else "; there are no two tokenizers to compare",
         )
+    return TokenDrafter(model, backend, spec, target, window)

@@ -92,6 +92,10 @@ class ModelDrafter(Drafter):
         The lines of the sequences `keep` must stay."""
         ...
 
+    def reads(self, token_id: int) -> bool:
+        """Return whether the model can read a token of the target's vocabulary."""
+        return True
+
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         keep = {context.seq_id for context in contexts}
         jobs = {i: self.job(context, keep) for i, context in enumerate(contexts) if context.num_drafts > 0}
@@ -130,7 +134,9 @@ class ModelDrafter(Drafter):
             rows = [
                 row
                 for row, i in enumerate(alive)
-                if len(chains[i]) < contexts[i].num_drafts and self.private.reserve(lines[i], 1, keep)
+                if len(chains[i]) < contexts[i].num_drafts
+                and self.reads(chains[i][-1])
+                and self.private.reserve(lines[i], 1, keep)
             ]
             if not rows:
                 break

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -59,13 +59,18 @@ class RenderResult(msgspec.Struct):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks an answer's text for training; here its body is rendered as it stands."""
+    """`{% generation %}` marks an answer's text for training; here its body alone is rendered, in a scope of its own,
+    as a call block in transformers is."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class _PlainNamespace(Namespace):
@@ -95,6 +100,14 @@ def _tojson(
     return json.dumps(plain, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _fromjson(text: str) -> Any:
+    """Return the value of a JSON text, and another text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
@@ -114,6 +127,8 @@ def environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], loader=None
     )
     env.filters["tojson"] = _tojson
+    # Of the templates that headrace has itself.
+    env.filters["fromjson"] = _fromjson
     # jinja2's filter marks the text as safe, and quotes in a text that is joined to it would then be escaped.
     env.filters["safe"] = str
     env.globals.update(

@@ -23,7 +23,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.text import tokenizer_files, tokenizer_gguf
 from headrace.text.stops import StopFinder
 from headrace.text.templates import ChatTemplate
-from headrace.text.tokenizer_files import TokenizerFile, side_file
+from headrace.text.tokenizer_bytes import TokenizerFile, byte_letters, side_file
 
 # A text of at least so many characters is encoded as a batch of one: only the call for batches releases the
 # interpreter's lock, so that other threads run while a megabyte is tokenised.
@@ -48,7 +48,8 @@ def native(what: str) -> Iterator[None]:
 class Tokenizer:
     """A model's tokenizer, with the ids of its special tokens and its chat templates.
 
-    `special_tokens` maps bos_token, eos_token ... to their text, for templates. `chat_templates` has the default
+    `special_tokens` maps bos_token, eos_token, image_token ... to their text, for templates. `chat_templates` has the
+    default
     template under "default"; some models have a second one, "tool_use".
     """
 
@@ -66,7 +67,7 @@ class Tokenizer:
         texts = {role: _content(config.get(role)) for role in _ROLES}
         texts["bos_token"] = texts["bos_token"] or file.bos_token
         texts["eos_token"] = texts["eos_token"] or file.eos_token
-        self.special_tokens: dict[str, str] = {role: text for role, text in texts.items() if text}
+        self.special_tokens: dict[str, str] = {role: text for role, text in {**_named(config), **texts}.items() if text}
         self._add_tokens(config)
         self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
             self._role_id(role) for role in _ROLES[:4]
@@ -105,7 +106,10 @@ class Tokenizer:
             config.setdefault(role, text)
         if not file.is_whole:
             _add_listed(config, side_file(directory / "added_tokens.json"))
-        return tokenizer_files.guarded(lambda folder: cls(file, config, _chat_templates(folder, config)), directory)
+        implied = {} if file.chat_template is None else {"default": file.chat_template}
+        return tokenizer_files.guarded(
+            lambda folder: cls(file, config, _chat_templates(folder, config) or implied), directory
+        )
 
     @classmethod
     def load_if_present(cls, path: Path | str) -> Tokenizer | None:
@@ -405,7 +409,7 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
     known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "ByteLevel", "WordPiece"}
     if not known.issuperset(kinds) or any(s["type"] == "Replace" and "String" not in s["pattern"] for s in steps):
         raise CheckpointError(f"tokenizer.json: a decoder of {', '.join(kinds)} is not supported")
-    letters = {letter: byte for byte, letter in enumerate(tokenizer_files.byte_letters())}
+    letters = {letter: byte for byte, letter in enumerate(byte_letters())}
 
     def bytes_of(token: str, first: bool, added: bool) -> bytes:
         if spec is None:
@@ -439,6 +443,16 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
 def _content(token: object) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the text of the tokens that tokenizer_config.json names itself, such as image_token. transformers makes
+    each a variable of templates."""
+    named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(listed := config.get(key), dict):
+            named |= {name: _content(value) for name, value in listed.items()}
+    return named
 
 
 def _add_listed(config: dict[str, Any], listed: dict[str, Any]) -> None:

@@ -1,73 +1,65 @@
 """Reads the files of tokenizers, each into a `tokenizers.Tokenizer`.
 
 Supported: tokenizer.json; SentencePiece models (BPE and unigram); GPT-2's vocab.json + merges.txt under either pair of
-names; tiktoken's rank files; llama2.c's tokenizer.bin. Where a format lacks the rule by which text is split before
-merging, config.json's model_type or the vocabulary's size decides. Knows no chats, streams or requests; called by
-`Tokenizer.load`. Raises `CheckpointError` for a file that is not supported.
+names; files of ranks (see `tokenizer_ranks`); llama2.c's tokenizer.bin. Where a format lacks the rule by which text is
+split before merging, config.json's model_type or the vocabulary's size decides. Knows no chats, streams or requests;
+called by `Tokenizer.load`. Raises `CheckpointError` for a file that is not supported.
 """
 
 from __future__ import annotations
 
-import base64
-import itertools
 import json
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from headrace import hub
 from headrace.protocol.errors import CheckpointError
+from headrace.text import mistral_templates
+from headrace.text.tokenizer_bytes import (
+    TokenizerFile,
+    byte_letters,
+    byte_level,
+    model_type,
+    rule_of_size,
+    side_file,
+)
+from headrace.text.tokenizer_ranks import read_tekken, read_tiktoken
 
 MAX_BYTES = 64 * 2**20
 """Largest tokenizer file that is read."""
 
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS = {"gpt2": None, "llama": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
-"""The rules by which byte-level BPE splits text before merging, by model_type. None is GPT-2's rule, which `tokenizers`
-has."""
 CLASSES = {"GPT2Tokenizer": "gpt2", "Qwen2Tokenizer": "qwen2"}
 """Classes of transformers that read vocab.json and merges.txt, with their rule of splitting."""
 
 Read = TypeVar("Read")
 
 
-@dataclass
-class TokenizerFile:
-    """A tokenizer, and the begin and end of text that its file names (None: it names none).
-
-    `is_whole`: the file, a tokenizer.json, has all tokens, and decides whether begin and end are added; the other files
-    of its folder decide neither. `begins_chats`: a begin that is added to prompts is added to rendered chats too.
-    """
-
-    tokenizer: tokenizers.Tokenizer
-    bos_token: str | None = None
-    eos_token: str | None = None
-    adds_bos: bool = False
-    is_whole: bool = False
-    begins_chats: bool = False
-
-
 def present(path: Path) -> bool:
     """Return whether `path` is a file, or a directory with a tokenizer in it."""
-    return path.is_file() or any((path / name).is_file() for name in _READERS)
+    return path.is_file() or _in_folder(path) is not None
+
+
+def _in_folder(directory: Path) -> Path | None:
+    """Return the tokenizer's file in a directory. Of several versions of a SentencePiece model the last one counts."""
+    for name in _READERS:
+        files = sorted((path for path in directory.glob(name) if path.is_file()), key=lambda path: _version(path) or 0)
+        if files:
+            return files[-1]
+    return None
 
 
 def read(path: Path) -> TokenizerFile:
     """Read the tokenizer in `path`, a model's directory or a file."""
     if path.is_dir():
-        names = [name for name in _READERS if (path / name).is_file()]
-        if not names:
+        inner = _in_folder(path)
+        if inner is None:
             raise CheckpointError(f"{path} has no tokenizer (looked for {', '.join(_READERS)})")
-        path = path / names[0]
+        path = inner
     if not path.is_file():
         raise CheckpointError(f"no tokenizer at {path}")
     reader = _READERS.get(path.name) or (_read_dot_model if ".model" in path.name else _BY_SUFFIX.get(path.suffix))
@@ -101,36 +93,6 @@ def _read_json(path: Path) -> TokenizerFile:
 # Byte-level BPE
 
 
-def byte_level_bpe(
-    vocab: dict[str, int], merges: list[tuple[str, str]], cuts: Sequence[str], composed: bool, whole_words: bool
-) -> tokenizers.Tokenizer:
-    """Return byte-level BPE (Radford et al. 2019). `cuts` split the text one after another; none: GPT-2's rule.
-
-    `composed`: the text is brought into the form NFC. `whole_words`: a word in the vocabulary needs no merges.
-    """
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
-    if composed:
-        tokenizer.normalizer = normalizers.NFC()
-    splits: list[Any] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters]) if splits else letters
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], rule: str, spaced: bool = False) -> TokenizerFile:
-    """Return byte-level BPE with one of the rules `SPLITS`. `spaced`: a text begins as after a space."""
-    pattern = SPLITS[rule]
-    cuts = () if pattern is None else (pattern,)
-    tokenizer = byte_level_bpe(vocab, merges, cuts, composed=rule == "qwen2", whole_words=bool(cuts))
-    if spaced:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=not cuts)
-    end = "<|endoftext|>" if "<|endoftext|>" in vocab else None
-    if end:
-        tokenizer.add_special_tokens([AddedToken(end, special=True, normalized=False)])
-    return TokenizerFile(tokenizer, bos_token=end, eos_token=end)
-
-
 def _read_vocab_and_merges(path: Path) -> TokenizerFile:
     name = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}[path.name]
     if not path.with_name(name).is_file():
@@ -158,55 +120,17 @@ def _rule(directory: Path, config: Mapping[str, Any], num_tokens: int) -> str:
                 f"the splitting is known for {known}; other classes need a tokenizer.json"
             )
         return rule
-    model_type = _model_type(directory)
-    if model_type is None:
-        return _rule_of_size(num_tokens)
-    if model_type in ("gpt2", "starcoder2"):
+    kind = model_type(directory)
+    if kind is None:
+        return rule_of_size(num_tokens)
+    if kind in ("gpt2", "starcoder2"):
         return "gpt2"
-    if re.match(r"qwen[23]", model_type):
+    if re.match(r"qwen[23]", kind):
         return "qwen2"
     raise CheckpointError(
-        f"{directory} has vocab.json and merges.txt, whose splitting is not known for the type {model_type!r:.80}: a "
+        f"{directory} has vocab.json and merges.txt, whose splitting is not known for the type {kind!r:.80}: a "
         "tokenizer.json, or a tokenizer_class in tokenizer_config.json, is missing"
     )
-
-
-def _rule_of_size(num_tokens: int) -> str:
-    """Return the rule for files that stand alone. Vocabularies of more than 100,000 tokens are newer than GPT-2's
-    rule."""
-    return "llama" if num_tokens > 100_000 else "gpt2"
-
-
-def _read_tiktoken(path: Path) -> TokenizerFile:
-    """Read lines of a base64 token and its rank. The merge of a token is the last pair that is left when its bytes are
-    merged by lower ranks."""
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.read_bytes().splitlines())}
-    letters = byte_letters()
-
-    def spell(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            pairs = [(ranks.get(a + b, rank), i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
-            best, at = min(pairs)
-            if best >= rank:
-                break
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2:
-            merges.append((spell(parts[0]), spell(parts[1])))
-    model_type = _model_type(path.parent)
-    rule = model_type if model_type in SPLITS else _rule_of_size(len(ranks))
-    return byte_level({spell(token): rank for token, rank in ranks.items()}, merges, rule)
-
-
-def byte_letters() -> list[str]:
-    """Return the printable character for each byte in byte-level vocabularies."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def max_token_bytes(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> int | None:
@@ -256,16 +180,6 @@ def _keeps_length(step: dict[str, Any]) -> bool:
     if step["type"] != "Replace" or "String" not in step["pattern"]:
         return False
     return len(step["content"].encode()) >= len(step["pattern"]["String"].encode())
-
-
-def _model_type(directory: Path) -> str | None:
-    value = side_file(directory / "config.json").get("model_type")
-    return value if isinstance(value, str) else None
-
-
-def side_file(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; empty where there is no file."""
-    return hub.read_json(path) if path.is_file() else {}
 
 
 # SentencePiece
@@ -331,7 +245,7 @@ def _read_dot_model(path: Path) -> TokenizerFile:
     """Read a .model file: SentencePiece's protobuf, or, in Llama 3's own release, tiktoken's lines."""
     data = path.read_bytes()
     if data[:1] != b"\n":
-        return _read_tiktoken(path)
+        return read_tiktoken(path)
     trainer: dict[int, list[Any]] = {}
     normalizer: dict[int, list[Any]] = {}
     pieces: list[tuple[str, float, int]] = []
@@ -371,7 +285,15 @@ def _read_dot_model(path: Path) -> TokenizerFile:
     def name(token_id: int) -> str | None:
         return pieces[token_id][0] if 0 <= token_id < len(pieces) else None
 
-    return TokenizerFile(tokenizer, name(bos_id), name(eos_id), adds_bos=bos_id >= 0)
+    version = _version(path)
+    template = None if version is None or first_alone else mistral_templates.source(version)
+    return TokenizerFile(tokenizer, name(bos_id), name(eos_id), adds_bos=bos_id >= 0, chat_template=template)
+
+
+def _version(path: Path) -> int | None:
+    """Return the version that the name of a SentencePiece model of Mistral's ends with."""
+    match = re.search(r"\.model\.(v\d+)(m\d+)?$", path.name)
+    return None if match is None else mistral_templates.checked_version(match[1], path)
 
 
 def _id(value: int) -> int:
@@ -443,9 +365,12 @@ def _read_llama2c(path: Path) -> TokenizerFile:
 
 _READERS: dict[str, Callable[[Path], TokenizerFile]] = {
     "tokenizer.json": _read_json,
+    "tekken.json": read_tekken,
+    "*.model.v[0-9]*": _read_dot_model,
     "tokenizer.model": _read_dot_model,
+    "tiktoken.model": _read_dot_model,
     "vocab.json": _read_vocab_and_merges,
     "encoder.json": _read_vocab_and_merges,
     "tokenizer.bin": _read_llama2c,
 }
-_BY_SUFFIX = {".json": _read_json, ".bin": _read_llama2c, ".tiktoken": _read_tiktoken}
+_BY_SUFFIX = {".json": _read_json, ".bin": _read_llama2c, ".tiktoken": read_tiktoken}

@@ -16,7 +16,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from headrace import gguf
 from headrace.gguf import GGUF, MAX_TOKEN_BYTES, MAX_TOKENS
 from headrace.text import tokenizer_files
-from headrace.text.tokenizer_files import BYTE, NORMAL, SPLITS, USER_DEFINED, TokenizerFile
+from headrace.text.tokenizer_bytes import SPLITS, TokenizerFile, byte_level_bpe
+from headrace.text.tokenizer_files import BYTE, NORMAL, USER_DEFINED
 
 MAX_MERGES = 2**21
 
@@ -172,7 +173,7 @@ def _byte_level(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.
         merges.append((merge[:cut], merge[cut + 1 :]))
     vocab = {text: token_id for token_id, (text, _, _) in enumerate(pieces)}
     composed, whole_words = habits(pre)
-    tokenizer = tokenizer_files.byte_level_bpe(vocab, merges, PRE_TOKENIZERS[pre], composed, whole_words)
+    tokenizer = byte_level_bpe(vocab, merges, PRE_TOKENIZERS[pre], composed, whole_words)
     tokenizer_files.add_pieces(tokenizer, pieces, marks_spaces=False)
     return tokenizer
 

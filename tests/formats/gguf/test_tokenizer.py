@@ -12,7 +12,7 @@ from tests.formats.gguf.files import BOOL, F32, I32, STRING, U32, gguf_file, lis
 from tests.support.tokenizers import data, loaded, vectors
 
 from headrace.protocol.errors import CheckpointError
-from headrace.text import tokenizer_files, tokenizer_gguf
+from headrace.text import tokenizer_bytes, tokenizer_gguf
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -112,7 +112,7 @@ def test_where_the_cuts_fall(pre: str) -> None:
 
 # Small vocabularies, one of each kind.
 
-LETTERS = tokenizer_files.byte_letters()
+LETTERS = tokenizer_bytes.byte_letters()
 BYTE_LEVEL = [
     *vocabulary("gpt2", [*LETTERS, "<|end|>", "<tool>", "ab", "abc"], [*[1] * 256, 3, 4, 1, 1]),
     listed("tokenizer.ggml.merges", STRING, ["a b", "ab c"]),

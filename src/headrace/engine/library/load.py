@@ -215,6 +215,14 @@ def make_target(
         loaded[0].choose_activations(loaded[1], "auto", config.num_threads, stated)
         return loaded[0], loaded[1], loaded[2].values
 
+    def compare(path: Path) -> bool:
+        if config.skip_tokenizer_init:
+            return False
+        from headrace.text import same_tokens
+
+        path_of_target = hub.resolve_tokenizer(config.model, config.tokenizer, config.revision)
+        return same_tokens.check(path_of_target, path)
+
     return Target(
         model=model,
         backend=backend,
@@ -231,6 +239,7 @@ def make_target(
         quantization=config.quantization,
         guide=guide,
         load=load,
+        compare_tokenizers=compare,
     )
 
 
