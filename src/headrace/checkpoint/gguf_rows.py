@@ -135,8 +135,9 @@ class GGUFFile:
             self.release()
 
     def release(self) -> None:
-        if isinstance(self.gguf.data, mmap.mmap):
-            self.gguf.data.madvise(mmap.MADV_DONTNEED)
+        for data in self.gguf.files:
+            if isinstance(data, mmap.mmap):
+                data.madvise(mmap.MADV_DONTNEED)
 
 
 class FormCounts:

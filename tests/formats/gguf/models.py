@@ -95,12 +95,15 @@ def plain(name: str, weight: F32) -> tuple[NDArray[Any], Any]:
     return weight, None
 
 
-def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[Any], None] | None = None) -> Path:
-    """Write the checkpoint in `directory` as the GGUF file `path`. `fields` adds to the metadata."""
+def convert(
+    directory: Path, path: Path, form: Form = plain, fields: Callable[[Any], None] | None = None, split: int = 0
+) -> Path:
+    """Write the checkpoint in `directory` as the GGUF file `path`. `fields` adds to the metadata. `split`: most tensors
+    of a file, of which there are several then."""
     config = json.loads((directory / "config.json").read_text())
     model_type = config["model_type"]
     config = config | config.get("text_config", {}) | {"model_type": model_type}
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[model_type])
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[model_type], split_max_tensors=split)
     add_metadata(writer, config, directory)
     if fields is not None:
         fields(writer)
