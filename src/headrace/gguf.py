@@ -322,8 +322,8 @@ class GGUF:
         if kind not in TENSOR_TYPES:
             raise self.fault(f"type of {name}", kind, f"one of {', '.join(map(str, TENSOR_TYPES))}")
         type_name, block, block_bytes = TENSOR_TYPES[kind]
-        if 0 in shape or (shape or (1,))[0] % block:
-            raise self.fault(f"shape of {name}", shape, f"without zeros, in rows of a multiple of {block} elements")
+        if (shape or (1,))[0] % block:
+            raise self.fault(f"shape of {name}", shape, f"in rows of a multiple of {block} elements")
         offset = self._number("Q", f"offset of {name}")
         return name, TensorInfo(type_name, shape, offset, math.prod(shape) // block * block_bytes)
 

@@ -305,3 +305,14 @@ def test_a_tensor_without_a_place_is_told(tmp_path: Path) -> None:
     path = convert(tmp_path, tmp_path / "model.gguf", fields=more)
     with pytest.raises(CheckpointError, match="no place in the model: blk.0.attn_sinks.weight"):
         load(path)
+
+
+def test_tensors_without_effect_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_random(tiny("llama", {}), tmp_path)
+
+    def more(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_rot_embd.weight", np.zeros(6, np.float32))
+        writer.add_tensor("blk.0.nothing.weight", np.zeros((0, 32), np.float32))
+
+    load(convert(tmp_path, tmp_path / "model.gguf", fields=more))
+    assert "2 tensors of model.gguf are without effect and left out: blk.0.attn_rot_embd.weight, blk.0." in caplog.text

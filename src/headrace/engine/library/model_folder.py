@@ -1,10 +1,11 @@
 """`ModelFolder`: the models that lie in one folder, by name; and how they are made, copied and deleted there.
 
 A model is a directory with a config.json, a directory with one GGUF model, or a .gguf file, with the others of a split
-model; it may lie in the folder itself or one level down, as OWNER/NAME. Its name is its path without ".gguf" and without
-"-00001-of-00002", and may end in a tag: NAME:TAG. Names of requests are held to one pattern, which no path out of the folder fits. Unfinished files lie in hidden folders and come
-to their place by one rename. Knows files; `serve.call.models` knows which models are loaded. All functions but `pull`
-block, and routes call them on worker threads.
+model; it may lie in the folder itself or one level down, as OWNER/NAME. Its name is its path without ".gguf" and
+"-00001-of-00002", and may end in a tag: NAME:TAG. Names of requests are held to one pattern, which no path out of the
+folder fits. Unfinished files lie in hidden folders and come to their place by one rename. Knows files;
+`serve.call.models` knows which models are loaded. All functions but `pull` block, and routes call them on worker
+threads.
 """
 
 from __future__ import annotations
