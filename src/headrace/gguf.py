@@ -393,8 +393,8 @@ def _check_split(file: GGUF, number: int, paths: list[Path]) -> None:
         raise file.fault("split.no", file.integer("split.no"), f"{number}: is it a file of another place?")
     in_all = file.integer("split.tensors.count")
     if number == 0 and in_all is not None and in_all != len(file.tensors):
-        found = f"{len(file.tensors)}, the tensors found: are all files of one model?"
-        raise file.fault("split.tensors.count", in_all, found)
+        bound = f"{len(file.tensors)}, the tensors found: are all files of one model?"
+        raise file.fault("split.tensors.count", in_all, bound)
 
 
 def _open(path: Path) -> GGUF:

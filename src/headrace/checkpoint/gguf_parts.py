@@ -103,7 +103,8 @@ def small_floats(file: GGUF, part: Part, name: str) -> list[float]:
     """Return the numbers of a small tensor. Raises `CheckpointError` unless it is F32."""
     if part.info.type != "F32" or math.prod(part.shape) > MAX_PARTS:
         raise file.fault(f"type of {name}", (part.info.type, part.shape), f"F32 of at most {MAX_PARTS} numbers")
-    return np.frombuffer(file.files[part.info.file], "<f4", math.prod(part.shape), part.info.start).tolist()
+    stored = np.frombuffer(file.files[part.info.file], "<f4", math.prod(part.shape), part.info.start)
+    return [float(value) for value in stored]
 
 
 def divisors(file: GGUF, name: str, turned: int) -> list[float] | None:

@@ -48,6 +48,6 @@ def prediction_layers(values: dict[str, Any], names: Iterable[str]) -> re.Patter
     They follow the model's own layers, and are known by their parts: some configs do not mention them. In Qwen's
     checkpoints such tensors have another root."""
     last = values.get("num_hidden_layers")
-    found = {int(match[2]) for name in names if (match := PREDICTION_PARTS.fullmatch(name))}
-    layers = "|".join(str(layer) for layer in sorted(found) if isinstance(last, int | float) and layer >= last)
+    numbers = {int(match[2]) for name in names if (match := PREDICTION_PARTS.fullmatch(name))}
+    layers = "|".join(str(layer) for layer in sorted(numbers) if isinstance(last, int | float) and layer >= last)
     return re.compile(rf"mtp\..*|model\.mtp_\w+\.\d+\..*|model\.layers\.({layers or '(?!)'})\..*")

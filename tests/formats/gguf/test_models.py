@@ -249,11 +249,9 @@ def test_wider_forms_are_told_in_one_line_with_the_bytes(tmp_path: Path, caplog:
     # Six bits and more for IQ2; their own width for the others, ternary types among them.
     wide, line = bits(lambda name: "IQ2_XS" if "ffn" in name else "Q6_K")
     assert wide == 9
-    stored, held = (2 * 3 * 256 * 512 * each / 8 / 2**20 for each in (2.3125, 9))
-    assert (
-        line
-        == f"model.gguf: IQ2_XS take more bits here than in the file: {stored:.1f} MiB stored, {held:.1f} MiB in memory"
-    )
+    stored, in_memory = (2 * 3 * 256 * 512 * each / 8 / 2**20 for each in (2.3125, 9))
+    sizes = f"{stored:.1f} MiB stored, {in_memory:.1f} MiB in memory"
+    assert line == f"model.gguf: IQ2_XS take more bits here than in the file: {sizes}"
     assert bits(lambda name: "Q6_K") == (6.5625, "")
     assert bits(lambda name: "TQ1_0" if "ffn" in name else "Q2_K")[0] == 2.625
     assert bits(lambda name: "TQ1_0" if "blk" in name else "Q2_K")[0] == 2.125

@@ -30,7 +30,7 @@ def add_vocabulary(writer: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     """A whole file, and the files of the same model in a folder of their own."""
     root = tmp_path_factory.mktemp("split")
     save_random(models.find("llama").TINY, root)
@@ -40,8 +40,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     return whole, [root / "parts" / name for name in NAMES]
 
 
-def test_any_file_and_the_folder_stand_for_the_model(made: tuple[Path, list[Path]]) -> None:
-    whole, parts = made
+def test_any_file_and_the_folder_stand_for_the_model(written: tuple[Path, list[Path]]) -> None:
+    whole, parts = written
     assert sorted(parts[0].parent.iterdir()) == parts
     for model in (parts[0], parts[2], parts[0].parent):
         assert hub.resolve(str(model)) == parts[0]
@@ -55,9 +55,9 @@ def test_any_file_and_the_folder_stand_for_the_model(made: tuple[Path, list[Path
 
 
 def test_a_packed_file_and_the_digest_belong_to_all_files(
-    made: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    written: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(shutil.copytree(made[1][0].parent, tmp_path / "model"))
+    folder = Path(shutil.copytree(written[1][0].parent, tmp_path / "model"))
     first, digest = folder / NAMES[0], hub.digest(folder / NAMES[0])
     load(first, backend="cpu", save_packed=True)
     (packed,) = folder.glob("*.packed")
@@ -70,27 +70,27 @@ def test_a_packed_file_and_the_digest_belong_to_all_files(
     assert hub.digest(first) != digest
 
 
-def test_a_missing_file_is_named(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    shutil.copy(made[1][1], tmp_path)
+def test_a_missing_file_is_named(written: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    shutil.copy(written[1][1], tmp_path)
     for model in (tmp_path, tmp_path / NAMES[1]):
         with pytest.raises(ModelNotFoundError, match=f"{NAMES[0]} is missing: the model is split into 3 files"):
             hub.resolve(str(model))
-    shutil.copy(made[1][0], tmp_path)
+    shutil.copy(written[1][0], tmp_path)
     with pytest.raises(CheckpointError, match=f"{NAMES[2]} is missing"):
         gguf.read(hub.resolve(str(tmp_path)))
 
 
-def test_files_in_each_others_places_are_named(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
+def test_files_in_each_others_places_are_named(written: tuple[Path, list[Path]], tmp_path: Path) -> None:
     def read(*sources: Path | bytes) -> None:
         for name, source in zip(NAMES, sources, strict=True):
             (tmp_path / name).write_bytes(source if isinstance(source, bytes) else source.read_bytes())
         gguf.read(tmp_path / NAMES[0])
 
-    one, two, three = made[1]
+    one, two, three = written[1]
     with pytest.raises(CheckpointError, match=f"{NAMES[1]}: split.no is 2; it must be 1"):
         read(one, three, two)
     with pytest.raises(CheckpointError, match=f"{NAMES[1]}: split.count is 1; it must be 3"):
-        read(one, made[0], three)
+        read(one, written[0], three)
     fields = [scalar("split.no", U32, 1), scalar("split.count", U32, 3)]
     with pytest.raises(CheckpointError, match=r"split.tensors.count is \d+; it must be \d+, the tensors found"):
         read(one, gguf_file(fields), three)
@@ -105,13 +105,13 @@ def test_files_in_each_others_places_are_named(made: tuple[Path, list[Path]], tm
     read(one, two, three)  # the control
 
 
-def test_a_models_folder_has_it_once(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
-    for path in made[1]:
+def test_a_models_folder_has_it_once(written: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    for path in written[1]:
         shutil.copy(path, tmp_path)
-    shutil.copytree(made[1][0].parent, tmp_path / "owner" / "folded")
+    shutil.copytree(written[1][0].parent, tmp_path / "owner" / "folded")
     folder = ModelFolder(str(tmp_path))
     assert folder.names() == ["model", "owner/folded"]
-    size = sum(path.stat().st_size for path in made[1])
+    size = sum(path.stat().st_size for path in written[1])
     assert folder.path("model") == tmp_path / NAMES[0]
     assert folder.facts("model").size == folder.facts("owner/folded").size == size
     folder.copy("model", "second")
