@@ -87,6 +87,8 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
 }
 """By ggml's number: the type's name, elements in a block, bytes of a block."""
+I2_S = 36
+"""The number of ternary weights in bitnet.cpp's files, whose form ggml does not have."""
 
 
 class Field(NamedTuple):
@@ -319,6 +321,8 @@ class GGUF:
         name = self._decode(start, self._at, f"name of {what}")
         shape = tuple(self._number("Q", f"dimension of {name}") for _ in range(self._bounded("n_dims", 4, "I")))
         kind = self._number("I", f"type of {name}")
+        if kind == I2_S:
+            raise self.fault(f"type of {name}", "I2_S", "TQ1_0 or TQ2_0: bitnet.cpp alone reads that form")
         if kind not in TENSOR_TYPES:
             raise self.fault(f"type of {name}", kind, f"one of {', '.join(map(str, TENSOR_TYPES))}")
         type_name, block, block_bytes = TENSOR_TYPES[kind]

@@ -52,6 +52,11 @@ def test_reads_every_kind_of_value() -> None:
     assert file.data[b.start : b.start + b.size] == bytes(range(64, 136))
 
 
+def test_the_form_of_bitnet_cpp_is_refused_by_its_name() -> None:
+    with pytest.raises(CheckpointError, match="type of t is 'I2_S'; it must be TQ1_0 or TQ2_0: bitnet.cpp alone reads"):
+        GGUF(gguf_file([], [tensor("t", [128, 2], 36, 0)], bytes(64)))
+
+
 def test_a_tensor_without_elements_takes_no_bytes() -> None:
     file = GGUF(gguf_file([], [tensor("t", [4, 0], 0, 0), tensor("u", [2], 0, 0)], bytes(8)))
     assert (file.tensors["t"].size, file.tensors["u"].size) == (0, 8)

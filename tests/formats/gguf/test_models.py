@@ -85,6 +85,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe_lite", {}),
     ("mistral4", {}),
     ("kimi_k2", {}),
+    ("bitnet", {"hidden_act": "silu"}),
     ("muse_glimmer", {"text_config": models.find("muse_glimmer").TINY["text_config"] | {"post_norm_eps": 1e-8}}),
 ]
 BIG = {
