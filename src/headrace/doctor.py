@@ -44,6 +44,7 @@ ACTIVATIONS = (
 STATED_ACTIVATIONS = {
     "16bit": "16 bits (W8A16), as the checkpoint's method keeps outliers so; --activations int8 is faster",
     "fp8": "16 bits on the CPU; the checkpoint states fp8, which torch_ref computes with --activations fp8",
+    "int8 by row": "16 bits (W2A16); the checkpoint's method rounds each row to int8",
 }
 """By the activations with which a checkpoint's method multiplies (`quant.base.stated_activations`)."""
 NEEDS_TORCH = "only the reference backend, GPUs and headrace quantize need it"

@@ -2,14 +2,16 @@
 
 Every count and size in the file is compared with the file's own size before anything is allocated, and a value is
 decoded only on request, with the type and range that the caller expects. So a hostile file costs little more than its
-length. Knows no model and no tokenizer; called by `text.tokenizer_gguf` and by the
-readers of weights. Layout: the GGUF specification, versions 2 and 3, little endian.
+length. A model may be split into several files, NAME-00001-of-00003.gguf and so on: `read` gives them as one. Knows no
+model and no tokenizer; called by `text.tokenizer_gguf` and by the readers of weights. Layout: the GGUF specification,
+versions 2 and 3, little endian.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 import sys
 from array import array
@@ -26,6 +28,10 @@ MAX_ALIGNMENT = 65_536
 MAX_TOKENS = 2**20
 """Most tokens of a vocabulary."""
 MAX_TOKEN_BYTES = 4096
+
+MAX_FILES = 1024
+"""Most files of a model."""
+SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)")
 
 _STRING, _ARRAY = 8, 9
 _INTEGERS, _FLOATS = (0, 1, 2, 3, 4, 5, 10, 11), (6, 12)
@@ -81,6 +87,8 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
 }
 """By ggml's number: the type's name, elements in a block, bytes of a block."""
+I2_S = 36
+"""The number of ternary weights in bitnet.cpp's files, whose form ggml does not have."""
 
 
 class Field(NamedTuple):
@@ -99,16 +107,20 @@ class Field(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's directory entry. `shape` is in the file's order, the fastest dimension first; `start` is absolute."""
+    """A tensor's directory entry. `shape` is in the file's order, the fastest dimension first; `start` is absolute.
+
+    file: the index of the file that holds it, of a split model."""
 
     type: str
     shape: tuple[int, ...]
     start: int
     size: int
+    file: int = 0
 
 
 class GGUF:
     """A checked GGUF file: `fields` by key, `tensors` by name, and the file's bytes as `data`. `read`: keys looked up.
+    files: the bytes of all files of a split model, whose metadata are in the first.
 
     The getters give None for a key that is absent, and raise `CheckpointError` for a value of another type, out of
     the range asked for, or with more elements than `most`.
@@ -117,6 +129,7 @@ class GGUF:
     def __init__(self, data: bytes | mmap.mmap, name: str = "GGUF") -> None:
         """Read the directory. Raises `CheckpointError` naming the field, its value and the bound."""
         self.data = data
+        self.files = [data]
         self.name = name
         self.fields: dict[str, Field] = {}
         self.read = set[str]()
@@ -143,6 +156,14 @@ class GGUF:
     def fault(self, field: str, value: object, bound: str) -> CheckpointError:
         """Return the error to raise for a field of this file."""
         return CheckpointError(f"{self.name}: {field} is {repr(value)[:80]}; it must be {bound}")
+
+    def add(self, other: GGUF) -> None:
+        """Add the tensors of the next file of a split model."""
+        for name, info in other.tensors.items():
+            if name in self.tensors:
+                raise other.fault("name of a tensor", name, f"a name that is not in another file of {self.name}")
+            self.tensors[name] = info._replace(file=len(self.files))
+        self.files.append(other.data)
 
     def text(self, key: str) -> str | None:
         field = self._field(key, (_STRING,), False, "a string")
@@ -300,11 +321,13 @@ class GGUF:
         name = self._decode(start, self._at, f"name of {what}")
         shape = tuple(self._number("Q", f"dimension of {name}") for _ in range(self._bounded("n_dims", 4, "I")))
         kind = self._number("I", f"type of {name}")
+        if kind == I2_S:
+            raise self.fault(f"type of {name}", "I2_S", "TQ1_0 or TQ2_0: bitnet.cpp alone reads that form")
         if kind not in TENSOR_TYPES:
             raise self.fault(f"type of {name}", kind, f"one of {', '.join(map(str, TENSOR_TYPES))}")
         type_name, block, block_bytes = TENSOR_TYPES[kind]
-        if 0 in shape or (shape or (1,))[0] % block:
-            raise self.fault(f"shape of {name}", shape, f"without zeros, in rows of a multiple of {block} elements")
+        if (shape or (1,))[0] % block:
+            raise self.fault(f"shape of {name}", shape, f"in rows of a multiple of {block} elements")
         offset = self._number("Q", f"offset of {name}")
         return name, TensorInfo(type_name, shape, offset, math.prod(shape) // block * block_bytes)
 
@@ -328,8 +351,57 @@ class GGUF:
             end, before = info.start + info.size, name
 
 
+def names_of_files(name: str) -> list[str]:
+    """Return the names of all files of the model to which the file `name` belongs: `name` alone, or those of a split
+    model, in order."""
+    match = SPLIT_NAME.fullmatch(name)
+    count = int(match[3]) if match else 0
+    if match is None or not 1 <= int(match[2]) <= count <= MAX_FILES:
+        return [name]
+    return [f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" for i in range(1, count + 1)]
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the paths of all files of the model to which the file at `path` belongs, whether they are there or not."""
+    return [path.with_name(name) for name in names_of_files(path.name)]
+
+
+def models_in(directory: Path) -> list[Path]:
+    """Return the models in a directory: GGUF files, and the first file of each split model that has one there."""
+    return sorted({files_of(path)[0] for path in directory.glob("*.gguf")})
+
+
 def read(path: Path) -> GGUF:
-    """Open the GGUF file at `path`, mapped and not read into memory. Raises `CheckpointError`."""
+    """Open the GGUF file at `path`, mapped and not read into memory. Any file of a split model stands for all of them.
+
+    Raises `CheckpointError`, also if one of them is missing or is of another model."""
+    paths = files_of(path)
+    whole = _open(paths[0])
+    for other in paths[1:]:
+        if not other.is_file():
+            raise CheckpointError(f"{other} is missing: the model is split into {len(paths)} files")
+        part = _open(other)
+        _check_split(part, len(whole.files), paths)
+        whole.add(part)
+    _check_split(whole, 0, paths)
+    return whole
+
+
+def _check_split(file: GGUF, number: int, paths: list[Path]) -> None:
+    """Raise `CheckpointError` unless a file says that it is the one of this number among the files `paths`."""
+    count = file.integer("split.count") or 1
+    if count != len(paths):
+        name = f"NAME-00001-of-{count:05}.gguf" if count > 1 else "a name without -00001-of-00002"
+        raise file.fault("split.count", count, f"{len(paths)}, as its name says; a file of such a model has {name}")
+    if len(paths) > 1 and file.integer("split.no") != number:
+        raise file.fault("split.no", file.integer("split.no"), f"{number}: is it a file of another place?")
+    in_all = file.integer("split.tensors.count")
+    if number == 0 and in_all is not None and in_all != len(file.tensors):
+        bound = f"{len(file.tensors)}, the tensors found: are all files of one model?"
+        raise file.fault("split.tensors.count", in_all, bound)
+
+
+def _open(path: Path) -> GGUF:
     try:
         with open(path, "rb") as file:
             # An empty file cannot be mapped.

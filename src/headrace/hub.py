@@ -60,21 +60,22 @@ _TURN_ENDS = frozenset(
 
 
 def resolve(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of `model` ('builtin', a path, or a hub id, fetched by `huggingface_hub`), or its GGUF file.
+    """Return the directory of `model` ('builtin', a path, or a hub id, fetched by `huggingface_hub`), or its GGUF file,
+    the first one of a split model.
 
-    A directory that holds one GGUF file and no config.json means that file. Raises `ModelNotFoundError` naming the
-    attempts.
+    A directory that holds one GGUF model and no config.json means that model, as does any of its files. Raises
+    `ModelNotFoundError` naming the attempts.
     """
     if model == "builtin":
         return builtin.directory() if weights else builtin.PATH
     path = Path(model).expanduser()
     if path.is_dir():
-        files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        files = [] if (path / "config.json").exists() else gguf.models_in(path)
         if len(files) > 1:
-            raise ModelNotFoundError(f"{model} holds {len(files)} GGUF files; name one, such as {files[0]}")
-        return files[0] if files else path
+            raise ModelNotFoundError(f"{model} holds {len(files)} GGUF models; name one, such as {files[0]}")
+        return _first_file(files[0]) if files else path
     if path.is_file() and path.suffix == ".gguf":
-        return path
+        return _first_file(path)
     if path.exists():
         raise ModelNotFoundError(
             f"{model} is a file; headrace reads a directory with config.json and *.safetensors, or a .gguf file"
@@ -90,6 +91,13 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         raise ModelNotFoundError(f"{model}: not a local directory, and the hub said: {error}") from error
 
 
+def _first_file(path: Path) -> Path:
+    files = gguf.files_of(path)
+    if not files[0].is_file():
+        raise ModelNotFoundError(f"{files[0]} is missing: the model is split into {len(files)} files")
+    return files[0]
+
+
 def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = None) -> Path:
     """Return the directory or file of the tokenizer: `tokenizer` if it is given (a file is fine), else the model's.
 
@@ -102,9 +110,10 @@ def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = 
 
 
 def digest(path: Path, names: Iterable[str] = DIGESTED) -> str:
-    """Return the digest, in hex, of the files of these names in a directory (a model's config and weights), or of one
-    file. Reads all of them, a second for each gigabyte. Raises OSError."""
-    files = [path] if path.is_file() else [each for name in names for each in sorted(path.glob(name))]
+    """Return the digest, in hex, of the files of these names in a directory (a model's config and weights), or of a
+    file, with the others of a split model. Reads all of them, a second for each gigabyte. Raises OSError."""
+    directory = [] if path.is_file() else [each for name in names for each in sorted(path.glob(name))]
+    files = gguf.files_of(path) if path.is_file() else directory
     hasher = hashlib.blake2b(digest_size=16)
     for each in files:
         with open(each, "rb") as file:
@@ -265,8 +274,9 @@ def gguf_ends(file: gguf.GGUF) -> list[int]:
 
 def choose_files(names: list[str], tag: str) -> list[str]:
     """Return the files of a repository that make one model: a GGUF file if there are some, the one whose name has the
-    `tag` in it, and else the files of a plain checkpoint. Raises `ModelNotFoundError`."""
-    ggufs = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name and "-of-0" not in name)
+    `tag` in it, with the others of a split model; and else the files of a plain checkpoint. Raises
+    `ModelNotFoundError`."""
+    ggufs = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
     plain = [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, each) for each in PATTERNS)]
     if tag in ("", "latest") and "config.json" in plain and any(name.endswith(".safetensors") for name in plain):
         return plain
@@ -277,7 +287,11 @@ def choose_files(names: list[str], tag: str) -> list[str]:
     if not chosen:
         there = f"its GGUF files are {', '.join(ggufs[:20])}" if ggufs else "it has no weights that headrace reads"
         raise ModelNotFoundError(f"the repository has no model{f' for the tag {tag}' if tag else ''}: {there}")
-    return chosen[:1]
+    folder, slash, name = chosen[0].rpartition("/")
+    files = [f"{folder}{slash}{each}" for each in gguf.names_of_files(name)]
+    if missing := [each for each in files if each not in names]:
+        raise ModelNotFoundError(f"the repository has {chosen[0]} but not {', '.join(missing[:5])}")
+    return files
 
 
 def pull(name: str, folder: Path) -> None:
@@ -308,14 +322,17 @@ def pull(name: str, folder: Path) -> None:
     try:
         info = HfApi().model_info(repository, files_metadata=True)
         files = {each.rfilename: each for each in info.siblings or []}
-        for path in choose_files(list(files), tag):
+        chosen = choose_files(list(files), tag)
+        for path in chosen:
             digest = getattr(files[path].lfs, "sha256", None) or files[path].blob_id or ""
             about = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}", "total": files[path].size or 0}
             hf_hub_download(repository, path, revision=info.sha, local_dir=folder, tqdm_class=Bar)
             show(**about, completed=about["total"])
-            if "/" in path:
-                (folder / path).rename(folder / Path(path).name)
-                shutil.rmtree(folder / path.partition("/")[0])
+        # At the end, since the hub's client looks for finished files where it has put them.
+        for path in chosen:
+            (folder / path).rename(folder / Path(path).name)
+        for top in {path.partition("/")[0] for path in chosen if "/" in path}:
+            shutil.rmtree(folder / top)
     except ModelNotFoundError:
         raise
     except Exception as error:  # the hub's client raises a dozen kinds; the message reports each

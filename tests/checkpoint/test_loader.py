@@ -98,11 +98,6 @@ def test_embeddings_that_are_said_to_be_tied_and_differ(tmp_path: Path, caplog: 
     assert "both are used" in caplog.text
 
 
-def test_old_buffers_are_passed_over(tmp_path: Path) -> None:
-    tensors = llama_tensors() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    build(write_llama(tmp_path, tensors))
-
-
 def test_progress_is_told_and_ends_at_all(tmp_path: Path) -> None:
     output: list[tuple[int, int]] = []
     build_runner(

@@ -21,7 +21,7 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 
-TYPES = ("gemma3_text", "qwen3_5_text", "falcon_h1", "lfm2_moe", "deepseek_v3")
+TYPES = ("gemma3_text", "qwen3_5_text", "falcon_h1", "lfm2_moe", "deepseek_v3", "qwen3_5_text, states alone")
 NUM_BLOCKS = 96
 
 
@@ -29,7 +29,9 @@ NUM_BLOCKS = 96
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directories = {name: tmp_path_factory.mktemp(name) for name in TYPES}
     for name, directory in directories.items():
-        save_random(models.find(name).TINY, directory)
+        tiny = models.find(name.removesuffix(", states alone")).TINY
+        changes = {"layer_types": ["linear_attention"] * len(tiny["layer_types"])} if name not in models.names() else {}
+        save_random(tiny | changes, directory)
     return directories
 
 

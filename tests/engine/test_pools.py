@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from tests.support.harness import save_random
+
+from headrace import models
 from headrace.core.kinds import fit_windows, make_kinds
-from headrace.engine.library.pools import LEAST_CHUNK, bounds_of, divide, longest_table
+from headrace.engine.library.load import build_runner
+from headrace.engine.library.pools import LEAST_CHUNK, MAX_EMPTY_BLOCKS, bounds_of, divide, longest_table
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.kinds import CacheKind
 
@@ -50,3 +55,16 @@ def test_a_table_is_longer_than_a_pool_whose_blocks_are_given_back() -> None:
     assert longest_table([ALL, STATE], 10, 1000, 16) == 10
     assert longest_table([ALL, STATE], 100, 1000, 16) == 63
     assert longest_table([CacheKind(64)], 10, 1000, 16) == 63
+
+
+def test_blocks_without_bytes_are_bounded(tmp_path: Path) -> None:
+    """Of a model whose layers keep states alone: all of the memory is for the states."""
+    tiny = models.find("qwen3_5_text").TINY
+    save_random(tiny | {"layer_types": ["linear_attention"] * len(tiny["layer_types"])}, tmp_path)
+    config = EngineConfig(model=str(tmp_path), kv_cache_memory_bytes=2**20)
+    runner, info = build_runner(config)
+    runner.close()
+    assert info.kinds == (ALL, STATE)
+    assert info.kv_token_bytes == 0
+    assert info.num_blocks == min(MAX_EMPTY_BLOCKS, config.max_num_seqs * -(-info.max_model_len // config.block_size))
+    assert info.more_blocks[0] > 2

@@ -153,6 +153,28 @@ def test_logits_equal_transformers(model_type: str, changes: dict[str, Any], tmp
     assert expected.std() > 0.3  # lively enough for the comparison to mean something
 
 
+def test_heads_whose_size_the_config_does_not_name(tmp_path: Path) -> None:
+    """transformers takes hidden_size / num_attention_heads for this type, and 128 for Qwen3."""
+    config = {key: value for key, value in models.find("qwen3_moe").TINY.items() if key != "head_dim"}
+    theirs, token_ids = save_random(config, tmp_path), random_ids(LENGTH, config["vocab_size"], 1)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids])).logits[0]
+    actual = follow(load(tmp_path, backend="cpu"), token_ids, [LENGTH])
+    assert (actual - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "qwen3_next"])
+def test_models_whose_layers_keep_states_alone(model_type: str, tmp_path: Path) -> None:
+    """transformers has no cache for such a model, but computes a text at once."""
+    config = models.find(model_type).TINY | {"layer_types": ["linear_attention"] * 3}
+    theirs, token_ids = save_random(config, tmp_path), random_ids(LENGTH, config["vocab_size"], 1)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([token_ids]), use_cache=False).logits[0]
+    for backend in BACKENDS:
+        actual = follow(load(tmp_path, backend=backend), token_ids, [LENGTH - NUM_DECODE] + [1] * NUM_DECODE)
+        assert (actual - expected).abs().max() <= 1e-3, backend
+
+
 def test_steps_of_mamba_are_bounded(tmp_path: Path) -> None:
     """As in transformers' form for prompts; its form for single tokens leaves the bounds out, so it is no reference."""
     config = models.find("granitemoehybrid").TINY | {"time_step_limit": [0.4, 0.8]}

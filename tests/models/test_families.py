@@ -21,7 +21,7 @@ TYPES = (
     "glm glm4 cohere2 exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 afmoe apertus nemotron "
     "glm4_moe minimax_m2 llama4_text gemma gemma3 gemma4 gemma4_text"
 ).split()
-TYPES += "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite mistral4 muse_glimmer".split()
+TYPES += "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite mistral4 muse_glimmer bitnet".split()
 TYPES += "qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe granitemoehybrid falcon_h1 nemotron_h".split()
 LENGTH = 40
 

@@ -103,6 +103,12 @@ MODELS = (
     Row("afmoe", "partly", f"Trinity; GGUF afmoe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("muse_glimmer", "partly", f"Muse Glimmer's text; GGUF muse-glimmer; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("apertus", "partly", f"Apertus; GGUF apertus; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row(
+        "bitnet",
+        "yes",
+        "BitNet b1.58 2B4T; GGUF bitnet, bitnet-b1.58",
+        (*SHOWN_GGUF, PACKED, "bitnet:test_ternary_layers_are_those_of_transformers_but_for_its_rounding_of_inputs"),
+    ),
     Row("nemotron", "partly", f"Nemotron-4, Minitron; GGUF nemotron; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("minimax_m2", "partly", f"MiniMax-M2; GGUF minimax-m2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
     Row("llama4_text", "partly", f"Llama 4, its text; GGUF llama4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),

@@ -58,6 +58,7 @@ FILES = {
     "tape": "tests/backends/test_verify.py",
     "mtp": "tests/drafters/test_mtp_families.py",
     "gguf": "tests/formats/gguf/test_models.py",
+    "bitnet": "tests/formats/quantised/test_bitnet.py",
     "calls": "tests/serve/gates/test_calls.py",
     "replay": "tests/e2e/test_replay.py",
     "cli": "tests/cli/test_cli.py",

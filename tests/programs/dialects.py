@@ -73,6 +73,7 @@ FAMILIES: dict[str, Family] = {
         sources={"Trinity Mini": UNSEEN, "Trinity Large Thinking": "not seen; vLLM's recipe"},
     ),
     "apertus": Family((("apertus", "apertus", "Apertus"),)),
+    "bitnet": Family(why="the template of BitNet b1.58 2B4T has no calls"),
     "cohere2": Family((("command_r7b", "command_r7b", "Command R7B, A"),)),
     "deepseek_v2": Family((("deepseek_v3", None, "DeepSeek V2.5"),)),
     "deepseek_v3": Family(

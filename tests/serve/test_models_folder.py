@@ -440,6 +440,10 @@ def test_K16_of_a_repository_one_model_is_chosen() -> None:
     assert choose_files(["b.gguf", "a.gguf"], "latest") == ["a.gguf"]
     with pytest.raises(ModelNotFoundError, match=r"no model for the tag Q6_K: its GGUF files are a-Q2_K\.gguf"):
         choose_files(ggufs, "Q6_K")
+    split = [f"Q8_0/a-Q8_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    assert choose_files(["b-Q2_K.gguf", *reversed(split)], "Q8_0") == split, "all files of a split model"
+    with pytest.raises(ModelNotFoundError, match="but not Q8_0/a-Q8_0-00002-of-00003.gguf"):
+        choose_files([split[0], split[2]], "")
     with pytest.raises(ModelNotFoundError, match="no weights that headrace reads"):
         choose_files(["model.bin"], "")
 

@@ -73,8 +73,6 @@ def read(file: GGUF) -> Reading:
     kind = file.text("general.type")
     if kind not in (None, "model"):
         raise file.fault("general.type", kind, "model")
-    if (file.integer("split.count") or 1) > 1:
-        raise file.fault("split.count", file.integer("split.count"), "1: merge the parts first (llama-gguf-split)")
     reading = ARCHITECTURES[architecture](Keys(file, architecture))
     prefix = architecture + "."
     # The table has the size of the vocabulary; layers for multi-token prediction are left out.

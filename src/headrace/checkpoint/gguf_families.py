@@ -72,7 +72,11 @@ class Family(NamedTuple):
     norm_offset: float = 0.0
 
 
+SUB_NORMS = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
+
 FAMILIES: dict[str, Family] = {
+    "bitnet": Family("bitnet", LLAMA | SUB_NORMS, constants={"hidden_act": "silu"}),
+    "bitnet-b1.58": Family("bitnet", LLAMA | SUB_NORMS, constants={"hidden_act": "relu2"}),
     "gpt-oss": Family(
         "gpt_oss",
         ATTENTION | LATE_NORMS | {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from headrace import gguf
 from headrace.backends.base import Backend
 from headrace.checkpoint.gguf_keys import Reading
 from headrace.checkpoint.gguf_parts import FLOATS, float_rows, raw_rows
@@ -24,7 +25,7 @@ class GGUFOrigin:
         self.path = path
         self.directory = path.parent
         self.names = list(reading.parts)
-        self.files = [path]
+        self.files = gguf.files_of(path)
         self.mark = f"gguf-{path.stem}-"
         self._file, self._reading, self._backend, self._exact = file, reading, backend, exact
 

@@ -89,7 +89,7 @@ def raw_rows(file: GGUF, part: Part) -> NDArray[np.uint8]:
     num_rows, num_in = part.shape
     row_bytes = num_in // elements * size
     begin = part.info.start + part.first * row_bytes
-    return np.frombuffer(file.data, np.uint8, num_rows * row_bytes, begin).reshape(num_rows, row_bytes)
+    return np.frombuffer(file.files[part.info.file], np.uint8, num_rows * row_bytes, begin).reshape(num_rows, row_bytes)
 
 
 def float_rows(raw: NDArray[np.uint8], kind: str) -> NDArray[Any]:
@@ -103,7 +103,8 @@ def small_floats(file: GGUF, part: Part, name: str) -> list[float]:
     """Return the numbers of a small tensor. Raises `CheckpointError` unless it is F32."""
     if part.info.type != "F32" or math.prod(part.shape) > MAX_PARTS:
         raise file.fault(f"type of {name}", (part.info.type, part.shape), f"F32 of at most {MAX_PARTS} numbers")
-    return [float(value) for value in np.frombuffer(file.data, "<f4", math.prod(part.shape), part.info.start)]
+    stored = np.frombuffer(file.files[part.info.file], "<f4", math.prod(part.shape), part.info.start)
+    return [float(value) for value in stored]
 
 
 def divisors(file: GGUF, name: str, turned: int) -> list[float] | None:
@@ -113,7 +114,7 @@ def divisors(file: GGUF, name: str, turned: int) -> list[float] | None:
         return None
     if info.type != "F32" or info.shape != (turned // 2,):
         raise file.fault(name, (info.type, info.shape), f"F32 of shape ({turned // 2},)")
-    factors = np.frombuffer(file.data, "<f4", turned // 2, info.start)
+    factors = np.frombuffer(file.files[info.file], "<f4", turned // 2, info.start)
     if not bool(np.all((factors >= 1e-6) & (factors <= 1e6))):
         raise file.fault(name, factors.tolist(), "from 1e-6 to 1e6 throughout")
     return [float(factor) for factor in factors]

@@ -22,7 +22,7 @@ from headrace.quant import rtn
 from headrace.quant.arrays import cast, floats, type_name
 from headrace.quant.base import Inputs, QWeight, concatenated, spans_of
 from headrace.quant.formats import gguf_blocks
-from headrace.quant.placements import MIB, cost_of
+from headrace.quant.placements import MIB, MOST_HELD, cost_of
 from headrace.quant.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -135,8 +135,9 @@ class GGUFFile:
             self.release()
 
     def release(self) -> None:
-        if isinstance(self.gguf.data, mmap.mmap):
-            self.gguf.data.madvise(mmap.MADV_DONTNEED)
+        for data in self.gguf.files:
+            if isinstance(data, mmap.mmap):
+                data.madvise(mmap.MADV_DONTNEED)
 
 
 class FormCounts:
@@ -156,6 +157,13 @@ class FormCounts:
             logger.info(
                 "%s: %d of %s run as %s, %.1f MiB for %.1f in the file%s",
                 self._owner, num, kind, form, after / MIB, before / MIB, cost_of(before, after),
+            )  # fmt: skip
+        wide = {key: entry for key, entry in self._counts.items() if entry[2] > MOST_HELD * entry[1]}
+        if wide:
+            logger.warning(
+                "%s: %s take more bits here than in the file: %.1f MiB stored, %.1f MiB in memory",
+                self._owner, ", ".join(sorted({kind for kind, _ in wide})),
+                sum(entry[1] for entry in wide.values()) / MIB, sum(entry[2] for entry in wide.values()) / MIB,
             )  # fmt: skip
 
 
@@ -197,4 +205,4 @@ def form_of(scheme: Scheme) -> str:
     if scheme.kind in ("f", "k"):
         return scheme.dtype
     name = scheme.book.upper() or f"int{scheme.bits}"
-    return f"{name} in groups of {scheme.group}" + (" with minima" if scheme.has_min else "")
+    return f"{name} in groups of {scheme.group}" + " with minima" * scheme.has_min + " with zeros" * scheme.has_zero

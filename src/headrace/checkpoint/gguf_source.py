@@ -101,6 +101,9 @@ class GGUFFormat:
     def is_spare(self, name: str) -> bool:
         return False
 
+    def is_empty(self, name: str) -> bool:
+        return 0 in self._reading.parts[name].shape
+
     def release(self) -> None:
         self._file.release()
 

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Buffers that old checkpoints stored and no model needs.
-IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
-
 
 class SafetensorsFormat:
     """`quantising.Format` of a directory of safetensors files.
@@ -106,11 +103,14 @@ class SafetensorsFormat:
     def is_spare(self, name: str) -> bool:
         if self._spare is not None and self._spare.fullmatch(name):
             return True
-        if IGNORED.fullmatch(name) or self._format.SPARE.fullmatch(name):
+        if self._format.SPARE.fullmatch(name):
             return True
         # Some writers of quantised layers store biases of zeros where the model has none.
         is_bias = bool(self._config) and name.endswith(".bias")
         return is_bias and not floats(self._checkpoint.array(name)).any()
+
+    def is_empty(self, name: str) -> bool:
+        return 0 in self._checkpoint.entry(name).shape
 
     def release(self) -> None:
         self._checkpoint.release()

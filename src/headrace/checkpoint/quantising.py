@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.mapped import stacked_name
 from headrace.checkpoint.packing import mixes
 from headrace.checkpoint.reader import Parts, Progress, Reader
+from headrace.checkpoint.strays import listing, not_harmless
 from headrace.models.weights import ByHead, Linear
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.arrays import floats
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from headrace.checkpoint.packed import PackedWriter
     from headrace.checkpoint.packing import Packable
     from headrace.quant.base import MatrixSource
-
-MAX_SHOWN = 5
 
 L = TypeVar("L")
 """One linear layer as it is stored."""
@@ -69,6 +68,10 @@ class Format(Protocol[L]):
 
     def is_spare(self, name: str) -> bool:
         """Return whether the model may leave the tensor `name` unread."""
+        ...
+
+    def is_empty(self, name: str) -> bool:
+        """Return whether the tensor `name` has no elements."""
         ...
 
     def release(self) -> None:
@@ -165,10 +168,10 @@ class QuantisingReader(Reader, Generic[L]):
 
     def finish(self) -> None:
         """Raise `CheckpointError` if the file has tensors that the model did not take and that are not spare."""
+        owner = self._format.owner
         names = [name for name in self._parts.not_taken() if not self._format.is_spare(name)]
-        if names:
-            listing = ", ".join(names[:MAX_SHOWN]) + (", ..." if len(names) > MAX_SHOWN else "")
-            raise CheckpointError(f"{len(names)} tensors of {self._format.owner} have no place in the model: {listing}")
+        if names := not_harmless(names, self._format.is_empty, owner):
+            raise CheckpointError(f"{len(names)} tensors of {owner} have no place in the model: {listing(names)}")
         self._stacks.log()
         self._format.release()
 

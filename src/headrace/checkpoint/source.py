@@ -6,10 +6,9 @@ It must not import torch. Called by `engine.library.load`.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from headrace.backends.base import Backend
 from headrace.checkpoint.packed import Form, PackedWriter, find, losses_path
@@ -19,9 +18,6 @@ from headrace.checkpoint.reader import Progress, Reader
 from headrace.protocol.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-MAX_PREDICTION_LAYERS = 64
-"""Most layers for multi-token prediction that a config may have."""
 
 T = TypeVar("T")
 
@@ -79,13 +75,3 @@ def unpacked_weights(
     model = build(reader)
     reader.finish()
     return model
-
-
-def prediction_layers(values: dict[str, Any]) -> re.Pattern[str]:
-    """Return a pattern for the tensors of layers for multi-token prediction, which only a drafter reads. In Qwen's
-    checkpoints such tensors have another root, and some configs do not mention them."""
-    first, num = values.get("num_hidden_layers"), values.get("num_nextn_predict_layers")
-    if type(first) is not int or type(num) is not int or not 0 < num <= MAX_PREDICTION_LAYERS:
-        return re.compile(r"mtp\..*")
-    layers = "|".join(str(layer) for layer in range(first, first + num))
-    return re.compile(rf"model\.(mtp_\w+\.\d+|layers\.({layers}))\..*|mtp\..*")

@@ -126,7 +126,7 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
         raise CheckpointError(f"a {target.config.get('model_type')} model has no layers for multi-token prediction")
     window = min(spec.max_model_len, target.max_model_len)
     # All other tensors belong to the target, or to the layers after this one.
-    spare = rf"(?!{re.escape(layout.root)}).*|.*rotary_emb\.inv_freq"
+    spare = rf"(?!{re.escape(layout.root)}).*"
     kind: Any = next_layer(base)
     model: Model = load(
         directory, spec, target, values,

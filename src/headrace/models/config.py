@@ -34,7 +34,10 @@ class ModelConfig:
         return value
 
     def integer(self, name: str, default: Any = _REQUIRED, low: int = 1, high: int = MAX_SIZE) -> int:
+        """An integer; the file may write it as a float, such as 128.0."""
         value = self._get(name, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise CheckpointError(f"config.json: {name} is {value!r:.80}, expected an integer from {low} to {high}")
         return value

@@ -338,6 +338,8 @@ class Decoder(Model):
 
     def _number_kinds(self) -> None:
         windows = sorted({window for _, window in self._windowed.values()})
+        if windows == [STATE]:  # blocks, which no layer has, still count the positions of sequences
+            windows = [0, STATE]
         self.kinds = tuple(CacheKind(is_state=True) if w == STATE else CacheKind(w) for w in windows)
         layers = [self._windowed[i] for i in sorted(self._windowed)]
         self.cache_shapes = [shape._replace(kind=windows.index(window)) for shape, window in layers]

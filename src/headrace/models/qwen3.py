@@ -28,4 +28,4 @@ class Layer(qwen2.Layer):
 
 class Model(qwen2.Model):
     Layer = Layer
-    default_head_dim = 128
+    default_head_dim: int | None = 128

@@ -60,6 +60,7 @@ class Layer(qwen3.Layer):
 
 class Model(qwen3.Model):
     Layer = Layer
+    default_head_dim = None  # unlike Qwen3's, hidden_size / num_attention_heads
 
     def default_layer_type(self, layer_id: int) -> str:
         """Return the same for all layers: the config has no max_window_layers, unlike Qwen3's."""

@@ -106,6 +106,8 @@ def _bits_of(method: str, stated: dict[str, Any]) -> float:
         return 4 + 8 / 32
     if method == "fp8":
         return 8.0
+    if method == "bitnet":
+        return 2 + 16 / 128
     if method == "compressed-tensors":
         groups = stated.get("config_groups")
         groups = list(groups.values()) if isinstance(groups, dict) else []

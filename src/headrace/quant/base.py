@@ -328,7 +328,7 @@ def find_format(config: Any) -> Format:
 
 def stated_activations(config: Any) -> str:
     """The activations with which the checkpoint's own method multiplies, by config.json's `quantization_config`:
-    "16bit" where only these keep the method's loss, "fp8", or "" where headrace measures it. Raises as
+    "16bit" where only these keep the method's loss, "fp8", "int8 by row", or "" where headrace measures it. Raises as
     `find_format`."""
     rule = getattr(find_format(config), "activations", None)
     return "" if rule is None or config is None else str(rule(config))

@@ -19,6 +19,7 @@ from headrace import models
 from headrace.checkpoint.gguf_config import GEMMA, GPT2, GPT2_ENDS
 from headrace.checkpoint.gguf_families import DECODER, DECODER_ENDS, PARTS
 from headrace.checkpoint.gguf_parts import EXPERTS
+from headrace.checkpoint.strays import HARMLESS
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import ACTIVATIONS
 from headrace.models.rope import frequencies_of
@@ -33,7 +34,6 @@ ARCHITECTURES = {
 MIXTURES = {"mixtral": ("block_sparse_moe", EXPERTS), "qwen3_moe": ("mlp", PARTS)}
 """The beginnings of the names of routers and experts, and GGUF's names of an expert's parts with theirs."""
 WINDOWED = ("mistral", "mixtral", "gemma2", "gemma3_text")
-IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 
 
 class Planned(NamedTuple):
@@ -244,7 +244,7 @@ def planned(names: Iterable[str], metadata: Metadata, model_type: str, *, with_h
     experts: dict[tuple[int, str], dict[int, str]] = {}
     others = []
     for name in names:
-        if IGNORED.fullmatch(name):
+        if HARMLESS.fullmatch(name):
             continue
         stem, _, part = root.sub("", name, count=1).rpartition(".")
         match = block.fullmatch(stem)

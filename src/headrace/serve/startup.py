@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import hub
+from headrace.engine.library.model_facts import files_of
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.parameters import APIS
 from headrace.protocol.step import EngineInfo
@@ -72,7 +73,7 @@ def stored_form(path: Path, info: EngineInfo) -> str:
 
 def num_weight_bytes(path: Path) -> int:
     """Return the bytes of the files of weights; 0 where there are none."""
-    files = [path] if path.is_file() else [file for pattern in WEIGHT_FILES for file in path.glob(pattern)]
+    files = files_of(path) if path.is_file() else [file for pattern in WEIGHT_FILES for file in path.glob(pattern)]
     return sum(file.stat().st_size for file in files)
 
 

@@ -36,7 +36,7 @@ FAMILIES = {
     "ernie4_5_moe": "ERNIE4_5_MOE", "hunyuan_v1_dense": "HUNYUAN_DENSE", "hunyuan_v1_moe": "HUNYUAN_MOE",
     "afmoe": "AFMOE", "nemotron": "NEMOTRON", "minimax_m2": "MINIMAXM2", "llama4_text": "LLAMA4", "apertus": "APERTUS",
     "gemma4_text": "GEMMA4", "glm": "CHATGLM", "deepseek_v2": "DEEPSEEK2", "deepseek_v3": "DEEPSEEK2",
-    "glm4_moe_lite": "DEEPSEEK2", "kimi_k2": "DEEPSEEK2", "mistral4": "MISTRAL4",
+    "glm4_moe_lite": "DEEPSEEK2", "kimi_k2": "DEEPSEEK2", "mistral4": "MISTRAL4", "bitnet": "BITNET",
 }  # fmt: skip
 """The names of these types' tensors are those of gguf-py's own table."""
 ARCHITECTURES |= {
@@ -77,7 +77,8 @@ def gguf_name(name: str, model_type: str) -> str:
     if model_type in FAMILIES:
         for theirs, ours in (
             ("e_score_correction_bias", "e_score_correction.bias"), (".expert_bias", ".expert_bias.bias"),
-            (".self_attn.sinks", ".self_attn.sinks.weight"),
+            (".self_attn.sinks", ".self_attn.sinks.weight"), ("attn_sub_norm", "inner_attn_ln"),
+            ("ffn_sub_norm", "ffn_layernorm"),
         ):  # fmt: skip
             name = name.replace(theirs, ours)
         table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[model_type]], 9)
@@ -95,12 +96,15 @@ def plain(name: str, weight: F32) -> tuple[NDArray[Any], Any]:
     return weight, None
 
 
-def convert(directory: Path, path: Path, form: Form = plain, fields: Callable[[Any], None] | None = None) -> Path:
-    """Write the checkpoint in `directory` as the GGUF file `path`. `fields` adds to the metadata."""
+def convert(
+    directory: Path, path: Path, form: Form = plain, fields: Callable[[Any], None] | None = None, split: int = 0
+) -> Path:
+    """Write the checkpoint in `directory` as the GGUF file `path`. `fields` adds to the metadata. `split`: most tensors
+    of a file, of which there are several then."""
     config = json.loads((directory / "config.json").read_text())
     model_type = config["model_type"]
     config = config | config.get("text_config", {}) | {"model_type": model_type}
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[model_type])
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[model_type], split_max_tensors=split)
     add_metadata(writer, config, directory)
     if fields is not None:
         fields(writer)

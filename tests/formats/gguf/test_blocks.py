@@ -113,7 +113,10 @@ def test_forms_of_stacked_types() -> None:
     assert scheme_for({"Q4_K", "Q6_K"}) == Scheme("i6", 16, True)
     assert scheme_for({"Q8_0", "Q4_0"}) == scheme_for({"Q8_0", "Q4_1"}) == Scheme("i8", 32)
     assert scheme_for({"Q2_K", "Q3_K"}) == Scheme("i4", 16, True)
-    assert scheme_for({"TQ1_0", "TQ2_0"}) == Scheme("i4", 64)
+    assert scheme_for({"TQ1_0"}) == Scheme("i2", 128)
+    # TQ2_0 has a code for 2 beside those for -1, 0 and 1.
+    assert scheme_for({"TQ2_0"}) == scheme_for({"TQ1_0", "TQ2_0"}) == Scheme("i2", 128, has_zero=True)
+    assert scheme_for({"TQ1_0", "Q4_0"}) == Scheme("i4", 32)
     assert scheme_for({"IQ4_NL", "IQ4_XS"}) == Scheme("i4", 32, book="iq4_nl")
     assert scheme_for({"MXFP4"}) == Scheme("i4", 32, book="e2m1")
     assert scheme_for({"NVFP4"}) == Scheme("i4", 16, book="e2m1")

@@ -161,7 +161,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"general.architecture": None}, "general.architecture is None; it must be one of llama, "),
     "another architecture": ({"general.architecture": (STRING, "mamba")}, "general.architecture is 'mamba'"),
     "a projector": ({"general.type": (STRING, "mmproj")}, "general.type is 'mmproj'"),
-    "a part": ({"split.count": (U32, 3)}, "split.count is 3; it must be 1"),
     "no layers": ({"llama.block_count": None}, "llama.block_count is None"),
     "S-27 block_count": ({"llama.block_count": (U32, 2**32 - 1)}, "llama.block_count is 4294967295"),
     "S-27 no heads": ({"llama.attention.head_count": (U32, 0)}, "llama.attention.head_count is 0"),

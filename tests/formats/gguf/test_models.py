@@ -85,6 +85,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe_lite", {}),
     ("mistral4", {}),
     ("kimi_k2", {}),
+    ("bitnet", {"hidden_act": "silu"}),
     ("muse_glimmer", {"text_config": models.find("muse_glimmer").TINY["text_config"] | {"post_norm_eps": 1e-8}}),
 ]
 BIG = {
@@ -187,6 +188,7 @@ MIXTURES: dict[str, Choose] = {
     "IQ1": lambda name: "IQ1_M" if "attn" in name else "IQ1_S",
     "MXFP4": lambda name: "MXFP4",
     "TQ": lambda name: "TQ1_0" if "attn" in name else "TQ2_0",
+    "TQ beside others": lambda name: "TQ1_0" if "attn_q" in name else "TQ2_0" if "_k" in name else "Q4_0",
 }
 
 
@@ -232,6 +234,29 @@ def test_matrices_that_are_one_for_the_model_keep_forms_of_their_own(
     exact = {matrix.name: matrix.dense() for matrix in matrices}
     for matrix in runner.program.model.ops.matrices:
         assert np.array_equal(matrix.dense(), exact[matrix.name].numpy()), matrix.name
+
+
+def test_wider_forms_are_told_in_one_line_with_the_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def bits(mixture: Choose) -> tuple[float, str]:
+        """Bits of a weight of the layers' matrices in memory, and the line."""
+        caplog.clear()
+        save_random(BIG, tmp_path)
+        matrices = load(quantised(tmp_path, mixture), backend="cpu").program.model.ops.matrices
+        parts = [part for matrix in matrices for part in getattr(matrix, "parts", [matrix])]
+        schemes = {part.scheme for part in parts if "layers" in part.name}
+        lines = [record.getMessage() for record in caplog.records if "more bits here" in record.getMessage()]
+        return max(scheme.bits_per_weight(256) for scheme in schemes), "".join(lines)
+
+    # Six bits and more for IQ2; their own width for the others, ternary types among them.
+    wide, line = bits(lambda name: "IQ2_XS" if "ffn" in name else "Q6_K")
+    assert wide == 9
+    stored, in_memory = (2 * 3 * 256 * 512 * each / 8 / 2**20 for each in (2.3125, 9))
+    sizes = f"{stored:.1f} MiB stored, {in_memory:.1f} MiB in memory"
+    assert line == f"model.gguf: IQ2_XS take more bits here than in the file: {sizes}"
+    assert bits(lambda name: "Q6_K") == (6.5625, "")
+    assert bits(lambda name: "TQ1_0" if "ffn" in name else "Q2_K")[0] == 2.625
+    assert bits(lambda name: "TQ1_0" if "blk" in name else "Q2_K")[0] == 2.125
+    assert bits(lambda name: "TQ2_0" if "blk" in name else "Q2_K")[0] == 2 + 20 / 128
 
 
 def test_packed_once_a_file_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,3 +330,14 @@ def test_a_tensor_without_a_place_is_told(tmp_path: Path) -> None:
     path = convert(tmp_path, tmp_path / "model.gguf", fields=more)
     with pytest.raises(CheckpointError, match="no place in the model: blk.0.attn_sinks.weight"):
         load(path)
+
+
+def test_tensors_without_effect_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_random(tiny("llama", {}), tmp_path)
+
+    def more(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_rot_embd.weight", np.zeros(6, np.float32))
+        writer.add_tensor("blk.0.nothing.weight", np.zeros((0, 32), np.float32))
+
+    load(convert(tmp_path, tmp_path / "model.gguf", fields=more))
+    assert "2 tensors of model.gguf are without effect and left out: blk.0.attn_rot_embd.weight, blk.0." in caplog.text

@@ -306,7 +306,27 @@ def quark_mxfp4() -> Stored:
     return Stored(quark_config(weight), parts, E2M1[q] * spread(torch.exp2(e.float() - 127)))
 
 
+def bitnet(linear_class: str) -> Stored:
+    """transformers' packing: the codes of outputs r, r + out / 4, ... in a byte, the first lowest; one scale."""
+    q, s = codes(-1, 1), torch.tensor([0.375])
+    rows = (q + 1).reshape(4, -1, NUM_IN)
+    packed = sum(rows[i] << 2 * i for i in range(4))
+    parts = {"l.weight": torch.as_tensor(packed).to(torch.uint8), "l.weight_scale": s}
+    config = {"quant_method": "bitnet", "linear_class": linear_class, "quantization_mode": "offline"}
+    return Stored(config, parts, q / s if linear_class == "bitlinear" else q * s)
+
+
+def bitnet_floats() -> Stored:
+    """Ternary weights that are stored as floats."""
+    stored = bitnet("autobitlinear")
+    scale = stored.tensors["l.weight_scale"]
+    return Stored(stored.config, stored.tensors | {"l.weight": (stored.weight / scale).bfloat16()}, stored.weight)
+
+
 LAYOUTS = {
+    "bitnet": lambda: bitnet("bitlinear"),
+    "bitnet, factors": lambda: bitnet("autobitlinear"),
+    "bitnet, floats": bitnet_floats,
     "dynamic": lambda: dynamic(r"+:.*l$", {"bits": 8, "group_size": -1}, {"bits": 4, "group_size": 32}, 4, 32),
     "dynamic, a part of the settings": lambda: dynamic("l", {"bits": 3, "group_size": 64}, {"mse": 2.4}, 3, 64),
     "auto-round": lambda: auto_round("auto_round", 4, 128, extra_config={"l": {"bits": 8, "group_size": 64}}),

@@ -151,6 +151,14 @@ def good() -> dict[str, Good]:
                 "l.weight_scale": scales(32, 1),
             },
         ),
+        "bitnet": (
+            {"quant_method": "bitnet", "modules_to_not_convert": ["head"], "linear_class": "bitlinear"},
+            {
+                # Codes 0 to 2 of four outputs.
+                "l.weight": sum(torch.randint(0, 3, (8, 128), dtype=U8) << 2 * i for i in range(4)),
+                "l.weight_scale": torch.tensor([1.5], dtype=torch.bfloat16),
+            },
+        ),
         "hqq": (
             {"quant_method": "hqq", "skip_modules": ["head"]},
             {

@@ -31,6 +31,8 @@ from headrace.quant.schemes import ROUNDED_BOOKS
 
 TOLERANCE = 0.02
 """Greatest error of int8 products, as a share of the product's size. Gaussian inputs in groups of 128 cost 0.007."""
+ROUNDED_BY_OTHERS = {"fp8": "8-bit floats", "int8 by row": "int8, with a scale for each row"}
+"""Activations of checkpoints' methods that these kernels do not round so."""
 LENGTH = 8
 """Positions of each of the NUM_SEQS sequences of the fixed text."""
 SHOWN = 3
@@ -51,8 +53,9 @@ def choose_activations(
     able = [part for part in quantised if part.kind not in FLOAT_KINDS]
     if mode == "fp8":
         raise RequestError("activations", mode, "auto, int8 or 16bit: the CPU's kernels round nothing to 8-bit floats")
-    if mode == "auto" and stated == "fp8":
-        logger.info("the checkpoint's method rounds activations to 8-bit floats; here they stay in 16 bits")
+    if mode == "auto" and stated in ROUNDED_BY_OTHERS:
+        rounded_to = ROUNDED_BY_OTHERS[stated]
+        logger.info("the checkpoint's method rounds activations to %s; here they stay in 16 bits", rounded_to)
     rounded = {part for part in able if part.scheme.book in ROUNDED_BOOKS}
     neighbours = neighbours_of(model)
     num_quantised, num_able, num_rounded, num_outliers = _sums(

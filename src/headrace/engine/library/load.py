@@ -22,7 +22,8 @@ from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_conf
 from headrace.checkpoint.overrides import overridden
 from headrace.checkpoint.packed import PackedWriter
 from headrace.checkpoint.reader import Progress, Reader
-from headrace.checkpoint.source import Packing, prediction_layers, unpacked_weights, with_weights
+from headrace.checkpoint.source import Packing, unpacked_weights, with_weights
+from headrace.checkpoint.strays import prediction_layers
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
@@ -273,7 +274,8 @@ def _load_safetensors(
         from headrace.checkpoint.tensors import Checkpoint
 
         stored, loading = values.get("quantization_config"), Loading(progress, schemes, writer)
-        return SafetensorsWeights(Checkpoint(directory), backend, stored, loading, prediction_layers(values))
+        spare = prediction_layers(values, checkpoint.names)
+        return SafetensorsWeights(Checkpoint(directory), backend, stored, loading, spare)
 
     build = maker(config, module, model_config, backend, max_model_len, seat)
     in_parts = seat is not None

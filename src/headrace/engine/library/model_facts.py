@@ -59,9 +59,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a model: a GGUF file itself, or the files of its directory, in order."""
+    """Return the files of a model: a GGUF file itself, with the others of a split model, or the files of its directory,
+    in order."""
     if path.is_file():
-        return [path]
+        return gguf.files_of(path)
     return sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
 
 

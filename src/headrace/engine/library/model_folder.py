@@ -1,16 +1,18 @@
 """`ModelFolder`: the models that lie in one folder, by name; and how they are made, copied and deleted there.
 
-A model is a directory with a config.json, a directory with one .gguf file, or a .gguf file; it may lie in the folder
-itself or one level down, as OWNER/NAME. Its name is its path without ".gguf", and may end in a tag: NAME:TAG. Names of
-requests are held to one pattern, which no path out of the folder fits. Unfinished files lie in hidden folders and come
-to their place by one rename. Knows files; `serve.call.models` knows which models are loaded. All functions but `pull`
-block, and routes call them on worker threads.
+A model is a directory with a config.json, a directory with one GGUF model, or a .gguf file, with the others of a split
+model; it may lie in the folder itself or one level down, as OWNER/NAME. Its name is its path without ".gguf" and
+"-00001-of-00002", and may end in a tag: NAME:TAG. Names of requests are held to one pattern, which no path out of the
+folder fits. Unfinished files lie in hidden folders and come to their place by one rename. Knows files;
+`serve.call.models` knows which models are loaded. All functions but `pull` block, and routes call them on worker
+threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from headrace import hub
+from headrace import gguf, hub
 from headrace.engine.library import model_settings
 from headrace.engine.library.model_facts import ModelFacts, digest_of, facts_of
 from headrace.engine.library.model_settings import ModelSettings
@@ -103,7 +105,7 @@ class ModelFolder:
     def _scan(self, folder: Path, prefix: str) -> Iterator[str]:
         with contextlib.suppress(OSError):  # a folder that is deleted just now
             for path in folder.iterdir():
-                name = prefix + (path.stem if path.suffix == ".gguf" and path.is_file() else path.name)
+                name = prefix + (_gguf_name(path) if path.suffix == ".gguf" and path.is_file() else path.name)
                 if not NAME.fullmatch(name):
                     continue
                 if self._path(name) is not None:
@@ -114,9 +116,12 @@ class ModelFolder:
     def _path(self, name: str) -> Path | None:
         path = self.root / name
         if path.is_dir():
-            return path if (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1 else None
+            return path if (path / "config.json").is_file() or len(gguf.models_in(path)) == 1 else None
         file = path.with_name(f"{path.name}.gguf")
-        return file if file.is_file() else None
+        if file.is_file():
+            return file
+        split = sorted(path.parent.glob(f"{glob.escape(path.name)}-00001-of-*.gguf"))
+        return split[0] if len(split) == 1 and _gguf_name(split[0]) == path.name else None
 
     # -- changes
 
@@ -126,7 +131,7 @@ class ModelFolder:
 
         Raises `RequestError` for a name that none can have."""
         path = self.path(source)
-        files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+        files = gguf.files_of(path) if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
         base = path.parent if path.is_file() else path
 
         def fill(folder: Path) -> None:
@@ -249,11 +254,13 @@ class ModelFolder:
         return name
 
     def _discard(self, path: Path) -> None:
-        """Take a model away by one rename, and then delete it. A link is deleted, not its target."""
+        """Take a model away by renames, and then delete it. A link is deleted, not its target."""
         place = self.root / UNFINISHED
         place.mkdir(exist_ok=True)
         trash = Path(tempfile.mkdtemp(dir=place))
-        os.replace(path, trash / path.name)
+        # The file by which the folder finds the model goes first.
+        for each in gguf.files_of(path) if path.is_file() else [path]:
+            os.replace(each, trash / each.name)
         shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -262,6 +269,11 @@ def plain_name(name: str) -> str:
     for prefix in HUBS:
         name = name.removeprefix(prefix)
     return name
+
+
+def _gguf_name(path: Path) -> str:
+    match = gguf.SPLIT_NAME.fullmatch(path.name)
+    return match[1] if match and len(gguf.files_of(path)) > 1 else path.stem
 
 
 def _link(source: Path, target: Path) -> None:

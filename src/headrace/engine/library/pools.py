@@ -17,6 +17,8 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.kinds import CacheKind
 
 MIN_AUTO_MODEL_LEN = 1024
+MAX_EMPTY_BLOCKS = 2**18
+"""Most blocks of a model whose layers keep states alone: they have numbers and no bytes."""
 LEAST_CHUNK = 256
 """Rows of a prompt for which the pool of a window has room at least."""
 
@@ -74,7 +76,9 @@ def choose_pool_sizes(
             field, value = "max_model_len", kv_budget(config, model, backend, max_pieces, max_model_len)
         others = divide(value - least * each[0], bounds[1:], each[1:])
         num_others = sum(num * size for num, size in zip(others, each[1:], strict=True))
-        num_blocks, needed = max(0, value - num_others) // each[0], least * each[0] + num_others
+        num_blocks, needed = max(0, value - num_others) // max(each[0], 1), least * each[0] + num_others
+        if not each[0]:
+            num_blocks = max(least, min(bounds[0][1], MAX_EMPTY_BLOCKS))
         if field == "max_model_len":
             num_blocks = min(num_blocks, bounds[0][1])
     if num_blocks >= least:

@@ -343,13 +343,16 @@ def check_scales(kind: str, raw: U8, name: str) -> None:
 def scheme_for(kinds: set[str], schemes: Collection[Scheme] = SCHEMES) -> Scheme | None:
     """The one of `schemes` with the fewest bits that keeps the codes of all these block types, else int8.
 
-    None if that is not among `schemes`. Groups of more than 64 inputs are cut, so that activations get finer scales.
+    None if that is not among `schemes`. Groups of more than 64 inputs are cut, so that activations get finer scales; of
+    codes of 2 bits, whose activations are floats, to 128.
     """
     blocks = Scheme("k", K_GROUP, dtype=min(kinds))
     if len(kinds) == 1 and kinds <= K_TYPES.keys() and blocks in schemes:
         return blocks
-    group = min(min(TYPES[kind].group, 64) for kind in kinds)
-    forms = [Scheme("i4", group), *[Scheme("i4", group, book=book) for book in LEVELS], Scheme("i4", group, True)]
+    whole = min(TYPES[kind].group for kind in kinds)
+    group = min(whole, 64)
+    forms = [Scheme("i2", min(whole, 128), has_zero=has_zero) for has_zero in (False, True)]
+    forms += [Scheme("i4", group), *[Scheme("i4", group, book=book) for book in LEVELS], Scheme("i4", group, True)]
     forms += [
         *(Scheme(kind, group, has_min) for kind in ("i5", "i6") for has_min in (False, True)),
         Scheme("i8", group),
@@ -366,6 +369,8 @@ def keeps_codes(kind: str, scheme: Scheme) -> bool:
         return block.book == scheme.book
     if scheme.has_min:
         return block.high - block.low < 2**scheme.bits or kind == "IQ3_S"
+    if scheme.has_zero:
+        return not block.has_min and not block.book and block.high - block.low < 2**scheme.bits
     half = 2 ** (scheme.bits - 1)
     return not block.has_min and block.low >= -half and block.high < half
 
@@ -384,15 +389,16 @@ def native(weight: QWeight, kind: str, scheme: Scheme, name: str) -> QWeight:
         codes, scales, mins = (codes + 15) // 2, scales * 2, scales * -15
     elif scheme.has_min and mins is None:
         codes, mins = codes - low, scales * low
-    codes = codes + scheme.middle
+    zero = -low if scheme.has_zero else scheme.middle
+    codes = codes + zero
     share = weight.group // scheme.group
-    zeros = np.broadcast_to(np.float32(scheme.middle), (len(codes), -(-codes.shape[1] // scheme.group)))
+    zeros = np.broadcast_to(np.float32(zero), (len(codes), -(-codes.shape[1] // scheme.group)))
     return replace(
         weight,
         codes=codes,
         scales=repeated(_rounded(scales, name), share),
         mins=None if mins is None else repeated(_rounded(mins, name), share),
-        zeros=zeros if scheme.middle else None,
+        zeros=zeros if zero else None,
         group=scheme.group,
         bits=scheme.bits,
         codebook=weight.codebook if scheme.book else None,
