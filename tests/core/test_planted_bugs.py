@@ -9,11 +9,11 @@ from functools import partial
 
 import msgspec
 import pytest
+from headrace.core.batches import make_batch
 from tests.programs.sim.planting import NUM_STEPS, Bugs, expect_caught, register
 from tests.programs.sim.simulation import Simulation
 
 import headrace.core.scheduler as scheduler_module
-from headrace.core.batches import make_batch
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence
 from headrace.protocol.step import Finish

@@ -3,10 +3,10 @@
 from functools import partial
 
 import pytest
+from headrace.core.batches import make_batch
 from tests.programs.sim.planting import Bugs, expect_caught, register
 
 import headrace.core.scheduler as scheduler_module
-from headrace.core.batches import make_batch
 from headrace.core.beams.searches import Search
 
 BUGS: Bugs = {}

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, floats, type_name
 from headrace.quant.base import QWeight, Tensors
-from headrace.quant.packing import checked, left_alone, names_listed, one_scale, plain_weight
+from headrace.quant.layer_names import left_alone, names_listed
+from headrace.quant.packing import checked, one_scale, plain_weight
 
 SPARE = re.compile(r"(?!)")
 HEAD = ("lm_head",)
@@ -40,7 +41,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         return _rounded(floats(weight), f"{name}.weight")
     scale = one_scale(tensors, f"{name}.weight_scale")
     codes = _codes(weight, f"{name}.weight") if type_name(weight) == "uint8" else _ternary(weight, f"{name}.weight")
-    return _weight(codes, scale if scaled else 1 / scale)
+    return _weight(codes, scale if scaled else np.float32(1) / scale)
 
 
 def activations(config: dict[str, Any]) -> str:
@@ -58,7 +59,8 @@ def _codes(packed: NDArray[Any], name: str) -> NDArray[np.uint8]:
     """Codes 1 to 3 [out, in] out of bytes [out / 4, in]."""
     if (packed & packed >> 1 & 0x55).any():
         raise CheckpointError(f"{name}, shape {list(packed.shape)}, has the code 3, expected 0 to 2 (-1, 0 and 1)")
-    return np.concatenate([(packed >> 2 * i & 3) + np.uint8(1) for i in range(CODES_PER_BYTE)])
+    codes: NDArray[np.uint8] = np.concatenate([(packed >> 2 * i & 3) + np.uint8(1) for i in range(CODES_PER_BYTE)])
+    return codes
 
 
 def _ternary(weight: NDArray[Any], name: str) -> NDArray[np.uint8]:
