@@ -84,13 +84,13 @@ def private_lines(source: str) -> list[int]:
 
 def listed() -> list[str]:
     """All such lines of the tests, as `file:line: text`."""
-    found = []
+    lines = []
     for path in sorted((rules.ROOT / "tests").rglob("*.py")):
         source = path.read_text()
         texts = source.splitlines()
         name = path.relative_to(rules.ROOT)
-        found += [f"{name}:{number}: {texts[number - 1].strip()}" for number in private_lines(source)]
-    return found
+        lines += [f"{name}:{number}: {texts[number - 1].strip()}" for number in private_lines(source)]
+    return lines
 
 
 if __name__ == "__main__":

@@ -34,15 +34,20 @@ def matches(pattern: str, name: str, *, anywhere: bool = False) -> bool:
     try:
         if _is_plain(pattern):
             return (re.search if anywhere else re.match)(pattern, name) is not None
-        parsed = _parse(pattern)
-        ends, places = _Ends(name), range(len(name) + 1 if anywhere else 1)
-        return any(ends.of_all(parsed, {place}, parsed.state.flags) for place in places)
+        return matches_by_places(pattern, name, anywhere=anywhere)
     except (re.error, RecursionError) as error:
         raise CheckpointError(f"quantization_config: {pattern!r:.80} is no regular expression: {error}") from error
     except _TooComplicatedError as error:
         raise CheckpointError(
             f"quantization_config: the pattern {pattern!r:.80} is too complicated to be matched safely: {error}"
         ) from error
+
+
+def matches_by_places(pattern: str, name: str, *, anywhere: bool = False) -> bool:
+    """As `matches`, without `re`. Raises `re.error`, and `RecursionError` for a pattern that is nested too deeply."""
+    parsed = _parse(pattern)
+    ends, places = _Ends(name), range(len(name) + 1 if anywhere else 1)
+    return any(ends.of_all(parsed, {place}, parsed.state.flags) for place in places)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -67,7 +67,8 @@ def _ternary(weight: NDArray[Any], name: str) -> NDArray[np.uint8]:
     numbers = floats(weight)
     if not np.isin(numbers, (-1, 0, 1)).all():
         raise CheckpointError(f"{name}, shape {list(weight.shape)}, has weights beside -1, 0 and 1")
-    return (numbers + 2).astype(np.uint8)
+    codes: NDArray[np.uint8] = (numbers + 2).astype(np.uint8)
+    return codes
 
 
 def _rounded(weight: NDArray[np.float32], name: str) -> QWeight:
