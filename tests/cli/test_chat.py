@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 
 from headrace.cli import conversation
-from headrace.cli.chat import Remote
+from headrace.cli.chat import Local, Remote
 from headrace.cli.conversation import Conversation, Message
+from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
 
@@ -237,3 +239,23 @@ def test_a_servers_count_of_tokens_is_its_usage(monkeypatch: pytest.MonkeyPatch)
     remote = Remote("http://server", "m", None)
     assert "".join(remote.answer([], SamplingParams())) == "a b"
     assert remote.num_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "temperature"),
+    [('{"default_generation_settings": {"params": {"temperature": 0.3}}}', 0.3), ("{}", 0.8), ("no JSON", 0.8)],
+)
+def test_a_servers_defaults_are_its_own_or_llama_servers(
+    body: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    answer = httpx.Response(200, text=body, request=httpx.Request("GET", "http://server/props"))
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: answer)
+    expected = {"temperature": temperature, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+    assert Remote("http://server", "m", None).defaults() == expected
+
+
+def test_the_models_advice_precedes_the_defaults_of_a_chat() -> None:
+    with closing(Local(EngineConfig(model="builtin"))) as source:
+        assert source.defaults() == {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05}

@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.formats.gguf.files import F32, I32, STRING, gguf_file, scalar
 from tests.support.server import HTTP, Live, inproc, write_tokenizer
 
+from headrace.engine.client import EngineClient
+from headrace.engine.library.model_settings import advised_params
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.defaults import sampling_defaults
-from headrace.protocol.errors import RequestError
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.params import SamplingParams
+from headrace.protocol.step import Request
 from headrace.serve import loading
 from headrace.serve.call.call import ModelDefaults, SamplingFields
 from headrace.serve.gates.calls import HeaderGate, allowed_hosts, allowed_origins, is_loopback
@@ -75,6 +80,71 @@ def test_a_request_wins_over_the_flags(started: Live) -> None:
     props = HTTP.get(started.url + "/props").json()
     assert props["default_generation_settings"]["params"]["temperature"] == 0.5
     assert props["chat_template"] == VARIABLE
+
+
+CALLS: dict[str, tuple[str, dict[str, Any], tuple[float, int, float, float]]] = {
+    # The route, a body, and temperature, top_k, top_p and min_p where nothing sets them.
+    "llama": ("/completion", {"prompt": "a", "n_predict": 1}, (0.8, 40, 0.95, 0.05)),
+    "ollama": ("/api/generate", {"prompt": "a", "options": {"num_predict": 1}}, (0.8, 40, 0.9, 0.0)),
+    "ollama raw": ("/api/generate", {"prompt": "a", "raw": True, "options": {"num_predict": 1}}, (0.8, 40, 0.9, 0.0)),
+    "ollama chat": (
+        "/api/chat",
+        {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 1}},
+        (0.8, 40, 0.9, 0.0),
+    ),
+    "openai": ("/v1/completions", {"prompt": "a", "max_tokens": 1}, (1.0, 0, 1.0, 0.0)),
+    "openai chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        (1.0, 0, 1.0, 0.0),
+    ),
+    "search": (
+        "/v1/completions",
+        {"prompt": "a", "max_tokens": 1, "use_beam_search": True, "n": 2},
+        (1.0, 0, 1.0, 0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_api_has_its_own_defaults(name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, body, own = CALLS[name]
+    seen: list[SamplingParams] = []
+    submit: Any = EngineClient.submit
+
+    def watched(self: EngineClient, requests: list[Request], *args: Any, **options: Any) -> Any:
+        seen.extend(request.params for request in requests)
+        return submit(self, requests, *args, **options)
+
+    monkeypatch.setattr(EngineClient, "submit", watched)
+
+    def shape() -> tuple[float, int, float, float]:
+        assert HTTP.post(live.url + path, json=body | {"model": "fake", "stream": False}).status_code == 200
+        params = seen[-1]
+        return params.temperature, params.top_k, params.top_p, params.min_p
+
+    server = ServerConfig(log_stats_interval=0)
+    with Live(inproc(), tokenizer, server) as live:
+        assert shape() == own
+    if name != "search":
+        # The model's advice precedes them, parameter by parameter.
+        with Live(inproc(), tokenizer, server, defaults=ModelDefaults.of({"temperature": 0.3, "top_k": 5})) as live:
+            assert shape() == (0.3, 5, *own[2:])
+
+
+def test_a_gguf_file_advises(tmp_path: Path) -> None:
+    fields = [
+        scalar("general.architecture", STRING, "llama"),
+        scalar("general.sampling.temp", F32, 0.5),
+        scalar("general.sampling.top_k", I32, 7),
+        scalar("general.sampling.penalty_repeat", F32, 1.5),
+    ]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_file(fields))
+    assert advised_params(str(path), None) == {"temperature": 0.5, "top_k": 7, "repetition_penalty": 1.5}
+    path.write_bytes(gguf_file([*fields, scalar("general.sampling.top_p", F32, 2.0)]))
+    with pytest.raises(CheckpointError, match=r"m\.gguf: general\.sampling\.top_p: 2\.0 .* to 1"):
+        advised_params(str(path), None)
 
 
 def test_variables_of_the_template(started: Live) -> None:

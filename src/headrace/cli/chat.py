@@ -18,10 +18,21 @@ from headrace.cli.conversation import SETTINGS, Conversation, Message
 from headrace.cli.options import build, options
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
+from headrace.protocol.parameters import LLAMA_SERVER, OWN_DEFAULTS
 from headrace.protocol.params import SamplingParams
 
+SHAPES = ("temperature", "top_p", "top_k", "min_p")
+"""Parameters whose defaults are the model's, or llama-server's."""
 
-@options(SamplingParams, EngineConfig, only=SETTINGS, skip=("skip_tokenizer_init",), max_tokens=512)
+
+@options(
+    SamplingParams,
+    EngineConfig,
+    only=SETTINGS,
+    skip=("skip_tokenizer_init",),
+    max_tokens=512,
+    **dict.fromkeys(SHAPES),
+)
 def chat(
     model: Annotated[str | None, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = None,
     *,
@@ -34,16 +45,18 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="Message that opens the conversation.")] = None,
     **fields: Any,
 ) -> None:
-    """Talk with a model, here or on a server."""
-    params = build(SamplingParams, fields)
+    """Talk with a model, here or on a server. Temperature and filters are the ones that the model's files advise, or
+    llama-server's defaults."""
+    given = {name: value for name, value in fields.items() if name not in SHAPES or value is not None}
     if url is not None:
-        Conversation(Remote(url.rstrip("/"), model, api_key), params, system).run()
+        remote = Remote(url.rstrip("/"), model, api_key)
+        Conversation(remote, build(SamplingParams, remote.defaults() | given), system).run()
         return
     config = build(
-        EngineConfig, {name: value for name, value in fields.items() if name != "seed"} | {"model": model or "builtin"}
+        EngineConfig, {name: given[name] for name in given.keys() - {"seed"}} | {"model": model or "builtin"}
     )
     with closing(Local(config)) as source:
-        Conversation(source, params, system).run()
+        Conversation(source, build(SamplingParams, source.defaults() | given), system).run()
 
 
 class Local:
@@ -59,6 +72,15 @@ class Local:
     @property
     def model(self) -> str:
         return self._config.model
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the sampling parameters of the model's files, with llama-server's defaults for `SHAPES` behind
+        them."""
+        from headrace.engine.library.model_settings import default_params
+
+        advised = default_params(self._config.model, self._config.revision)
+        own: dict[str, Any] = {**OWN_DEFAULTS[LLAMA_SERVER]}
+        return own | {name: value for name, value in advised.items() if name in SETTINGS}
 
     def switch(self, model: str) -> None:
         """Load another model in place of this one. Where that fails, load this one again and raise the error."""
@@ -110,6 +132,18 @@ class Remote:
         self._url = url
         self._headers = authorization(api_key)
         self.model = model or first_model(url, self._headers)["id"]
+
+    def defaults(self) -> dict[str, Any]:
+        """Return the server's `SHAPES`, or llama-server's defaults of them where it does not say them."""
+        import httpx
+
+        own: dict[str, Any] = {**OWN_DEFAULTS[LLAMA_SERVER]}
+        try:
+            reply = httpx.get(f"{self._url}/props", headers=self._headers, timeout=10.0, trust_env=False)
+            stated = reply.raise_for_status().json()["default_generation_settings"]["params"]
+            return own | {name: stated[name] for name in SHAPES if isinstance(stated.get(name), int | float)}
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return own
 
     def switch(self, model: str) -> None:
         """Name another model in the requests from now on."""

@@ -191,7 +191,8 @@ is a [file of holders](security.md#keys), `--seed` seeds the seeds of requests w
 them), and the default port is 8000. Variables `LLAMA_ARG_...` are not read.
 
 - Sampling flags are the server's defaults: they take precedence over the model's `generation_config.json`, and the
-  request over them. A parameter without a flag has vLLM's default (temperature 1, all tokens), not llama-server's.
+  request over them. Where none of them sets it, llama-server's routes have its own defaults (temperature 0.8, top-k 40,
+  top-p 0.95, min-p 0.05), and OpenAI's have vLLM's (temperature 1, all tokens), as the log says at the start.
 - `-c` is the context of one request, not of all together. More than the file's own is cut to it, with a warning.
 - `--chat-template` takes llama-server's names of common formats, a Jinja source or a file. A model without a template
   takes `chatml`, with a warning; its answers end at `<|im_end|>`, whether that is a token or not.

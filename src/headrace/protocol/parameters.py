@@ -133,6 +133,12 @@ NONES: dict[str, dict[str, tuple[int, ...]]] = {
     OLLAMA: {"seed": _SEEDS, "max_tokens": (-2, -1, 0)},
     LLAMA_SERVER: {"seed": _SEEDS, "max_tokens": (-2, -1)},
 }
+OWN_DEFAULTS: dict[str, dict[str, float]] = {
+    OLLAMA: {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    LLAMA_SERVER: {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
+}
+"""The defaults of APIs that differ from the table's: they hold where neither the request nor the model's files nor a
+flag of the server sets a parameter. Chats of the command line and of the page have llama-server's."""
 LEAST: dict[str, float] = dict.fromkeys(SHARES, 0.0) | {"seed": -1, "max_tokens": 0}
 """The least values of parameters in APIs that allow less than the table does."""
 WIDER = frozenset(PARAMETERS[field].names[api] for api in (OLLAMA, LLAMA_SERVER) for field in (*SHARES, *NONES[api]))

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace import hub
+from headrace import gguf, hub
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.parameters import PARAMETERS
 
@@ -73,11 +73,15 @@ def default_params(model: str, revision: str | None, takes_advice: bool = True) 
 
 
 def advised_params(model: str, revision: str | None) -> dict[str, Any]:
-    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them.
+    """Return the sampling parameters of the model's generation_config.json, as `vllm serve` applies them, or of the
+    metadata of its GGUF file, as llama-server does.
 
     Raises `CheckpointError` for a value that no request may have.
     """
-    path = hub.resolve(model, revision, weights=False) / "generation_config.json"
+    directory = hub.resolve(model, revision, weights=False)
+    if directory.is_file():
+        return _advised_by_gguf(directory)
+    path = directory / "generation_config.json"
     if not path.is_file():
         return {}
     advised = hub.read_json(path)
@@ -94,4 +98,28 @@ def advised_params(model: str, revision: str | None) -> dict[str, Any]:
         params["disable_additional_properties"] = True
     if params:
         logger.info("sampling defaults from the model's generation_config.json: %s", params)
+    return params
+
+
+GGUF_ADVICE = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold", "penalty_last_n": "repeat_last_n", "penalty_repeat": "repetition_penalty",
+    "mirostat": "mirostat", "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta",
+}  # fmt: skip
+"""The keys of GGUF files below `general.sampling`, and the parameters of requests."""
+
+
+def _advised_by_gguf(path: Path) -> dict[str, Any]:
+    file = gguf.read(path)
+    params: dict[str, Any] = {}
+    for theirs, ours in GGUF_ADVICE.items():
+        key = f"general.sampling.{theirs}"
+        if key not in file.fields:
+            continue
+        # Beyond the table's range is refused below, with the names of the file.
+        value = file.integer(key, -(2**31)) if PARAMETERS[ours].kind == "int" else file.real(key)
+        hub.check_field(path, ours, value, key)
+        params[ours] = value
+    if params:
+        logger.info("sampling defaults from %s: %s", path.name, params)
     return params

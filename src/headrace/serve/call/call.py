@@ -21,7 +21,7 @@ from headrace.engine.generation import Generation, width
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
-from headrace.protocol.parameters import LEAST_SHARE, NONES, SHARES, names_in
+from headrace.protocol.parameters import LEAST_SHARE, NONES, OWN_DEFAULTS, SHARES, names_in
 from headrace.protocol.params import SamplingParams, Watermark
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
@@ -88,6 +88,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     samplers: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
     speculation: bool | None = None
+
+    @classmethod
+    def own_defaults(cls, api: str) -> SamplingFields:
+        """Return the defaults that `api` has in place of the table's."""
+        return cls(**OWN_DEFAULTS.get(api, {}))  # type: ignore[arg-type]  # names and values of the table
 
     @classmethod
     def of(cls, body: object, api: str, prefix: str = "", but: Collection[str] = ()) -> SamplingFields:
@@ -173,7 +178,8 @@ class ModelDefaults(msgspec.Struct, frozen=True, kw_only=True):
 class Call(msgspec.Struct, kw_only=True):
     """The fields that chats and text completions have in common.
 
-    `sampling` are the sampling parameters that the request gives; others take the model's defaults. `form` is the form
+    `sampling` are the sampling parameters that the request gives; others take the model's defaults, and then
+    `own_defaults`, which the API has. `form` is the form
     of the answer. `add_special_tokens` None: as the kind of prompt usually has them. `timeout` is in seconds from
     `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to the request's.
     `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
@@ -181,6 +187,7 @@ class Call(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     sampling: SamplingFields = msgspec.field(default_factory=SamplingFields)
+    own_defaults: SamplingFields = msgspec.field(default_factory=SamplingFields)
     form: StructuredOutputs | None = None
     beam: BeamSearchParams | None = None
     stream: bool = False

@@ -322,10 +322,10 @@ class ServedModel:
         return name if name in self.names else self.name
 
     def _params(self, call: Call, fields: SamplingFields, max_tokens: int | None = None) -> SamplingParams:
-        """Return the parameters of a call whose own are `fields`, with the model's defaults for absent ones; of the
-        defaults, a search takes only those that it allows (`KEPT`). `max_tokens` holds where neither sets it. Raises
-        `RequestError`."""
-        defaults, form = self.defaults.sampling, self._advised_form(call)
+        """Return the parameters of a call whose own are `fields`, with the model's defaults for absent ones, and the
+        API's behind them; of the defaults, a search takes only those that it allows (`KEPT`). `max_tokens` holds where
+        none of them sets it. Raises `RequestError`."""
+        defaults, form = self.defaults.sampling.over(call.own_defaults), self._advised_form(call)
         if call.beam is not None:
             defaults = defaults.without(PARAMETERS.keys() - KEPT)
             fields = msgspec.structs.replace(fields, n=None, best_of=None)

@@ -201,7 +201,7 @@ export function Chat() {
   const reply = (more = {}) => {
     const knobs = { ...knobsOf(current), ...more };
     const system = current.system.trim() ? [{ role: "system", content: current.system }] : [];
-    const body = { messages: [...system, ...current.messages.map(({ role, content }) => ({ role, content }))], ...knobs };
+    const body = { messages: [...system, ...current.messages.map(({ role, content }) => ({ role, content }))], ...defaults, ...knobs };
     const answer = Object.assign(newAnswer(), { knobs: { ...defaults, ...knobs } });
     return [answer, run("/v1/chat/completions", body, answer)];
   };

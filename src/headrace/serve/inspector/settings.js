@@ -1,4 +1,4 @@
-// The model, the system prompt and the sampling knobs of a conversation. An empty knob has the server's default.
+// The model, the system prompt and the sampling knobs of a conversation. An empty knob has the default of /props, which each request names.
 
 import { html } from "./lib.js";
 

@@ -154,7 +154,8 @@ def test_llama_props_and_slots(live: Live) -> None:
     props = HTTP.get(live.url + "/props").json()
     assert (props["total_slots"], props["model_alias"], props["eos_token"]) == (64, "fake", "<eos>")
     assert props["default_generation_settings"]["n_ctx"] == 2048
-    assert props["default_generation_settings"]["params"]["temperature"] == 1.0
+    params = props["default_generation_settings"]["params"]
+    assert [params[name] for name in ("temperature", "top_k", "top_p", "min_p")] == [0.8, 40, 0.95, 0.05]
     assert props["chat_template"].startswith("{% for m in messages %}")
     slots = HTTP.get(live.url + "/slots").json()
     assert [slot["id"] for slot in slots] == list(range(64))

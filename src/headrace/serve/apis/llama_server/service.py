@@ -40,6 +40,7 @@ from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import CallError
 from headrace.text.tokenizer import Tokenizer
 
+OWN = SamplingFields.own_defaults(LLAMA_SERVER)
 TOKEN_ID = re.compile("-?[0-9]{1,20}")
 
 
@@ -101,6 +102,7 @@ class LlamaServer:
             fills_context=True,
             cuts_max_tokens=True,
             sampling=sampling,
+            own_defaults=OWN,
             form=form,
             stream=bool(request.stream),
             cache_salt=secrets.token_hex(16) if request.cache_prompt is False else "",
@@ -196,7 +198,7 @@ class LlamaServer:
         self.model.check_model(query.get("model"))
         info, tokenizer = self.model.front.info, self.model.front.tokenizer
         names = tokenizer.special_tokens if tokenizer is not None else {}
-        params = self.model.defaults.sampling.params()
+        params = self.model.defaults.sampling.over(OWN).params()
         return reply.LlamaProps(
             default_generation_settings=reply.LlamaDefaults(
                 n_ctx=self.model.max_context, params=settings(params, info.eos_token_ids)

@@ -57,6 +57,7 @@ SPELLING = spelling_of(OLLAMA, "options.") | {
 }
 
 
+OWN = SamplingFields.own_defaults(OLLAMA)
 T = TypeVar("T", bound=GenerationRequest)
 
 
@@ -104,6 +105,7 @@ class Ollama:
         call = TextCall(
             model=chat.model,
             sampling=chat.sampling,
+            own_defaults=OWN,
             form=chat.form,
             stream=chat.stream,
             cuts_max_tokens=True,
@@ -214,6 +216,7 @@ class Ollama:
         return ChatCall(
             model=self._name(request.model),
             sampling=self._sampling(request),
+            own_defaults=OWN,
             form=_form(request.format),
             stream=request.stream is not False,
             cuts_max_tokens=True,
