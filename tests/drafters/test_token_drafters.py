@@ -179,9 +179,9 @@ def alive(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> weakref.We
     kind, objects = getattr(module, name), weakref.WeakSet[Any]()
 
     def make(*args: Any) -> Any:
-        made = kind(*args)
-        objects.add(made)
-        return made
+        one = kind(*args)
+        objects.add(one)
+        return one
 
     monkeypatch.setattr(module, name, make)
     return objects
