@@ -16,7 +16,7 @@ from tests.laws import rules
 
 OURS = frozenset({"headrace", "tests", "bench", "training"})
 PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_field_defaults", "_make", "_native"})
-MAY_REACH = re.compile(r"[.\"']_[a-z]|import [^\n]*\b_[a-z]")
+MAY_REACH = re.compile(r"[.\"']_[A-Za-z]|import .*\b_[A-Za-z]|^ +_[A-Za-z]\w*,$", re.MULTILINE)
 """Parsing takes time: a source without a match is not parsed."""
 BY_NAME = frozenset({"setattr", "delattr", "getattr", "hasattr"})
 
