@@ -112,13 +112,13 @@ def compare(num: int, seed: int) -> dict[str, Any]:
         counts[f"form: {name}"] += len(actual)
         wrong += [f"{name}, {ranks} {kind} ranks, {ways}: {key}" for key in actual if actual[key] != expected[key]]
         print(f"{counts['generations']} generations, {len(wrong)} differ", file=sys.stderr, flush=True)
+    return report_of(counts, wrong)
+
+
+def report_of(counts: Counter[str], wrong: list[str]) -> dict[str, Any]:
     total = counts.pop("generations")
-    return {
-        "generations": total,
-        "by_kind": dict(sorted(counts.items())),
-        "violations": len(wrong),
-        "examples": wrong[:5],
-    }
+    kinds = dict(sorted(counts.items()))
+    return {"generations": total, "by_kind": kinds, "violations": len(wrong), "examples": wrong[:5]}
 
 
 def compare_experts(num: int, seed: int) -> dict[str, Any]:
@@ -151,13 +151,7 @@ def compare_experts(num: int, seed: int) -> dict[str, Any]:
                 counts[kind] += len(actual)
             wrong += [f"{name}, {form}, {ranks} ranks, {ways}: {key}" for key in actual if actual[key] != expected[key]]
             print(f"{counts['generations']} generations, {len(wrong)} differ", file=sys.stderr, flush=True)
-    total = counts.pop("generations")
-    return {
-        "generations": total,
-        "by_kind": dict(sorted(counts.items())),
-        "violations": len(wrong),
-        "examples": wrong[:5],
-    }
+    return report_of(counts, wrong)
 
 
 def late(noticed: dict[str, float], timeout: float) -> list[str]:

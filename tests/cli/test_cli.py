@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import errno
+import functools
 import inspect
-import io
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
+from tests.support.commands import Done, run_command
 
 import headrace
 from headrace.cli import options, reference
-from headrace.cli.main import main
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
 
 Run = Callable[..., Done]
 
@@ -36,19 +28,7 @@ Run = Callable[..., Done]
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run the command in this process, as the console script does."""
 
-    def call(*words: str, stdin: str = "") -> Done:
-        monkeypatch.setattr(sys, "argv", ["headrace", *words])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        monkeypatch.setenv("COLUMNS", "80")
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-        printed = capsys.readouterr()
-        return Done(int(code), printed.out, printed.err)
-
-    return call
+    return functools.partial(run_command, monkeypatch, capsys)
 
 
 def test_version(run: Run) -> None:

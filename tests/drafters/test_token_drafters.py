@@ -179,9 +179,9 @@ def alive(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> weakref.We
     kind, objects = getattr(module, name), weakref.WeakSet[Any]()
 
     def make(*args: Any) -> Any:
-        new = kind(*args)
-        objects.add(new)
-        return new
+        one = kind(*args)
+        objects.add(one)
+        return one
 
     monkeypatch.setattr(module, name, make)
     return objects

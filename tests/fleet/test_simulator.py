@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.commands import run_command
 
 from headrace.cli import simulate
-from headrace.cli.main import main
 from headrace.fleet import traces
 from headrace.fleet.figures import figures
 from headrace.fleet.simulator import SimulatedRun, Simulation, Sizes, percentile, smallest_fleet
@@ -167,31 +166,20 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
         traces.read(path)
 
 
-def run_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["headrace", "simulate", *words])
-    code: Any = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code or 0
-    printed = capsys.readouterr()
-    return int(code), printed.out, printed.err
-
-
 def test_the_command_plays_a_real_trace(
     shared_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = shared_data / "traces" / "azure2023" / "AzureLLMInferenceTrace_conv.csv"
     words = ("--trace", str(path), "--duration", "20", "--hardware", "l4", "--price", "1", "--slo", "ttft:500")
-    code, out, _ = run_command(monkeypatch, capsys, *words, "--replicas", "2", "--router", "round-robin", "--json")
+    code, out, _ = run_command(
+        monkeypatch, capsys, "simulate", *words, "--replicas", "2", "--router", "round-robin", "--json"
+    )
     assert code == 0
     result = json.loads(out)
     assert (result["replicas"], result["requests"], result["prefixes"]) == (2, sum(result["by_replica"]), False)
     assert 0 < result["p50_ttft_ms"] <= result["p99_ttft_ms"]
     assert result["dollars"] == pytest.approx(2 * result["duration"] / 3600)
-    code, out, _ = run_command(monkeypatch, capsys, *words)
+    code, out, _ = run_command(monkeypatch, capsys, "simulate", *words)
     assert code == 0
     assert "1 x l4, least-work" in out
 
@@ -207,14 +195,14 @@ def test_the_command_prints_hits_and_finds_a_fleet(
     machine = tmp_path / "slow.json"
     machine.write_text('{"memory": 2e9, "bandwidth": 1e10, "flops": 2e12, "step_overhead": 0.005}')
     words = ("--trace", str(path), "--hardware", str(machine), "--router", "prefix")
-    code, out, _ = run_command(monkeypatch, capsys, *words, "--slo", "ttft:300", "--slo-share", "95")
+    code, out, _ = run_command(monkeypatch, capsys, "simulate", *words, "--slo", "ttft:300", "--slo-share", "95")
     assert code == 0
     num = int(out.split()[1])
     assert num > 1
     assert "of the prompt tokens" in out
     assert "% of the requests keep ttft 300 ms" in out
     monkeypatch.setattr(simulate, "MOST_REPLICAS", 4)
-    code, out, _ = run_command(monkeypatch, capsys, *words, "--slo", "ttft:0.001")
+    code, out, _ = run_command(monkeypatch, capsys, "simulate", *words, "--slo", "ttft:0.001")
     assert code == 1
     assert "4 replicas do not keep ttft:0.001" in out
 
@@ -238,6 +226,6 @@ def test_errors_are_in_the_words_of_the_flags(
 ) -> None:  # fmt: skip
     path = tmp_path / "trace"
     path.write_text(AZURE)
-    code, _, err = run_command(monkeypatch, capsys, "--hardware", "l4", "--trace", str(path), *words)
+    code, _, err = run_command(monkeypatch, capsys, "simulate", "--hardware", "l4", "--trace", str(path), *words)
     assert code == 2
     assert message in err

@@ -1,4 +1,6 @@
-"""Tests look at what a caller sees: few lines reach into a private part of another object, and never more."""
+"""Tests look at what a caller sees: few lines reach into a private part of another object, and never more.
+
+`python -m tests.laws.privates` lists them."""
 
 from __future__ import annotations
 

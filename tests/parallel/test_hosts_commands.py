@@ -5,22 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import httpx
 import pytest
-from bench.tied import tied
 from tests.campaigns.streams import Told, asked, is_whole, read, same
-from tests.docs.pages import ROOT, blocks, commands
-from tests.support.remote import PAGE, files
-from tests.support.serving import await_metric, free_port, serve
+from tests.support.commands import run_command
+from tests.support.remote import page_command
+from tests.support.serving import await_metric, free_port, running, serve
 from tests.support.shallow import shallow
-
-from headrace.cli import main
 
 KINDS = range(8)
 MODEL = shallow(2)
@@ -28,35 +22,18 @@ MODEL = shallow(2)
 
 def command(name: str, port: int, gathers: bool = True) -> list[str]:
     """The words of the page's command, for this model and port: of ranks with columns, or with layers."""
-    text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
-    [words] = [
-        words
-        for block in blocks(PAGE, text)
-        for words in (commands(block.text) if block.language == "sh" else ())
-        if words[:2] == ["headrace", name] and "--rendezvous" in words
-        if ("--distributed-interface" in words) == gathers
-    ]
     places = {"builtin": MODEL, "127.0.0.1:7171": f"127.0.0.1:{port}"}
-    places |= {path.name: str(path) for path in files().iterdir()}
-    return [places.get(word, word) for word in words]
+
+    def accepts(words: list[str]) -> bool:
+        is_command = words[:2] == ["headrace", name] and "--rendezvous" in words
+        return is_command and ("--distributed-interface" in words) == gathers
+
+    return page_command("sh", places, accepts)
 
 
-@contextlib.contextmanager
-def rank(port: int, gathers: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """`headrace rank`. On leaving, SIGTERM, after which it must end with 0."""
-    words = command("rank", port, gathers)
-    program = str(Path(sys.executable).parent / words[0])
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(tied([program, *words[1:], "--num-threads", "1"]), env=environment)
-    try:
-        yield process
-        if process.poll() is None:
-            process.terminate()
-            assert process.wait(60) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+def rank(port: int, gathers: bool) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    """`headrace rank`."""
+    return running(command("rank", port, gathers))
 
 
 async def streams(url: str, seen: Callable[[], None] = lambda: None) -> list[Told]:
@@ -119,8 +96,6 @@ def test_flags_at_fault_are_named(
 ) -> None:
     serving = command("serve", 1)
     text = words.replace("FILES", " ".join(serving[serving.index("--fleet-secret-file") :]))
-    monkeypatch.setattr(sys, "argv", ["headrace", *text.split()])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    done = run_command(monkeypatch, capsys, *text.split())
+    assert done.code == 2
+    assert message in " ".join(done.err.split())

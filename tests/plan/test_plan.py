@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.plan import configs
+from tests.support.commands import run_command
 
 from headrace import models
-from headrace.cli.main import main
 from headrace.plan import hardware
 from headrace.plan.counting import count
 from headrace.plan.forms import Forms
@@ -22,17 +21,6 @@ from headrace.plan.steps import Roofline
 
 def planner(config: dict[str, Any], machine: str = "h100", **fields: Any) -> Planner:
     return Planner(Subject("x", config), hardware.find(machine), Workload(**fields))
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["headrace", "plan", *words])
-    code: Any = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = end.code or 0
-    printed = capsys.readouterr()
-    return int(code), printed.out, printed.err
 
 
 @pytest.fixture
@@ -148,7 +136,7 @@ def test_the_command_prints_a_table(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--hardware", "h100", "--slo", "ttft:500,tpot:50", "--price", "2", "--context", "8k")
-    code, out, _ = run(monkeypatch, capsys, folder, *words)
+    code, out, _ = run_command(monkeypatch, capsys, "plan", folder, *words)
     assert code == 0
     for text in ("8,030,261,248", "16.06 GB", "131,072 bytes a token", "TTFT", "TPOT", "goodput", "$0."):
         assert text in out
@@ -157,14 +145,14 @@ def test_the_command_prints_a_table(
 def test_the_command_prints_json_and_fails_where_the_plan_does(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = run(
-        monkeypatch, capsys, f"{folder}/config.json", "--hardware", "l4", "--concurrency", "64", "--json"
+    code, out, _ = run_command(
+        monkeypatch, capsys, "plan", f"{folder}/config.json", "--hardware", "l4", "--concurrency", "64", "--json"
     )
     assert code == 1
     plan = json.loads(out)
     assert (plan["parameters"], plan["fits"], plan["speed"]) == (8_030_261_248, False, None)
     assert plan["changes"]
-    code, out, _ = run(monkeypatch, capsys, folder, "--hardware", "l4", "--concurrency", "64")
+    code, out, _ = run_command(monkeypatch, capsys, "plan", folder, "--hardware", "l4", "--concurrency", "64")
     assert "It does not fit: l4 has no room for 64 sequences of 4,096 tokens." in out
 
 
@@ -173,16 +161,16 @@ def test_a_machine_may_be_a_file(
 ) -> None:
     path = tmp_path / "big.json"
     path.write_text(json.dumps({"memory": 1e12, "bandwidth": 8e12, "flops": 2e15}))
-    code, out, _ = run(monkeypatch, capsys, folder, "--hardware", str(path))
+    code, out, _ = run_command(monkeypatch, capsys, "plan", folder, "--hardware", str(path))
     assert code == 0
     assert "big " in out
     path.write_text(json.dumps({"memory": 1e12, "bandwidth": 0, "flops": 2e15}))
-    code, _, err = run(monkeypatch, capsys, folder, "--hardware", str(path))
+    code, _, err = run_command(monkeypatch, capsys, "plan", folder, "--hardware", str(path))
     assert (code, "bandwidth must be above 0" in err) == (2, True)
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(monkeypatch, capsys, "builtin", "--json")
+    code, out, _ = run_command(monkeypatch, capsys, "plan", "builtin", "--json")
     machine = json.loads(out)["machine"]
     assert code == 0
     assert machine["name"] == "this machine"
@@ -207,7 +195,9 @@ def test_errors_are_in_the_words_of_the_flags(
     folder: str, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    code, _, err = run(monkeypatch, capsys, folder, *(() if "--hardware" in words else ("--hardware", "h100")), *words)
+    code, _, err = run_command(
+        monkeypatch, capsys, "plan", folder, *(() if "--hardware" in words else ("--hardware", "h100")), *words
+    )
     assert code == 2
     assert message in err
 
@@ -216,6 +206,6 @@ def test_an_unknown_model_type_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba9"}')
-    code, _, err = run(monkeypatch, capsys, str(tmp_path), "--hardware", "h100")
+    code, _, err = run_command(monkeypatch, capsys, "plan", str(tmp_path), "--hardware", "h100")
     assert code == 1
     assert "the planner knows no model_type 'mamba9'" in err

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.checkpoints import llama_tensors, write_llama
+from tests.support.harness import log_probabilities
 from tests.support.shallow import shallow
 
 from headrace.llm import LLM
@@ -282,20 +283,8 @@ def test_a_run_of_other_options_is_not_gone_on_with(tmp_path: Path, small: Path)
         quantise_checkpoint(small, tmp_path / "out", Options(group_size=32), "gptq")
 
 
-def log_probabilities(model: Path) -> list[float]:
-    """Of a text's tokens after each other."""
-    llm = LLM(str(model), skip_tokenizer_init=True, num_threads=1)
-    try:
-        sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        [output] = llm.generate([TEXT[0]], sampling_params, use_tqdm=False)
-    finally:
-        llm.close()
-    pairs = zip(TEXT[0][1:], (output.prompt_logprobs or [])[1:], strict=True)
-    return [entry[token_id].logprob for token_id, entry in pairs if entry is not None]
-
-
 def furthest(a: Path, b: Path) -> float:
-    return max(abs(x - y) for x, y in zip(log_probabilities(a), log_probabilities(b), strict=True))
+    return max(abs(x - y) for x, y in zip(log_probabilities(a, TEXT[0]), log_probabilities(b, TEXT[0]), strict=True))
 
 
 FAMILIES = ["qwen2", "qwen3", "gemma2", "gemma3_text", "mistral"]

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from tests.support.checkpoints import llama_tensors, write_llama
-from tests.support.harness import save_random
+from tests.support.harness import log_probabilities, save_random
 from typer.testing import CliRunner
 
 from headrace.cli import quantize as command
 from headrace.cli.main import app
-from headrace.llm import LLM
 from headrace.models import find
 from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
-from headrace.protocol.params import SamplingParams
 from headrace.quantize import driver, mixed
 from headrace.quantize.base import Options, find_method, find_writer, method_names, writer_names
 from headrace.quantize.gguf_writer import Source
@@ -126,18 +124,6 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     driver.verify_out(tmp_path / "out", needed)
 
 
-def answer(model: Path, **changes: Any) -> list[float]:
-    """Log-probabilities of a text's tokens."""
-    llm = LLM(str(model), skip_tokenizer_init=True, num_threads=1, **changes)
-    try:
-        sampling_params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        [output] = llm.generate([TEXT[0]], sampling_params, use_tqdm=False)
-    finally:
-        llm.close()
-    pairs = zip(TEXT[0][1:], (output.prompt_logprobs or [])[1:], strict=True)
-    return [entry[token_id].logprob for token_id, entry in pairs if entry is not None]
-
-
 def gpt2(directory: Path) -> Path:
     save_random(dict(find("gpt2").TINY) | {"n_embd": 64}, directory)
     return directory
@@ -154,7 +140,8 @@ def test_layers_stored_the_other_way_round(tmp_path: Path, method: str, layout: 
     options = Options(method=method, **({"bits": bits, "group_size": 32} | changes))
     report = driver.quantise_checkpoint(model, out, options, layout, TEXT)
     assert set(report.errors) >= {f"transformer.h.0.{part}" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")}
-    far = max(abs(a - b) for a, b in zip(answer(out), answer(model), strict=True))
+    pairs = zip(log_probabilities(out, TEXT[0]), log_probabilities(model, TEXT[0]), strict=True)
+    far = max(abs(a - b) for a, b in pairs)
     assert 0 < far < (0.1 if bits == 8 else 1.0)  # of weights that are not turned, some 3
 
 

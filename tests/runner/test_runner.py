@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.checkpoints import write_llama
 from tests.support.harness import save_random
 from tests.support.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, make_runner, sick
 from torch import Tensor
@@ -24,21 +23,6 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import StepResult
 from headrace.runner.runner import Runner
 from headrace.sampling.sampler import Sampler
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(params=["cpu", "torch_ref"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def runner(directory: Path, backend: str) -> Runner:
-    return make_runner(directory, backend)
 
 
 def poison_cache(runner: Runner, block_id: int | None = None) -> None:

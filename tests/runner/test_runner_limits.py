@@ -7,29 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.checkpoints import write_llama
-from tests.support.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, make_runner, sick
+from tests.support.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, sick
 
 from headrace.backends.step import Chunks
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import ScheduledBatch
 from headrace.runner.runner import Runner
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(params=["cpu", "torch_ref"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def runner(directory: Path, backend: str) -> Runner:
-    return make_runner(directory, backend)
-
 
 OUT_OF_MEMORY = [
     (MemoryError, "Unable to allocate 512. TiB"),

@@ -18,6 +18,7 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from headrace import models
 from headrace.backends.step import Chunks
 from headrace.engine.library.load import build_runner
+from headrace.llm import LLM
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import ScheduledBatch, StepResult, TokenLogprob
@@ -183,3 +184,14 @@ def run(runner: Runner, batch: ScheduledBatch) -> StepResult:
 
 def random_ids(length: int, vocab_size: int, seed: int) -> list[int]:
     return [random.Random(seed * 7919 + i).randrange(vocab_size) for i in range(length)]
+
+
+def log_probabilities(model: Path, text: list[int], **changes: Any) -> list[float]:
+    """Of a text's tokens after each other."""
+    llm = LLM(str(model), skip_tokenizer_init=True, num_threads=1, **changes)
+    try:
+        [output] = llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    finally:
+        llm.close()
+    pairs = zip(text[1:], (output.prompt_logprobs or [])[1:], strict=True)
+    return [entry[token_id].logprob for token_id, entry in pairs if entry is not None]

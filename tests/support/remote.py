@@ -47,6 +47,19 @@ def files() -> Path:
     return Path(folder.name)
 
 
+def page_command(language: str, places: dict[str, str], accepts: Callable[[list[str]], bool]) -> list[str]:
+    """The words of the one command of the page that `accepts` takes, of blocks of a language, with other `places`."""
+    text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
+    [words] = [
+        words
+        for block in blocks(PAGE, text)
+        for words in (commands(block.text) if block.language == language else ())
+        if accepts(words)
+    ]
+    places = places | {path.name: str(path) for path in files().iterdir()}
+    return [places.get(word, word) for word in words]
+
+
 def credentials(name: str, folder: Path | None = None, secret: str = "fleet.secret") -> Credentials:
     """Those of "engine" or "front"."""
     place = folder or files()

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -81,6 +81,23 @@ def serve(*arguments: str, threads: int = 1, key: str = "", program: Sequence[st
             process.kill()
             process.wait()
         reports.cleanup()
+
+
+@contextlib.contextmanager
+def running(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A command `headrace ...`, with one thread. On leaving, SIGTERM, after which it must end with 0."""
+    program = str(Path(sys.executable).parent / words[0])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(tied([program, *words[1:], "--num-threads", "1"]), env=environment, **options)
+    try:
+        yield process
+        if process.poll() is None:
+            process.terminate()
+            assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def gauge(url: str, name: str) -> float:

@@ -454,8 +454,8 @@ def take_calls(engines: Engines, models: Path) -> None:
             engines.note(f"offline/chat/{name}", partial(replies, llm.chat, messages, params, **options))
         streams = {"plain": {}, "n": {"n": 2}, "stop": {"stop": ["and"]}, "greedy": {"temperature": 0.0}}
         for name, fields in streams.items():
-            stream_params = SamplingParams(**{"seed": 3, "max_tokens": 10} | fields)  # type: ignore[arg-type]
-            pieces = [*map(plain, llm.stream(TEXTS[0], stream_params))]
+            chosen = SamplingParams(**{"seed": 3, "max_tokens": 10} | fields)  # type: ignore[arg-type]
+            pieces = [*map(plain, llm.stream(TEXTS[0], chosen))]
             engines.record.add(f"offline/stream/{name}", {"pieces": pieces}, "generations")
         wrong: dict[str, tuple[Any, Any]] = {
             "nothing": ("", None), "none": (None, None), "number": (5, None), "long": ([5] * 5000, None),

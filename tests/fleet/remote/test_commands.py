@@ -8,21 +8,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import httpx
 import pytest
-from bench.tied import tied
 from tests.campaigns.streams import Told, asked, is_whole, read, same
-from tests.docs.pages import ROOT, blocks, commands
-from tests.support.remote import PAGE, files
-from tests.support.serving import await_metric, free_port, serve
+from tests.support.commands import run_command
+from tests.support.remote import page_command
+from tests.support.serving import await_metric, free_port, running, serve
 from tests.support.shallow import shallow
-
-from headrace.cli import main
 
 KINDS = range(8)
 """Log-probabilities, n=2, a grammar, a chat, penalties, an echo, mirostat, a grammar with log-probabilities."""
@@ -34,36 +29,13 @@ FEW = 8
 
 def command(name: str, port: int) -> list[str]:
     """The words of the page's command, for this model and port."""
-    text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
-    [words] = [
-        words
-        for block in blocks(PAGE, text)
-        for words in (commands(block.text) if block.language == "bash" else ())
-        if words[:2] == ["headrace", name]
-    ]
     places = {"builtin": shallow(), "127.0.0.1:7070": f"127.0.0.1:{port}"}
-    places |= {path.name: str(path) for path in files().iterdir()}
-    return [places.get(word, word) for word in words]
+    return page_command("bash", places, lambda words: words[:2] == ["headrace", name])
 
 
-@contextlib.contextmanager
-def engine(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """`headrace engine` in a process group of its own. On leaving, SIGTERM, after which it must end with 0."""
-    words = command("engine", port)
-    program = str(Path(sys.executable).parent / words[0])
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        tied([program, *words[1:], "--num-threads", "1"]), env=environment, start_new_session=True
-    )
-    try:
-        yield process
-        if process.poll() is None:
-            process.terminate()
-            assert process.wait(60) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+def engine(port: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    """`headrace engine` in a process group of its own."""
+    return running(command("engine", port), start_new_session=True)
 
 
 async def streams(url: str, seen: Callable[[], None] = lambda: None) -> list[Told]:
@@ -167,8 +139,6 @@ def test_flags_at_fault_are_named(
     words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = words.replace("FILES", " ".join(command("engine", 1)[5:]))
-    monkeypatch.setattr(sys, "argv", ["headrace", *text.split()])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    done = run_command(monkeypatch, capsys, *text.split())
+    assert done.code == 2
+    assert message in done.err

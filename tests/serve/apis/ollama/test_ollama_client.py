@@ -248,7 +248,7 @@ def test_ollama_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], No
 def test_ollama_calls_are_told_whole() -> None:
     message = MessageBuilder()
     state = SimpleNamespace(finish=None)
-    replies: list[list[dict[str, Any]]] = []
+    events: list[list[dict[str, Any]]] = []
 
     async def parts() -> AsyncIterator[tuple[int, Any, list[Any]]]:
         for added in (
@@ -258,11 +258,11 @@ def test_ollama_calls_are_told_whole() -> None:
         ):
             for part in added:
                 message.add(part)
-            replies.append([])
+            events.append([])
             yield 0, SimpleNamespace(logprobs=[]), []
         state.finish = Finish("length")
         for _ in range(2):
-            replies.append([])
+            events.append([])
             yield 0, SimpleNamespace(logprobs=[]), []
         raise EOFError
 
@@ -273,13 +273,13 @@ def test_ollama_calls_are_told_whole() -> None:
 
     async def read() -> None:
         async for event in OllamaAnswer(chat, ChatRequest(model="fake"), chat=True, ids=False).events():
-            replies[-1] += json.loads(event)["message"]["tool_calls"]
+            events[-1] += json.loads(event)["message"]["tool_calls"]
 
     with pytest.raises(EOFError):
         asyncio.run(read())
     whole = {"id": "a", "function": {"name": "f", "arguments": {"x": 1}, "index": 0}}
     cut = {"id": "b", "function": {"name": "g", "arguments": {"_incomplete": '{"cut'}, "index": 1}}
-    assert replies == [[], [whole], [], [cut], []]
+    assert events == [[], [whole], [], [cut], []]
 
 
 def test_ollama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:
