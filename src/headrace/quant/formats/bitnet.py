@@ -40,7 +40,7 @@ def read(tensors: Tensors, name: str, config: dict[str, Any]) -> QWeight:
         return _rounded(floats(weight), f"{name}.weight")
     scale = one_scale(tensors, f"{name}.weight_scale")
     codes = _codes(weight, f"{name}.weight") if type_name(weight) == "uint8" else _ternary(weight, f"{name}.weight")
-    return _weight(codes, scale if scaled else 1 / scale)
+    return _weight(codes, scale if scaled else np.float32(1) / scale)
 
 
 def activations(config: dict[str, Any]) -> str:
@@ -62,7 +62,7 @@ def _codes(packed: NDArray[Any], name: str) -> NDArray[np.uint8]:
 
 
 def _ternary(weight: NDArray[Any], name: str) -> NDArray[np.uint8]:
-    numbers = floats(weight)
+    numbers: NDArray[np.float32] = floats(weight)
     if not np.isin(numbers, (-1, 0, 1)).all():
         raise CheckpointError(f"{name}, shape {list(weight.shape)}, has weights beside -1, 0 and 1")
     return (numbers + 2).astype(np.uint8)
