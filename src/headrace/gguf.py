@@ -393,7 +393,9 @@ def _check_split(file: GGUF, number: int, paths: list[Path]) -> None:
     if count != len(paths):
         name = f"NAME-00001-of-{count:05}.gguf" if count > 1 else "a name without -00001-of-00002"
         raise file.fault("split.count", count, f"{len(paths)}, as its name says; a file of such a model has {name}")
-    if len(paths) > 1 and file.integer("split.no") != number:
+    if len(paths) == 1:
+        return
+    if file.integer("split.no") != number:
         raise file.fault("split.no", file.integer("split.no"), f"{number}: is it a file of another place?")
     in_all = file.integer("split.tensors.count")
     if number == 0 and in_all is not None and in_all != len(file.tensors):

@@ -18,6 +18,7 @@ import numpy as np
 import ollama
 import pytest
 from safetensors.numpy import save_file
+from tests.formats.gguf.files import STRING, U32, gguf_file, scalar, tensor
 from tests.security.rig import ALICE, ROOT, bearer, write_keys
 from tests.support.server import HTTP, Live, inproc, write_tokenizer
 
@@ -377,7 +378,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         status, headers, body = 404, {"x-error-code": "RepoNotFound"}, b""
-        name = self.path.rpartition("/")[2]
+        name = self.path.split("/", 5)[-1]  # behind /owner/name/resolve/REVISION/
         if self.path.startswith("/api/models/owner/name"):
             siblings = [
                 {"rfilename": key, "size": len(value), "blobId": key} for key, value in self.server.files.items()
@@ -427,6 +428,30 @@ def test_K16_pull_fetches_from_the_hub_and_shows_its_progress(
         ollama.ResponseError, match="OWNER/NAME or OWNER/NAME:TAG, a repository of the Hugging Face hub"
     ):
         client.pull("llama3.2")
+    hub.shutdown()
+    hub.server_close()
+    hub.server_close()
+
+
+def test_K16_pull_fetches_all_files_of_a_split_model(
+    server: Folded, client: ollama.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def part(number: int) -> bytes:
+        counts = [scalar("split.no", U32, number), scalar("split.count", U32, 2), scalar("split.tensors.count", U32, 2)]
+        fields = [*counts, *[scalar("general.architecture", STRING, "llama")] * (number == 0)]
+        return gguf_file(fields, [tensor(f"t{number}", [2], 0, 0)], bytes(8))
+
+    names = ["a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf"]
+    hub = Hub({f"Q8_0/{name}": part(number) for number, name in enumerate(names)} | {"a-Q4_0.gguf": b"x"})
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert list(client.pull("owner/name:Q8_0", stream=True))[-1].status == "success"
+    root = server.root / "owner" / "name:Q8_0"
+    assert sorted(path.name for path in root.iterdir()) == names
+    (card,) = [card for card in client.list().models if card.model == "owner/name:Q8_0"]
+    assert card.size == sum(len(part(number)) for number in (0, 1))
+    commands.rm(["owner/name:Q8_0"], url=server.url)
     hub.shutdown()
     hub.server_close()
 

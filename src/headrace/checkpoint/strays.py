@@ -50,4 +50,4 @@ def prediction_layers(values: dict[str, Any], names: Iterable[str]) -> re.Patter
     last = values.get("num_hidden_layers")
     numbers = {int(match[2]) for name in names if (match := PREDICTION_PARTS.fullmatch(name))}
     layers = "|".join(str(layer) for layer in sorted(numbers) if isinstance(last, int | float) and layer >= last)
-    return re.compile(rf"mtp\..*|model\.mtp_\w+\.\d+\..*|model\.layers\.({layers or '(?!)'})\..*")
+    return re.compile(rf"mtp\..*|model\.mtp_\w+\.\d+\..*|(model\.)?layers\.({layers or '(?!)'})\..*")

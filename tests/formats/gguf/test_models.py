@@ -116,6 +116,29 @@ def test_floats_have_the_bits_of_safetensors(
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
+def test_ternary_blocks_are_the_weights_of_bitnet(kind: str, tmp_path: Path) -> None:
+    form, sizes = gguf.GGMLQuantizationType[kind], {"hidden_size": 256, "intermediate_size": 512, "hidden_act": "silu"}
+    save_random(tiny("bitnet", sizes | {"num_attention_heads": 4}), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "_proj" in name:  # factors that float16 holds, as the files of ternary models have them
+            tensors[name] = (tensor / tensor.abs().mean()).round().clamp(-1, 1) * 0.0625
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def ternary(name: str, weight: Any) -> tuple[Any, Any]:
+        return (weight, None) if "token_embd" in name else (gguf.quants.quantize(weight, form), form)
+
+    path, token_ids = convert(tmp_path, tmp_path / "model.gguf", ternary), random_ids(40, 199, 1)
+    expected, runner = (load(p, backend="cpu", dtype="float32") for p in (tmp_path, path))
+    matrices = runner.program.model.ops.matrices
+    assert {matrix.scheme.kind for matrix in matrices} == {"i2", "f"}
+    assert {matrix.scheme.has_zero for matrix in matrices if matrix.scheme.kind == "i2"} == {kind == "TQ2_0"}
+    actual, exact = follow(runner, token_ids, [40]), follow(expected, token_ids, [40])
+    assert (actual - exact).abs().max() < 1e-4
+    assert exact.std() > 0.1
+
+
 def test_experts_of_mxfp4_have_the_numbers_of_their_blocks(tmp_path: Path) -> None:
     """A file of gpt-oss as it is released, beside safetensors of what gguf-py makes of its blocks."""
     mxfp4 = gguf.GGMLQuantizationType.MXFP4

@@ -103,6 +103,10 @@ def test_files_in_each_others_places_are_named(written: tuple[Path, list[Path]],
     ):
         gguf.read(tmp_path / "model.gguf")
     read(one, two, three)  # the control
+    (tmp_path / "alone.gguf").write_bytes(
+        gguf_file([scalar("split.count", U32, 1), scalar("split.tensors.count", U32, 9)])
+    )
+    gguf.read(tmp_path / "alone.gguf")  # counts of a model that was one of several once
 
 
 def test_a_models_folder_has_it_once(written: tuple[Path, list[Path]], tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def _codes(packed: NDArray[Any], name: str) -> NDArray[np.uint8]:
 
 
 def _ternary(weight: NDArray[Any], name: str) -> NDArray[np.uint8]:
-    numbers = floats(weight)
+    numbers: NDArray[np.float32] = floats(weight)
     if not np.isin(numbers, (-1, 0, 1)).all():
         raise CheckpointError(f"{name}, shape {list(weight.shape)}, has weights beside -1, 0 and 1")
     codes: NDArray[np.uint8] = (numbers + 2).astype(np.uint8)
