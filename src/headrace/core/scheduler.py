@@ -257,10 +257,8 @@ class Scheduler:
         rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
         beams: dict[str, BeamResult] = {}
-        errors: dict[int, str] = {}
-        deferred: set[int] = set()
-        if result.rows:
-            errors, deferred = result.column("error"), set(result.column("is_deferred"))
+        errors: dict[int, str] = result.column("error") if result.rows else {}
+        deferred: set[int] = set(result.column("is_deferred")) if result.rows else set()
         if step.has_dropped or errors or self.searches.open or -1 in result.token_ids:
             rows = computed_rows(rows, deferred, self.tables.has_state)
             failed = self._drop_failed(rows, errors, step.void)
