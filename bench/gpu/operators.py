@@ -22,7 +22,7 @@ from bench.gpu.problems import sizes
 from bench.gpu.prove import distance
 from bench.gpu.report import Report, Result
 from bench.gpu.weights import BLOCK
-from headrace.backends.base import Heads, RopeTable
+from headrace.backends.base import HeadForm, Heads, RopeTable
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import choose, experts, norm, rope_store
@@ -217,7 +217,7 @@ class Operators:
             table = RopeTable(angles.cos(), angles.sin())
             sets.append([
                 rope_store.rope_store(
-                    device.random(rows, width), heads, cache, slots, slots, counts, rows, rope_table=table
+                    device.random(rows, width), heads, cache, slots, slots, counts, rows, HeadForm(table)
                 )
             ])  # fmt: skip
         return Work(sets, 4 * rows * width, 0)
