@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.problems import PROGRAMS, Problem, Tensors, normal, poisoned, sizes
-from headrace.backends.base import HeadNorm, Heads, RopeTable
+from headrace.backends.base import HeadForm, HeadNorm, Heads, RopeTable
 from headrace.backends.cuda.cache import STORED, LayerCache
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import rope_store, spans
@@ -52,15 +52,14 @@ def rope_problem(num_rows: int, heads: Heads, kind: str, dtype: torch.dtype, who
     }  # fmt: skip
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
-        table = RopeTable(t["cos"], t["sin"])
-        more: dict[str, Any] = {}
+        form, copies = HeadForm(RopeTable(t["cos"], t["sin"])), None
         if whole:
-            norms = {name: HeadNorm(t[f"{name[0]}_weight"], 1e-6, 1.0) for name in ("q_norm", "k_norm")}
-            more = {"copies": (t["copy_begin"], t["copy_slots"]), **norms}
+            norms = (HeadNorm(t[name], 1e-6, 1.0) for name in ("q_weight", "k_weight"))
+            form, copies = HeadForm(form.rope_table, *norms), (t["copy_begin"], t["copy_slots"])
         return [
             rope_store.rope_store(
                 t["qkv"], heads, cache_of(t, kind), t["slots"], t["positions"], t["sizes"], num_rows + 1,
-                rope_table=table, **more,
+                form, copies=copies,
             )
         ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from bench.gpu.problems import sizes
 from bench.gpu.prove import distance
 from bench.gpu.report import Report, Result
 from bench.gpu.weights import BLOCK
-from headrace.backends.base import Heads, RopeTable
+from headrace.backends.base import HeadForm, Heads, RopeTable
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import choose, experts, norm, rope_store
@@ -217,7 +217,7 @@ class Operators:
             table = RopeTable(angles.cos(), angles.sin())
             sets.append([
                 rope_store.rope_store(
-                    device.random(rows, width), heads, cache, slots, slots, counts, rows, rope_table=table
+                    device.random(rows, width), heads, cache, slots, slots, counts, rows, HeadForm(table)
                 )
             ])  # fmt: skip
         return Work(sets, 4 * rows * width, 0)
@@ -268,11 +268,11 @@ class Operators:
             masks = torch.zeros(num_rows, -(-width // 32), dtype=torch.int32)
             draws = [Draw(temperature=0.8, seed=i, position=i, **cut) for i in range(num_rows)]
             choose.pack(list(range(num_rows)), draws, reals.numpy(), wholes.numpy(), masks.numpy())
-            m, r, w = (tensor.to(device.name) for tensor in (masks, reals, wholes))
+            packed = choose.Packed(*(tensor.to(device.name) for tensor in (reals, wholes, masks)))
             space = torch.zeros(num_rows, 256, dtype=torch.int64, device=device.name)
             ids = torch.zeros(num_rows, dtype=torch.int32, device=device.name)
             margins = torch.zeros(num_rows, dtype=torch.float64, device=device.name)
-            launch = choose.choose(logits, m, r, w, space, ids, margins, counts, 0)
+            launch = choose.choose(logits, packed, space, ids, margins, counts, 0)
             times[f"{name}_ms"] = 1e3 * device.seconds([device.call([launch])])
         slowest = max(times.values())
         return {"ms": slowest, "share": 1e3 * self.floor(4 * num_rows * width, 0) / slowest} | times

@@ -244,11 +244,11 @@ def drawing(device: Device) -> Result:
     choose.pack(list(range(num_rows)), draws, reals.numpy(), wholes.numpy(), masks.numpy())
 
     def drawn(name: str) -> tuple[Tensor, Tensor]:
-        x, m, r, w = (tensor.to(name, copy=True) for tensor in (logits, masks, reals, wholes))
+        x, *packed = (tensor.to(name, copy=True) for tensor in (logits, reals, wholes, masks))
         ids = torch.full((num_rows,), -7, dtype=torch.int32, device=name)
         margins = torch.zeros(num_rows, dtype=torch.float64, device=name)
         space = torch.zeros(num_rows, 256, dtype=torch.int64, device=name)
-        launch = choose.choose(x, m, r, w, space, ids, margins, sizes(num_rows).to(name), 0)
+        launch = choose.choose(x, choose.Packed(*packed), space, ids, margins, sizes(num_rows).to(name), 0)
         if name == "cpu":
             launch.run_twin()
         else:

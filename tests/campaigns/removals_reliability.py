@@ -200,7 +200,7 @@ RELIABILITY = [
     Removal(
         "R-20",
         SRC + "runner/drawing.py",
-        '                    result.errors[i] = f"structured_output_error: {error}"\n        return masks\n',
+        '                    result.row(i).error = f"structured_output_error: {error}"\n        return masks\n',
         "                    masks.pop(i, None)\n        return masks\n",
         "e2e/test_engine_faults.py::test_R_20_a_grammar_that_fails_ends_its_own_request",
     ),

@@ -18,7 +18,7 @@ from headrace.core.sequence import Sequence
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import ContextLengthError, HeadraceError, InvariantError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Draft, Finish, Request, StepResult
+from headrace.protocol.step import Draft, Finish, Request, RowResult, StepResult
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def pooled(bench: Bench, values: list[float]) -> dict[int, Any]:
     """One step, in which all that is wanted is `values`. Returns what the batch said of it."""
     batch = bench.scheduler.schedule()
     assert batch.samples == [False] * len(batch)
-    expected = dict.fromkeys(batch.pooling, values)
-    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch), pooled=expected))
+    rows = {i: RowResult(pooled=values) for i in batch.pooling}
+    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch), rows=rows))
     return batch.pooling
 
 
@@ -277,11 +277,11 @@ def test_kept_guesses_are_computed_and_the_token_after_them_is_not() -> None:
     bench = Bench(speculates=True)
     seq, _ = bench.add("a", 4, max_tokens=20)
     batch = bench.scheduler.schedule()
-    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[7], drafts={0: Draft([8, 9, 10])}))
+    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[7], rows={0: RowResult(draft=Draft([8, 9, 10]))}))
     batch = bench.scheduler.schedule()
     assert batch.drafts[0].token_ids == [8, 9, 10]
     assert len(seq.block_table) == 2
-    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[8], further={0: [9, 11]}))
+    bench.commit(batch, StepResult(step_id=batch.step_id, token_ids=[8], rows={0: RowResult(further=[9, 11])}))
     assert (seq.tokens[4:], seq.num_computed, len(seq.block_table)) == ([7, 8, 9, 11], 7, 2)
     stats = bench.scheduler.stats()
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 3, 2)

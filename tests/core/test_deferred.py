@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from tests.programs.sim.bench import Bench
 
+from headrace.protocol.step import RowResult
+
 
 def deferring_step(bench: Bench, deferred: set[int]) -> dict[str, tuple[int, int]]:
     """One step whose chunks in `deferred` come back without a token. Returns (start, length) by request."""
     batch = bench.scheduler.schedule()
     bench.scheduler.check()
     result = bench.executor.run(batch)
-    result.deferred = deferred
     for i in deferred:
         result.token_ids[i] = -1
-        result.logprobs.pop(i, None)
+        result.rows[i] = RowResult(is_deferred=True)
     names = {seq.seq_id: name for name, seq in bench.scheduler.sequences.items()}
     ran = {names[s]: (a, n) for s, a, n in zip(batch.seq_ids, batch.starts, batch.lens, strict=True)}
     bench.commit(batch, result)

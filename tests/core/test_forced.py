@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tests.programs.sim.bench import EOS, Bench
 
-from headrace.protocol.step import Finish, Request, ScheduledBatch, StepOutput, StepResult
+from headrace.protocol.step import Finish, Request, RowResult, ScheduledBatch, StepOutput, StepResult
 
 
 def forced_step(bench, forced, token=None, **more):
@@ -12,11 +12,11 @@ def forced_step(bench, forced, token=None, **more):
     batch = bench.scheduler.schedule()
     bench.scheduler.check()
     result = bench.executor.run(batch)
-    result.forced = {0: list(forced)}
+    result.row(0).forced = list(forced)
     if token is not None:
         result.token_ids[0] = token
     for name, value in more.items():
-        setattr(result, name, value)
+        setattr(result.row(0), name, value)
     bench.commit(batch, result)
     return batch
 
@@ -71,9 +71,7 @@ def test_an_abort_or_a_failure_in_flight_drops_the_forced_tokens_too():
     bench.add("b", [7, 8, 9])
     batch = bench.scheduler.schedule()
     result = bench.executor.run(batch)
-    result.forced = {0: [11], 1: [12]}
-    result.states = {0: 1.5, 1: 2.5}
-    result.errors = {1: "simulated"}
+    result.rows = {0: RowResult(forced=[11], state=1.5), 1: RowResult(forced=[12], state=2.5, error="simulated")}
     bench.scheduler.abort("a")
     bench.commit(batch, result)
     assert (bench.tokens, bench.output.states) == ({}, {})
@@ -121,7 +119,7 @@ def test_a_state_is_handed_back_told_and_outlives_a_preemption():
     bench = Bench()
     seq, _ = bench.add("a", 6, max_tokens=8)
     bench.add("plain", [7, 8], max_tokens=8)
-    batch = forced_step(bench, [], states={0: 4.5})
+    batch = forced_step(bench, [], state=4.5)
     assert (batch.states, bench.output.states, seq.state) == ({}, {"a": 4.5}, 4.5)
     bench.scheduler.preempt("a")
     batch = bench.scheduler.schedule()
@@ -145,7 +143,7 @@ def test_chunks_that_sample_nothing_have_neither_history_nor_state():
     "struct",
     [
         Request(request_id="a", prompt_token_ids=[1], params=Bench().add("x", 1)[0].params, resume_state=0.1),
-        StepResult(step_id=1, token_ids=[3], forced={0: [4, 5]}, states={0: 0.1}),
+        StepResult(step_id=1, token_ids=[3], rows={0: RowResult(forced=[4, 5], state=0.1)}),
         StepOutput(step_id=1, states={"a": 0.1}),
         ScheduledBatch(
             step_id=1, seq_ids=[1], starts=[0], lens=[1], token_ids=[1], block_tables=[[0]], samples=[True], params=[],

@@ -30,7 +30,7 @@ def slot_of_a_rejected_token_reused(s, _):
         settle(batch, flight, result)
         for index, draft in batch.drafts.items():
             seq = flight[index]
-            if seq.status is Status.RUNNING and index not in result.further and len(draft.token_ids) > 1:
+            if seq.status is Status.RUNNING and index not in result.column("further") and len(draft.token_ids) > 1:
                 seq.num_computed += 1
 
     s.drafts.settle = settle_too_far

@@ -81,13 +81,13 @@ class Plain:
         while answer.finish is None:
             batch = make_batch([(1, start, tokens[start:], table)], params=[params], num_prompts=[len(prompt)])
             result = self.runner.run(batch)
-            assert not result.errors, result.errors
+            assert not result.column("error"), result.column("error")
             start = len(tokens)
             token = result.token_ids[0]
             tokens.append(token)
             answer.token_ids.append(token)
-            answer.logprobs += result.logprobs.values()
-            answer.prompt_logprobs += result.prompt_logprobs.get(0, [])
+            answer.logprobs += result.column("logprob").values()
+            answer.prompt_logprobs += result.column("prompt_logprobs").get(0, [])
             num = len(answer.token_ids)
             if num >= params.min_tokens and token in EOS and not params.ignore_eos:
                 answer.finish = Finish("stop")

@@ -183,7 +183,7 @@ def test_a_batch_with_a_guess_beyond_the_vocabulary_fails_its_chunk_alone(token_
     batch = core.scheduler.schedule()
     batch.drafts[0] = Draft([token_id])
     result = core.executor.run(batch)
-    assert "invalid_chunk" in result.errors[0]
+    assert "invalid_chunk" in result.column("error")[0]
     assert result.token_ids[1] >= 0
     core.close()
 

@@ -53,12 +53,12 @@ def test_what_the_model_did_it_does_again(log: Path, capsys: pytest.CaptureFixtu
 
 def test_control_one_bit_is_noticed(log: Path, tmp_path: Path) -> None:
     records = list(read(log))
-    [*_, result] = [record for record in records if isinstance(record, StepEnd) and record.result.logprobs]
-    [at, *_] = result.result.logprobs
-    old = result.result.logprobs[at]
-    result.result.logprobs[at] = msgspec.structs.replace(old, logprob=old.logprob * (1 + 2**-52))
+    [*_, result] = [record for record in records if isinstance(record, StepEnd) and record.result.column("logprob")]
+    [at, *_] = result.result.column("logprob")
+    old = result.result.column("logprob")[at]
+    result.result.rows[at].logprob = msgspec.structs.replace(old, logprob=old.logprob * (1 + 2**-52))
     frames = [msgspec.msgpack.encode(record) for record in records]
     (tmp_path / "log").write_bytes(MAGIC + b"".join(len(f).to_bytes(4, "little") + f for f in frames))
     with pytest.raises(ReplayDifference) as error:
         replay(tmp_path / "log")
-    assert (error.value.step_id, error.value.what) == (result.result.step_id, "logprobs")
+    assert (error.value.step_id, error.value.what) == (result.result.step_id, "logprob")

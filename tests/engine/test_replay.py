@@ -100,15 +100,19 @@ def test_a_log_replays(log: Path) -> None:
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
+def num_parts(record: Any) -> int:
+    return len(record.seq_ids if isinstance(record, StepPlan) else record.result.column("logprob"))
+
+
 def change_token(record: Any) -> None:
     at = next(i for i, token in enumerate(record.result.token_ids) if token >= 0)
     record.result.token_ids[at] ^= 1
 
 
 def change_logprob(record: Any) -> None:
-    [at, *_] = record.result.logprobs
-    old = record.result.logprobs[at]
-    record.result.logprobs[at] = msgspec.structs.replace(old, logprob=old.logprob * (1 + 2**-52))
+    [at, *_] = record.result.column("logprob")
+    old = record.result.column("logprob")[at]
+    record.result.rows[at].logprob = msgspec.structs.replace(old, logprob=old.logprob * (1 + 2**-52))
 
 
 def set_first(name: str) -> Callable[[Any], None]:
@@ -133,7 +137,7 @@ def swap(record: Any) -> None:
     ("kind", "change", "field"),
     [
         (StepEnd, change_token, "token_ids"),
-        (StepEnd, change_logprob, "logprobs"),
+        (StepEnd, change_logprob, "logprob"),
         (StepPlan, set_first("starts"), "starts"),
         (StepPlan, set_first("lens"), "lens"),
         (StepPlan, set_first("token_ids"), "token_ids"),
@@ -146,7 +150,7 @@ def test_a_changed_decision_or_token_is_noticed_at_its_step(
     log: Path, tmp_path: Path, kind: type, change: Callable[[Any], None], field: str
 ) -> None:
     records = list(read(log))
-    fit = [r for r in records if isinstance(r, kind) and len(r.seq_ids if kind is StepPlan else r.result.logprobs) > 1]
+    fit = [r for r in records if isinstance(r, kind) and num_parts(r) > 1]
     record = fit[len(fit) // 2]
     change(record)
     with pytest.raises(ReplayDifference) as error:

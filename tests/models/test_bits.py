@@ -111,7 +111,7 @@ def logits_of(runner: Runner, lengths: list[int], sizes: list[list[int]], seed: 
         result = run(runner, batch)
         sampled, foretold = iter(recorder.sampled), iter(recorder.foretold)
         for at, (i, _, chunk_ids, _) in enumerate(chunks):
-            rows[i] += itertools.islice(foretold, len(result.prompt_logprobs.get(at, [])))
+            rows[i] += itertools.islice(foretold, len(result.column("prompt_logprobs").get(at, [])))
             if samples[at]:
                 rows[i].append(next(sampled))
             starts[i] += len(chunk_ids)

@@ -81,7 +81,7 @@ def test_prompt_rows_are_fetched_for_their_log_probabilities(tmp_path: Path) -> 
     step = batch_of((0, IDS, A), params=[ASKS], samples=[False])
     assert far.run(step) == near.run(step)
     assert sum(map(len, fetched)) == len(IDS) - 1
-    assert math.isfinite(far.run(step).prompt_logprobs[0][0].logprob)
+    assert math.isfinite(far.run(step).column("prompt_logprobs")[0][0].logprob)
 
 
 def test_control_a_bias_that_is_forgotten_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_an_engine_ends_with_its_device(runner: Runner, monkeypatch: pytest.Monk
 
 def test_an_engine_outlives_the_fault_of_a_request(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(runner, monkeypatch, OTHERS[0])
-    assert runner.run(batch_of(*STEP)).errors == {1: f"{INTERNAL}RuntimeError"}
+    assert runner.run(batch_of(*STEP)).column("error") == {1: f"{INTERNAL}RuntimeError"}
 
 
 def test_control_a_lost_device_that_is_a_requests_fault_is_noticed(

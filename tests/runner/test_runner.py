@@ -77,10 +77,10 @@ def test_a_step_samples_where_it_is_asked_to(runner: Runner) -> None:
     assert result.step_id == 7
     assert result.token_ids[0] >= 0
     assert result.token_ids[1] == -1
-    assert result.logprobs.keys() == {0, 2}
-    assert result.logprobs[0].token_id == result.token_ids[0]
-    assert not result.errors
-    assert not result.prompt_logprobs
+    assert result.column("logprob").keys() == {0, 2}
+    assert result.column("logprob")[0].token_id == result.token_ids[0]
+    assert not result.column("error")
+    assert not result.column("prompt_logprobs")
 
 
 def test_only_the_wanted_rows_go_through_the_head(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_an_empty_step(runner: Runner) -> None:
 
 
 def test_prompt_logprobs_are_the_same_however_the_prompt_is_cut(runner: Runner) -> None:
-    whole = runner.run(batch_of((0, IDS, A), params=[ASKS])).prompt_logprobs[0]
+    whole = runner.run(batch_of((0, IDS, A), params=[ASKS])).column("prompt_logprobs")[0]
     assert [entry.token_id for entry in whole] == IDS[1:]
     assert all(len(entry.top) == 2 for entry in whole)
     for size in (1, 3, 7, 19):
@@ -110,7 +110,7 @@ def test_prompt_logprobs_are_the_same_however_the_prompt_is_cut(runner: Runner) 
                     next_token_ids={} if last else {0: IDS[start + len(chunk_ids)]},
                 )
             )  # fmt: skip
-            response += result.prompt_logprobs.get(0, [])
+            response += result.column("prompt_logprobs").get(0, [])
         assert response == whole
 
 
@@ -124,8 +124,8 @@ def test_prompt_logits_are_made_some_rows_at_a_time(runner: Runner, monkeypatch:
 
 def test_a_row_of_the_answer_foretells_no_prompt_token(runner: Runner) -> None:
     result = runner.run(batch_of((0, IDS, A), params=[ASKS], num_prompts=[12]))
-    assert [entry.token_id for entry in result.prompt_logprobs[0]] == IDS[1:12]
-    assert not runner.run(batch_of((12, IDS[12:], A), params=[ASKS], num_prompts=[12])).prompt_logprobs
+    assert [entry.token_id for entry in result.column("prompt_logprobs")[0]] == IDS[1:12]
+    assert not runner.run(batch_of((12, IDS[12:], A), params=[ASKS], num_prompts=[12])).column("prompt_logprobs")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -134,35 +134,35 @@ def test_R_17_a_numerical_fault_ends_its_own_chunk_only(
 ) -> None:
     chunks = ((0, IDS, A), (0, [*IDS[:6], SICK], B), (0, IDS[:9], C))
     before = runner.run(batch_of(chunks[0])).token_ids + runner.run(batch_of(chunks[2])).token_ids
-    logprobs = [runner.run(batch_of(chunk)).logprobs[0] for chunk in (chunks[0], chunks[2])]
-    assert not runner.run(batch_of(chunks[1])).errors
+    logprobs = [runner.run(batch_of(chunk)).column("logprob")[0] for chunk in (chunks[0], chunks[2])]
+    assert not runner.run(batch_of(chunks[1])).column("error")
     result = sick(tmp_path, backend, value).run(batch_of(*chunks))
-    assert result.errors.keys() == {1}
-    assert result.errors[1].startswith("numerical_error: ")
+    assert result.column("error").keys() == {1}
+    assert result.column("error")[1].startswith("numerical_error: ")
     assert result.token_ids == [before[0], -1, before[1]]
-    assert [result.logprobs[0], result.logprobs[2]] == logprobs
+    assert [result.column("logprob")[0], result.column("logprob")[2]] == logprobs
 
 
 def test_R_17_in_the_cache(runner: Runner) -> None:
     runner.run(batch_of((0, IDS[:8], A), (0, IDS[:8], B)))
-    clean = runner.run(batch_of((8, IDS[8:9], A))).logprobs[0]
+    clean = runner.run(batch_of((8, IDS[8:9], A))).column("logprob")[0]
     poison_cache(runner, B[1])
     result = runner.run(batch_of((8, IDS[8:9], A), (8, IDS[8:9], B)))
-    assert result.errors.keys() == {1}
-    assert result.logprobs[0] == clean
+    assert result.column("error").keys() == {1}
+    assert result.column("logprob")[0] == clean
 
 
 def test_R_17_in_blocks_that_are_used_again(runner: Runner) -> None:
     """What a sick sequence left in its blocks must not reach the next owner of them."""
-    clean = runner.run(batch_of((0, IDS[:6], A))).logprobs[0]
+    clean = runner.run(batch_of((0, IDS[:6], A))).column("logprob")[0]
     poison_cache(runner)
-    assert runner.run(batch_of((0, IDS[:6], A))).logprobs[0] == clean
+    assert runner.run(batch_of((0, IDS[:6], A))).column("logprob")[0] == clean
 
 
 def test_R_17_in_a_prompt_row(backend: str, tmp_path: Path) -> None:
     result = sick(tmp_path, backend, math.nan).run(batch_of((0, [1, SICK, 2], A), (0, [1, 2], B), params=[ASKS, ASKS]))
-    assert result.errors.keys() == {0}
-    assert result.prompt_logprobs.keys() == {1}
+    assert result.column("error").keys() == {0}
+    assert result.column("prompt_logprobs").keys() == {1}
 
 
 def test_R_17_in_the_logits_of_a_prompt_row_alone(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +176,10 @@ def test_R_17_in_the_logits_of_a_prompt_row_alone(runner: Runner, monkeypatch: p
     monkeypatch.setattr(runner.program, "logits", logits)
     both = batch_of((0, IDS, A), (0, IDS[:9], B), params=[ASKS, ASKS])
     result = runner.run(both)
-    assert result.errors == {0: "numerical_error: the model's logits are not finite"}
+    assert result.column("error") == {0: "numerical_error: the model's logits are not finite"}
     assert result.token_ids[0] == -1
     assert result.token_ids[1] >= 0
-    assert result.prompt_logprobs.keys() == {1}
+    assert result.column("prompt_logprobs").keys() == {1}
 
 
 @pytest.mark.parametrize(
@@ -200,20 +200,20 @@ def test_a_chunk_that_makes_no_sense_ends_alone(
 ) -> None:
     alone = runner.run(batch_of((0, IDS, A)))
     result = runner.run(batch_of(chunk, (0, IDS, A)))
-    assert result.errors.keys() == {0}
-    assert word in result.errors[0]
+    assert result.column("error").keys() == {0}
+    assert word in result.column("error")[0]
     assert result.token_ids == [-1, alone.token_ids[0]]
-    assert result.logprobs[1] == alone.logprobs[0]
+    assert result.column("logprob")[1] == alone.column("logprob")[0]
 
 
 def test_a_sampling_fault_is_its_own_rows(runner: Runner) -> None:
     no_seed = SamplingParams(temperature=1.0, max_tokens=5)
     alone = runner.run(batch_of((0, IDS, A)))
     result = runner.run(batch_of((0, IDS[:4], B), (0, IDS, A), params=[no_seed, GREEDY]))
-    assert result.errors.keys() == {0}
-    assert "seed" in result.errors[0]
+    assert result.column("error").keys() == {0}
+    assert "seed" in result.column("error")[0]
     assert result.token_ids == [-1, alone.token_ids[0]]
-    assert result.logprobs.keys() == {1}
+    assert result.column("logprob").keys() == {1}
 
 
 def test_a_fault_that_nobody_owns_is_raised(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +230,8 @@ def test_copies_come_before_writes(runner: Runner) -> None:
     runner.run(batch_of((0, IDS[:6], A)))
     forked = [A[0], 30, 31, 32, 33]
     result = runner.run(batch_of((6, [7], A), (6, [8], forked), copies=[(A[1], 30)]))
-    for last_id, outcome in ((7, result.logprobs[0]), (8, result.logprobs[1])):
-        assert runner.run(batch_of((0, [*IDS[:6], last_id], C))).logprobs[0] == outcome
+    for last_id, outcome in ((7, result.column("logprob")[0]), (8, result.column("logprob")[1])):
+        assert runner.run(batch_of((0, [*IDS[:6], last_id], C))).column("logprob")[0] == outcome
 
 
 def test_close_may_be_called_twice(runner: Runner) -> None:
@@ -250,7 +250,7 @@ def test_R_17_in_a_chunk_that_samples_nothing(backend: str, tmp_path: Path) -> N
     """Its cache entries are useless, and would spoil every sequence that shares the tokens before the bad one."""
     runner = sick(tmp_path, backend, math.inf)
     result = runner.run(batch_of((0, [*IDS[:9], SICK], A), (0, IDS[:7], B), samples=[False, False]))
-    assert result.errors.keys() == {0}
+    assert result.column("error").keys() == {0}
 
 
 def test_the_number_of_threads_reaches_the_kernels(
@@ -284,7 +284,7 @@ def test_a_chunk_without_its_blocks_of_a_kind_fails_alone(tmp_path: Path) -> Non
     runner = make_runner(tmp_path, "cpu", max_model_len=100)
     chunks = [(0, IDS[:7], A), (0, IDS[:7], B), (0, IDS[:7], C)]
     result = runner.run(batch_of(*chunks, more_tables=[[A, B[:1], [40, *C]]]))
-    assert result.errors == {
+    assert result.column("error") == {
         1: "invalid_chunk: 1 blocks of 4 do not hold 7 positions",
         2: "invalid_chunk: block ids reach from 10 to 40, the cache has 0 to 39",
     }
@@ -298,4 +298,4 @@ def test_a_chunk_without_the_state_it_goes_on_from_fails_alone(tmp_path: Path) -
     slots = [(6, 0), (9, 1), (12, 2)]
     result = runner.run(batch_of(*chunks, state_reads=[-1, -1, num_slots], state_writes=slots))
     text = "invalid_chunk: the state before position 4 is in slot {}, no slot of the cache"
-    assert result.errors == {1: text.format(-1), 2: text.format(num_slots)}
+    assert result.column("error") == {1: text.format(-1), 2: text.format(num_slots)}

@@ -11,7 +11,7 @@ from tests.support.steps import ASKS, GREEDY, IDS, SICK, A, B, C, batch_of, sick
 
 from headrace.backends.step import Chunks
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import ScheduledBatch
+from headrace.protocol.step import PLAIN, ScheduledBatch
 from headrace.runner.runner import Runner
 
 OUT_OF_MEMORY = [
@@ -45,12 +45,12 @@ def test_R_25_out_of_memory_shrinks_the_step_and_fails_what_does_not_fit_alone(
     limit_rows(runner, monkeypatch, most, error, text)
     result = runner.run(batch_of(*chunks, params=params))
     failed = {i for i, (_, ids, _) in enumerate(chunks) if len(ids) > most}
-    assert result.errors.keys() == failed
-    assert all(value.startswith("out_of_memory: ") for value in result.errors.values())
+    assert result.column("error").keys() == failed
+    assert all(value.startswith("out_of_memory: ") for value in result.column("error").values())
     for i in range(len(chunks)):
         assert result.token_ids[i] == (-1 if i in failed else whole.token_ids[i])
-        assert result.logprobs.get(i) == (None if i in failed else whole.logprobs.get(i))
-        assert result.prompt_logprobs.get(i) == (None if i in failed else whole.prompt_logprobs.get(i))
+        row = PLAIN if i in failed else whole.read(i)
+        assert (result.read(i).logprob, result.read(i).prompt_logprobs) == (row.logprob, row.prompt_logprobs)
 
 
 @pytest.mark.parametrize(("error", "text"), OUT_OF_MEMORY, ids=["numpy", "torch"])
@@ -83,11 +83,11 @@ def test_R_25_out_of_memory_after_the_forward_pass(part: str, runner: Runner, mo
     monkeypatch.setattr(owner, name, failing)
     result = runner.run(batch_of(*chunks, params=params))
     failed = {0} if part != "sample" else set()
-    assert result.errors.keys() == failed
+    assert result.column("error").keys() == failed
     for i in range(len(chunks)):
         assert result.token_ids[i] == (-1 if i in failed else whole.token_ids[i])
-        assert result.logprobs.get(i) == (None if i in failed else whole.logprobs.get(i))
-        assert result.prompt_logprobs.get(i) == (None if i in failed else whole.prompt_logprobs.get(i))
+        row = PLAIN if i in failed else whole.read(i)
+        assert (result.read(i).logprob, result.read(i).prompt_logprobs) == (row.logprob, row.prompt_logprobs)
 
 
 def test_R_25_prompt_logprobs_that_were_made_before_memory_ran_out_count_once(
@@ -155,11 +155,11 @@ def test_I_13_a_step_that_is_cut_gives_what_the_whole_one_gives(
     whole, result = whole_runner.run(busy_step()), runner.run(busy_step())
     assert len(sizes) > 45 // most
     assert result == whole
-    assert {i: text.split(":")[0] for i, text in whole.errors.items()} == {
+    assert {i: text.split(":")[0] for i, text in whole.column("error").items()} == {
         1: "numerical_error", 2: "invalid_chunk", 6: "sampling_error", 7: "numerical_error"
     }  # fmt: skip
-    assert {i: len(entries) for i, entries in whole.prompt_logprobs.items()} == {3: 13, 5: 3, 8: 11}
-    assert whole.logprobs.keys() == {0, 4, 5, 8}
+    assert {i: len(entries) for i, entries in whole.column("prompt_logprobs").items()} == {3: 13, 5: 3, 8: 11}
+    assert whole.column("logprob").keys() == {0, 4, 5, 8}
 
 
 def test_R_25_memory_runs_out_in_a_step_that_is_cut(
@@ -177,13 +177,11 @@ def test_R_25_memory_runs_out_in_a_step_that_is_cut(
     result = runner.run(step)
     for i, length in enumerate(step.lens):
         if length > 4:
-            assert result.errors[i].startswith("out_of_memory")
+            assert result.column("error")[i].startswith("out_of_memory")
             assert result.token_ids[i] == -1
-            assert i not in result.logprobs.keys() | result.prompt_logprobs.keys()
+            assert i not in result.column("logprob").keys() | result.column("prompt_logprobs").keys()
         else:
-            assert (result.token_ids[i], result.errors.get(i)) == (whole.token_ids[i], whole.errors.get(i))
-            assert result.logprobs.get(i) == whole.logprobs.get(i)
-            assert result.prompt_logprobs.get(i) == whole.prompt_logprobs.get(i)
+            assert (result.token_ids[i], result.read(i)) == (whole.token_ids[i], whole.read(i))
 
 
 def test_control_a_cut_that_loses_a_token_is_noticed(

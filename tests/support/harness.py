@@ -178,7 +178,7 @@ class Recorder:
 
 def run(runner: Runner, batch: ScheduledBatch) -> StepResult:
     result = runner.run(batch)
-    assert not result.errors, result.errors
+    assert not result.column("error"), result.column("error")
     return result
 
 

@@ -98,8 +98,8 @@ class Drafts:
             if seq.status is not Status.FINISHED:
                 if draft.tails:
                     num_whole = (batch.starts[index] + batch.lens[index]) // self.tables.pool.block_size
-                    self.tables.adopt(seq, num_whole, result.paths.get(index, 0))
-                self._count(len(draft.token_ids), len(result.further.get(index, ())))
+                    self.tables.adopt(seq, num_whole, result.read(index).path)
+                self._count(len(draft.token_ids), len(result.read(index).further))
 
     def _count(self, num_drafted: int, num_accepted: int) -> None:
         """Count one draft, and how many of its tokens were accepted."""
@@ -119,8 +119,8 @@ class Drafts:
         for index in batch.drafts:
             if flight[index].status is Status.RUNNING:
                 self.tables.trim(flight[index])
-        for index, draft in result.drafts.items():
+        for index, row in result.rows.items():
             seq = flight[index]
-            if index not in failed and seq.status is Status.RUNNING and not seq.is_beam:
-                seq.draft = draft
+            if row.draft is not None and index not in failed and seq.status is Status.RUNNING and not seq.is_beam:
+                seq.draft = row.draft
                 self._open = True

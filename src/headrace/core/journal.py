@@ -161,10 +161,9 @@ class Journal:
             head=head,
         )
         if batch.drafts:
-            further = result.further
-            step.guesses = [(i, len(d.token_ids), len(further.get(i, ()))) for i, d in batch.drafts.items()]
-        if result.deferred:
-            step.late = sorted(result.deferred)
+            step.guesses = [(i, len(d.token_ids), len(result.read(i).further)) for i, d in batch.drafts.items()]
+        if result.rows:
+            step.late = sorted(result.column("is_deferred"))
         step.arrivals, self._arrivals = self._arrivals, []
         token_ids: dict[int, Any] = {}
         while notes.admitted:

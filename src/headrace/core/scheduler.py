@@ -257,9 +257,11 @@ class Scheduler:
         rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
         beams: dict[str, BeamResult] = {}
-        if step.has_dropped or result.errors or self.searches.open or -1 in result.token_ids:
-            rows = computed_rows(rows, result.deferred, self.tables.has_state)
-            failed = self._drop_failed(rows, result.errors, step.void)
+        errors: dict[int, str] = result.column("error") if result.rows else {}
+        deferred: set[int] = set(result.column("is_deferred")) if result.rows else set()
+        if step.has_dropped or errors or self.searches.open or -1 in result.token_ids:
+            rows = computed_rows(rows, deferred, self.tables.has_state)
+            failed = self._drop_failed(rows, errors, step.void)
             beams = self._advance_searches(rows, result, failed)
             rows = [row for index, row in enumerate(rows) if index not in failed and not row[0].is_beam]
         seqs: list[Sequence] = []
@@ -279,13 +281,14 @@ class Scheduler:
                 # A pooled sequence samples nothing, and ends with its prompt.
                 ends.append((seq, STOP))
         added = [[s.tokens[-1]] for s in seqs]
-        if result.further:
-            append_known(result.further, flight, seqs, added, ends, self.eos_token_ids)
-            for index in result.further.keys() - failed:
-                self.tables.accept(flight[index])
-        if result.forced:
-            append_known(result.forced, flight, seqs, added, ends, self.eos_token_ids)
-        for index in result.deferred - failed:
+        if result.rows:
+            if further := result.column("further"):
+                append_known(further, flight, seqs, added, ends, self.eos_token_ids)
+                for index in further.keys() - failed:
+                    self.tables.accept(flight[index])
+            if forced := result.column("forced"):
+                append_known(forced, flight, seqs, added, ends, self.eos_token_ids)
+        for index in deferred - failed:
             self.steps.make_void(flight[index])
             self.tables.trim(flight[index])
         for seq, finish in ends:
@@ -294,7 +297,7 @@ class Scheduler:
             self.drafts.keep(flight, batch, result, failed)
         self.counters.num_generated_tokens += sum(map(len, added))
         output = output_of(batch, flight, result, seqs, added, failed)
-        self.tables.settle(flight, batch.lens, result.deferred - failed)
+        self.tables.settle(flight, batch.lens, deferred - failed)
         output.started, self._started = self._started, {}
         output.finished, self.finished = self.finished, {}
         output.beams = beams

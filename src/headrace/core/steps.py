@@ -18,7 +18,7 @@ from headrace.core.beams.searches import Row, Searches
 from headrace.core.blocks import BlockPool
 from headrace.core.sequence import Sequence
 from headrace.protocol.errors import HeadraceError, InvariantError
-from headrace.protocol.step import UNDRAWN, Draft, Pooling, ScheduledBatch, Stats, StepOutput, StepResult
+from headrace.protocol.step import UNDRAWN, Draft, Pooling, RowResult, ScheduledBatch, Stats, StepOutput, StepResult
 
 
 def make_batch(
@@ -233,41 +233,32 @@ def output_of(
     """Return the output of a step in which each of `seqs` got the tokens `added`; chunks in `failed` count for
     nothing."""
     output = StepOutput(step_id=batch.step_id, request_ids=[seq.request_id for seq in seqs], token_ids=added)
-    if result.logprobs or result.prompt_logprobs or result.states or result.pooled:
-        valid = {i for i, seq in enumerate(flight) if i not in failed and not seq.is_beam}
-        add_rare(batch, flight, result, output, valid)
+    for index, row in result.rows.items():
+        if index not in failed and not flight[index].is_beam:
+            add_rare(batch.starts[index], batch.lens[index], flight[index], row, output)
     return output
 
 
-def add_rare(
-    batch: ScheduledBatch, flight: list[Sequence], result: StepResult, output: StepOutput, valid: set[int]
-) -> None:
-    """Copy to `output` the log-probabilities, states and complete hidden states of the chunks whose indices are in
-    `valid`. Their sequences keep the states and the hidden states so far."""
-    for index, logprob in result.logprobs.items():
-        if index in valid:
-            output.logprobs[flight[index].request_id] = [logprob]
-    for index, further in result.further_logprobs.items():
-        if index in valid:
-            request_id = flight[index].request_id
+def add_rare(start: int, length: int, seq: Sequence, row: RowResult, output: StepOutput) -> None:
+    """Copy to `output` the log-probabilities, the state and the complete hidden states of a chunk. Its sequence keeps
+    the state and the hidden states so far."""
+    request_id = seq.request_id
+    if row.logprob is not None:
+        output.logprobs[request_id] = [row.logprob]
+        if row.further_logprobs:
             # The sequence may have ended before the last of them.
             num_added = len(output.token_ids[output.request_ids.index(request_id)])
-            output.logprobs[request_id] += further[: num_added - 1]
-    for index, logprobs in result.prompt_logprobs.items():
-        # Rows that were computed before a preemption were reported before it.
-        new = logprobs[max(0, flight[index].high_water - batch.starts[index]) :]
-        if new and index in valid:
-            output.prompt_logprobs[flight[index].request_id] = new
-    for index, state in result.states.items():
-        if index in valid:
-            flight[index].state, flight[index].special = state, True
-            output.states[flight[index].request_id] = state
-    for index, vector in result.pooled.items():
-        if index in valid:
-            seq = flight[index]
-            seq.pooled = vector
-            if batch.starts[index] + batch.lens[index] == len(seq.tokens):
-                output.pooled[seq.request_id] = vector
+            output.logprobs[request_id] += row.further_logprobs[: num_added - 1]
+    # Rows that were computed before a preemption were reported before it.
+    if new := row.prompt_logprobs[max(0, seq.high_water - start) :]:
+        output.prompt_logprobs[request_id] = new
+    if row.state is not None:
+        seq.state, seq.special = row.state, True
+        output.states[request_id] = row.state
+    if row.pooled:
+        seq.pooled = row.pooled
+        if start + length == len(seq.tokens):
+            output.pooled[request_id] = row.pooled
 
 
 def stats_of(counters: Stats, pools: list[BlockPool], searches: Searches, num_waiting: int) -> Stats:

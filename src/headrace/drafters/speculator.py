@@ -114,7 +114,7 @@ class Speculator:
         return record
 
     def end_step(self, batch: ScheduledBatch, result: StepResult, record: StepRecord) -> None:
-        """End a step, after the model has run `batch`: set `drafts` in `result`, or for how many steps to `rest`."""
+        """End a step, after the model has run `batch`: set drafts in `result`, or for how many steps to `rest`."""
         start = self._now()
         num_draft_rows = sum(len(draft.token_ids) for draft in batch.drafts.values())
         if self.pace is not None:
@@ -156,7 +156,7 @@ class Speculator:
         limits: dict[int, int] = {}
         for i, token_id in enumerate(result.token_ids):
             if token_id >= 0 and i in batch.histories and batch.params[i].speculation:
-                new_tokens[i] = [token_id, *result.further.get(i, ()), *result.forced.get(i, ())]
+                new_tokens[i] = [token_id, *result.read(i).further, *result.read(i).forced]
                 num_tokens = len(batch.histories[i]) + len(new_tokens[i])
                 most = self._most_accepted(batch.params[i], num_tokens, batch.num_prompts[i], new_tokens[i][-1])
                 if most > 0:
@@ -175,7 +175,7 @@ class Speculator:
                     params=batch.params[i],
                     num_drafts=depth,
                     num_nodes=max(depth, num_nodes),
-                    state=result.states.get(i),
+                    state=result.read(i).state,
                 )
         return contexts
 
@@ -206,7 +206,7 @@ class Speculator:
                 self.num_refused += 1
                 logger.error("a draft was refused: %s", reason)
             elif draft.token_ids:
-                result.drafts[i] = draft
+                result.row(i).draft = draft
                 if self._take_probs is not None:
                     self._proposals[seq_id] = draft.token_ids, probs
         return num_made, is_behind

@@ -195,14 +195,14 @@ def _answers(records: list[Record], steps: list[Step]) -> tuple[dict[str, Record
 def _extend(answers: dict[str, RecordedRequest], names: dict[int, str], plan: StepPlan, result: StepResult) -> None:
     """Add the tokens of one step."""
     for index, seq_id in enumerate(plan.seq_ids):
-        answer, token = answers[names[seq_id]], result.token_ids[index]
-        if token >= 0 and plan.samples[index] and index not in result.deferred and index not in result.errors:
-            answer.tokens += [token, *result.further.get(index, ())]
-            if forced := result.forced.get(index, []):
-                answer.num_forced[len(answer.tokens)] = len(forced)
-                answer.tokens += forced
-        if index in result.drafts:
-            answer.drafts[len(answer.tokens)] = result.drafts[index]
+        answer, token, row = answers[names[seq_id]], result.token_ids[index], result.read(index)
+        if token >= 0 and plan.samples[index] and not row.is_deferred and not row.error:
+            answer.tokens += [token, *row.further]
+            if row.forced:
+                answer.num_forced[len(answer.tokens)] = len(row.forced)
+                answer.tokens += row.forced
+        if row.draft is not None:
+            answer.drafts[len(answer.tokens)] = row.draft
 
 
 class Recalled(Oracle):

@@ -207,19 +207,19 @@ class Observer:
         self._read = read
         self._info = info
         self._unread: deque[Entry] = deque()
-        self._replicas: set[int] = set()
+        self._sending: set[int] = set()
 
     def on_step(self, output: StepOutput, replica: int = 0) -> None:
         if output.note:
             info = None
-            if replica not in self._replicas:
-                self._replicas.add(replica)
+            if replica not in self._sending:
+                self._sending.add(replica)
                 info = self._info()
             self._keep(StepNote(replica, output.note, info))
         self._counts.on_step(output, replica)
 
     def on_end(self, request_ids: Collection[str], replica: int = 0) -> None:
-        self._replicas.discard(replica)
+        self._sending.discard(replica)
         self._keep(EngineEnd(replica, frozenset(request_ids)))
         self._counts.on_end(replica)
 

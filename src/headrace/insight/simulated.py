@@ -236,18 +236,18 @@ class SimulatedExecutor:
             last, is_undrawn = before.get(seq_id), batch.token_ids[sum(batch.lens[:index])] == UNDRAWN
             if last == "failed" or (last == "late" and is_undrawn):
                 # There is nothing that it could follow.
-                result.deferred.add(index)
+                result.row(index).is_deferred = True
                 continue
             if self.behaviour.fail is not None and self.behaviour.fail(batch.step_id, index):
                 for kind, tables in enumerate([batch.block_tables, *batch.more_tables]):
                     self._write(tables[index], batch.starts[index], [_EMPTY] * len(tokens), _EMPTY, kind)
-                result.errors[index] = "simulated failure"
+                result.row(index).error = "simulated failure"
                 self._last_tokens[seq_id] = "failed"
             else:
                 if batch.samples[index] and self._is_late(batch, index):
-                    result.deferred.add(index)
+                    result.row(index).is_deferred = True
                 self._sample(batch, index, tokens, result)
-                self._last_tokens[seq_id] = "late" if index in result.deferred else result.token_ids[index]
+                self._last_tokens[seq_id] = "late" if result.read(index).is_deferred else result.token_ids[index]
         if batch.asks and self.behaviour.rest is not None:
             result.rest = self.behaviour.rest()
         return result
@@ -332,7 +332,7 @@ class SimulatedExecutor:
             else:
                 forced = self.oracle.forced_after(params, at + 1, at + 1 - num_prompt)
                 if forced:
-                    result.forced[index] = forced
+                    result.row(index).forced = forced
                     break
             matches = [each for each in paths if each[1][1][: len(tokens)] == tokens]
             if not matches or self._is_late(batch, index):
@@ -340,16 +340,13 @@ class SimulatedExecutor:
             paths = matches
         result.token_ids[index], further = tokens[0], tokens[1:]
         if further:
-            result.further[index] = further
-            result.paths[index] = path
+            result.row(index).further, result.row(index).path = further, path
         if state is not None:
-            result.states[index] = state
+            result.row(index).state = state
         if logprobs:
-            result.logprobs[index] = logprobs[0]
-            if further:
-                result.further_logprobs[index] = logprobs[1:]
+            result.row(index).logprob, result.row(index).further_logprobs = logprobs[0], logprobs[1:]
         if batch.asks and self.behaviour.guess is not None and params.speculation:
-            self._draft(batch, index, table, tokens + result.forced.get(index, []), result)
+            self._draft(batch, index, table, tokens + result.read(index).forced, result)
 
     def _draft(
         self, batch: ScheduledBatch, index: int, table: list[int], tokens: list[int], result: StepResult
@@ -369,23 +366,23 @@ class SimulatedExecutor:
 
         draft = self.behaviour.guess(batch.step_id, index, next_token) if self.behaviour.guess is not None else None
         if draft is not None:
-            result.drafts[index] = draft
+            result.row(index).draft = draft
 
     def _is_late(self, batch: ScheduledBatch, index: int) -> bool:
         return self.behaviour.defer is not None and self.behaviour.defer(batch.step_id, index)
 
     def _sample(self, batch: ScheduledBatch, index: int, tokens: list[int], result: StepResult) -> None:
         start, num_prompt, params = batch.starts[index], batch.num_prompts[index], batch.params[index]
-        if batch.samples[index] and index not in result.deferred:
+        if batch.samples[index] and not result.read(index).is_deferred:
             self._sample_all(batch, index, result)
         if index in batch.pooling:
-            result.pooled[index] = self._pool(batch, index)
+            result.row(index).pooled = self._pool(batch, index)
         if params.prompt_logprobs is not None and start < num_prompt - 1:
             following = tokens[1:]
             if index in batch.next_token_ids:
                 following = [*following, batch.next_token_ids[index]]
             following = following[: num_prompt - 1 - start]
-            result.prompt_logprobs[index] = [
+            result.row(index).prompt_logprobs = [
                 self.oracle.logprob(token, start + 1 + i, params.prompt_logprobs) for i, token in enumerate(following)
             ]
 

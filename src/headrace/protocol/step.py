@@ -6,12 +6,12 @@
 
 Here are those that cross a layer: `Request`, `ScheduledBatch`, `StepResult`, `StepOutput`. `Sequence` lives in
 `core.sequence`, `Chunks` in `backends.base`. All are msgspec structs of ints, floats, strings and lists:
-the msgpack bytes of one are its wire form. No torch, no policy, no methods but properties.
+the msgpack bytes of one are its wire form. No torch, no policy, no methods but those that look at a struct itself.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -161,8 +161,8 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     `next_token_ids[i]` is the prompt token after chunk i, for chunks with prompt_logprobs that end before the prompt
     does: the last row predicts that token. `histories[i]` has all known tokens of chunk i's sequence, for chunks that
     sample and whose parameters need them: the scheduler's own list, lent as the tables are. `states[i]` is the sampler
-    state in the last `StepResult.states` of that sequence, for chunks that sample. `pooling[i]` is there for chunks
-    whose hidden states are pooled: the kind, and the numbers in `StepResult.pooled` for the rows before. `drafts[i]`
+    state in the last `RowResult.state` of that sequence, for chunks that sample. `pooling[i]` is there for chunks
+    whose hidden states are pooled: the kind, and the numbers in `RowResult.pooled` for the rows before. `drafts[i]`
     are draft tokens to verify after chunk i. `ended` are sequence ids that the drafter can forget. `asks`: the result
     should have drafts for the sequences that sample, and `histories` has the tokens of all that may get one.
 
@@ -200,37 +200,66 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
         return len(self.seq_ids)
 
 
+class RowResult(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
+    """The rest of a chunk's result, beside its token.
+
+    `prompt_logprobs` has one entry for each row of the chunk whose next token belongs to the prompt. `further` are
+    tokens sampled after the first, one for each accepted draft token, `further_logprobs` theirs, and `path` the path of
+    the draft that holds them (`Draft.paths`). `forced` are tokens that a grammar forces after all of these: they need
+    no forward pass. Never for a request with log-probabilities. `state` is the sampler's state after the last sampled
+    token, an input of the next chunk. `pooled` are hidden states after the final norm: the chunk's last row, or the sum
+    in float64 over the sequence's rows so far, added one after the other. `draft` has draft tokens after all known
+    ones.
+
+    A chunk that `is_deferred` could not be sampled yet, because its sampler waits for something, or it followed a token
+    that was not drawn: its last token is computed again in the next step. `error` is the reason why the chunk failed;
+    its sequence alone is ended, and its blocks are never published.
+    """
+
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: list[TokenLogprob] = []
+    further: list[int] = []
+    further_logprobs: list[TokenLogprob] = []
+    path: int = 0
+    forced: list[int] = []
+    state: float | None = None
+    pooled: list[float] = []
+    draft: Draft | None = None
+    is_deferred: bool = False
+    error: str = ""
+
+
+PLAIN = RowResult()
+"""The record of a chunk that has none. Not to be changed."""
+
+
 class StepResult(msgspec.Struct, kw_only=True, gc=False):
     """The result of a step. `token_ids[i]` is chunk i's sampled token, or -1 if it samples none or has failed.
 
-    The dicts are by chunk index and have only the entries that the batch requests. `prompt_logprobs[i]` has one entry
-    for each row of chunk i whose next token belongs to the prompt. `forced[i]` are tokens that a grammar forces after
-    token_ids[i]: they need no forward pass. Never for a request with log-probabilities. `states[i]` is the sampler's
-    state after token_ids[i], an input of the next chunk. `pooled[i]` are hidden states after the final norm: the
-    chunk's last row, or the sum in float64 over the sequence's rows so far, added one after the other. Chunks in
-    `deferred` could not be sampled yet, because their sampler waits for something, or they followed a token that was
-    not drawn: their last token is computed again in the next step. `errors[i]` is the reason why chunk i failed; its
-    sequence alone is ended, and its blocks are never published.
-
-    `further[i]` are tokens sampled after token_ids[i], one for each accepted draft token, `further_logprobs[i]` theirs,
-    and `paths[i]` the path of the draft that holds them (`Draft.paths`). `drafts[i]` are draft tokens after all known
-    ones. The next `rest` steps need no `asks`, unless fewer sequences run than in this one.
+    `rows[i]` is there if chunk i has more than its token. The next `rest` steps need no `asks`, unless fewer sequences
+    run than in this one.
     """
 
     step_id: int
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprob] = {}
-    prompt_logprobs: dict[int, list[TokenLogprob]] = {}
-    forced: dict[int, list[int]] = {}
-    states: dict[int, float] = {}
-    pooled: dict[int, list[float]] = {}
-    deferred: set[int] = set()
-    errors: dict[int, str] = {}
-    further: dict[int, list[int]] = {}
-    further_logprobs: dict[int, list[TokenLogprob]] = {}
-    paths: dict[int, int] = {}
-    drafts: dict[int, Draft] = {}
+    rows: dict[int, RowResult] = {}
     rest: int = 0
+
+    def row(self, i: int) -> RowResult:
+        """Return the record of chunk i, made if there is none."""
+        row = self.rows.get(i)
+        if row is None:
+            row = self.rows[i] = RowResult()
+        return row
+
+    def read(self, i: int) -> RowResult:
+        """Return the record of chunk i to look at, `PLAIN` if there is none."""
+        return self.rows.get(i, PLAIN)
+
+    def column(self, name: str) -> dict[int, Any]:
+        """Return one field of all records in which it is set, by chunk."""
+        default = getattr(PLAIN, name)
+        return {i: value for i, row in self.rows.items() if (value := getattr(row, name)) != default}
 
 
 class Finish(msgspec.Struct, frozen=True):

@@ -127,19 +127,23 @@ class Rounds:
         sampled from fails its own chunk (R-17)."""
         for each in verifications:
             if not logits.finite[each.rows[-1]]:
-                result.errors.setdefault(each.chunk_id, NOT_FINITE)
+                row = result.row(each.chunk_id)
+                row.error = row.error or NOT_FINITE
         masks = self._masks(batch, [each.chunk_id for each in verifications], result)
-        sound = [v for v in verifications if v.chunk_id not in result.errors and v.chunk_id not in result.deferred]
+        sound = verifications
+        if result.rows:
+            records = [result.read(each.chunk_id) for each in verifications]
+            sound = [v for v, r in zip(verifications, records, strict=True) if not r.error and not r.is_deferred]
         for verification, sample in zip(sound, self._sample(batch, sound, logits, masks), strict=True):
             i = verification.chunk_id
             if isinstance(sample, ValueError):
-                result.errors[i] = f"sampling_error: {sample}"
+                result.row(i).error = f"sampling_error: {sample}"
                 continue
             result.token_ids[i] = sample.token_id
             if sample.logprob is not None:
-                result.logprobs[i] = sample.logprob
+                result.row(i).logprob = sample.logprob
             if sample.state is not None:
-                result.states[i] = sample.state
+                result.row(i).state = sample.state
             if verification.draft.token_ids:
                 verification.is_open = verification.take(sample)
             if i in masks:
@@ -164,12 +168,13 @@ class Rounds:
                     verification.is_open = False
                     continue
                 verification.is_open = verification.take(sample)
-                result.further.setdefault(i, []).append(sample.token_id)
-                result.paths[i] = verification.draft.path_id(verification.accepted)
+                record = result.row(i)
+                record.further.append(sample.token_id)
+                record.path = verification.draft.path_id(verification.accepted)
                 if sample.logprob is not None:
-                    result.further_logprobs.setdefault(i, []).append(sample.logprob)
+                    record.further_logprobs.append(sample.logprob)
                 if sample.state is not None:
-                    result.states[i] = sample.state
+                    record.state = sample.state
                 if i in masks:
                     self._accept(batch, i, sample.token_id, len(verification.token_ids), result)
         for each in verifications:
@@ -181,8 +186,8 @@ class Rounds:
         return (
             verification.is_open
             and logits.finite[verification.rows[verification.node]]
-            and verification.chunk_id not in result.errors
-            and verification.chunk_id not in result.forced
+            and not result.read(verification.chunk_id).error
+            and not result.read(verification.chunk_id).forced
         )
 
     def _sample(
@@ -239,25 +244,26 @@ class Rounds:
     def _masks(self, batch: ScheduledBatch, chunk_ids: list[int], result: StepResult) -> dict[int, Mask]:
         """The masks of the chunks that have a constraint. Those whose masks are late are deferred to another step."""
         constrained = [
-            i for i in chunk_ids if batch.params[i].structured_outputs is not None and i not in result.errors
+            i for i in chunk_ids if batch.params[i].structured_outputs is not None and not result.read(i).error
         ]
         masks: dict[int, Mask] = {}
         if not constrained:
             return masks
         if self.matchers is None:
-            result.errors.update(dict.fromkeys(constrained, "structured_output_error: the engine has no tokenizer"))
+            for i in constrained:
+                result.row(i).error = "structured_output_error: the engine has no tokenizer"
             return masks
         late = self.matchers.wait([batch.seq_ids[i] for i in constrained], others=len(batch) > len(constrained))
         for i in constrained:
             constraint = batch.params[i].structured_outputs
             if batch.seq_ids[i] in late:
-                result.deferred.add(i)
+                result.row(i).is_deferred = True
             elif constraint is not None:
                 try:
                     tokens = batch.histories[i][batch.num_prompts[i] :]
                     masks[i] = self.matchers.mask(batch.seq_ids[i], constraint, tokens)
                 except GrammarError as error:
-                    result.errors[i] = f"structured_output_error: {error}"
+                    result.row(i).error = f"structured_output_error: {error}"
         return masks
 
     def _accept(self, batch: ScheduledBatch, i: int, token_id: int, num: int, result: StepResult) -> None:
@@ -266,10 +272,10 @@ class Rounds:
         try:
             forced = self.matchers.accept(batch.seq_ids[i], token_id, batch.params[i], num_generated)  # type: ignore[union-attr]
         except GrammarError as error:
-            result.errors[i] = f"structured_output_error: {error}"
+            result.row(i).error = f"structured_output_error: {error}"
             return
         if forced:
-            result.forced[i] = forced
+            result.row(i).forced = forced
 
     def _row(self, batch: ScheduledBatch, verification: Verification, best: int, mask: Mask | None) -> Row:
         i, token_ids = verification.chunk_id, verification.token_ids

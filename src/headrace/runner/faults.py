@@ -65,7 +65,7 @@ class StepFaults:
     def settle(self, result: StepResult, num_chunks: int) -> None:
         """End the step of so many chunks. Raises the error that all of them ran into."""
         error, self._error = self._error, None
-        num_failed = sum(reason.startswith((INTERNAL, NO_MEMORY)) for reason in result.errors.values())
+        num_failed = sum(reason.startswith((INTERNAL, NO_MEMORY)) for reason in result.column("error").values())
         if not num_failed or num_failed < num_chunks or error is None:
             self._num_in_row, self.is_open = 0, False
             return

@@ -99,14 +99,14 @@ class Overlap:
         result = StepResult(step_id=batch.step_id, token_ids=[-1] * len(batch))
         for i, source in step.carried.items():
             if self._token_before(step, source) != self._guess_before(step, source):
-                result.deferred.add(i)
+                result.row(i).is_deferred = True
         undecided = []
         for i, sound in enumerate(rows.sound):
             place = step.places.get(i)
-            if i in result.deferred:
+            if i in result.rows:
                 continue
             if not sound or (place is not None and not rows.finite[place]):
-                result.errors[i] = NOT_FINITE
+                result.row(i).error = NOT_FINITE
             elif place is not None and i not in step.on_host:
                 if rows.is_sure[place]:
                     result.token_ids[i] = rows.token_ids[place]

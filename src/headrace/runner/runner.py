@@ -16,7 +16,7 @@ from headrace.backends.step import Chunks
 from headrace.drafters.speculator import Observation, Outcome, Speculator, StepRecord
 from headrace.grammar.matchers import Matchers
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Draft, ScheduledBatch, StepResult, TokenLogprob
+from headrace.protocol.step import Draft, RowResult, ScheduledBatch, StepResult, TokenLogprob
 from headrace.runner.drawing import Rounds, Verification
 from headrace.runner.faults import NOT_FINITE, StepFaults
 from headrace.runner.overlap import Overlap, StartedStep, copy_blocks
@@ -92,19 +92,15 @@ class Runner:
         groups = self._sound_groups(batch, result)
         for pieces in make_portions(groups, self.program.max_rows, self.program.max_logits):
             # A chunk that failed in an earlier portion is not computed further.
-            if result.errors:
-                pieces = [piece for piece in pieces if piece.chunk_id not in result.errors]
+            if result.rows:
+                pieces = [piece for piece in pieces if not result.read(piece.chunk_id).error]
             self._compute_what_fits(batch, pieces, result, record)
-        if result.errors or self._faults.is_open:
+        if self._faults.is_open:
             self._faults.settle(result, len(batch))
-        for i in result.errors:
-            result.token_ids[i] = -1
-            result.forced.pop(i, None)
-            result.logprobs.pop(i, None)
-            result.prompt_logprobs.pop(i, None)
-            result.pooled.pop(i, None)
-            result.further.pop(i, None)
-            result.further_logprobs.pop(i, None)
+        for i, row in result.rows.items():
+            if row.error:
+                result.token_ids[i] = -1
+                result.rows[i] = RowResult(error=row.error, is_deferred=row.is_deferred)
         if speculator is not None and record is not None:
             speculator.end_step(batch, result, record)
         return result
@@ -141,7 +137,7 @@ class Runner:
             row += length
             reason = self._why_unsound(batch, i, token_ids)
             if reason:
-                result.errors[i] = f"invalid_chunk: {reason}"
+                result.row(i).error = f"invalid_chunk: {reason}"
             else:
                 groups.append(make_pieces(batch, i, token_ids, self.block_size))
         return groups
@@ -193,11 +189,12 @@ class Runner:
             if not reason:
                 raise
             if alone:
-                result.errors[pieces[0].chunk_id] = reason
+                result.row(pieces[0].chunk_id).error = reason
                 return
         # A later part of a chunk has advanced the state that it reads.
         lost = {piece.chunk_id for piece in pieces if batch.state_reads and piece.start > batch.starts[piece.chunk_id]}
-        result.errors.update(dict.fromkeys(lost, reason))
+        for i in lost:
+            result.row(i).error = reason
         pieces = [piece for piece in pieces if piece.chunk_id not in lost]
         if lost:
             self._compute_what_fits(batch, pieces, result, record)
@@ -257,14 +254,14 @@ class Runner:
         for piece, sound in zip(pieces, finite, strict=True):
             # The logits decide for a piece with a draft: its row that is not finite may follow a rejected token.
             if not sound and not piece.nodes:
-                result.errors[piece.chunk_id] = NOT_FINITE
+                result.row(piece.chunk_id).error = NOT_FINITE
         if logits_rows:
             # Before the next call, which overwrites the logits.
             self._rounds.draw(batch, verifications, logits, result)
         prompt_logprobs = [
             (piece.chunk_id, self._prompt_logprobs(batch, piece, row, result))
             for piece, row in scored
-            if piece.chunk_id not in result.errors
+            if not result.read(piece.chunk_id).error
         ]
         vectors = [(piece.chunk_id, self._pool(batch, piece, row, result)) for piece, row in pooled]
         if rows and not logits_rows:
@@ -275,8 +272,10 @@ class Runner:
         # Last, when memory cannot run out any more: pieces that are computed again must not count twice.
         for i, entries in prompt_logprobs:
             if entries:
-                result.prompt_logprobs.setdefault(i, []).extend(entries)
-        result.pooled.update((i, vector) for i, vector in vectors if vector)
+                result.row(i).prompt_logprobs.extend(entries)
+        for i, vector in vectors:
+            if vector:
+                result.row(i).pooled = vector
         if record is not None:
             record.observations += observations
             record.outcomes += [
@@ -317,7 +316,7 @@ class Runner:
         row = 0
         for piece in pieces:
             i = piece.chunk_id
-            if batch.params[i].speculation and i not in result.errors:
+            if batch.params[i].speculation and not result.read(i).error:
                 _, token_ids, rows = observed.setdefault(i, (piece.start, [], []))
                 token_ids += piece.token_ids[: piece.num_known]
                 rows += range(row, row + piece.num_known)
@@ -353,15 +352,15 @@ class Runner:
                 return []
             total = self.program.hidden_states([row + len(piece.token_ids) - 1])[0].astype(np.float64)
         else:
-            total = np.array(result.pooled.get(i) or before or 0.0, np.float64)
+            total = np.array(result.read(i).pooled or before or 0.0, np.float64)
             most = self.program.max_logits
             for start in range(0, len(piece.token_ids), most):
                 stop = min(start + most, len(piece.token_ids))
                 for hidden in self.program.hidden_states(list(range(row + start, row + stop))):
                     total = total + hidden
         if not np.isfinite(total).all():
-            result.errors[i] = NOT_FINITE
-        return [] if i in result.errors else total.tolist()
+            result.row(i).error = NOT_FINITE
+        return [] if result.read(i).error else total.tolist()
 
     def _prompt_logprobs(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[TokenLogprob]:
         """Return log-probabilities of prompt tokens. Logits are computed for some rows at a time: for a whole prompt
@@ -378,7 +377,7 @@ class Runner:
             token_ids = next_token_ids[start : start + most]
             logits = self.program.logits(list(range(row + start, row + start + len(token_ids))))
             if not all(logits.finite):
-                result.errors[i] = NOT_FINITE
+                result.row(i).error = NOT_FINITE
                 return []
             entries += self.sampler.prompt_logprobs(logits.fetch(), token_ids, batch.params[i].prompt_logprobs or 0)
         return entries

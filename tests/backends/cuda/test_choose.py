@@ -10,7 +10,7 @@ import torch
 from tests.support.cubin import compiled
 from tests.support.interpreter import run_interpreted
 
-from headrace.backends.cuda.kernels.choose import KERNEL, MARGIN, choose, pack
+from headrace.backends.cuda.kernels.choose import KERNEL, MARGIN, Packed, choose, pack
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.backends.step import Draw
 from headrace.sampling import filters, noise
@@ -54,7 +54,7 @@ def run(x: torch.Tensor, draws: list[Draw], mode: str, config: Config) -> tuple[
     ids, margins = torch.full((num,), -7, dtype=torch.int32), torch.zeros(num, dtype=torch.float64)
     pack(list(range(num)), draws, reals.numpy(), wholes.numpy(), masks.numpy())
     sizes = torch.tensor([0, 0, num], dtype=torch.int32)
-    launch = choose(x, masks, reals, wholes, scratch, ids, margins, sizes, 2, config)
+    launch = choose(x, Packed(reals, wholes, masks), scratch, ids, margins, sizes, 2, config)
     launch.run_twin() if mode == "twin" else run_interpreted(launch)
     return ids.tolist(), margins.tolist()
 
@@ -118,8 +118,12 @@ def launches(fuse: bool = False) -> list[Launch]:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     launch = choose(
-        empty(num, width, dtype=torch.float32), empty(num, width // 32, dtype=torch.int32),
-        empty(num, 3, dtype=torch.float64), empty(num, 4, dtype=torch.int64), empty(num, 256, dtype=torch.int64),
+        empty(num, width, dtype=torch.float32),
+        Packed(
+            empty(num, 3, dtype=torch.float64), empty(num, 4, dtype=torch.int64),
+            empty(num, width // 32, dtype=torch.int32),
+        ),
+        empty(num, 256, dtype=torch.int64),
         empty(num, dtype=torch.int32), empty(num, dtype=torch.float64), empty(4, dtype=torch.int32), 2,
     )  # fmt: skip
     kernel = dataclasses.replace(launch.kernel, fuse=fuse)

@@ -48,9 +48,9 @@ def launches(device: str = "meta") -> list[Launch]:
                 [LayerShape(heads.num_kv_heads, heads.head_dim)], [4], 16, kind, torch.device(device)
             ).layers[0]
             inputs = (qkv, heads, layer, empty(256), empty(256), empty(4), 256)
-            result.append(rope_store(*inputs, rope_table=table, copies=(empty(257), empty(64))))
+            result.append(rope_store(*inputs, HeadForm(table), copies=(empty(257), empty(64))))
             if kind == "bfloat16":
-                result.append(rope_store(*inputs, rope_table=table, q_norm=norm, k_norm=norm))
+                result.append(rope_store(*inputs, HeadForm(table, norm, norm)))
                 result.append(rope_store(*inputs))
     return result
 
@@ -90,8 +90,7 @@ class Problem:
         return [
             rope_store(
                 out["qkv"], self.heads, layer, self.slots, self.positions, ints(num_rows, 0, 0, 0), bucket,
-                rope_table=self.table, q_norm=self.norms[0], k_norm=self.norms[1],
-                copies=self.copies if copies else None,
+                HeadForm(self.table, *self.norms), copies=self.copies if copies else None,
             )
         ]  # fmt: skip
 

@@ -240,7 +240,7 @@ def test_an_abort_in_flight_and_a_failed_beam_end_the_whole_search():
     assert bench.scheduler.abort("aborted")
     bench.scheduler.check()
     result = bench.executor.run(batch)
-    result.errors = {names.index("failed"): "simulated"}
+    result.row(names.index("failed")).error = "simulated"
     bench.commit(batch, result)
     assert {name: finish.reason for name, finish in bench.finished.items()} == {"aborted": "abort", "failed": "error"}
     assert not bench.scheduler.has_work()

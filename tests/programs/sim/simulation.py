@@ -153,8 +153,8 @@ class Simulation:
             self.accounts[members[batch.seq_ids[index]]].failed = True
         self._failing = []
         names = [members[seq_id] for seq_id in batch.seq_ids]
-        further = {names[index]: tokens for index, tokens in result.further.items()}
-        forced = {names[index]: tokens for index, tokens in result.forced.items()}
+        further = {names[index]: tokens for index, tokens in result.column("further").items()}
+        forced = {names[index]: tokens for index, tokens in result.column("forced").items()}
         output = scheduler.commit(batch, result)
         self._log(f"out {output.request_ids} {output.token_ids} {output.started} {output.finished} {output.stats}")
         self._keep_ledger(output, batch)

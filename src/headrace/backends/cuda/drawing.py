@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.cuda.kernels.choose import LEFT, MARGIN, choose, pack
+from headrace.backends.cuda.kernels.choose import LEFT, MARGIN, Packed, choose, pack
 from headrace.backends.graph import LOGITS
 from headrace.backends.step import Draw
 
@@ -33,9 +33,8 @@ class Drawing:
         self._arrays: list[NDArray[np.generic]] = [host.numpy() for host, _ in self._pairs]
         self._ids, self._margins = pair(num_rows, dtype=torch.int32)[1], pair(num_rows, dtype=torch.float64)[1]
         scratch = pair(num_rows, 256, dtype=torch.int64)[1]
-        images = (image for _, image in self._pairs)
-        reals, wholes, masks = images
-        self._launch = choose(logits, masks, reals, wholes, scratch, self._ids, self._margins, sizes, LOGITS)
+        packed = Packed(*(image for _, image in self._pairs))
+        self._launch = choose(logits, packed, scratch, self._ids, self._margins, sizes, LOGITS)
 
     def send(self, indices: list[int], draws: Sequence[Draw]) -> None:
         """Send to the device how the rows `indices` are drawn."""

@@ -312,8 +312,8 @@ def _rope_store(frame: Frame, node: Node) -> list[Launch]:
             step.positions,
             frame.sizes,
             len(x),
+            f["form"],
             copies=copies,
-            **f["form"]._asdict(),
         )
     ]
 

@@ -160,7 +160,7 @@ class Searches:
             if seq.num_computed >= seq.publish_at:
                 self.tables.publish(seq)
             if sampled:
-                search.tops[seq.seq_id] = result.logprobs[index].top
+                search.tops[seq.seq_id] = result.rows[index].logprob.top  # type: ignore[union-attr]
         return searches
 
     def advance(self, search: Search) -> BeamResult | None:

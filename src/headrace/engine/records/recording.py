@@ -38,7 +38,7 @@ from headrace.protocol.step import (
 
 logger = logging.getLogger("headrace.engine")
 
-MAGIC = b"headrace schedule 2\n"
+MAGIC = b"headrace schedule 3\n"
 NUM_KEPT = 4
 """Earlier recordings that are kept, one for each life of the engine."""
 MAX_FRAME_BYTES = 2**28

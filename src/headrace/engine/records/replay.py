@@ -32,7 +32,7 @@ from headrace.engine.records.recording import (
     plan_of,
 )
 from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch, StepResult
+from headrace.protocol.step import Abort, Add, ResetPrefixCache, RowResult, ScheduledBatch, StepResult
 
 SHOWN_CHARS = 200
 INTERRUPTS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
@@ -194,11 +194,21 @@ class CheckingExecutor(Executor):
 
 def compare(step_id: int, recorded: Any, replayed: Any) -> None:
     """Raise `ReplayDifference` for the first field of two structs that differs in any bit."""
-    for field in recorded.__struct_fields__:
-        old, new = getattr(recorded, field), getattr(replayed, field)
+    fields, others = fields_of(recorded), fields_of(replayed)
+    for field, old in fields.items():
+        new = others[field]
         # Their bytes differ also where == sees no difference, as with 0.0 and -0.0.
         if encoded(old) != encoded(new):
             raise ReplayDifference(step_id, field, *first_difference(old, new))
+
+
+def fields_of(struct: Any) -> dict[str, Any]:
+    """Return the fields of a struct; of a result, the fields of its rows by chunk."""
+    fields = {name: getattr(struct, name) for name in struct.__struct_fields__}
+    if isinstance(struct, StepResult):
+        del fields["rows"]
+        fields |= {name: struct.column(name) for name in RowResult.__struct_fields__}
+    return fields
 
 
 def encoded(value: Any) -> bytes:
@@ -287,6 +297,6 @@ def take_step(
     outcome.num_steps += 1
     result = end.result
     outcome.num_tokens += sum(token >= 0 for token in result.token_ids)
-    outcome.num_tokens += sum(map(len, result.further.values())) + sum(map(len, result.forced.values()))
-    outcome.num_logprobs += len(result.logprobs) + sum(map(len, result.further_logprobs.values()))
-    outcome.num_logprobs += sum(map(len, result.prompt_logprobs.values()))
+    for row in result.rows.values():
+        outcome.num_tokens += len(row.further) + len(row.forced)
+        outcome.num_logprobs += (row.logprob is not None) + len(row.further_logprobs) + len(row.prompt_logprobs)

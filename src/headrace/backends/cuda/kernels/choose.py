@@ -9,6 +9,8 @@ left to the host. One program a row.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -258,11 +260,18 @@ def _twin(a: Arguments) -> None:
 KERNEL = Kernel(_choose, _twin, (Config({"BLOCK": 2048}, 8),), fuse=False)
 
 
+class Packed(NamedTuple):
+    """How rows are drawn, as `pack` writes it: reals float64 [S, 3], wholes int64 [S, 4], masks int32
+    [S, ceil(V / 32)]."""
+
+    reals: Tensor
+    wholes: Tensor
+    masks: Tensor
+
+
 def choose(
     logits: Tensor,
-    masks: Tensor,
-    reals: Tensor,
-    wholes: Tensor,
+    packed: Packed,
     scratch: Tensor,
     ids: Tensor,
     margins: Tensor,
@@ -272,13 +281,13 @@ def choose(
 ) -> Launch:
     """Draw a token from each row of logits [S, V] float32: ids int32 [S], -1 where none is allowed.
 
-    masks int32 [S, ceil(V / 32)]. reals float64 [S, 3] and wholes int64 [S, 4]: see `pack`. scratch int64 [S, 256].
+    scratch int64 [S, 256].
     margins float64 [S]: by how much the best sum of scaled logit and noise exceeds the next; huge without another.
     """
     arguments: dict[str, Argument] = {
-        "logits": logits, "ld": logits.stride(0), "masks": masks, "ld_masks": masks.stride(0), "reals": reals,
-        "wholes": wholes, "scratch": scratch, "ids": ids, "margins": margins, "sizes": sizes,
-        "width": logits.shape[1], "DIM": dim,
+        "logits": logits, "ld": logits.stride(0), "masks": packed.masks, "ld_masks": packed.masks.stride(0),
+        "reals": packed.reals, "wholes": packed.wholes, "scratch": scratch, "ids": ids, "margins": margins,
+        "sizes": sizes, "width": logits.shape[1], "DIM": dim,
     }  # fmt: skip
     return Launch(KERNEL, (logits.shape[0],), arguments, config or KERNEL.configs[0])
 

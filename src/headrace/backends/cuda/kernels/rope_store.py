@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.backends.base import HeadNorm, Heads, RopeTable
+from headrace.backends.base import HeadForm, HeadNorm, Heads
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.rowwise import row_sums
@@ -244,10 +244,8 @@ def rope_store(
     positions: Tensor,
     sizes: Tensor,
     num_rows: int,
+    form: HeadForm = HeadForm(),
     *,
-    rope_table: RopeTable | None = None,
-    q_norm: HeadNorm | None = None,
-    k_norm: HeadNorm | None = None,
     copies: tuple[Tensor, Tensor] | None = None,
 ) -> Launch:
     """Turn queries and keys of qkv [R, heads]; queries stay in their columns, keys and values go to the cache.
@@ -257,7 +255,7 @@ def rope_store(
     copies: int32 begin [R + 1] and slots; row r is also written to slots[begin[r] : begin[r + 1]].
     Between the norm and the rotation, and before the codes, numbers are float32.
     """
-    head_dim = heads.head_dim
+    head_dim, (rope_table, q_norm, k_norm) = heads.head_dim, form
     pairs = head_dim // 2 if rope_table is None else rope_table.cos.shape[1]
     cos, sin = (None, None) if rope_table is None else rope_table[:2]
     of_query, of_key = q_norm or HeadNorm(None, 0.0, 0.0), k_norm or HeadNorm(None, 0.0, 0.0)

@@ -192,7 +192,7 @@ def add(
     x: Tensor, y: Tensor, out: Tensor, sizes: Tensor, num_rows: int, dim: int = 0, config: Config | None = None
 ) -> Launch:
     """x + y -> out [R, W], which may be one of them; sizes[dim] rows."""
-    return _mapped(x, y, out, sizes, dim, num_rows, "none", plus=True, config=config)
+    return _mapped(x, y, out, sizes, dim, num_rows, "plus", config=config)
 
 
 def multiply(
@@ -244,13 +244,14 @@ def _gathered(
 
 def _mapped(
     x: Tensor, y: Tensor | None, out: Tensor, sizes: Tensor, dim: int, num_rows: int, kind: str, *,
-    plus: bool = False, cap: float = 0.0, config: Config | None,
+    cap: float = 0.0, config: Config | None,
 ) -> Launch:  # fmt: skip
     config = config or MAP.configs[0]
     width = out.shape[1]
     arguments: dict[str, Argument] = {
         "x": x, "ld_x": x.stride(0), "y": y, "ld_y": 0 if y is None else y.stride(0), "out": out,
-        "ld_out": out.stride(0), "sizes": sizes, "width": width, "cap": cap, "KIND": kind, "PLUS": plus,
+        "ld_out": out.stride(0), "sizes": sizes, "width": width, "cap": cap, "KIND": "none" if kind == "plus" else kind,
+        "PLUS": kind == "plus",
         "ONE": x.shape[1] < width, "DIM": dim,
     }  # fmt: skip
     return Launch(MAP, (num_rows, triton.cdiv(width, config.tiles["COLUMNS"])), arguments, config)
