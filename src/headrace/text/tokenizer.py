@@ -24,13 +24,21 @@ from headrace.text import tokenizer_files, tokenizer_gguf
 from headrace.text.stops import StopFinder
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer_bytes import TokenizerFile, byte_letters, side_file
+from headrace.text.tokenizer_sides import (
+    ROLES,
+    add_listed,
+    added_token,
+    chat_templates,
+    listed_as_special,
+    named_tokens,
+    text_of,
+)
 
 # A text of at least so many characters is encoded as a batch of one: only the call for batches releases the
 # interpreter's lock, so that other threads run while a megabyte is tokenised.
 LONG_TEXT = 4096
 MAX_GAPS = 2**20
 """The most unused ids between the ids of tokens; each takes eight bytes."""
-_ROLES = tuple(tokenizer_gguf.ROLES)
 
 
 @contextlib.contextmanager
@@ -64,19 +72,21 @@ class Tokenizer:
         self.response_template: Any = config.get("response_template")
         """The template by which transformers reads the model's answers (see `tools.response_templates`); None: there is
         none."""
-        texts = {role: _content(config.get(role)) for role in _ROLES}
+        texts = {role: text_of(config.get(role)) for role in ROLES}
         texts["bos_token"] = texts["bos_token"] or file.bos_token
         texts["eos_token"] = texts["eos_token"] or file.eos_token
-        self.special_tokens: dict[str, str] = {role: text for role, text in {**_named(config), **texts}.items() if text}
+        self.special_tokens: dict[str, str] = {
+            role: text for role, text in {**named_tokens(config), **texts}.items() if text
+        }
         self._add_tokens(config)
         self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
-            self._role_id(role) for role in _ROLES[:4]
+            self._role_id(role) for role in ROLES[:4]
         )
         self.begin_of_chats = ""
         """Text that goes before a rendered chat which does not begin with it."""
         self._set_ends(file, config)
         self._added = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special |= {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         if self.vocab_size > len(vocab) + MAX_GAPS:
@@ -105,10 +115,10 @@ class Tokenizer:
         for role, text in side_file(directory / "special_tokens_map.json").items():
             config.setdefault(role, text)
         if not file.is_whole:
-            _add_listed(config, side_file(directory / "added_tokens.json"))
+            add_listed(config, side_file(directory / "added_tokens.json"))
         implied = {} if file.chat_template is None else {"default": file.chat_template}
         return tokenizer_files.guarded(
-            lambda folder: cls(file, config, _chat_templates(folder, config) or implied), directory
+            lambda folder: cls(file, config, chat_templates(folder, config) or implied), directory
         )
 
     @classmethod
@@ -237,23 +247,31 @@ class Tokenizer:
 
     def _add_tokens(self, config: dict[str, Any]) -> None:
         """Add the tokens of tokenizer_config.json that the tokenizer's own file lacks, at the ids of
-        tokenizer_config.json."""
+        tokenizer_config.json, whose flags count for the others too. Tokens of the vocabulary that have a role are
+        special, as in transformers."""
         listed = config.get("added_tokens_decoder") or {}
         if not isinstance(listed, dict):
             raise CheckpointError("tokenizer_config.json: added_tokens_decoder is not an object")
+        roles = {text: AddedToken(text, special=True) for text in self.special_tokens.values()}
         present = self._tokenizer.get_added_tokens_decoder()
-        for token_id, entry in sorted((int(key), value) for key, value in listed.items()):
-            flags = {key: entry.get(key, False) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-            if token_id in present:
-                continue
-            self._tokenizer.add_tokens([AddedToken(entry["content"], **flags)])
-            if flags["special"]:
-                self._tokenizer.add_special_tokens([AddedToken(entry["content"], **flags)])
-            if self.token_to_id(entry["content"]) != token_id:
+        # What the file marks as special stays so.
+        self._special = {token_id for token_id, token in present.items() if token.special}
+        tokens = {int(token_id): added_token(entry) for token_id, entry in listed.items()} or present
+        # Where both name a token for an id, the file's counts.
+        tokens = {i: tokens[i] for i in sorted(tokens) if i not in present or present[i].content == tokens[i].content}
+        for token in tokens.values():
+            token.special = token.special or token.content in roles
+        self._tokenizer.add_tokens(list(tokens.values()))
+        for token_id, token in tokens.items():
+            if self.token_to_id(token.content) != token_id:
                 raise CheckpointError(
-                    f"tokenizer_config.json puts {entry['content']!r} at {token_id}, "
-                    f"but the tokenizer has it at {self.token_to_id(entry['content'])}"
+                    f"tokenizer_config.json puts {token.content!r} at {token_id}, "
+                    f"but the tokenizer has it at {self.token_to_id(token.content)}"
                 )
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        roles |= listed_as_special(config)
+        in_vocabulary = [text for text in roles if text not in known and self.token_to_id(text) is not None]
+        self._tokenizer.add_tokens([roles[text] for text in in_vocabulary])
 
     def _set_ends(self, file: TokenizerFile, config: dict[str, Any]) -> None:
         """Make `encode` add begin and end of text as the tokenizer's file does, or where that file is not whole by
@@ -428,8 +446,10 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
             elif kind == "Metaspace":
                 drop = first and step.get("prepend_scheme", "always") != "never"
                 token = token.replace(step["replacement"], "" if drop else " ")
-            elif kind == "ByteLevel" and not added and all(letter in letters for letter in token):
+            elif kind == "ByteLevel" and all(letter in letters for letter in token):
                 data = bytes(letters[letter] for letter in token)
+                # An added token may be spelled as it stands.
+                data = None if added and not _is_utf8(data) else data
             elif kind == "WordPiece":
                 if not first:
                     token = token.removeprefix(step["prefix"]) if token.startswith(step["prefix"]) else " " + token
@@ -440,58 +460,9 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
     return bytes_of
 
 
-def _content(token: object) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def _named(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the text of the tokens that tokenizer_config.json names itself, such as image_token. transformers makes
-    each a variable of templates."""
-    named = {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-    for key in ("model_specific_special_tokens", "extra_special_tokens"):
-        if isinstance(listed := config.get(key), dict):
-            named |= {name: _content(value) for name, value in listed.items()}
-    return named
-
-
-def _add_listed(config: dict[str, Any], listed: dict[str, Any]) -> None:
-    """Add the tokens of added_tokens.json, ids by text, to the `added_tokens_decoder` of tokenizer_config.json. Tokens
-    with a role are special. Raises `CheckpointError` for an invalid id."""
-    texts = [config.get(role) for role in _ROLES]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        more = config.get(name) or []
-        texts += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
-    special = {_content(text) for text in texts}
-    decoder = dict(config.get("added_tokens_decoder") or {})
-    for text, token_id in listed.items():
-        if type(token_id) is not int or token_id < 0:
-            raise CheckpointError(f"added_tokens.json puts {text!r:.80} at {token_id!r:.80}, expected a token id")
-        decoder.setdefault(str(token_id), {"content": text, "special": text in special})
-    config["added_tokens_decoder"] = decoder
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether `text` has no lone surrogate; JSON can spell one."""
-    return text.isascii() or not re.search("[\ud800-\udfff]", text)
-
-
-def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the templates by name, from all places of transformers' history; chat_template.jinja overrides."""
-    templates: dict[str, str] = {}
-    for source in (config.get("chat_template"), side_file(directory / "chat_template.json").get("chat_template")):
-        if isinstance(source, str):
-            templates["default"] = source
-        elif isinstance(source, list):
-            templates.update((entry["name"], entry["template"]) for entry in source)
-        elif source is not None:
-            raise CheckpointError(f"chat_template is {source!r:.80}, expected a text or a list of named texts")
-    for name, template in templates.items():
-        if not isinstance(name, str) or not isinstance(template, str) or not _is_unicode(template):
-            raise CheckpointError(f"chat_template {name!r:.80} is {template!r:.80}, expected Unicode text under a name")
-    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-    single = directory / "chat_template.jinja"
-    if single.is_file():
-        templates["default"] = single.read_text(encoding="utf-8")
-    return templates
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
