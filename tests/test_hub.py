@@ -199,3 +199,20 @@ def test_all_files_of_tokenizers_are_fetched_and_digested() -> None:
         assert any(fnmatch.fnmatch(name, pattern) for pattern in hub.PATTERNS), name
         assert any(fnmatch.fnmatch(name, pattern) for pattern in hub.TEXT_FILES), name
     assert not any(fnmatch.fnmatch("consolidated.00.pth", pattern) for pattern in hub.PATTERNS)
+
+
+def test_K16_of_a_repository_one_model_is_chosen() -> None:
+    plain = ["config.json", "model.safetensors", "tokenizer.json", "README.md", "x/config.json"]
+    assert hub.choose_files(plain, "") == ["config.json", "model.safetensors", "tokenizer.json"]
+    ggufs = ["a-Q2_K.gguf", "a-Q4_K_M.gguf", "a-Q8_0.gguf", "mmproj-f16.gguf", "README.md"]
+    assert hub.choose_files(ggufs, "") == ["a-Q4_K_M.gguf"]
+    assert hub.choose_files(ggufs, "q8_0") == ["a-Q8_0.gguf"]
+    assert hub.choose_files(["b.gguf", "a.gguf"], "latest") == ["a.gguf"]
+    with pytest.raises(ModelNotFoundError, match=r"no model for the tag Q6_K: its GGUF files are a-Q2_K\.gguf"):
+        hub.choose_files(ggufs, "Q6_K")
+    split = [f"Q8_0/a-Q8_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    assert hub.choose_files(["b-Q2_K.gguf", *reversed(split)], "Q8_0") == split, "all files of a split model"
+    with pytest.raises(ModelNotFoundError, match="but not Q8_0/a-Q8_0-00002-of-00003.gguf"):
+        hub.choose_files([split[0], split[2]], "")
+    with pytest.raises(ModelNotFoundError, match="no weights that headrace reads"):
+        hub.choose_files(["model.bin"], "")

@@ -24,9 +24,8 @@ from tests.support.server import HTTP, Live, inproc, write_tokenizer
 
 from headrace.cli import models as commands
 from headrace.engine.library.model_folder import NAME, ModelFolder
-from headrace.hub import choose_files
 from headrace.protocol.config import EngineConfig, ServerConfig
-from headrace.protocol.errors import HeadraceError, ModelNotFoundError
+from headrace.protocol.errors import HeadraceError
 from headrace.serve import loading
 from headrace.text.tokenizer import Tokenizer
 
@@ -454,23 +453,6 @@ def test_K16_pull_fetches_all_files_of_a_split_model(
     commands.rm(["owner/name:Q8_0"], url=server.url)
     hub.shutdown()
     hub.server_close()
-
-
-def test_K16_of_a_repository_one_model_is_chosen() -> None:
-    plain = ["config.json", "model.safetensors", "tokenizer.json", "README.md", "x/config.json"]
-    assert choose_files(plain, "") == ["config.json", "model.safetensors", "tokenizer.json"]
-    ggufs = ["a-Q2_K.gguf", "a-Q4_K_M.gguf", "a-Q8_0.gguf", "mmproj-f16.gguf", "README.md"]
-    assert choose_files(ggufs, "") == ["a-Q4_K_M.gguf"]
-    assert choose_files(ggufs, "q8_0") == ["a-Q8_0.gguf"]
-    assert choose_files(["b.gguf", "a.gguf"], "latest") == ["a.gguf"]
-    with pytest.raises(ModelNotFoundError, match=r"no model for the tag Q6_K: its GGUF files are a-Q2_K\.gguf"):
-        choose_files(ggufs, "Q6_K")
-    split = [f"Q8_0/a-Q8_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    assert choose_files(["b-Q2_K.gguf", *reversed(split)], "Q8_0") == split, "all files of a split model"
-    with pytest.raises(ModelNotFoundError, match="but not Q8_0/a-Q8_0-00002-of-00003.gguf"):
-        choose_files([split[0], split[2]], "")
-    with pytest.raises(ModelNotFoundError, match="no weights that headrace reads"):
-        choose_files(["model.bin"], "")
 
 
 def test_K16_the_commands_show_what_there_is(server: Folded, capsys: Any) -> None:

@@ -108,7 +108,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], tuple[float, int, float, float]]] = 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_each_api_has_its_own_defaults(name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, body, own = CALLS[name]
+    path, body, shape_of_api = CALLS[name]
     seen: list[SamplingParams] = []
     submit: Any = EngineClient.submit
 
@@ -125,11 +125,11 @@ def test_each_api_has_its_own_defaults(name: str, tokenizer: Tokenizer, monkeypa
 
     server = ServerConfig(log_stats_interval=0)
     with Live(inproc(), tokenizer, server) as live:
-        assert shape() == own
+        assert shape() == shape_of_api
     if name != "search":
         # The model's advice precedes them, parameter by parameter.
         with Live(inproc(), tokenizer, server, defaults=ModelDefaults.of({"temperature": 0.3, "top_k": 5})) as live:
-            assert shape() == (0.3, 5, *own[2:])
+            assert shape() == (0.3, 5, *shape_of_api[2:])
 
 
 def test_a_gguf_file_advises(tmp_path: Path) -> None:

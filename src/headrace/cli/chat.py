@@ -40,23 +40,23 @@ def chat(
         str | None, typer.Option(metavar="URL", help="Talk to this server, such as http://127.0.0.1:8000.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Its key; better given in HEADRACE_API_KEY.")
+        str | None, typer.Option(metavar="TEXT", help="Its key; better settings in HEADRACE_API_KEY.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="Message that opens the conversation.")] = None,
     **fields: Any,
 ) -> None:
     """Talk with a model, here or on a server. Temperature and filters are the ones that the model's files advise, or
     llama-server's defaults."""
-    given = {name: value for name, value in fields.items() if name not in SHAPES or value is not None}
+    settings = {name: value for name, value in fields.items() if name not in SHAPES or value is not None}
     if url is not None:
         remote = Remote(url.rstrip("/"), model, api_key)
-        Conversation(remote, build(SamplingParams, remote.defaults() | given), system).run()
+        Conversation(remote, build(SamplingParams, remote.defaults() | settings), system).run()
         return
     config = build(
-        EngineConfig, {name: given[name] for name in given.keys() - {"seed"}} | {"model": model or "builtin"}
+        EngineConfig, {name: settings[name] for name in settings.keys() - {"seed"}} | {"model": model or "builtin"}
     )
     with closing(Local(config)) as source:
-        Conversation(source, build(SamplingParams, source.defaults() | given), system).run()
+        Conversation(source, build(SamplingParams, source.defaults() | settings), system).run()
 
 
 class Local:
@@ -79,8 +79,8 @@ class Local:
         from headrace.engine.library.model_settings import default_params
 
         advised = default_params(self._config.model, self._config.revision)
-        own: dict[str, Any] = {**OWN_DEFAULTS[LLAMA_SERVER]}
-        return own | {name: value for name, value in advised.items() if name in SETTINGS}
+        defaults: dict[str, Any] = {**OWN_DEFAULTS[LLAMA_SERVER]}
+        return defaults | {name: value for name, value in advised.items() if name in SETTINGS}
 
     def switch(self, model: str) -> None:
         """Load another model in place of this one. Where that fails, load this one again and raise the error."""
@@ -137,13 +137,13 @@ class Remote:
         """Return the server's `SHAPES`, or llama-server's defaults of them where it does not say them."""
         import httpx
 
-        own: dict[str, Any] = {**OWN_DEFAULTS[LLAMA_SERVER]}
+        defaults: dict[str, Any] = {**OWN_DEFAULTS[LLAMA_SERVER]}
         try:
             reply = httpx.get(f"{self._url}/props", headers=self._headers, timeout=10.0, trust_env=False)
             stated = reply.raise_for_status().json()["default_generation_settings"]["params"]
-            return own | {name: stated[name] for name in SHAPES if isinstance(stated.get(name), int | float)}
+            return defaults | {name: stated[name] for name in SHAPES if isinstance(stated.get(name), int | float)}
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return own
+            return defaults
 
     def switch(self, model: str) -> None:
         """Name another model in the requests from now on."""
