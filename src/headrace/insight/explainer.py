@@ -20,7 +20,7 @@ from headrace.insight.explain import Explanation, Text, explain
 from headrace.insight.limits import Machine
 from headrace.insight.live import Feed
 from headrace.insight.lives import MAX_LIVES, Life, Lives
-from headrace.insight.observer import Counts, Delivery, EngineEnd, Entry, Observer, StepNote
+from headrace.insight.observer import Counts, EngineEnd, Entry, Observer, StepNote
 from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.step import EngineInfo
@@ -142,23 +142,23 @@ class Explainer:
         self.observer.is_followed = self._feed is not None or bool(self._readers)
 
     def _read(self, entry: Entry) -> None:
-        match entry:
-            case StepNote(replica, encoded, info):
-                note, lives = decode_note(encoded), self._lives.beside(replica)
-                if info is not None:
-                    self._begin(lives, info)
-                lives.follow(note)
-                # A viewer sees one engine, the one that sends the events of its blocks.
-                if self._feed is not None and note.step.blocks is not None:
-                    self._feed.follow(note.step)
-                if self._readers:
-                    self._report_prompts(lives, note.step)
-            case EngineEnd(replica, request_ids):
-                self._lives.beside(replica).restart(request_ids)
-            case Delivery(request_id, now, reason, holder, call_id):
-                life = self._lives.deliver(request_id, now, reason)
-                if life is not None:
-                    life.holder, life.call_id = holder, call_id
+        if isinstance(entry, StepNote):  # first, since most are
+            replica, encoded, info = entry
+            note, lives = decode_note(encoded), self._lives.beside(replica)
+            if info is not None:
+                self._begin(lives, info)
+            lives.follow(note)
+            # A viewer sees one engine, the one that sends the events of its blocks.
+            if self._feed is not None and note.step.blocks is not None:
+                self._feed.follow(note.step)
+            if self._readers:
+                self._report_prompts(lives, note.step)
+        elif isinstance(entry, EngineEnd):
+            self._lives.beside(entry.replica).restart(entry.request_ids)
+        else:
+            life = self._lives.deliver(entry.request_id, entry.time, entry.reason)
+            if life is not None:
+                life.holder, life.call_id = entry.holder, entry.call_id
 
     def _begin(self, lives: Lives, info: EngineInfo) -> None:
         """Note the numbers of an engine that sends its first step."""

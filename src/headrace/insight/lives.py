@@ -329,8 +329,10 @@ class Lives:
             self._change(seq_id, "busy", start_time)
         self._decoding = plain
         prompts = {i: step.lens[i] for i in special if step.seq_ids[i] not in self._prefilled}
-        shares = self._shares(step, seconds, prompts, {i: num for i, (num, _) in guesses.items()})
-        prefill, guessing = shares.prefill, shares.guesses
+        shares, prefill, guessing = TimeSplit({}, 0.0), 0.0, 0.0
+        if special:
+            shares = self._shares(step, seconds, prompts, {i: num for i, (num, _) in guesses.items()})
+            prefill, guessing = shares.prefill, shares.guesses
         sums = self._sums
         waits = list(sums.waits)
         waits[step.head[1]] += seconds
