@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from bench.record import commit
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -40,7 +41,6 @@ from tests.support.harness import SAME_AS, save_random
 from tokenizers import AddedToken, decoders, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Plain
 from tokenizers.models import BPE
-from transformers import AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as their_logging
@@ -189,7 +189,9 @@ def _made(model_type: str, case: Case, directory: Path) -> tuple[list[int], list
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
     _save_tokenizer(directory, case.tokenizer)
-    prompt = AutoTokenizer.from_pretrained(directory)(TEXT)["input_ids"]
+    # By the class that the folder names: AutoTokenizer prefers the class of the type, whose folders never look so.
+    kind = getattr(transformers, json.loads((directory / "tokenizer_config.json").read_text())["tokenizer_class"])
+    prompt = kind.from_pretrained(directory)(TEXT)["input_ids"]
     token_ids, answer, gaps = list(prompt), [], []
     with torch.inference_mode():
         for _ in range(NUM_TOKENS):
