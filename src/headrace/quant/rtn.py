@@ -1,11 +1,13 @@
-"""Round to nearest: weights to codes of 4, 6 or 8 bits while a checkpoint is loaded, without any data to calibrate on.
+"""Round to nearest: weights to codes of 4, 6 or 8 bits or to 8-bit floats while a checkpoint is loaded, without any
+data to calibrate on.
 
 The affine codes of Jacob et al. 2018 ("Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
 Only Inference"), by group of inputs; the baseline that Frantar et al. 2023 ("GPTQ") call RTN. Scales (and minimums) are
 rounded to the float16 in which they are stored before the codes are chosen by them. Symmetric int4 gives the weight of
 largest magnitude the code that has no mirror image, -8, as llama.cpp's Q4_0 does, and takes the best of a few narrower
 scales by squared error; int6 alike. Codes of a book take the nearest entry: NF4 scales by the largest weight (QLoRA,
-section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). Called by the readers of checkpoints.
+section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). E4M3's scale brings the largest weight to its
+largest number (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Called by the readers of checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.arrays import floats, half
+from headrace.quant.arrays import E4M3, floats, half
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import LEVELS, Scheme
 from headrace.quant.threads import on_all_threads
@@ -36,6 +38,8 @@ BLOCK_WEIGHTS = 2**19
 LONG = 512
 """Inputs of a group from which on numpy is as fast along the group as along other axes."""
 
+MAX_E4M3 = 448.0
+NORMAL_E4M3 = 2.0**-6
 MAX_F16 = 65504.0
 TINY_F16 = 2.0**-24
 NORMAL_F16 = 2.0**-14
@@ -67,6 +71,8 @@ def quantise(weight: NDArray[Any], scheme: Scheme, name: str = "a weight") -> QW
             raise CheckpointError(_why(weight[rows], name))
 
     on_all_threads(work, num_out, step)
+    if scheme.kind == "f8":
+        return QWeight(codes.view(E4M3), scales, group=group, bits=8)
     zeros = np.broadcast_to(np.float32(scheme.middle), scales.shape) if scheme.middle else None
     return QWeight(codes, scales, zeros, mins, group, bits=scheme.bits, codebook=book)
 
@@ -102,6 +108,9 @@ class _Block(threading.local):
             scale: F32 = np.maximum(high, -low) / np.float32(127)
             scale = scale if scheme.group == 0 else _f16(scale)
             _codes(x, scale, -127, 127, y)
+        elif scheme.kind == "f8":
+            scale = np.maximum(high, -low) / np.float32(MAX_E4M3)
+            _e4m3(x, scale, y)
         elif scheme.book:
             scale = _book_scale(np.maximum(high, -low), scheme.book)
             _nearest(x, scale, LEVELS[scheme.book], y)
@@ -159,6 +168,19 @@ def _codes(x: F32, scale: F32, low: int, high: int, out: F32) -> None:
     np.divide(x, np.where(scale == 0, np.float32(np.inf), scale), out=out)
     np.rint(out, out=out)
     np.clip(out, low, high, out=out)
+
+
+def _e4m3(x: F32, scale: F32, out: F32) -> None:
+    """The bits of the E4M3 nearest to x / scale, ties to even, as -128 to 127; x and out [group, groups]."""
+    np.divide(x, np.where(scale == 0, np.float32(np.inf), scale), out=out)
+    np.clip(out, -MAX_E4M3, MAX_E4M3, out=out)  # the division may round beyond it
+    sizes = np.abs(out)
+    # Float32 has 20 more bits of fraction and an exponent's bias of 127, E4M3 7. Below the least normal number, E4M3 is
+    # a whole number of 2**-9, and 8 of them are that least number.
+    words = sizes.view(np.int32)
+    normal = (words + (0x7FFFF + (words >> 20 & 1)) >> 20) - (127 - 7 << 3)
+    codes = np.where(sizes < NORMAL_E4M3, np.rint(sizes * 512).astype(np.int32), normal)
+    out[:] = np.where(np.signbit(out), codes - 128, codes)
 
 
 def _book_scale(largest: F32, book: str) -> F32:
