@@ -68,7 +68,8 @@ def test_the_names_of_the_config_are_the_schemes() -> None:
     assert NAMES == QUANTIZATIONS
     for name in NAMES:
         assert EngineConfig(quantization=name).quantization == parse(name).name
-    assert parse("int4").layer == parse("int4").head == Scheme("i4", 32, book="iq4_nl")
+    assert parse("int4").layer == Scheme("i4", 64, book="iq4_nl")
+    assert parse("int4").head == parse("iq4_nl").head == parse("iq4_nl").layer == Scheme("i4", 32, book="iq4_nl")
     assert parse("int4-g128").head == parse("int4-g128").layer == Scheme("i4", 128)
     assert parse("int4-g32-asym").layer == Scheme("i4", 32, True)
     assert parse("int8")[1:] == (Scheme("i8"), Scheme("i8"))

@@ -29,7 +29,7 @@ MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""
 QUANTIZATIONS = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
-    "int6", "int8", "int8-channel", "int8-g128", "fp8-channel", "fp8-g128", "nf4", "mxfp4",
+    "int6", "int8", "int8-channel", "int8-g128", "fp8-channel", "fp8-g128", "nf4", "mxfp4", "iq4_nl",
 )  # fmt: skip
 DEQUANTIZE = "none"
 """The quantization that computes with plain floats whatever the checkpoint has."""

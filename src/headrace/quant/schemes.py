@@ -73,12 +73,15 @@ K_TYPES = {
 GROUPS = (128, 64, 32, 16, 8)
 """Inputs that may share a scale. Powers of two, so that the smallest of several divides the others."""
 
+HEAD_GROUP = 32
+"""Group of the head under plain "int4": its errors go straight into the logits."""
+
 METHOD = 4
 """Changes when the same weights get other codes: packed files of another method are written anew."""
 
 NAMES = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
-    "int6", "int8", "int8-channel", "int8-g128", "fp8-channel", "fp8-g128", "nf4", "mxfp4",
+    "int6", "int8", "int8-channel", "int8-g128", "fp8-channel", "fp8-g128", "nf4", "mxfp4", "iq4_nl",
 )  # fmt: skip
 
 
@@ -186,7 +189,7 @@ def scheme_of_flag(kind: str, group: int, flag: int) -> Scheme | None:
 
 
 WHOLE = {
-    "int4": Scheme("i4", 32, book="iq4_nl"),
+    "iq4_nl": Scheme("i4", HEAD_GROUP, book="iq4_nl"),
     "int8": Scheme("i8"),
     "int8-channel": Scheme("i8"),
     "fp8-channel": Scheme("f8", dtype=E4M3),
@@ -209,6 +212,8 @@ def parse(name: str) -> Quantization:
     """Return the quantization of that name. Raises `RequestError` naming those that exist."""
     if name not in NAMES:
         raise RequestError("quantization", name, "one of " + ", ".join(NAMES))
+    if name == "int4":
+        return Quantization(name, Scheme("i4", 64, book="iq4_nl"), Scheme("i4", HEAD_GROUP, book="iq4_nl"))
     if name in WHOLE:
         return Quantization(name, WHOLE[name], WHOLE[name])
     bits, group = (int(number) for number in re.findall(r"\d+", name))
