@@ -52,7 +52,7 @@ KV_FLOATS = ("auto", "float32", "bfloat16", "float16")
 KEPT_LAYERS = 3
 THREADS, PROBE_SECONDS = 2, 0.3
 MIB = 2**20
-CONCLUSIONS = "\n## What they show\n"
+CONCLUSIONS = "\n## What the tables show\n"
 
 Row = dict[str, Any]
 

@@ -8,6 +8,7 @@ give the same answer. A composition root: it may import every layer.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 from headrace import hub
 from headrace.engine import build
 from headrace.engine.library import model_settings
+from headrace.insight import audit
 from headrace.migration.vllm import VLLM_SETTINGS
 from headrace.other_engines import translate_keywords
 from headrace.protocol.beam import BeamSearchParams
@@ -58,6 +60,8 @@ def _engine_args() -> type[Any]:
 EngineArgs = _engine_args()
 """Keywords for `LLM(**dataclasses.asdict(args))`, as scripts for vLLM collect them."""
 
+logger = logging.getLogger(__name__)
+
 
 class LLM:
     """An engine for offline use.
@@ -80,6 +84,7 @@ class LLM:
             **{name: value for name, value in defaults.items() if name in SamplingParams.__struct_fields__}
         )
         self.core = build.build_engine(self.config)
+        self._log_loss()
         self._closed = False
         self._open: dict[str, RequestState] = {}
         self._num_turns = 0
@@ -89,6 +94,13 @@ class LLM:
             path = hub.resolve_tokenizer(self.config.model, self.config.tokenizer, self.config.revision)
             self._tokenizer = Tokenizer.load_if_present(path)
         self._grammars = GrammarChecker(self._tokenizer, self.core.info.vocab_size, self.core.info.eos_token_ids)
+
+    def _log_loss(self) -> None:
+        """Log the measured loss of weights that were quantised while they were loaded."""
+        info = self.core.info
+        if info.quantization:
+            audits = audit.found(hub.resolve(self.config.model, self.config.revision))
+            logger.info("loss of %s: %s", info.quantization, audit.loss_in_words(audit.of_form(audits, info), info))
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises `HeadraceError` if the model has none, or `skip_tokenizer_init` is set."""

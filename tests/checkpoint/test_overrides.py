@@ -16,6 +16,7 @@ from headrace.engine.library import load
 from headrace.models.config import ModelConfig
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.quant.schemes import F8_SCHEMES, SCHEMES
 
 PROMPT = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
 
@@ -94,19 +95,32 @@ def test_names_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("fp8", "int8-channel"), ("bitsandbytes", "nf4"), ("fp8_per_block", "int8-g128")]
+    ("name", "form"), [("fp8", "fp8-channel"), ("bitsandbytes", "nf4"), ("fp8_per_block", "fp8-g128")]
 )
 def test_plain_weights_are_quantised_while_loading(
     tmp_path: Path, name: str, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = write_llama(tmp_path / "a", hidden_size=64, intermediate_size=64, tensors=_wide())
-    with caplog.at_level(logging.WARNING, "headrace"):
+    with caplog.at_level(logging.INFO, "headrace"):
         quantised = bits(plain, quantization=name)
     assert f"{name} becomes {form}, the nearest form here" in caplog.text
     assert quantised == bits(plain, quantization=form)
-    assert load.as_stored(EngineConfig(quantization=name), name).quantization is None, "a checkpoint's own method"
+    assert load.as_stored(EngineConfig(quantization=name), name, ()).quantization is None, "a checkpoint's own method"
     with pytest.raises(RequestError, match=f"quantization: '{name}' .* the checkpoint's own method is awq"):
-        load.as_stored(EngineConfig(quantization=name), "awq")
+        load.as_stored(EngineConfig(quantization=name), "awq", ())
+
+
+@pytest.mark.parametrize(("name", "form"), [("fp8", "int8-channel"), ("fp8_per_block", "int8-g128")])
+def test_a_backend_without_floats_of_8_bits_takes_whole_numbers(
+    name: str, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(quantization=name)
+    with caplog.at_level(logging.WARNING, "headrace"):
+        assert load.as_stored(config, "none", SCHEMES | F8_SCHEMES).quantization == f"fp8{form[4:]}"
+        assert not caplog.text
+        assert load.as_stored(config, "none", SCHEMES).quantization == form
+    assert f"{name} becomes {form}, the nearest form here" in caplog.text
+    assert load.form_name(config, ModelConfig({}), SCHEMES) == form
 
 
 def _wide() -> dict[str, Any]:

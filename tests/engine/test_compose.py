@@ -68,10 +68,10 @@ def test_the_native_backend_is_for_cpus() -> None:
 
 def test_the_checkpoints_own_method_may_be_named_and_no_other() -> None:
     config = EngineConfig(quantization="awq_marlin")
-    assert load.as_stored(config, "awq").quantization is None
-    assert load.as_stored(EngineConfig(quantization="int4"), "none").quantization == "int4"
-    assert load.as_stored(EngineConfig(quantization="mxfp4"), "none").quantization == "mxfp4", "to quantise by"
-    assert load.as_stored(EngineConfig(quantization="mxfp4"), "mxfp4").quantization is None
+    assert load.as_stored(config, "awq", ()).quantization is None
+    assert load.as_stored(EngineConfig(quantization="int4"), "none", ()).quantization == "int4"
+    assert load.as_stored(EngineConfig(quantization="mxfp4"), "none", ()).quantization == "mxfp4", "to quantise by"
+    assert load.as_stored(EngineConfig(quantization="mxfp4"), "mxfp4", ()).quantization is None
     with pytest.raises(RequestError, match="quantization: 'awq' .* left out: the checkpoint's own method is none"):
         build_engine(EngineConfig(quantization="awq"))
 

@@ -72,7 +72,7 @@ def test_auto_takes_floats_where_outliers_are_and_int8_elsewhere(plain: Path, pl
     assert (wide, form) == ({"q_proj+k_proj+v_proj", "gate_proj+up_proj"}, "mixed")
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4-g64"])
 def test_the_loss_of_planted_outliers_is_that_of_the_weights(plain: Path, planted: Path, quantization: str) -> None:
     expected = logits(planted)
     weights_alone = distance(logits(planted, quantization=quantization, backend="torch_ref"), expected)

@@ -18,6 +18,7 @@ from headrace.quant import rtn, threads
 from headrace.quant.base import QWeight, concatenated, find_format, scheme_of, slabs, source_of
 from headrace.quant.schemes import (
     BOOKS,
+    F8_SCHEMES,
     LEVELS,
     NAMES,
     ROUNDED_BOOKS,
@@ -67,8 +68,8 @@ def test_the_names_of_the_config_are_the_schemes() -> None:
     assert NAMES == QUANTIZATIONS
     for name in NAMES:
         assert EngineConfig(quantization=name).quantization == parse(name).name
-    assert parse("int4").layer == Scheme("i4", 64)
-    assert parse("int4").head == Scheme("i4", 32)
+    assert parse("int4").layer == Scheme("i4", 64, book="iq4_nl")
+    assert parse("int4").head == parse("iq4_nl").head == parse("iq4_nl").layer == Scheme("i4", 32, book="iq4_nl")
     assert parse("int4-g128").head == parse("int4-g128").layer == Scheme("i4", 128)
     assert parse("int4-g32-asym").layer == Scheme("i4", 32, True)
     assert parse("int8")[1:] == (Scheme("i8"), Scheme("i8"))
@@ -76,6 +77,8 @@ def test_the_names_of_the_config_are_the_schemes() -> None:
     assert parse("int6").head == parse("int6").layer == Scheme("i6", 64)
     assert parse("nf4").layer == Scheme("i4", 64, book="nf4")
     assert parse("mxfp4").layer == Scheme("i4", 32, book="e2m1")
+    assert parse("fp8-channel").head == Scheme("f8", dtype="float8_e4m3fn")
+    assert parse("fp8-g128").layer == Scheme("f8", 128, dtype="float8_e4m3fn")
 
 
 @pytest.mark.parametrize("name", ["int3", "INT4", "int4-g16", "int8-asym", "", "awq4"])
@@ -242,6 +245,24 @@ def test_weights_whose_scale_float16_can_not_hold(scheme: Scheme) -> None:
         quantise(weight, scheme, "q_proj")
 
 
+@pytest.mark.parametrize("group", [0, 128])
+def test_floats_of_8_bits_are_the_nearest_ones(group: int) -> None:
+    """As torch rounds, with ties to even: of every size, below E4M3's least normal number too."""
+    weight = normal(64, 300) * torch.logspace(-9, 5, 64).unsqueeze(1) * torch.logspace(-4, 0, 300)
+    weight[0] = 0
+    weight[1, :128] = torch.arange(128) / 16  # whole numbers and ties, for the scale that 448 gives
+    weight[1, 127] = 448
+    result = quantise(weight, Scheme("f8", group, dtype="float8_e4m3fn"))
+    assert result.scales is not None
+    parts = weight.split(group or 300, 1)
+    expected = torch.stack([part.abs().amax(1) / 448 for part in parts], 1)
+    assert torch.equal(result.scales, expected)
+    divided = weight / widened(result, torch.where(expected == 0, torch.inf, expected))
+    nearest = divided.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(result.dequantize(), nearest.float() * widened(result, expected))
+    assert not torch.equal(nearest.float(), divided)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     scheme=st.sampled_from(ALL),
@@ -354,10 +375,10 @@ def test_minimums_are_added_after_the_product() -> None:
 
 
 def test_every_scheme_has_a_number_of_its_own_in_the_native_library() -> None:
-    schemes = [*SCHEMES, *[Scheme("f", dtype=dtype) for dtype in ("float32", "float16", "bfloat16")]]
+    schemes = [*SCHEMES, *F8_SCHEMES, *[Scheme("f", dtype=dtype) for dtype in ("float32", "float16", "bfloat16")]]
     for scheme in schemes:
         assert scheme_of_flag(scheme.kind, scheme.group, native_flag(scheme)) == scheme
-    assert {parse(name).layer for name in NAMES} | {parse(name).head for name in NAMES} <= SCHEMES
+    assert {parse(name).layer for name in NAMES} | {parse(name).head for name in NAMES} <= SCHEMES | F8_SCHEMES
     for kind, group, flag in (("i4", 64, 6), ("i6", 64, 2), ("i8", 64, 0), ("i4", 48, 0), ("f", 0, 3), ("x", 0, 0)):
         assert scheme_of_flag(kind, group, flag) is None
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from headrace.backends.torch_ref.tensors import weight_of
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import QWeight, Stacked
-from headrace.quant.packing import E2M1, by_index, left_alone, matches, nibbles, unpacked
+from headrace.quant.layer_names import left_alone, matches
+from headrace.quant.packing import E2M1, by_index, nibbles, unpacked
 from headrace.quant.placements import Placements, kernel_name
 from headrace.quant.schemes import E4M3, F8_SCHEMES, SCHEMES, Scheme
 
@@ -198,9 +199,9 @@ def test_patterns_fit_the_beginning_of_a_name(pattern: str, name: str, result: b
     assert matches(pattern, name) is result
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(.*){9}", ".*.*.*.*.*x", "a" * 300, "(", "[", "*"])
-def test_a_pattern_that_could_take_long_is_refused(pattern: str) -> None:
-    with pytest.raises(CheckpointError, match="too complicated|no regular expression"):
+@pytest.mark.parametrize("pattern", ["(", "[", "*"])
+def test_a_pattern_that_is_none_is_refused(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="no regular expression"):
         matches(pattern, "a" * 40)
 
 

@@ -127,7 +127,8 @@ def test_each_layout_is_read_back_and_served(
     assert len(report.errors) == 14
     assert all(0 < error < 1 for error in report.errors.values())
     assert not (tmp_path / "out" / driver.STATE).exists()
-    assert json.loads((tmp_path / "out" / driver.REPORT).read_text())["errors"] == report.errors
+    written = json.loads((tmp_path / "out" / driver.REPORT).read_text())
+    assert (written["errors"], written["groups"]) == (report.errors, report.groups)
     llm = LLM(str(tmp_path / "out"), skip_tokenizer_init=True, num_threads=1)
     try:
         [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)

@@ -111,6 +111,37 @@ def test_nothing_is_asked_of_a_model_that_is_refused(tmp_path: Path, monkeypatch
     assert "at least" in str(done.exception)
 
 
+@pytest.mark.parametrize("method", method_names())
+def test_the_default_group_follows_the_widths(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 is the largest power of two in 96 and 160. A group that the user chose is refused with those that fit."""
+    monkeypatch.setattr(command, "calibration_text", lambda *_: TEXT)
+    monkeypatch.setattr(driver.shards.os, "fsync", lambda descriptor: None)
+    model = small(tmp_path / "model", hidden_size=96, intermediate_size=160)
+    arguments = ["quantize", str(model), str(tmp_path / "out"), "--method", method]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    default = command.DEFAULTS.get(method, command.Default())
+    groups = json.loads((tmp_path / "out" / driver.REPORT).read_text())["groups"]
+    inputs = {name: 160 if "down_proj" in name else 96 for name in groups}
+    assert len(groups) == 7
+    assert groups == (inputs if default.group_size == -1 else dict.fromkeys(groups, 32))
+    listed = "96 and 160" if default.group_size == -1 else "32"
+    assert f"7 layers quantised in groups of {listed}" in " ".join(done.stderr.split())
+    if default.group_size == 128:
+        with pytest.raises(CheckpointError, match="no multiple of group_size 128; group_size may be 32, 16, 8, -1 "):
+            CliRunner().invoke(
+                app,
+                [*arguments[:2], str(tmp_path / "asked"), *arguments[3:], "--group-size", "128"],
+                catch_exceptions=False,
+            )
+
+
+def test_a_default_group_that_no_power_of_two_can_follow(tmp_path: Path) -> None:
+    model = small(tmp_path / "model", intermediate_size=100)
+    options = find_method("rtn").verify(Options(follows_widths=True))
+    with pytest.raises(CheckpointError, match="no multiple of group_size 128; group_size may be -1 "):
+        driver.verify_checkpoint(model, options, "compressed-tensors")
+
+
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = find_method("rtn").verify(Options(group_size=32))
     needed = driver.verify_checkpoint(small(tmp_path / "model"), options, "gptq")

@@ -169,6 +169,21 @@ def test_the_summary_has_the_form_and_size_of_the_weights(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text("{}")
     assert startup.stored_form(tmp_path, info) == "bfloat16"
     assert startup.readable(5) == "5.0 bytes"
+    assert "loss" not in extra["rows"]
+
+
+def test_the_summary_has_the_loss_of_a_quantisation_or_the_command_that_measures_it() -> None:
+    sizes = {"vocab_size": 10, "block_size": 16, "num_blocks": 10, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+    names = {"model": "m", "dtype": "bfloat16", "backend": "cpu", "device": "cpu", "quantization": "int4"}
+    info = msgspec.convert({"max_model_len": 100, "eos_token_ids": []} | sizes | names, EngineInfo)
+    rows = startup.summary(info, None, "http://a:1", 7)["rows"]
+    assert rows["loss"] == "not measured; `headrace bench quality m --quantization int4 --save` does it"
+    measured = {"mean_kl": 0.0123, "top1_flip_rate": 0.05, "num_tokens": 4096, "text": "a.txt", "date": "2026-11-26"}
+    measured |= {"perplexity": 11.0, "reference_perplexity": 10.0}
+    rows = startup.summary(info, None, "http://a:1", 7, measured)["rows"]
+    assert rows["loss"] == (
+        "KL 12.3 mnats, the first choice differs at 5.0%, perplexity +10.0% (4,096 tokens, a.txt, 2026-11-26)"
+    )
 
 
 def test_rows_and_fields_in_all_forms_of_the_log() -> None:

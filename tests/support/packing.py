@@ -22,9 +22,9 @@ from headrace.checkpoint.tensors import Checkpoint
 from headrace.models.config import ModelConfig
 from headrace.quant.arrays import floats, type_name
 from headrace.quant.base import slabs
-from headrace.quant.schemes import SCHEMES, Scheme, parse
+from headrace.quant.schemes import F8_SCHEMES, SCHEMES, Scheme, parse
 
-KINDS = ("i4", "i6", "i8", "f")
+KINDS = ("i4", "i6", "i8", "f8", "f")
 
 
 @dataclass
@@ -75,7 +75,7 @@ def packed_bytes(scheme: Scheme, num_out: int, num_in: int) -> int:
 class ToyBackend:
     name = "toy"
     device = "cpu"
-    schemes = SCHEMES
+    schemes = SCHEMES | F8_SCHEMES
     mixes = False
 
     def keep_losses(self, path: Path, max_model_len: int, may_write: bool) -> None:

@@ -40,7 +40,6 @@ class GGUFMatrix:
     """
 
     columns: NDArray[np.int64] | None = None
-    inputs: Sequence[tuple[int, Inputs | None]] = ()
     permutation: NDArray[np.int64] | None = None
 
     def __init__(
@@ -57,6 +56,7 @@ class GGUFMatrix:
         self.parts = list(parts)
         self.num_in = parts[0].num_in
         self.num_out = sum(part.num_out for part in parts)
+        self.inputs: Sequence[tuple[int, Inputs | None]] = [(part.num_out, None) for part in parts]
         self.kinds = {part.kind for part in parts}
         self.mixed = False
         if self.kinds & FLOATS.keys() or exact:

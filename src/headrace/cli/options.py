@@ -45,7 +45,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; those of one object are merged.',
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
         "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}; "
-        f"{', '.join(f'{theirs} is {ours}' for theirs, ours in WHILE_LOADING.items())} for plain weights; "
+        f"{', '.join(f'{theirs} is {ours}' for theirs, ours in WHILE_LOADING.items())} for plain weights "
+        "(int8 where a GPU has no fp8); "
         "none: dequantise a GGUF file's blocks into dtype; or the checkpoint's own method, such as awq.",
         "activations": "What quantised weights are multiplied with: int8 (W8A8, fast), 16bit (W8A16: activations are "
         "not quantised), fp8 (rounded to E4M3 beside weights of 8-bit floats; on torch_ref and on GPUs), or "

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 class Default(NamedTuple):
-    """A method's defaults."""
+    """A method's defaults. follows: whether the group may be smaller where the widths of a model ask for it."""
 
     bits: int = 4
     group_size: int = 128
     layout: str = "compressed-tensors"
+    follows: bool = True
 
 
 DEFAULTS = {
@@ -41,7 +42,7 @@ DEFAULTS = {
     "llm_int8": Default(8, -1, "bitsandbytes"),
     "fp8": Default(8, -1, "fp8"),
     "fp8_e5m2": Default(8, -1, "fp8"),
-    "mxfp4": Default(4, 32),
+    "mxfp4": Default(4, 32, follows=False),
 }
 """Of the methods that differ from `Default()`."""
 MIXED, MIXED_BITS = "mixed", 4.5
@@ -66,7 +67,12 @@ class QuantizePlan(msgspec.Struct, frozen=True, kw_only=True):
     ] = "rtn"
     bits: Annotated[float | None, _flag("B", "Bits of a code; by default the method's usual number.")] = None
     group_size: Annotated[
-        int | None, _flag("G", "Inputs that share a scale; -1: one scale an output, 0: one scale.")
+        int | None,
+        _flag(
+            "G",
+            "Inputs that share a scale; -1: one scale an output, 0: one scale. By default the method's usual (of 4 "
+            "bits mostly 128), or the largest power of two below it that divides the inputs of all layers.",
+        ),
     ] = None
     symmetric: Annotated[
         bool | None,
@@ -125,6 +131,7 @@ def quantize(
     usual = default.layout if default.layout != "awq" or choices["bits"] == default.bits else Default().layout
     layout = plan.format or usual
     choices["group_size"] = default.group_size if plan.group_size is None else plan.group_size
+    choices["follows_widths"] = plan.group_size is None and default.follows
     # Every refusal comes before the model generates a text, which takes minutes.
     chosen = find_method(plan.method).verify(Options(**choices))
     find_writer(layout).verify(chosen)
@@ -141,8 +148,10 @@ def quantize(
 
 def summary(report: Report, out: Path) -> str:
     """Describe the checkpoint and its loss in one line."""
-    errors = report.errors
+    errors, groups = report.errors, sorted(set(report.groups.values()))
     line = f"{out}: {report.num_bytes / 2**20:.1f} MiB, {len(errors)} layers quantised"
+    if groups:
+        line += f" in groups of {' and '.join(map(str, groups))}"
     if errors:
         worst = max(errors, key=lambda name: errors[name])
         of = "outputs" if report.num_calibration_tokens else "weights"

@@ -182,8 +182,8 @@ refused, with the nearest that there is. Neither flag is needed: the format is r
 
 Flags may be written as vLLM's parser takes them: with underscores, cut to a beginning that no other has, with values of
 an object after a dot (`--speculative-config.method mtp`), as `-O3`, with `--no-` before a switch, and in a YAML file
-that `--config` names. `--quantization fp8` and `bitsandbytes` quantise plain weights while loading, to the nearest form
-here, which the log names."""
+that `--config` names. `--quantization fp8` and `bitsandbytes` quantise plain weights while loading: to E4M3 with a
+scale for each output channel (int8 on a GPU without fp8), and to NF4. The log names the form."""
 FROM_LLAMA_SERVER = """`headrace serve FILE.gguf` takes llama-server's flags, where they mean something here. Its routes
 (`/completion`, `/props`, `/slots`, `/apply-template`, `/tokenize` ...) and `timings` are served next to OpenAI's: see
 [clients](howto-clients.md#llama-server). Where vLLM has a flag of the same name, that meaning counts: `--api-key-file`

@@ -2,13 +2,14 @@
 
 It has one entry for each form in which the weights were measured (`--quantization`, `--kv-cache-dtype`, ...), with a
 fingerprint of the weights, so that the figures of other weights are never shown. No numpy, no torch. Written by
-`cli.bench.quality`, read by `serve.app`.
+`cli.bench.quality`, read by `serve` and `llm`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -18,6 +19,8 @@ from typing import Any
 
 from headrace import hub
 from headrace.protocol.errors import CheckpointError, HeadraceError
+
+logger = logging.getLogger(__name__)
 
 NAME = "headrace-quality.json"
 FORM = ("quantization", "activations", "dtype", "kv_cache_dtype", "backend")
@@ -73,6 +76,15 @@ def find(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def found(path: Path) -> list[dict[str, Any]]:
+    """Return the result of `find`; nothing, and a warning, for a file that cannot be read."""
+    try:
+        return find(path)
+    except (CheckpointError, OSError) as error:
+        logger.warning("the quality of the model is not shown: %s", error)
+        return []
+
+
 def of_form(audits: Sequence[dict[str, Any]], info: Any) -> dict[str, Any] | None:
     """Return the measurements of the form that `info` (an `EngineInfo`) runs, or None."""
     form = precision_of(info)
@@ -81,6 +93,18 @@ def of_form(audits: Sequence[dict[str, Any]], info: Any) -> dict[str, Any] | Non
 
 def precision_of(info: Any) -> dict[str, str]:
     return {name: str(getattr(info, name)) for name in FORM}
+
+
+def loss_in_words(measured: Mapping[str, Any] | None, info: Any) -> str:
+    """Describe what the form that `info` (an `EngineInfo`) runs loses, by `measured` of that form; where it was not
+    measured, name the command that does."""
+    if measured is None or not {"mean_kl", "top1_flip_rate"} <= measured.keys():
+        return f"not measured; `headrace bench quality {info.model} --quantization {info.quantization} --save` does it"
+    loss = f"KL {1e3 * measured['mean_kl']:.1f} mnats, the first choice differs at {measured['top1_flip_rate']:.1%}"
+    if measured.get("perplexity") and measured.get("reference_perplexity"):
+        loss += f", perplexity {measured['perplexity'] / measured['reference_perplexity'] - 1:+.1%}"
+    of = f"{measured['num_tokens']:,} tokens, " if "num_tokens" in measured else ""
+    return f"{loss} ({of}{measured.get('text', 'a text')}, {measured.get('date', 'no date')})"
 
 
 def save(path: Path, form: Mapping[str, str], measured: Mapping[str, Any]) -> Path:

@@ -29,7 +29,7 @@ MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""
 QUANTIZATIONS = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
-    "int6", "int8", "int8-channel", "int8-g128", "nf4", "mxfp4",
+    "int6", "int8", "int8-channel", "int8-g128", "fp8-channel", "fp8-g128", "nf4", "mxfp4", "iq4_nl",
 )  # fmt: skip
 DEQUANTIZE = "none"
 """The quantization that computes with plain floats whatever the checkpoint has."""
@@ -41,11 +41,14 @@ STORED_METHODS = {
 """vLLM's names of a quantised checkpoint's own method, and the method: they load the weights as they are stored."""
 
 WHILE_LOADING = {
-    "fp8": "int8-channel", "fp8_per_tensor": "int8-channel", "fp8_per_block": "int8-g128",
+    "fp8": "fp8-channel", "fp8_per_tensor": "fp8-channel", "fp8_per_block": "fp8-g128",
     "int8_per_channel_weight_only": "int8-channel", "bitsandbytes": "nf4",
 }  # fmt: skip
-"""vLLM's methods that quantise plain weights while loading them, and the nearest form here: 8 bits with a scale for
-each output channel or block, and the 16 values of NF4 with a scale for each 64."""
+"""vLLM's methods that quantise plain weights while loading them, and the form here: 8 bits with a scale for each output
+channel or group, and the 16 values of NF4 with a scale for each 64."""
+
+WITHOUT_FP8 = {"fp8-channel": "int8-channel", "fp8-g128": "int8-g128"}
+"""The nearest form on a backend without kernels for 8-bit floats."""
 
 FORMS = (*dict.fromkeys((*QUANTIZATIONS, DEQUANTIZE, *STORED_METHODS, *WHILE_LOADING)),)
 

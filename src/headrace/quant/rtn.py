@@ -1,11 +1,15 @@
-"""Round to nearest: weights to codes of 4, 6 or 8 bits while a checkpoint is loaded, without any data to calibrate on.
+"""Round to nearest: weights to codes of 4, 6 or 8 bits or to 8-bit floats while a checkpoint is loaded, without any
+data to calibrate on.
 
 The affine codes of Jacob et al. 2018 ("Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
 Only Inference"), by group of inputs; the baseline that Frantar et al. 2023 ("GPTQ") call RTN. Scales (and minimums) are
 rounded to the float16 in which they are stored before the codes are chosen by them. Symmetric int4 gives the weight of
 largest magnitude the code that has no mirror image, -8, as llama.cpp's Q4_0 does, and takes the best of a few narrower
 scales by squared error; int6 alike. Codes of a book take the nearest entry: NF4 scales by the largest weight (QLoRA,
-section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). Called by the readers of checkpoints.
+section 3), MXFP4 by a power of two (OCP Microscaling Formats, 6.3). IQ4_NL, which plain int4 means, fits the scale by
+least squares to the codes that either end of its levels gives, and takes the better; large weights count more, as in
+llama.cpp's K-quants (pull request 1684). E4M3's scale brings the largest weight to its
+largest number (Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Called by the readers of checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.arrays import floats, half
+from headrace.quant.arrays import E4M3, floats, half
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import LEVELS, Scheme
 from headrace.quant.threads import on_all_threads
@@ -36,6 +40,15 @@ BLOCK_WEIGHTS = 2**19
 LONG = 512
 """Inputs of a group from which on numpy is as fast along the group as along other axes."""
 
+IQ4_NL = LEVELS["iq4_nl"]
+NEAREST_IQ4_NL = np.array(
+    [min(IQ4_NL, key=lambda level: abs(level - number)) for number in range(int(IQ4_NL[0]), int(IQ4_NL[-1]) + 1)],
+    np.float32,
+)
+"""The level nearest to each whole number from the first level to the last."""
+
+MAX_E4M3 = 448.0
+NORMAL_E4M3 = 2.0**-6
 MAX_F16 = 65504.0
 TINY_F16 = 2.0**-24
 NORMAL_F16 = 2.0**-14
@@ -67,12 +80,14 @@ def quantise(weight: NDArray[Any], scheme: Scheme, name: str = "a weight") -> QW
             raise CheckpointError(_why(weight[rows], name))
 
     on_all_threads(work, num_out, step)
+    if scheme.kind == "f8":
+        return QWeight(codes.view(E4M3), scales, group=group, bits=8)
     zeros = np.broadcast_to(np.float32(scheme.middle), scales.shape) if scheme.middle else None
     return QWeight(codes, scales, zeros, mins, group, bits=scheme.bits, codebook=book)
 
 
 class _Block(threading.local):
-    """Memory for some rows as floats in groups: `x` [group, rows * groups], and `y` of the same shape as scratch.
+    """Memory for some rows as floats in groups: `x` [group, rows * groups], and `y` and `z` of that shape as scratch.
 
     A short group is a column, so that numpy works on many groups at once. Each thread has its own.
     """
@@ -81,7 +96,7 @@ class _Block(threading.local):
         self.group = group
         self.wide = np.empty((num_rows, -(-num_in // group) * group), np.float32)
         self.x = self.wide if group >= LONG else np.empty_like(self.wide)
-        self.y = np.empty_like(self.wide)
+        self.y, self.z = np.empty_like(self.wide), np.empty_like(self.wide)
 
     def quantise(
         self, rows: NDArray[Any], scheme: Scheme, codes: NDArray[np.int8], scales: F32, mins: F32 | None
@@ -102,8 +117,14 @@ class _Block(threading.local):
             scale: F32 = np.maximum(high, -low) / np.float32(127)
             scale = scale if scheme.group == 0 else _f16(scale)
             _codes(x, scale, -127, 127, y)
+        elif scheme.kind == "f8":
+            scale = np.maximum(high, -low) / np.float32(MAX_E4M3)
+            _e4m3(x, scale, y)
         elif scheme.book:
-            scale = _book_scale(np.maximum(high, -low), scheme.book)
+            if scheme.book == "iq4_nl":
+                scale = _fitted_scale(x, np.where(-low >= high, low, high), y, self._grouped(self.z[:num_rows]))
+            else:
+                scale = _book_scale(np.maximum(high, -low), scheme.book)
             _nearest(x, scale, LEVELS[scheme.book], y)
         elif mins is not None:
             most = 2**scheme.bits - 1
@@ -148,10 +169,7 @@ def _error(x: F32, y: F32, scale: F32, least: F32 | None, low: int, high: int) -
     y *= scale
     np.subtract(x, y, out=y)
     y *= y
-    error: F32 = y[0].copy()
-    for row in y[1:]:
-        error += row
-    return error
+    return _total(y)
 
 
 def _codes(x: F32, scale: F32, low: int, high: int, out: F32) -> None:
@@ -161,6 +179,19 @@ def _codes(x: F32, scale: F32, low: int, high: int, out: F32) -> None:
     np.clip(out, low, high, out=out)
 
 
+def _e4m3(x: F32, scale: F32, out: F32) -> None:
+    """The bits of the E4M3 nearest to x / scale, ties to even, as -128 to 127; x and out [group, groups]."""
+    np.divide(x, np.where(scale == 0, np.float32(np.inf), scale), out=out)
+    np.clip(out, -MAX_E4M3, MAX_E4M3, out=out)  # the division may round beyond it
+    sizes = np.abs(out)
+    # Float32 has 20 more bits of fraction and an exponent's bias of 127, E4M3 7. Below the least normal number, E4M3 is
+    # a whole number of 2**-9, and 8 of them are that least number.
+    words = sizes.view(np.int32)
+    normal = (words + (0x7FFFF + (words >> 20 & 1)) >> 20) - (127 - 7 << 3)
+    codes = np.where(sizes < NORMAL_E4M3, np.rint(sizes * 512).astype(np.int32), normal)
+    out[:] = np.where(np.signbit(out), codes - 128, codes)
+
+
 def _book_scale(largest: F32, book: str) -> F32:
     """float16 scales under which the groups' largest magnitudes reach the book's ends."""
     if book != "e2m1":
@@ -168,6 +199,42 @@ def _book_scale(largest: F32, book: str) -> F32:
     # The book has twice E2M1's numbers, whose largest power of two is 4. Below 2**-24 float16 has nothing.
     exponent = np.floor(np.log2(np.maximum(largest, np.float32(TINY_F16)))) - 3
     return np.where(largest == 0, np.float32(0), np.exp2(np.maximum(exponent, np.float32(-24))))
+
+
+def _fitted_scale(x: F32, largest: F32, level: F32, weighted: F32) -> F32:
+    """float16 scales for IQ4_NL with the least error; a weight's counts |x| + the root of its group's mean square.
+
+    largest: of each group, the weight of the greatest magnitude. level, weighted: scratch like x [group, groups].
+    """
+    np.multiply(x, x, out=level)
+    mean = np.sqrt(_total(level) / np.float32(len(x)))
+    best = gain = np.zeros_like(largest)
+    for end in (IQ4_NL[0], IQ4_NL[-1]):
+        scale = largest / np.float32(end)
+        np.divide(x, np.where(scale == 0, np.float32(np.inf), scale), out=level)
+        np.rint(level, out=level)
+        np.clip(level, IQ4_NL[0], IQ4_NL[-1], out=level)
+        level -= IQ4_NL[0]
+        np.take(NEAREST_IQ4_NL, level.astype(np.uint8), out=level, mode="clip")
+        np.abs(x, out=weighted)
+        weighted += mean
+        weighted *= level
+        level *= weighted
+        square = _total(level)
+        weighted *= x
+        product = _total(weighted)
+        fitted = np.divide(product, square, out=np.zeros_like(product), where=square != 0)
+        better = ~(product * fitted <= gain)  # also for numbers that are none, which the caller refuses
+        best, gain = np.where(better, fitted, best), np.where(better, product * fitted, gain)
+    return _f16(best)
+
+
+def _total(rows: F32) -> F32:
+    """The sum of each column in float32, from the first row to the last."""
+    total: F32 = rows[0].copy()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _nearest(x: F32, scale: F32, book: tuple[float, ...], out: F32) -> None:

@@ -76,12 +76,12 @@ GROUPS = (128, 64, 32, 16, 8)
 HEAD_GROUP = 32
 """Group of the head under plain "int4": its errors go straight into the logits."""
 
-METHOD = 3
+METHOD = 4
 """Changes when the same weights get other codes: packed files of another method are written anew."""
 
 NAMES = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
-    "int6", "int8", "int8-channel", "int8-g128", "nf4", "mxfp4",
+    "int6", "int8", "int8-channel", "int8-g128", "fp8-channel", "fp8-g128", "nf4", "mxfp4", "iq4_nl",
 )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ SCHEMES = frozenset(
 
 E4M3 = "float8_e4m3fn"
 F8_SCHEMES = frozenset(Scheme("f8", group, dtype=E4M3) for group in (0, *GROUPS))
-"""Schemes of 8-bit floats. Nothing is quantised to them on the way."""
+"""Schemes of 8-bit floats, which not every GPU has."""
 
 
 ZEROS = 6
@@ -189,8 +189,11 @@ def scheme_of_flag(kind: str, group: int, flag: int) -> Scheme | None:
 
 
 WHOLE = {
+    "iq4_nl": Scheme("i4", HEAD_GROUP, book="iq4_nl"),
     "int8": Scheme("i8"),
     "int8-channel": Scheme("i8"),
+    "fp8-channel": Scheme("f8", dtype=E4M3),
+    "fp8-g128": Scheme("f8", 128, dtype=E4M3),
     "int6": Scheme("i6", 64),
     "nf4": Scheme("i4", 64, book="nf4"),
     "mxfp4": Scheme("i4", 32, book="e2m1"),
@@ -210,7 +213,7 @@ def parse(name: str) -> Quantization:
     if name not in NAMES:
         raise RequestError("quantization", name, "one of " + ", ".join(NAMES))
     if name == "int4":
-        return Quantization(name, Scheme("i4", 64), Scheme("i4", HEAD_GROUP))
+        return Quantization(name, Scheme("i4", 64, book="iq4_nl"), Scheme("i4", HEAD_GROUP, book="iq4_nl"))
     if name in WHOLE:
         return Quantization(name, WHOLE[name], WHOLE[name])
     bits, group = (int(number) for number in re.findall(r"\d+", name))

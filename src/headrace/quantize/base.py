@@ -32,14 +32,16 @@ AFFINE = ("rtn", "gptq", "awq", "smoothquant", "hqq")
 class Options:
     """The user's options of a method. The `verify` of each method and writer refuses values that it does not take.
 
-    group_size: inputs that share a scale; -1 one scale for each output, 0 one for the matrix. symmetric: codes without
-    zero points, None for the method's default. scale_dtype: of scales as stored, to which they are rounded before codes
+    group_size: inputs that share a scale; -1 one scale for each output, 0 one for the matrix. follows_widths: lower
+    group_size, for all layers, to a power of two that divides the inputs of each. symmetric: codes without zero points,
+    None for the method's default. scale_dtype: of scales as stored, to which they are rounded before codes
     are chosen by them (the driver takes it from the writer).
     """
 
     method: str = "rtn"
     bits: int = 4
     group_size: int = 128
+    follows_widths: bool = False
     symmetric: bool | None = None
     act_order: ActOrder = "static"
     damping: float = 0.01

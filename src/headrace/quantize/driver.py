@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -57,9 +58,11 @@ Progress = Callable[[int, int, str], None]
 @dataclass(slots=True)
 class Report:
     """errors: for each linear layer the size of its outputs' error on the calibration text as a share of the outputs'
-    (of its weights without calibration). num_bytes: of the weights' files."""
+    (of its weights without calibration). groups: inputs of each that share a scale. num_bytes: of the weights'
+    files."""
 
     errors: dict[str, float] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
     num_bytes: int = 0
     num_calibration_tokens: int = 0
 
@@ -145,8 +148,11 @@ class QuantizeRun:
             if not matrix.plain
             for name, num_out in zip(matrix.names, matrix.num_outs, strict=True)
         }
+        common = math.gcd(*(shape.num_in for shape in self.shapes.values()))
+        if self.options.follows_widths:
+            self._follow(common)
         for name, shape in self.shapes.items():
-            grid.group_of(self.options, shape.num_in, name)
+            grid.group_of(self.options, shape.num_in, name, common)
         self.writer.verify_model(source, self.shapes, self.options)
         if self.method.CALIBRATED and calibration is not None and not calibration:
             raise RequestError("calibration", None, f"a text for method {options.method}")
@@ -155,6 +161,13 @@ class QuantizeRun:
         # `read` needs it before all layers are written; no layout has anything in it that is known only then.
         self.quantization_config = self.writer.quantization_config(self.options, [*plain_layers, "lm_head"])
         self.state = State(out, self._fingerprint(layout), self.num_layers)
+
+    def _follow(self, common: int) -> None:
+        """Lower the group to one that divides `common`. Where only tiny ones do, leave it to the error that says so."""
+        group = grid.largest_group(common, self.options.group_size) if self.options.group_size > 0 else 0
+        if group >= grid.LEAST_GROUP and common % self.options.group_size:
+            self.options = self.method.verify(dataclasses.replace(self.options, group_size=group))
+            self.writer.verify(self.options)
 
     def num_bytes(self) -> int:
         """Bytes of the weights' files, scales and zero points left out."""
@@ -186,9 +199,10 @@ class QuantizeRun:
 
     def _finish(self) -> Report:
         copy_others(self.source, self.out)
-        report = Report(self.state.errors, num_calibration_tokens=sum(map(len, self.calibration)))
+        groups = {name: grid.group_of(self.options, shape.num_in, name) for name, shape in self.shapes.items()}
+        report = Report(self.state.errors, groups, num_calibration_tokens=sum(map(len, self.calibration)))
         values: dict[str, Any] = {"method": self.options.method, "options": _as_json(self.options)}
-        values |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors}
+        values |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors, "groups": groups}
         shards.write_json(self.out / REPORT, values)
         self.writer.finish(self.out, self.state.files, self.values | {"quantization_config": self.quantization_config})
         (self.out / STATE).unlink()

@@ -6,6 +6,8 @@ The quantisation of Jacob et al. 2018 (section 2.1), as Frantar et al. 2023 ("GP
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from headrace.quantize.base import Options
 LEAST_F16 = 2.0**-24
 MAX_F16 = 65504.0
 CODES_8 = 127.0
+LEAST_GROUP, MOST_GROUP = 8, 128
+"""Groups that are proposed: those of the kernels."""
 
 
 def verify(options: Options, *, symmetric: bool, bits: tuple[int, ...] = (2, 3, 4, 8)) -> bool:
@@ -28,13 +32,25 @@ def verify(options: Options, *, symmetric: bool, bits: tuple[int, ...] = (2, 3, 
     return symmetric if options.symmetric is None else options.symmetric
 
 
-def group_of(options: Options, num_in: int, name: str) -> int:
-    """Return the inputs of a group. Raises `CheckpointError` if they do not divide `num_in`."""
+def largest_group(num_in: int, most: int) -> int:
+    """Return the largest power of two, at most `most`, that divides `num_in`."""
+    group = num_in & -num_in
+    while group > most:
+        group //= 2
+    return group
+
+
+def group_of(options: Options, num_in: int, name: str, common: int = 0) -> int:
+    """Return the inputs of a group. Raises `CheckpointError`, which names groups that fit, if they do not divide
+    `num_in`. common: a divisor of the inputs of all layers, which those groups divide too."""
     if options.group_size < 1:
         return num_in
     if num_in % options.group_size:
+        largest = largest_group(math.gcd(num_in, common), MOST_GROUP)
+        fitting = [2**i for i in reversed(range(LEAST_GROUP.bit_length() - 1, largest.bit_length()))]
         raise CheckpointError(
-            f"{name} has {num_in} inputs, no multiple of group_size {options.group_size}; choose another group_size"
+            f"{name} has {num_in} inputs, no multiple of group_size {options.group_size}; group_size may be "
+            f"{', '.join(map(str, [*fitting, '-1 (one scale an output)']))} for this model"
         )
     return options.group_size
 

@@ -156,7 +156,7 @@ def group_of(path: Path, name: str, group: int) -> dict[str, Any]:
         "roundings": [
             _rounded("bfloat16", 16, values, bits_of(cast(values, "bfloat16")), floats(cast(values, "bfloat16"))),
             _by_codes("int8-g128", 8, values, rtn.quantise(values, Scheme("i8", GROUP), name)),
-            _by_codes("int4", 4, values, rtn.quantise(values, Scheme("i4", 64), name)),
+            _by_codes("int4-g64", 4, values, rtn.quantise(values, Scheme("i4", 64), name)),
             _by_codes("Q2_K", 2, values, _q2_k(weights, first, name)),
         ],
     }

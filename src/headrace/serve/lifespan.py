@@ -152,7 +152,8 @@ class Lifespan:
         if default is None:
             logger.info("ready: %s; models of the folder are loaded when they are named", self.url)
             return
-        extra = startup.summary(default.client.info, default.path, self.url, self.num_routes)
+        info = default.client.info
+        extra = startup.summary(info, default.path, self.url, self.num_routes, default.served.quality(info))
         logger.info("ready: %s", self.url, extra=extra)
         await default.client.dead.wait()
         self.failure = EngineDeadError("the engine died too often")

@@ -299,11 +299,7 @@ def default_params(engine: EngineConfig, server: ServerConfig) -> ModelDefaults:
 
 def load_audits(engine: EngineConfig) -> list[dict[str, Any]]:
     """Load the quality reports stored with the weights. A file that cannot be read is logged."""
-    try:
-        return audit.find(hub.resolve(engine.model, engine.revision, weights=False))
-    except (CheckpointError, OSError) as error:
-        logger.warning("the quality of the model is not shown: %s", error)
-        return []
+    return audit.found(hub.resolve(engine.model, engine.revision, weights=False))
 
 
 def free_memory() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace import hub
 from headrace.engine.library.model_facts import files_of
+from headrace.insight import audit
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.parameters import APIS
 from headrace.protocol.step import EngineInfo
@@ -19,10 +20,13 @@ WEIGHT_FILES = ("*.safetensors", "*.u8")
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def summary(info: EngineInfo, path: Path | None, url: str, num_routes: int) -> Mapping[str, Any]:
+def summary(
+    info: EngineInfo, path: Path | None, url: str, num_routes: int, measured: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
     """Return the `extra` of a record of the log: `rows` for people, and the same as `fields` for programs.
 
-    `path` is the model's directory or GGUF file, None for a model without files; `url` is the server's address."""
+    `path` is the model's directory or GGUF file, None for a model without files; `url` is the server's address;
+    `measured` is the measured quality of a form that the weights were quantised to."""
     form, num_bytes = (info.dtype, 0) if path is None else (stored_form(path, info), num_weight_bytes(path))
     num_tokens, length = info.num_blocks * info.block_size, info.max_model_len
     engine = f"computed in {info.dtype} by the backend {info.backend} on {info.device}"
@@ -38,6 +42,8 @@ def summary(info: EngineInfo, path: Path | None, url: str, num_routes: int) -> M
         "APIs": f"{', '.join(APIS.values())}; {num_routes} routes, listed at {url}/docs",
         "address": url,
     }
+    if info.quantization:
+        rows["loss"] = audit.loss_in_words(measured, info)
     fields = {
         "model": info.model,
         "max_model_len": length,

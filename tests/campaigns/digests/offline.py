@@ -71,7 +71,7 @@ LINES = (
 
 QUANTIZATIONS = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
-    "int6", "int8", "int8-channel", "int8-g128", "nf4", "mxfp4", "none",
+    "int6", "int8", "int8-channel", "int8-g128", "fp8-channel", "fp8-g128", "nf4", "mxfp4", "iq4_nl", "none",
 )  # fmt: skip
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
 

@@ -69,7 +69,7 @@ def test_what_is_quantised_and_what_is_not(tmp_path: Path) -> None:
     experts = model.layers[0].mlp.layer
     assert experts.router.scheme.kind == "f"
     assert {m.scheme.kind for m in (*experts.gate_up, *experts.down, model.layers[0].attention.qkv)} == {"i4"}
-    assert (model.head.scheme, experts.down[0].scheme) == (Scheme("i4", 32), Scheme("i4", 64))
+    assert (model.head.scheme.group, experts.down[0].scheme) == (32, Scheme("i4", 64, book="iq4_nl"))
     tensors = llama_tensors(dtype=torch.float16)
     model = load(write_llama(tmp_path / "llama", tensors), "int8", ToyBackend("float16"))
     assert tuple(model.embedding) == ("float16", tensors["model.embed_tokens.weight"].numpy().tobytes())

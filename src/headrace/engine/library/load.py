@@ -6,7 +6,7 @@ The one place in `runner` that sees `EngineConfig`. Called by `headrace.engine.b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,19 @@ from headrace.models.unread import log_unread
 from headrace.parallel.group import Group, Loaded, Ready
 from headrace.parallel.sharding import RankWeights
 from headrace.parallel.stages import StageSeat
-from headrace.protocol.config import DEQUANTIZE, KV_ALIASES, QUANTIZATIONS, STORED_METHODS, WHILE_LOADING, EngineConfig
+from headrace.protocol.config import (
+    DEQUANTIZE,
+    KV_ALIASES,
+    QUANTIZATIONS,
+    STORED_METHODS,
+    WHILE_LOADING,
+    WITHOUT_FP8,
+    EngineConfig,
+)
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
 from headrace.quant.base import stated_activations
-from headrace.quant.schemes import FP8_CACHE, cache_scheme, find_method, parse
+from headrace.quant.schemes import FP8_CACHE, Scheme, cache_scheme, find_method, parse
 from headrace.runner.drawing import NativeSelect
 from headrace.runner.runner import Runner
 from headrace.sampling.filters import Select, select_all
@@ -171,7 +179,7 @@ def _build_runner(
         scheduling_policy=config.scheduling_policy,
         dtype=backend.dtype,
         kv_cache_dtype=kv_dtype,
-        quantization=form_name(config, model_config),
+        quantization=form_name(config, model_config, backend.schemes),
         activations=activations,
         backend=backend.name,
         device=backend.device,
@@ -257,13 +265,13 @@ def _load_safetensors(
     config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     values = overridden(read_config(directory, models.names()), config.hf_overrides)
-    config = as_stored(config, find_method(values.get("quantization_config")))
+    checkpoint = MappedCheckpoint(directory)
+    backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
+    config = as_stored(config, find_method(values.get("quantization_config")), backend.schemes)
     if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
         raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
     module = models.find(values["model_type"])
     model_config = ModelConfig(values)
-    checkpoint = MappedCheckpoint(directory)
-    backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
     quantization = None if config.quantization == DEQUANTIZE else config.quantization
     schemes = None if quantization is None else parse(quantization)
@@ -301,15 +309,16 @@ def _weighted(
     return unpacked_weights(build, read)
 
 
-def as_stored(config: EngineConfig, method: str) -> EngineConfig:
+def as_stored(config: EngineConfig, method: str, schemes: Collection[Scheme]) -> EngineConfig:
     """Return the config without a quantization that names the checkpoint's own `method`, and of plain weights with the
-    form that they are quantised to.
+    form that they are quantised to on a backend with kernels for `schemes`.
 
     Raises `RequestError` if it names another one."""
     name = config.quantization or ""
     if method == "none" and name in WHILE_LOADING:
-        form = WHILE_LOADING[name]
-        logger.warning(
+        form = while_loading(name, schemes)
+        logger.log(
+            logging.INFO if form in WITHOUT_FP8 else logging.WARNING,
             "quantization: the weights are quantised while loading, and %s becomes %s, the nearest form here",
             name,
             form,
@@ -323,17 +332,23 @@ def as_stored(config: EngineConfig, method: str) -> EngineConfig:
     return msgspec.structs.replace(config, quantization=None)
 
 
-def form_name(config: EngineConfig, model_config: ModelConfig) -> str:
+def while_loading(name: str, schemes: Collection[Scheme]) -> str:
+    """Return the form for a name of `WHILE_LOADING`; of 8-bit floats only if a backend with `schemes` has kernels."""
+    form = WHILE_LOADING[name]
+    return form if parse(form).layer in schemes else WITHOUT_FP8.get(form, form)
+
+
+def form_name(config: EngineConfig, model_config: ModelConfig, schemes: Collection[Scheme]) -> str:
     """Return the name of the form that the weights are quantised to, or that is stored; empty if neither is named."""
     is_plain = find_method(model_config.values.get("quantization_config")) == "none"
     named = config.quantization or ""
-    return WHILE_LOADING.get(named, named) if is_plain else named
+    return while_loading(named, schemes) if is_plain and named in WHILE_LOADING else named
 
 
 def _load_gguf(
     config: EngineConfig, path: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
-    config = as_stored(config, "gguf")
+    config = as_stored(config, "gguf", ())
     exact = config.quantization == DEQUANTIZE
     schemes = None if exact or config.quantization is None else parse(config.quantization)
     file = gguf.read(path)
