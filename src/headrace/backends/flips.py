@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 MAX_RATE = 0.008
 """Greatest share of tokens that int8 activations may change, predicted on the sample."""
+BROAD_RATE = 0.1
+"""Small rates grow as the deviation of the noise does. The slope is taken from this rate, to which several gaps of a
+short text contribute; the gaps that noise exceeds at MAX_RATE are one or none."""
 HALVINGS = 40
 """Of the interval of noise: more than float64 can show."""
 
@@ -63,12 +66,13 @@ def gaps(logits: F32, best: NDArray[np.int64]) -> F64:
 def spread(plain: F64, noisy: F64, of_head: F64) -> Spread:
     """Compare the gaps [S] with floats, with int8 in all products, and with int8 in the head alone."""
     total, head = (float(np.square(values - plain).mean()) for values in (noisy, of_head))
-    gaps = plain.tolist()
     low, high = 0.0, float(plain.max())
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if rate(gaps, middle) > MAX_RATE else (middle, high)
-    return Spread(low * low, max(total - head, 0.0), head, rate(gaps, math.sqrt(total)))
+        low, high = (low, middle) if rate(plain.tolist(), middle) > BROAD_RATE else (middle, high)
+    per_deviation = BROAD_RATE / low if low else math.inf
+    limit = (MAX_RATE / per_deviation) ** 2
+    return Spread(limit, max(total - head, 0.0), head, min(math.sqrt(total) * per_deviation, 1.0))
 
 
 def rate(gaps: Sequence[float], deviation: float) -> float:
