@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,19 +31,15 @@ def doctor(
     """
     import msgspec
 
-    from headrace.cli import checkup, forms
+    from headrace.cli import checkup
     from headrace.doctor import examine, limits, show, show_limits
-    from headrace.engine.progress import progress_bar
 
     report = examine(model)
     measured = limits() if with_limits else []
-    of_forms = []
-    if with_forms:
-        with progress_bar(f"forms of {model}", logger=logging.getLogger("headrace")) as show_progress:
-            of_forms = forms.measure(model, show_progress)
+    of_forms = _forms(model) if with_forms else {}
     checks = checkup.check_all(report, host, port)
     if as_json:
-        more = {"limits": measured} if with_limits else {}
+        more: dict[str, Any] = {"limits": measured} if with_limits else {}
         more |= {"forms": of_forms} if with_forms else {}
         print(json.dumps(report | {"checks": msgspec.to_builtins(checks)} | more, indent=2))
     else:
@@ -53,8 +49,30 @@ def doctor(
             show_limits(measured)
         if of_forms:
             print()
-            forms.show(of_forms)
+            _show_forms(of_forms)
         print()
         checkup.show(checks)
     if checkup.is_bad(checks):
         raise typer.Exit(1)
+
+
+def _forms(model: str) -> dict[str, Any]:
+    """Return the rows of the forms of a model, or the problem with it."""
+    from headrace.cli import forms
+    from headrace.engine.progress import progress_bar
+    from headrace.protocol.errors import HeadraceError
+
+    try:
+        with progress_bar(f"forms of {model}", logger=logging.getLogger("headrace")) as show_progress:
+            return {"rows": forms.measure(model, show_progress)}
+    except HeadraceError as error:
+        return {"problem": str(error)}
+
+
+def _show_forms(measured: dict[str, Any]) -> None:
+    from headrace.cli import forms
+
+    if "rows" in measured:
+        forms.show(measured["rows"])
+    else:
+        print(f"forms: {measured['problem']}")
