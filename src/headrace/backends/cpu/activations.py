@@ -2,9 +2,11 @@
 
 Int8 has one scale for 32 to 128 inputs, so one input that is much greater than its neighbours leaves them few codes
 (LLM.int8(), arXiv 2208.07339). Whether that spoils a product depends on the weights, so it is measured when the model
-is loaded: a forward pass of fixed tokens computes each product both ways, and a matrix whose products differ by more
-than TOLERANCE takes floats from then on, as does a matrix with a table of codes that int8 does not hold. The choice
-depends on the model alone, no request changes it. Called by the backend; must not know models.
+is loaded: a forward pass of a text computes each product both ways, and a matrix whose products differ by more than
+TOLERANCE takes floats from then on, as does a matrix with a table of codes that int8 does not hold. A second pass, with
+int8 in all others, shows at the logits how many tokens would change (`backends.flips`); products take floats until few
+do. Without a text the first pass is of fixed tokens, and there is no second one. The choice depends on the model alone,
+no request changes it. Called by the backend; must not know models.
 """
 
 from __future__ import annotations
