@@ -309,7 +309,7 @@ def formatted(name: str, value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _printed_table() -> Iterator[Table]:
+def printed_table() -> Iterator[Table]:
     """Yield a table to fill, and print it."""
     from rich import box
     from rich.console import Console
@@ -322,7 +322,7 @@ def _printed_table() -> Iterator[Table]:
 
 def show(report: dict[str, Section]) -> None:
     """Print the report as one table, as wide as the terminal."""
-    with _printed_table() as table:
+    with printed_table() as table:
         for title, style in (("section", "bold"), ("what", "cyan")):
             table.add_column(title, style=style, no_wrap=True)
         table.add_column("found", overflow="fold")
@@ -342,7 +342,7 @@ def show_limits(rows: list[Section]) -> None:
     for row in rows:
         cell = f"{row['rate']:.3g} ({row['least']:.3g}-{row['most']:.3g})"
         by_kind[row["what"], row["isa"]][row["threads"]] = cell
-    with _printed_table() as table:
+    with printed_table() as table:
         for title in ("limit", "instructions"):
             table.add_column(title, no_wrap=True)
         for num in threads:

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from headrace import doctor
 from headrace.backends import native
+from headrace.cli import forms
+from headrace.cli.main import app
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +120,43 @@ def test_the_limits_are_measured_and_shown(capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     for word in ("read", "GB/s", "scalar"):
         assert word in printed
+
+
+ROWS = [
+    {"quantization": "", "activations": "16bit", "chosen": "16bit", "decode_tokens_per_s": 143.0, "mean_kl": 0.0,
+     "top1_flip_rate": 0.0, "recommended": False},
+    {"quantization": "int8", "activations": "int8", "chosen": "int8", "decode_tokens_per_s": 233.04, "mean_kl": 0.00151,
+     "top1_flip_rate": 0.034, "recommended": True},
+]  # fmt: skip
+
+
+def test_forms_are_a_table_with_advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    forms.show(ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.startswith(("as stored", "int8"))] == [
+        ["as", "stored", "16bit", "16bit", "143.0", "0.00", "0.0%"],
+        ["int8", "int8", "int8", "233.0", "1.51", "3.4%"],
+    ]
+    assert "tok/s" in lines[0]
+    assert "recommended: --quantization int8 --activations int8" in lines
+    assert max(map(len, lines)) <= 80
+
+
+def test_forms_of_the_builtin_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest that loses little is recommended, and nothing that loses more."""
+    monkeypatch.setattr(forms, "MADE", (forms.Form("", "auto"), forms.Form("int8", "int8"), forms.Form("int4", "int8")))
+    speeds = iter((1.0, 2.0, 3.0))
+    monkeypatch.setattr(forms, "decode_speed", lambda llm, num_tokens: next(speeds))
+    monkeypatch.setattr(forms, "MAX_KL", 0.01)
+    steps: list[tuple[int, int]] = []
+    rows = forms.measure("builtin", lambda done, total, label="", /: steps.append((done, total)))
+    assert [row["recommended"] for row in rows] == [False, True, False]
+    assert [row["chosen"] for row in rows] == ["bfloat16", "int8", "int8"]
+    assert rows[0]["mean_kl"] == 0 < rows[1]["mean_kl"] < 0.01 < rows[2]["mean_kl"]
+    assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_a_model_whose_forms_can_not_be_measured_is_named() -> None:
+    result = CliRunner().invoke(app, ["doctor", "no-such-model", "--forms", "--json"])
+    assert "no such directory" in json.loads(result.output)["forms"]["problem"]

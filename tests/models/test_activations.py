@@ -13,9 +13,11 @@ import pytest
 import torch
 from bench.outliers import store_llm_int8
 from safetensors.torch import load_file, save_file
-from tests.models.test_quantised import distance
+from tests.models.test_quantised import TEXT, distance
 from tests.support.harness import follow, load, save_random
 
+from headrace import hub
+from headrace.backends import flips
 from headrace.backends.cpu import activations
 from headrace.backends.cpu.saved_losses import build
 from headrace.engine.library.load import build_runner
@@ -23,6 +25,7 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quantize.base import Options
 from headrace.quantize.driver import quantise_checkpoint
+from headrace.text.tokenizer import Tokenizer
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 199, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
@@ -87,7 +90,7 @@ def test_the_loss_of_planted_outliers_is_that_of_the_weights(plain: Path, plante
 
 def test_control_without_the_measurement_outliers_spoil_it(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = distance(logits(planted, quantization="int8"), logits(planted))
-    monkeypatch.setattr(activations, "measure", lambda ops, model, num_threads: {})
+    monkeypatch.setattr(activations, "measure", lambda *args: activations.Measured({}, set()))
     assert distance(logits(planted, quantization="int8"), logits(planted)) > 1.3 * good
 
 
@@ -120,9 +123,12 @@ def test_beside_a_packed_file_the_measurement_is_kept(planted: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"build": "another", "max_model_len": 256, "losses": {}}', '{"losses": {}}',
-     '{"build": "BUILD", "max_model_len": 256, "losses": {"a": 1}}',
-     '{"build": "BUILD", "max_model_len": 256, "losses": {"a": "b"}}'],
+    ["", "{", "[]", '{"build": "another", "max_model_len": 256, "text": "TEXT", "losses": {}}', '{"losses": {}}',
+     '{"build": "BUILD", "max_model_len": 256, "text": "TEXT", "losses": {"a": 1}, "noisy": []}',
+     '{"build": "BUILD", "max_model_len": 256, "text": "TEXT", "losses": {"a": "b"}, "noisy": []}',
+     '{"build": "BUILD", "max_model_len": 256, "text": "TEXT", "losses": {}}',
+     '{"build": "BUILD", "max_model_len": 256, "text": "TEXT", "losses": LOSSES, "noisy": ["a"]}',
+     '{"build": "BUILD", "max_model_len": 256, "text": "another", "losses": LOSSES, "noisy": []}'],
 )  # fmt: skip
 def test_what_another_build_measured_or_is_damaged_is_measured_again(
     text: str, planted: Path, tmp_path: Path, measuring: list[str]
@@ -131,7 +137,9 @@ def test_what_another_build_measured_or_is_damaged_is_measured_again(
     chosen = wide_of(path, quantization="int8", save_packed=True)
     (measurement,) = path.glob("*.packed.measured")
     before = measurement.read_text()
-    measurement.write_text(text.replace("BUILD", build()))
+    values = json.loads(before)
+    text = text.replace("BUILD", build()).replace("TEXT", values["text"])
+    measurement.write_text(text.replace("LOSSES", json.dumps(values["losses"])))
     assert wide_of(path, quantization="int8") == chosen
     assert measuring == ["measured"] * 2
     assert measurement.read_text() != before  # a start without --save-packed writes nothing
@@ -153,6 +161,58 @@ def test_without_a_packed_file_nothing_is_kept(planted: Path, tmp_path: Path, me
         wide_of(path, quantization="int8")
     assert measuring == ["measured"] * 2
     assert not list(path.glob("*.measured"))
+
+
+@pytest.fixture(scope="module")
+def of_builtin() -> dict[str, Any]:
+    """What the sample says of the built-in model, and its logits on other text, by activations."""
+    ids = Tokenizer.load(hub.resolve("builtin")).encode(TEXT)
+    runners = {
+        mode: load("builtin", dtype="float32", quantization="int8", activations=mode)
+        for mode in ("int8", "auto", "16bit")
+    }
+    ops: Any = runners["auto"].program.model.ops  # type: ignore[attr-defined]
+    return {"ops": ops} | {mode: follow(runner, ids, [len(ids)]) for mode, runner in runners.items()}
+
+
+def test_the_sample_s_own_noise_sends_some_matrices_to_floats(of_builtin: dict[str, Any]) -> None:
+    """On a text that the choice has not seen, most of what int8 changes is gone, for a part of the matrices."""
+    assert 0 < len(of_builtin["ops"].wide) < len(of_builtin["ops"].matrices)
+    narrow, auto = (distance(of_builtin[mode], of_builtin["16bit"]) for mode in ("int8", "auto"))
+    assert 0 < auto < 0.7 * narrow
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1.0, 0), (0.0, "all")])
+def test_control_the_bound_decides(most: float, expected: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flips, "MAX_RATE", most)
+    runner: Any = load("builtin", dtype="float32", quantization="int8")
+    ops = runner.program.model.ops
+    assert len(ops.wide) == (len(ops.matrices) if expected == "all" else expected)
+
+
+def test_the_choice_by_a_sample_does_not_depend_on_threads(of_builtin: dict[str, Any]) -> None:
+    runner: Any = load("builtin", dtype="float32", quantization="int8", num_threads=1)
+    assert names_of(runner.program.model.ops) == names_of(of_builtin["ops"])
+
+
+def names_of(ops: Any) -> set[str]:
+    return {matrix.name for matrix in ops.wide}
+
+
+def test_a_sample_s_choice_is_kept_beside_a_packed_file(
+    tmp_path: Path, measuring: list[str], of_builtin: dict[str, Any]
+) -> None:
+    shutil.copytree(hub.resolve("builtin"), tmp_path / "model")
+
+    def chosen(**options: Any) -> set[str]:
+        return names_of(load(tmp_path / "model", dtype="float32", quantization="int8", **options).program.model.ops)  # type: ignore[attr-defined]
+
+    assert chosen(save_packed=True) == chosen() == names_of(of_builtin["ops"])
+    assert measuring == ["measured"]
+    # Another template makes other tokens of the sample.
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    chosen()
+    assert measuring == ["measured"] * 2
 
 
 @pytest.mark.parametrize("mode", ["auto", "16bit"])

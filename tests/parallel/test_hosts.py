@@ -118,7 +118,7 @@ def group_at(hosts: Rendezvous, timeout: float = 5.0) -> Iterator[tuple[Group, l
 
 def load(group: Group) -> None:
     assert [message.weight_bytes for message in group.expect(Loaded)] == [7]
-    group.send(Go())
+    group.send(Go([]))
     group.send(SET_UP)
     group.expect(Ready)
     group.watch()
@@ -318,7 +318,7 @@ def test_S_44_a_rank_takes_no_path_from_another_host() -> None:
     decoded = msgspec.msgpack.decode(result, type=Start)
     assert (decoded.config.model, decoded.config.num_threads, decoded.config.quantization) == ("/ours", 1, "int8")
     assert (decoded.memory, decoded.cpus, decoded.interface) == (-1, [], "lo")
-    for wrong in (b"x", msgspec.msgpack.encode(Go()), encoded[:-3]):
+    for wrong in (b"x", msgspec.msgpack.encode(Go([])), encoded[:-3]):
         with pytest.raises(TransportError):
             prepared(wrong, 1, "/ours", 1, "lo")
     with pytest.raises(TransportError, match="a start of rank 1"):

@@ -16,6 +16,7 @@ from tests.support.shallow import shallow
 from tests.support.stages import programs_of, results, staged
 
 from headrace import models
+from headrace.backends.base import SampleText
 from headrace.backends.cpu import activations
 from headrace.backends.step import Chunks
 from headrace.checkpoint.names import text_config
@@ -287,7 +288,7 @@ def test_the_form_of_activations_is_chosen_for_the_model_as_a_whole(
     monkeypatch.setattr(activations, "LENGTH", 1)
     form: dict[str, Any] = {"quantization": "int4"}
     whole = programs_of(random_models["mixtral"], None, **form)
-    losses = activations.measure(whole.model.ops, whole.model, 1)
+    losses = activations.measure(whole.model.ops, whole.model, 1).losses
     monkeypatch.setattr(activations, "TOLERANCE", sorted(losses.values())[len(losses) // 2])
     whole = programs_of(random_models["mixtral"], None, **form)
     program, stages = staged(random_models["mixtral"], 2, **form)
@@ -295,3 +296,16 @@ def test_the_form_of_activations_is_chosen_for_the_model_as_a_whole(
     wide = sorted(matrix.name for ops in parts for matrix in ops.wide)
     assert wide == sorted(matrix.name for matrix in whole.model.ops.wide)
     assert all(0 < len(ops.wide) < len(ops.matrices) for ops in parts)
+
+
+def test_stages_choose_by_a_text_as_one_process_does(random_models: RandomModels) -> None:
+    """Whose logits the last stage alone has."""
+    text = SampleText(str, lambda: [(7 * i * i + i) % 199 for i in range(40)])
+    for name in ("mixtral", "llama"):
+        form: dict[str, Any] = {"quantization": "int4", "text": text}
+        whole = programs_of(random_models[name], None, **form)
+        program, stages = staged(random_models[name], 2, **form)
+        parts = [program._program.model.ops, *(part.model.ops for part in stages.programs)]
+        wide = sorted(matrix.name for ops in parts for matrix in ops.wide)
+        assert wide == sorted(matrix.name for matrix in whole.model.ops.wide)
+        assert wide

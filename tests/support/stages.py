@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.backends.base import SetUp
+from headrace.backends.base import SampleText, SetUp
 from headrace.backends.step import Chunks
 from headrace.engine.library.load import choose_activations, load_model
 from headrace.parallel.pipeline import PipelinedProgram, give_rows
@@ -97,11 +97,13 @@ SIZES: dict[str, Any] = {
 NUM_BLOCKS = 32
 
 
-def programs_of(path: Path, seat: StageSeat | None, kv_dtype: str = "float32", **fields: Any) -> Any:
+def programs_of(
+    path: Path, seat: StageSeat | None, kv_dtype: str = "float32", text: SampleText | None = None, **fields: Any
+) -> Any:
     """A program of the whole model, or of one stage."""
     config = EngineConfig(model=str(path), backend="cpu", max_model_len=128, num_threads=1, **fields)
     backend, model, model_config = load_model(config, path, lambda done, total: None, seat)
-    choose_activations(config, backend, model, model_config)
+    choose_activations(config, backend, model, model_config, text)
     return backend.program(model, SetUp((NUM_BLOCKS,) * len(model.kinds), kv_dtype=kv_dtype, **SIZES))
 
 

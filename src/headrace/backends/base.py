@@ -12,7 +12,7 @@ number, the row's place among them, or the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
@@ -305,6 +305,14 @@ class SetUp(msgspec.Struct, frozen=True, tag="set_up"):
     num_threads: int = 0
 
 
+class SampleText(NamedTuple):
+    """A text on which a backend judges its choices. mark: returns a name that differs for other tokens. read: returns
+    the token ids."""
+
+    mark: Callable[[], str]
+    read: Callable[[], list[int]]
+
+
 class Program(Protocol):
     """A model over its KV cache, ready to run. Positions are computed in any pieces; the bits stay the same."""
 
@@ -416,10 +424,13 @@ class Backend(Protocol):
         """
         ...
 
-    def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
+    def choose_activations(
+        self, model: Any, mode: str, num_threads: int, stated: str = "", text: SampleText | None = None
+    ) -> str:
         """Choose the type of the activations of each quantised matrix of `model`: "int8", "16bit", "fp8", or by the
         model itself ("auto"); once, before its first program. stated: the type that the checkpoint's quantisation
-        multiplies with (`quant.base.stated_activations`). Return the choice: int8, 16bit, fp8, mixed, or "" where
+        multiplies with (`quant.base.stated_activations`). text: the model is judged on it, where the choice depends on
+        its numbers; None: on fixed tokens. Return the choice: int8, 16bit, fp8, mixed, or "" where
         nothing is quantised. Raises `RequestError` for a `mode` without kernels."""
         ...
 

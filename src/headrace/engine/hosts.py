@@ -84,11 +84,11 @@ def prepared(payload: bytes, rank: int, model: str, num_threads: int, interface:
     )
 
 
-def connect(group: Group) -> None:
+def connect(group: Group, token_ids: list[int]) -> None:
     """Compare the weights of all ranks, then go on as ranks of one host do (`ranks.go`).
 
     Raises `CheckpointError` for ranks with other weights, and `RankLostError`."""
     if not isinstance(group.hosts, Hosts):
         raise TypeError("a group of hosts that `await_hosts` has not made")
     group.hosts.check_weights()
-    go(group)
+    go(group, token_ids)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.backends.base import SetUp
+from headrace.backends.base import SampleText, SetUp
 from headrace.backends.native import require_native
 from headrace.backends.shares import DeviceSeat, Seat
 from headrace.engine.child import set_up_process
@@ -145,7 +145,7 @@ def serve(sock: socket.socket) -> None:
     go = inbox.expect(Go)
     if go.host:
         native.connect(go.host, go.port)
-    choose_activations(config, backend, model, model_config)
+    choose_activations(config, backend, model, model_config, SampleText(str, lambda: go.token_ids))
     set_up = msgspec.structs.replace(inbox.expect(SetUp), num_threads=config.num_threads)
     program: Any = backend.program(model, set_up)
     if fault := native.fault():

@@ -48,9 +48,10 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """To a rank: all have their weights; choose the activations. Ranks on several hosts find each other's gathers at
-    `host` and `port`."""
+    """To a rank: all have their weights; choose the activations, by the text of `token_ids`. Ranks on several hosts
+    find each other's gathers at `host` and `port`."""
 
+    token_ids: list[int]
     host: str = ""
     port: int = 0
 
@@ -147,17 +148,18 @@ def divide(cpus: Sequence[int], world: int) -> list[list[int]]:
     return [list(cpus[len(cpus) * at // world : len(cpus) * (at + 1) // world]) for at in range(world)]
 
 
-def go(group: Group) -> None:
-    """Have all ranks, which have their weights, choose the activations. Connects gathers by `torch.distributed` before.
+def go(group: Group, token_ids: list[int]) -> None:
+    """Have all ranks, which have their weights, choose the activations by the text of these tokens. Connects gathers by
+    `torch.distributed` before.
 
     Raises `RankLostError`."""
     gathers = group.native
     if not isinstance(gathers, GlooRanks | DeviceRanks):
-        group.send(Go())
+        group.send(Go(token_ids))
         return
     with gathers.listen() as listener:
         host, port = listener.getsockname()[:2]
-        group.send(Go(host, port))
+        group.send(Go(token_ids, host, port))
         try:
             gathers.connect(host, port, listener)
         except (TimeoutError, OSError) as error:

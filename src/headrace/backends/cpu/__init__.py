@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from headrace import env
-from headrace.backends.base import LayerShape, SetUp, part_of_memory
+from headrace.backends.base import LayerShape, SampleText, SetUp, part_of_memory
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.activations import choose_activations
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
@@ -93,8 +93,10 @@ class Cpu:
         group = scheme.group or ACT_GROUP
         return int(require_native().packed_bytes(scheme.kind, num_out, num_in, group, native_flag(scheme)))
 
-    def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
-        return choose_activations(self.ops, model, mode, num_threads, stated, self._saved_losses)
+    def choose_activations(
+        self, model: Any, mode: str, num_threads: int, stated: str = "", text: SampleText | None = None
+    ) -> str:
+        return choose_activations(self.ops, model, mode, num_threads, stated, self._saved_losses, text)
 
     def keep_losses(self, path: Path, max_model_len: int, may_write: bool) -> None:
         """Keep the measurements of the weights in the file `path`, in the weights' folder."""

@@ -81,7 +81,7 @@ class TapedProgram:
         self._streams = [ops.whole(streams[layer]) for layer in layers]
         fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
         graph.put("finite", ROWS, None, fields)
-        self._num_forward = len(graph.nodes)
+        self.num_forward = len(graph.nodes)
         logits = ops.whole(model.logits(hidden, self.logit_rows))
         # Logits lie outside the arena: the caller reads them after the run.
         self._logits = aligned(4 * max_chunks * logits.ld).view(np.float32).reshape(max_chunks, logits.ld)
@@ -112,13 +112,13 @@ class TapedProgram:
             self._verify(dims)
         else:
             self.tape.run(dims, self.num_threads)
-        return self._are_finite(num_rows, num_chunks), self._take(len(rows))
+        return self._are_finite(num_rows, num_chunks), self.last_logits(len(rows))
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
         """Compute the chunks, without logits. Return whether the hidden states of each chunk are finite, and the hidden
         states [R, H] before the final norm, valid until the next call."""
         num_rows, num_chunks = self.fill(chunks, features), len(chunks.starts)
-        self.tape.run_range(0, self._num_forward, [num_rows, num_chunks, 0], self.num_threads)
+        self.tape.run_range(0, self.num_forward, [num_rows, num_chunks, 0], self.num_threads)
         return self._are_finite(num_rows, num_chunks), self.hidden_states_of(num_rows)
 
     def hidden_states_of(self, num_rows: int) -> F32:
@@ -154,8 +154,8 @@ class TapedProgram:
     def logits(self, rows: list[int]) -> HostLogits:
         self.logit_rows[: len(rows)] = rows
         dims = [0, 0, len(rows)]
-        self.tape.run_range(self._num_forward, len(self.tape.nodes), dims, self.num_threads)
-        return self._take(len(rows))
+        self.tape.run_range(self.num_forward, len(self.tape.nodes), dims, self.num_threads)
+        return self.last_logits(len(rows))
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         tape, out = self._final = self._final or self._record_final()
@@ -193,7 +193,8 @@ class TapedProgram:
             self._final = None
         self.cache.layers = []
 
-    def _take(self, num_rows: int) -> HostLogits:
+    def last_logits(self, num_rows: int) -> HostLogits:
+        """Return the first rows of logits of the last call."""
         finite = self._finite_logits[:num_rows].astype(bool) & (self._best_values[:num_rows] > -np.inf)
         return HostLogits(
             self._logits[:num_rows, : self.vocab_size], finite.tolist(), self._best_ids[:num_rows].tolist()

@@ -1,4 +1,4 @@
-"""`SavedLosses`: the losses of a model's int8 products, measured at load and kept beside its packed file.
+"""`SavedLosses`: the measurements of a model's int8 products at load, kept beside its packed file.
 
 The file is valid for one build of headrace: any other measures again, so that no choice depends on when the file was
 written. Knows names and numbers; must not know models or matrices. Made by `checkpoint.source`, used by `activations`.
@@ -27,32 +27,39 @@ def build() -> str:
 
 
 class SavedLosses:
-    """The losses of matrices by name, in the file `path`. may_write: whether it is written if there is none.
+    """The losses of matrices by name, and the matrices that take floats so that few tokens change, in the file `path`.
+    may_write: whether it is written if there is none.
 
-    They are valid for a model made for `max_model_len` positions: some models' rope frequencies depend on it."""
+    They are valid for one text, and for a model made for `max_model_len` positions: some models' rope frequencies
+    depend on it."""
 
     def __init__(self, path: Path, max_model_len: int, may_write: bool) -> None:
         self._path, self._max_model_len, self._may_write = path, max_model_len, may_write
 
-    def read(self) -> dict[str, float]:
-        """Return the losses in the file; none if there is no file, or one of another build."""
+    def read(self, text: str) -> tuple[dict[str, float], set[str]]:
+        """Return the losses in the file and the names of the matrices that take floats; none if there is no file, or
+        one of another build or text."""
         try:
             values = json.loads(self._path.read_text(encoding="utf-8"))
-            fits = (values["build"], values["max_model_len"]) == (build(), self._max_model_len)
-            losses = values["losses"] if fits else {}
-            return {str(name): float(loss) for name, loss in losses.items()}
+            if {name: values[name] for name in ("build", "max_model_len", "text")} != self._facts(text):
+                return {}, set()
+            losses = {str(name): float(loss) for name, loss in values["losses"].items()}
+            return losses, {str(name) for name in values["noisy"]}
         except FileNotFoundError:
-            return {}
+            return {}, set()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s is not used: %s", self._path, error)
-            return {}
+            return {}, set()
 
-    def write(self, losses: dict[str, float]) -> None:
+    def _facts(self, text: str) -> dict[str, str | int]:
+        return {"build": build(), "max_model_len": self._max_model_len, "text": text}
+
+    def write(self, text: str, losses: dict[str, float], noisy: list[str]) -> None:
         if not self._may_write:
             return
         part = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            facts = {"build": build(), "max_model_len": self._max_model_len, "losses": losses}
+            facts = self._facts(text) | {"losses": losses, "noisy": noisy}
             part.write_text(json.dumps(facts), encoding="utf-8")
             part.replace(self._path)
         except OSError as error:

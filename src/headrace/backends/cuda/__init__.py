@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headrace.backends.base import SetUp, part_of_memory
+from headrace.backends.base import SampleText, SetUp, part_of_memory
 from headrace.backends.cuda import cache
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.matrix import schemes
@@ -71,7 +71,9 @@ class Cuda:
     def layouts(self) -> dict[str, str]:
         return {}
 
-    def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
+    def choose_activations(
+        self, model: Any, mode: str, num_threads: int, stated: str = "", text: SampleText | None = None
+    ) -> str:
         kinds = {matrix.scheme.kind for matrix in self.ops.matrices}
         return float_activations(self.name, mode, kinds, always_fp8=True)
 

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from headrace.backends.base import SetUp, part_of_memory
+from headrace.backends.base import SampleText, SetUp, part_of_memory
 from headrace.backends.torch_ref import cache, rounded
 from headrace.backends.torch_ref.activations import float_activations
 from headrace.backends.torch_ref.ops import RefOps
@@ -47,7 +47,9 @@ class TorchRef:
     def layouts(self) -> dict[str, str]:
         return {}
 
-    def choose_activations(self, model: Any, mode: str, num_threads: int, stated: str = "") -> str:
+    def choose_activations(
+        self, model: Any, mode: str, num_threads: int, stated: str = "", text: SampleText | None = None
+    ) -> str:
         kinds = {"f" if part.scheme is None else part.scheme.kind for part in self.ops.parts()}
         chosen = float_activations(self.name, mode, kinds)
         self.ops.rounds_inputs = mode == "fp8"

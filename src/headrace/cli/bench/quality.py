@@ -25,7 +25,6 @@ from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.cli.bench.data import Sample
 from headrace.cli.bench.divergence import LayerError, Tally, layer_errors, score, short_name
 from headrace.cli.bench.offline import PARAMS, run_batch
-from headrace.cli.bench.outliers import plant
 from headrace.cli.bench.plans import QualityPlan
 from headrace.engine.progress import progress_bar
 from headrace.insight import audit
@@ -222,6 +221,9 @@ def scored(llm: LLM, reference: LLM | None, text: Text) -> dict[str, float]:
 def judge_outliers(config: EngineConfig, reference: LLM, text: Text) -> dict[str, Any]:
     """Return the loss of the form of `config` on its model with planted outliers. The function of the model stays the
     same, so it is compared with the model as it is. Raises `RequestError` for a model in which none can be planted."""
+    # It imports torch, which the other figures do not need.
+    from headrace.cli.bench.outliers import plant
+
     with tempfile.TemporaryDirectory() as folder:
         planted = plant(hub.resolve(config.model, config.revision), Path(folder) / "planted")
         changed = msgspec.structs.replace(config, model=str(planted), revision=None, save_packed=False)

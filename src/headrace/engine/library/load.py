@@ -14,7 +14,7 @@ import msgspec
 
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
-from headrace.backends.base import Backend, Program, SetUp
+from headrace.backends.base import Backend, Program, SampleText, SetUp
 from headrace.backends.shares import DeviceSeat, Seat
 from headrace.checkpoint import gguf_config
 from headrace.checkpoint.gguf_origin import GGUFOrigin
@@ -54,6 +54,7 @@ from headrace.runner.drawing import NativeSelect
 from headrace.runner.runner import Runner
 from headrace.sampling.filters import Select, select_all
 from headrace.sampling.sampler import Sampler
+from headrace.text import sample
 
 MANY_PIECES = 128
 
@@ -93,14 +94,14 @@ def _open_group(config: EngineConfig, directory: str, on_lost: Callable[[str], N
     return await_hosts(config, config.rendezvous, directory, on_lost)
 
 
-def _go(group: Group) -> None:
+def _go(group: Group, token_ids: list[int]) -> None:
     """Have all ranks, which have their weights, choose the activations. Raises as `hosts.connect`."""
     if group.hosts is None:
-        go(group)
+        go(group, token_ids)
         return
     from headrace.engine.hosts import connect
 
-    connect(group)
+    connect(group, token_ids)
 
 
 def _build_runner(
@@ -113,11 +114,12 @@ def _build_runner(
         with progress_bar(f"loading {config.model}", logger=logger) as show:
             backend, model, model_config = load_model(config, directory, show, seat)
     weight_bytes = backend.ops.weight_bytes
+    max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
+    text = SampleText(lambda: sample.mark(directory), lambda: sample.token_ids(directory)[:max_model_len])
     if group is not None:
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
-        _go(group)
-    activations = choose_activations(config, backend, model, model_config)
-    max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
+        _go(group, text.read() if config.activations == "auto" and backend.name == "cpu" else [])
+    activations = choose_activations(config, backend, model, model_config, text)
     if config.max_model_len is not None and config.max_model_len > max_model_len:
         logger.warning(
             "max_model_len: %d is more than the model's context, so it is %d; --rope-scaling stretches a context",
@@ -190,10 +192,16 @@ def _build_runner(
     return runner, info
 
 
-def choose_activations(config: EngineConfig, backend: Backend, model: models.Model, model_config: ModelConfig) -> str:
+def choose_activations(
+    config: EngineConfig,
+    backend: Backend,
+    model: models.Model,
+    model_config: ModelConfig,
+    text: SampleText | None = None,
+) -> str:
     """See `Backend.choose_activations`."""
     stated = stated_activations(model_config.values.get("quantization_config"))
-    return backend.choose_activations(model, config.activations, config.num_threads, stated)
+    return backend.choose_activations(model, config.activations, config.num_threads, stated, text)
 
 
 def make_target(
