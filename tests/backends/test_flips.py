@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from headrace.backends import flips
-from headrace.backends.flips import Noise, Spread
+from headrace.quant import flips
+from headrace.quant.flips import Noise, Spread
 
 GENERATOR = np.random.default_rng(5)
 PLAIN = GENERATOR.normal(0, 2, (4000, 50)).astype(np.float32)

@@ -17,12 +17,12 @@ from tests.models.test_quantised import TEXT, distance
 from tests.support.harness import follow, load, save_random
 
 from headrace import hub
-from headrace.backends import flips
 from headrace.backends.cpu import activations
 from headrace.backends.cpu.saved_losses import build
 from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.quant import flips
 from headrace.quantize.base import Options
 from headrace.quantize.driver import quantise_checkpoint
 from headrace.text.tokenizer import Tokenizer

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends import flips
 from headrace.backends.base import SampleText
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.matrix import CpuMatrix, parts_of
@@ -33,6 +32,7 @@ from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.backends.neighbours import Neighbours, neighbours_of
 from headrace.backends.step import Chunks, StepSizes
 from headrace.protocol.errors import RequestError
+from headrace.quant import flips
 from headrace.quant.schemes import ROUNDED_BOOKS
 
 TOLERANCE = 0.02
