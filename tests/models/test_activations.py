@@ -18,7 +18,7 @@ from tests.support.harness import follow, load, save_random
 
 from headrace import hub
 from headrace.backends.cpu import activations
-from headrace.backends.cpu.saved_losses import build
+from headrace.backends.cpu.activations.saved_losses import build
 from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError

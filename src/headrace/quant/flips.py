@@ -14,12 +14,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_RATE = 0.005
+MAX_RATE = 0.0035
 """Greatest share of tokens that int8 activations may change, predicted on the sample. On other text it may be twice as
 much: no more than 1% shall change (docs/quantisation.md has the counts)."""
 BROAD_RATE = 0.1
 """Small rates grow as the deviation of the noise does. The slope is taken from this rate, to which several gaps of a
 short text contribute; the gaps that noise exceeds at MAX_RATE are one or none."""
+LEAST_SAID = 12
+"""Rows that make a sample of gaps."""
 HALVINGS = 40
 """Of the interval of noise: more than float64 can show."""
 
@@ -56,6 +58,14 @@ def likeliest(logits: F32) -> NDArray[np.int64]:
         ]
         tokens[:] = first, max(others, key=lambda token: values[token])
     return best
+
+
+def said(best: NDArray[np.int64], token_ids: Sequence[int], rows: Sequence[int]) -> NDArray[np.bool_]:
+    """Return which of the rows [S] of a text the model would have gone on as the text does, by its two likeliest tokens
+    [S, 2]. An answer of its own has no other rows, and where a text surprises it the two likeliest are closer. All rows,
+    if these are fewer than `LEAST_SAID`."""
+    agrees = best[:, 0] == [token_ids[row + 1] for row in rows]
+    return agrees if agrees.sum() >= LEAST_SAID else np.ones(len(best), np.bool_)
 
 
 def gaps(logits: F32, best: NDArray[np.int64]) -> F64:

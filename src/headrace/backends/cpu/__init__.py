@@ -19,13 +19,13 @@ from headrace import env
 from headrace.backends.base import LayerShape, SampleText, SetUp, part_of_memory
 from headrace.backends.cpu import cache
 from headrace.backends.cpu.activations import choose_activations
+from headrace.backends.cpu.activations.saved_losses import SavedLosses
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.program import MAX_ROWS, TapedProgram, TapeOptions
 from headrace.backends.cpu.ranks import RankOps
-from headrace.backends.cpu.saved_losses import SavedLosses
 from headrace.backends.key_means import LENGTH, NUM_SEQS, mean_key, probe_tokens
 from headrace.backends.native import require_native
 from headrace.backends.neighbours import neighbours_of

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import SampleText
+from headrace.backends.cpu.activations.saved_losses import SavedLosses
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.matrix import CpuMatrix, parts_of
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.products import FLOAT_KINDS, Pair
 from headrace.backends.cpu.program import TapedProgram, TapeOptions
 from headrace.backends.cpu.ranks import RankOps
-from headrace.backends.cpu.saved_losses import SavedLosses
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.backends.neighbours import Neighbours, neighbours_of
 from headrace.backends.step import Chunks, StepSizes
@@ -265,9 +265,12 @@ def _noisy(
     if getattr(model, "is_last", True):
         plain, noisy = (each.program.last_logits(len(each.rows)).fetch() for each in (first, second))
         best = flips.likeliest(plain)
+        judged = flips.said(best, [*token_ids, -1], first.rows)
         of_all = flips.gaps(noisy, best)  # before the next call, which overwrites the logits
         of_head = second.program.logits_of(first.hidden(), first.rows).fetch()
-        at_logits = flips.spread(flips.gaps(plain, best), of_all, flips.gaps(of_head, best))
+        at_logits = flips.spread(
+            *(each[judged] for each in (flips.gaps(plain, best), of_all, flips.gaps(of_head, best)))
+        )
     second.program.close()
     mine = [noise for pair, noise in pairs if not spoilt >= set(parts_in(pair))]
     every = mine
@@ -281,7 +284,7 @@ def _noisy(
         ]
     chosen = flips.chosen(every, at_logits)
     logger.info(
-        "int8 activations would change %.2f%% of the tokens, at most %.0f%% may",
+        "int8 activations would change %.2f%% of the tokens, at most %.2f%% may",
         100 * at_logits.rate,
         100 * flips.MAX_RATE,
     )
