@@ -9,13 +9,13 @@ from functools import partial
 
 import msgspec
 import pytest
-from headrace.core.batches import make_batch
 from tests.programs.sim.planting import NUM_STEPS, Bugs, expect_caught, register
 from tests.programs.sim.simulation import Simulation
 
 import headrace.core.scheduler as scheduler_module
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Sequence
+from headrace.core.steps import make_batch
 from headrace.protocol.step import Finish
 
 BUGS: Bugs = {}
@@ -170,7 +170,7 @@ def failed_chunk_published(s, _):
     commit = s.commit
 
     def publishing(batch, result):
-        for index in result.errors:
+        for index in result.column("error"):
             seq, length = s.steps.oldest(batch, result).seqs[index], batch.lens[index]
             if seq.block_table and seq.num_computed + length >= seq.publish_at:
                 seq.num_computed += length

@@ -153,7 +153,10 @@ class Lifespan:
             logger.info("ready: %s; models of the folder are loaded when they are named", self.url)
             return
         info = default.client.info
-        extra = startup.summary(info, default.path, self.url, self.num_routes, default.served.quality(info))
+        served = default.served
+        extra = startup.summary(
+            info, default.path, self.url, self.num_routes, served.quality(info), served.defaults.sampling.temperature
+        )
         logger.info("ready: %s", self.url, extra=extra)
         await default.client.dead.wait()
         self.failure = EngineDeadError("the engine died too often")

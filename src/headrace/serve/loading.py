@@ -238,12 +238,6 @@ class Loader:
 def served_model(front: TextClient, server: ServerConfig, model: str, parts: ModelParts) -> ServedModel:
     """Return the model that answers calls; for the arguments see `RunningModel`."""
     names = server.served_model_name or [model]
-    if parts.defaults.sampling.temperature is None:
-        logger.info(
-            "%s: its files advise no sampling: OpenAI's routes sample at temperature 1, as vLLM's do, llama-server's "
-            "and Ollama's at 0.8, as theirs do; --temp 0.8 --top-k 40 --top-p 0.95 --min-p 0.05 sets it for all",
-            names[0],
-        )
     served = ServedModel(
         front,
         names[0],

@@ -17,16 +17,23 @@ from headrace.protocol.parameters import APIS
 from headrace.protocol.step import EngineInfo
 
 WEIGHT_FILES = ("*.safetensors", "*.u8")
+UNADVISED = "1 on OpenAI's routes, as vLLM has it, 0.8 on llama-server's and Ollama's: no file advises one; --temp sets it for all"
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def summary(
-    info: EngineInfo, path: Path | None, url: str, num_routes: int, measured: Mapping[str, Any] | None = None
+    info: EngineInfo,
+    path: Path | None,
+    url: str,
+    num_routes: int,
+    measured: Mapping[str, Any] | None = None,
+    temperature: float | None = None,
 ) -> Mapping[str, Any]:
     """Return the `extra` of a record of the log: `rows` for people, and the same as `fields` for programs.
 
     `path` is the model's directory or GGUF file, None for a model without files; `url` is the server's address;
-    `measured` is the measured quality of a form that the weights were quantised to."""
+    `measured` is the measured quality of a form that the weights were quantised to; `temperature` is the advice of the
+    model's files, or a flag's."""
     form, num_bytes = (info.dtype, 0) if path is None else (stored_form(path, info), num_weight_bytes(path))
     num_tokens, length = info.num_blocks * info.block_size, info.max_model_len
     engine = f"computed in {info.dtype} by the backend {info.backend} on {info.device}"
@@ -39,6 +46,7 @@ def summary(
         "KV cache size": f"{num_tokens:,} tokens in {info.kv_cache_dtype or info.dtype}; "
         f"maximum concurrency for {length:,} tokens per request: {num_tokens / length:.2f}x",
         "answers end with": f"token {', '.join(map(str, info.eos_token_ids))}" if info.eos_token_ids else "no token",
+        "temperature": UNADVISED if temperature is None else f"{temperature:g} where a request has none",
         "APIs": f"{', '.join(APIS.values())}; {num_routes} routes, listed at {url}/docs",
         "address": url,
     }

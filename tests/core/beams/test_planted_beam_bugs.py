@@ -3,11 +3,11 @@
 from functools import partial
 
 import pytest
-from headrace.core.batches import make_batch
 from tests.programs.sim.planting import Bugs, expect_caught, register
 
 import headrace.core.scheduler as scheduler_module
 from headrace.core.beams.searches import Search
+from headrace.core.steps import make_batch
 
 BUGS: Bugs = {}
 bug = partial(register, BUGS)

@@ -250,7 +250,7 @@ def test_routers_share_out_what_comes(router: str) -> None:
     used: set[int] = set()
 
     async def work(fleet: Fleet) -> list[Answer]:
-        listen(fleet, lambda index, ids: used.add(index) if ids else None)
+        listen(fleet, lambda replica, output: used.add(replica.index) if output.request_ids else None)
         return await all_of(fleet, responses)
 
     assert run(fleet, work) == alone(responses)

@@ -18,7 +18,7 @@ from headrace.fleet.engines.client import Fleet
 from headrace.fleet.engines.update import FIXED, RollingUpdate, UpdateError
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, EngineDeadError, RequestError
-from headrace.protocol.step import Request
+from headrace.protocol.step import Request, StepOutput
 
 
 class Threads:
@@ -117,9 +117,9 @@ def under_load(
     """The answers of `wanted`, in calls of `num`, during an update, and what computed each request."""
     where: dict[str, set[str]] = {}
 
-    def note(index: int, ids: list[str]) -> None:
-        for each in ids:
-            where.setdefault(each, set()).add(fleet.replica(index).fingerprint)
+    def note(replica: Replica, output: StepOutput) -> None:
+        for each in set(output.request_ids) & replica.entries.keys():
+            where.setdefault(each, set()).add(replica.fingerprint)
 
     async def work(fleet: Fleet) -> list[Answer]:
         listen(fleet, note)

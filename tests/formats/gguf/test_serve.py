@@ -123,7 +123,7 @@ def test_a_directory_with_one_file_means_that_file(builtin: Path, tmp_path: Path
     assert hub.resolve(str(builtin.parent)) == builtin
     (tmp_path / "a.gguf").write_bytes(b"")
     (tmp_path / "b.gguf").write_bytes(b"")
-    with pytest.raises(ModelNotFoundError, match="2 GGUF files"):
+    with pytest.raises(ModelNotFoundError, match="2 GGUF models"):
         hub.resolve(str(tmp_path))
     with pytest.raises(CheckpointError, match="magic"):
         build_runner(EngineConfig(model=str(tmp_path / "a.gguf")))
