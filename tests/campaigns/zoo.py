@@ -183,9 +183,9 @@ def _made(model_type: str, case: Case, directory: Path) -> tuple[list[int], list
         theirs.save_pretrained(directory, max_shard_size="40KB")
     elif case.weights == "bfloat16":
         shutil.rmtree(directory)
-        theirs = theirs.to(torch.bfloat16)
-        theirs.save_pretrained(directory)
-        theirs = theirs.to(torch.float32)
+        theirs.to(torch.bfloat16).save_pretrained(directory)
+        # Read again: a model that was cast keeps rounded frequencies of its positions too.
+        theirs = type(theirs).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
     _save_tokenizer(directory, case.tokenizer)

@@ -61,9 +61,10 @@ def likeliest(logits: F32) -> NDArray[np.int64]:
 
 
 def said(best: NDArray[np.int64], token_ids: Sequence[int], rows: Sequence[int]) -> NDArray[np.bool_]:
-    """Return which of the rows [S] of a text the model would have gone on as the text does, by its two likeliest tokens
-    [S, 2]. An answer of its own has no other rows, and where a text surprises it the two likeliest are closer. All rows,
-    if these are fewer than `LEAST_SAID`."""
+    """Return after which rows [S] the model would have gone on as the text does, by its two likeliest tokens [S, 2].
+
+    An answer of its own has no other rows; where a text surprises it, the two likeliest are closer. All rows, if these
+    are fewer than `LEAST_SAID`."""
     agrees = best[:, 0] == [token_ids[row + 1] for row in rows]
     return agrees if agrees.sum() >= LEAST_SAID else np.ones(len(best), np.bool_)
 
