@@ -17,7 +17,10 @@ from headrace.protocol.parameters import APIS
 from headrace.protocol.step import EngineInfo
 
 WEIGHT_FILES = ("*.safetensors", "*.u8")
-UNADVISED = "1 on OpenAI's routes, as vLLM has it, 0.8 on llama-server's and Ollama's: no file advises one; --temp sets it for all"
+UNADVISED = (
+    "1 on OpenAI's routes, as vLLM has it, 0.8 on llama-server's and Ollama's: no file advises one; "
+    "--temp sets it for all"
+)
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
