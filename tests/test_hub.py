@@ -163,6 +163,7 @@ def test_settings_of_quantisation_are_found_where_their_writers_put_them(place: 
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = hub.read_config(tmp_path)["quantization_config"]
     assert settings["quant_method"] == method
+    assert settings["stated_in"].endswith(place)
     assert expected.items() <= settings.items()
 
 
@@ -170,7 +171,15 @@ def test_the_settings_in_config_json_precede_a_file(tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "awq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 8, "desc_act": False}))
-    assert hub.read_config(tmp_path) == config
+    settings = hub.read_config(tmp_path)["quantization_config"]
+    assert settings == config["quantization_config"] | {"stated_in": "config.json: quantization_config"}
+
+
+def test_a_file_of_settings_is_part_of_the_models_digest(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = hub.digest(tmp_path)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 8, "desc_act": False}))
+    assert hub.digest(tmp_path) != before
 
 
 @pytest.mark.parametrize("empty", [{}, {"quantization_config": None}, {"quantization_config": {}}])
@@ -181,7 +190,7 @@ def test_no_settings_are_plain_weights(empty: dict[str, Any], tmp_path: Path) ->
 
 def test_settings_of_the_text_model_alone_are_those_of_all() -> None:
     values = hub.with_quantization({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
-    assert values["quantization_config"] == {"quant_method": "fp8"}
+    assert values["quantization_config"]["quant_method"] == "fp8"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ from headrace.protocol.errors import CheckpointError, ModelNotFoundError, Reques
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.model.v*", "*.txt"]
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 """The GGUF file of a repository that is fetched if no tag chooses another."""
-DIGESTED = ("config.json", "*.safetensors", "*.gguf", "*.u8")
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
+"""The files in which ModelOpt, GPTQ's, AWQ's and auto-round's writers put the settings that config.json lacks."""
+DIGESTED = ("config.json", *QUANTIZATION_FILES, "*.safetensors", "*.gguf", "*.u8")
 """The files that decide the results of a model; *.u8 is the built-in one's."""
 TEXT_FILES = (
     "tokenizer*.json",
@@ -41,8 +43,6 @@ TEXT_FILES = (
 """The files that decide how texts and tokens correspond; for a GGUF file, the file itself."""
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 """The keys of a config.json for the settings of quantisation: the usual one, compressed-tensors' older one, MLX's."""
-QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
-"""The files in which ModelOpt, GPTQ's, AWQ's and auto-round's writers put the settings that config.json lacks."""
 METHOD_KEYS = {
     "modelopt": frozenset({"quant_algo", "exclude_modules"}),
     "auto-round": frozenset({"packing_format", "autoround_version", "extra_config"}),
@@ -124,7 +124,7 @@ def digest(path: Path, names: Iterable[str] = DIGESTED) -> str:
 def weights_digest(model: str, revision: str | None) -> str:
     """Return the `digest` of a model's files, "" if its weights are not here."""
     path = resolve(model, revision, weights=False)
-    has_weights = path.is_file() or any(any(path.glob(name)) for name in DIGESTED if name != "config.json")
+    has_weights = path.is_file() or any(any(path.glob(name)) for name in DIGESTED if name.startswith("*"))
     return digest(path) if has_weights else ""
 
 
@@ -150,8 +150,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def with_quantization(values: dict[str, Any], directory: Path | None = None) -> dict[str, Any]:
-    """Return the values of a config.json with the settings of its quantisation under `quantization_config`, and with
-    the name of the method in them.
+    """Return the values of a config.json with the settings of its quantisation under `quantization_config`, and in them
+    the name of the method and the place of the settings (`stated_in`), for errors.
 
     Writers put the settings there, under other keys (`QUANTIZATION_KEYS`), or in a file of their own
     (`QUANTIZATION_FILES`), and some leave out the method. Raises `CheckpointError` for settings of no method.
@@ -176,7 +176,7 @@ def with_quantization(values: dict[str, Any], directory: Path | None = None) -> 
     method = settings.get("quant_method") or _unnamed_method(settings)
     if method is None:
         raise CheckpointError(f"{source} names no quant_method, and its keys are those of no method that is known")
-    settings["quant_method"] = method
+    settings |= {"quant_method": method, "stated_in": source}
     return {**others, "quantization_config": settings}
 
 

@@ -88,7 +88,7 @@ def test_70b_in_int4_with_scales_is_36_4_gb() -> None:
     """The linear layers of `--quantization int4` (4 bits, a scale of 16 for 64 weights); embedding and head come on
     top. The textbooks' 35 GB leave the scales out."""
     in_int4 = counts(configs.LLAMA_3_70B, "int4")
-    assert round(in_int4.forms["int4-g64"] / GB, 1) == 36.4
+    assert round(in_int4.forms["iq4_nl-g64"] / GB, 1) == 36.4
     assert in_int4.weight_bytes == pytest.approx(sum(in_int4.forms.values()))
     assert round(in_int4.weight_bytes / GB, 1) == 39.1
 

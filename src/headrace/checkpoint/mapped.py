@@ -159,7 +159,9 @@ class MappedCheckpoint:
         return ""
 
     def config(self) -> bytes:
-        return (self.directory / "config.json").read_bytes()
+        """Return the contents of the files that state how the weights are meant."""
+        paths = [self.directory / name for name in ("config.json", *hub.QUANTIZATION_FILES)]
+        return b"".join(path.read_bytes() for path in paths if path.is_file())
 
     def table(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
         """Return an embedding table [V, H], mapped. Raises `CheckpointError` for another shape or no floats."""

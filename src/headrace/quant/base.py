@@ -320,9 +320,9 @@ def find_format(config: Any) -> Format:
     folder = importlib.import_module("headrace.quant.formats").__path__
     modules = [each.name for each in pkgutil.iter_modules(folder) if not each.name.startswith(("gguf", "none"))]
     names = ", ".join(name.replace("_", "-") for name in modules)
+    place = config.get("stated_in", "quantization_config")
     raise CheckpointError(
-        f"quantization_config: quant_method {method!r} is not supported; take the model unquantised, as GGUF, or by "
-        f"one of {names}"
+        f"{place}: quant_method {method!r} is not supported; take the model unquantised, as GGUF, or by one of {names}"
     )
 
 
