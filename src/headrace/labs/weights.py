@@ -40,10 +40,10 @@ def rounding(model: str, small: bool) -> Lab:
     length = 48 if small else 256
     exact, logprobs = _logprobs(model, None, length, [])
     rows: list[list[str | int | float]] = []
-    for form, weights in (("int8-g128", "int8-g128"), ("int4", "int4-g64")):
-        _, theirs = _logprobs(model, weights, length, exact)
+    for form in ("int8-g128", "int4-g64"):
+        _, theirs = _logprobs(model, form, length, exact)
         distance = sum(abs(a - b) for a, b in zip(logprobs, theirs, strict=True)) / len(theirs)
-        rows.append([weights, parse(weights).layer.bits_per_weight(WIDTH), 100 * errors[form], distance])
+        rows.append([form, parse(form).layer.bits_per_weight(WIDTH), 100 * errors[form], distance])
     bits, ratio = float(rows[1][1]), float(rows[1][2]) / float(rows[0][2])
     return Lab(
         name="rounding",
