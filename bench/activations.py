@@ -22,7 +22,7 @@ from typing import Any
 from bench.answers import smollm2
 from bench.record import commit
 from headrace import doctor, hub
-from headrace.backends.cpu import activations
+from headrace.backends.cpu.losses import activations
 from headrace.backends.cpu.matrix import parts_of
 from headrace.cli.bench.divergence import Tally, lockstep
 from headrace.cli.bench.quality import decode_speed, matrices_of, opened, program_of

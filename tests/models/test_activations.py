@@ -17,8 +17,8 @@ from tests.models.test_quantised import TEXT, distance
 from tests.support.harness import follow, load, save_random
 
 from headrace import hub
-from headrace.backends.cpu import activations
-from headrace.backends.cpu.activations.saved_losses import build
+from headrace.backends.cpu.losses import activations
+from headrace.backends.cpu.losses.saved import build
 from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError

@@ -17,7 +17,7 @@ from tests.support.stages import programs_of, results, staged
 
 from headrace import models
 from headrace.backends.base import SampleText
-from headrace.backends.cpu import activations
+from headrace.backends.cpu.losses import activations
 from headrace.backends.step import Chunks
 from headrace.checkpoint.names import text_config
 from headrace.parallel.pipeline import Piece, PipelinedProgram, cut, in_turn, num_pieces, num_rows_of

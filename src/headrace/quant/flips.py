@@ -2,7 +2,7 @@
 
 The noise of int8 products adds up: variances at the logits are the sum of what each product adds. A token changes where
 noise exceeds the gap between the two likeliest. The gaps of a text and the noise in them give a rate that varies far
-less than a count of changed tokens. Knows numbers; must not know matrices or models. Called by `activations`.
+less than a count of changed tokens. Knows numbers; must not know matrices or models. Called by `backends.cpu.losses`.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from headrace import env
 from headrace.backends.base import LayerShape, SampleText, SetUp, part_of_memory
 from headrace.backends.cpu import cache
-from headrace.backends.cpu.activations import choose_activations
-from headrace.backends.cpu.activations.saved_losses import SavedLosses
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
+from headrace.backends.cpu.losses.activations import choose_activations
+from headrace.backends.cpu.losses.saved import SavedLosses
 from headrace.backends.cpu.matrix import ACT_GROUP, TYPE_CODES, Table
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps

@@ -4,7 +4,7 @@ Int8 has one scale for 32 to 128 inputs, so one input that is much greater than 
 (LLM.int8(), arXiv 2208.07339). Whether that spoils a product depends on the weights, so it is measured when the model
 is loaded: a forward pass of a text computes each product both ways, and a matrix whose products differ by more than
 TOLERANCE takes floats from then on, as does a matrix with a table of codes that int8 does not hold. A second pass, with
-int8 in all others, shows at the logits how many tokens would change (`backends.flips`); products take floats until few
+int8 in all others, shows at the logits how many tokens would change (`quant.flips`); products take floats until few
 do. Without a text the first pass is of fixed tokens, and there is no second one. The choice depends on the model alone,
 no request changes it. Called by the backend; must not know models.
 """
@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import SampleText
-from headrace.backends.cpu.activations.saved_losses import SavedLosses
 from headrace.backends.cpu.cache import KVCache
+from headrace.backends.cpu.losses.saved import SavedLosses
 from headrace.backends.cpu.matrix import CpuMatrix, parts_of
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.products import FLOAT_KINDS, Pair
