@@ -50,6 +50,8 @@ def doctor(
         if of_forms:
             print()
             _show_forms(of_forms)
+        elif model is not None:
+            print(f"\nspeed and loss of each form of the weights: headrace doctor {model} --forms")
         print()
         checkup.show(checks)
     if checkup.is_bad(checks):
