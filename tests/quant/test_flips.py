@@ -71,3 +71,12 @@ def test_products_take_floats_that_add_most_for_their_cost_and_no_more_than_need
 def test_a_product_without_noise_stays() -> None:
     still = Noise(0.0, 1.0, False)
     assert flips.chosen([still, BODY[0]], Spread(0.5, 1.0, 0.0, 0.1)) == {BODY[0]}
+
+
+def test_only_tokens_that_the_model_would_have_said_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = np.array([[5, 1], [6, 1], [9, 1]])
+    token_ids, rows = [0, 4, 5, 7, 9], [1, 2, 3]
+    monkeypatch.setattr(flips, "LEAST_SAID", 2)
+    assert flips.said(best, token_ids, rows).tolist() == [True, False, True]
+    monkeypatch.setattr(flips, "LEAST_SAID", 3)
+    assert flips.said(best, token_ids, rows).tolist() == [True, True, True], "too few to judge by"

@@ -50,7 +50,7 @@ def doctor(
         if of_forms:
             print()
             _show_forms(of_forms)
-        elif model is not None:
+        else:
             print(f"\nspeed and loss of each form of the weights: headrace doctor {model} --forms")
         print()
         checkup.show(checks)
