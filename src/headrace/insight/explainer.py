@@ -100,7 +100,7 @@ class Explainers:
 
 
 class Explainer:
-    """The lives of one model's requests, read from the log of its `observer` when somebody wants to know. `tokenizer`,
+    """The lives of one model's requests, made of the notes of its `observer` when they are read. `tokenizer`,
     if there is one, gives the texts around a miss; see `Observer` for the others."""
 
     def __init__(
