@@ -11,7 +11,10 @@ import pytest
 from tests.support.fake import EOS as EOS_ID
 from tests.support.server import HTTP, Live, brittle, inproc
 
-from headrace.protocol.config import ServerConfig
+from headrace import hub
+from headrace.engine.build import build_engine
+from headrace.engine.client import InprocClient
+from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -134,6 +137,17 @@ def test_llama_probabilities_after_the_samplers_have_other_names(live: Live) -> 
     assert [each["prob"] for each in after["top_probs"]] == pytest.approx(
         [math.exp(each["logprob"]) for each in before["top_logprobs"]]
     )
+
+
+def test_llama_probabilities_after_the_samplers_are_those_of_the_tokens_that_are_left() -> None:
+    client = InprocClient(lambda: build_engine(EngineConfig(model="builtin", num_gpu_blocks_override=64)))
+    with Live(client, Tokenizer.load(hub.resolve("builtin")), ServerConfig(log_stats_interval=0)) as live:
+        body = {"prompt": "Once upon", "n_predict": 2, "seed": 1, "n_probs": 5, "post_sampling_probs": True}
+        entries = live.post("/completion", body | {"top_k": 3, "min_p": 0.0}).json()["completion_probabilities"]
+        plain = live.post("/completion", body | {"top_k": 0, "min_p": 0.0, "top_p": 1.0}).json()
+    assert all(0 < len(entry["top_probs"]) <= 3 for entry in entries)
+    assert all(each["prob"] > 0 for entry in entries for each in entry["top_probs"])
+    assert [len(entry["top_probs"]) for entry in plain["completion_probabilities"]] == [5, 5]
 
 
 def test_llama_warnings(live: Live) -> None:

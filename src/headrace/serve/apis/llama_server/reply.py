@@ -313,7 +313,9 @@ class LlamaAnswer(Readable):
 
     def _entry(self, entry: TokenLogprob) -> LlamaTokenLogprob:
         is_after = self.answer.generation.states[0].request.params.post_sampling_probs
-        top = tuple(self._top(token_id, logprob, is_after) for token_id, logprob in entry.top)
+        # After the samplers there are the tokens that they keep, as in llama-server, and no others.
+        left = [(token_id, logprob) for token_id, logprob in entry.top if not is_after or math.exp(logprob) > 0.0]
+        top = tuple(self._top(token_id, logprob, is_after) for token_id, logprob in left)
         chosen = self._top(entry.token_id, entry.logprob, is_after)
         return LlamaTokenLogprob(
             id=chosen.id,
