@@ -129,7 +129,7 @@ def test_a_token_has_alternatives_and_another_one_is_taken(open_page: Open, serv
     headings = page.locator(".tokens thead th").all_inner_texts()
     assert headings == ["token", "the model", "temperature 1.5", "min-p 0.05", "top-k 2", "top-p 0.95", "go on"]
     cells = [
-        [float(each.split()[0]) for each in row.locator("td.number").all_inner_texts()]
+        [0.0 if each == "–" else float(each.split()[0]) for each in row.locator("td.number").all_inner_texts()]
         for row in page.locator(".tokens tbody tr").all()
     ]
     columns = list(zip(*cells, strict=True))
