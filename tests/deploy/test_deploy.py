@@ -207,11 +207,14 @@ def lint(text: str) -> list[str]:
         problems.append("runs as root")
     if "HEALTHCHECK" not in last:
         problems.append("no health check")
-    if re.search(r"(?m)^FROM \S+(:latest| |$)(?! ?AS)", re.sub(r"(?m)^(FROM \S+:[\w.-]+).*$", r"\1 AS", text)):
-        problems.append("a base image without a tag")
+    if re.search(r"(?m)^FROM (?!\S+:\d[\w.-]+@sha256:[0-9a-f]{64}( AS \w+)?$)", text):
+        problems.append("a base image without a tag or a digest")
     if re.search(r"apt-get install(?!.*--no-install-recommends)", text):
         problems.append("recommended packages")
-    if "--require-hashes" not in text:
+    installs = re.findall(r"pip (?:install|wheel) ([^&\n]+)", text)
+    if not all(
+        "--require-hashes" in words or "--no-index" in words or "--no-build-isolation" in words for words in installs
+    ):
         problems.append("packages without hashes")
     if not re.search(r"(?m)^ENTRYPOINT \[", last):
         problems.append("a shell in front of the server, which takes no signal")
@@ -223,6 +226,18 @@ def test_the_image() -> None:
     assert lint(text) == []
     assert lint(re.sub(r"(?m)^USER.*\n", "", text)) == ["runs as root"]
     assert lint(text.replace("--require-hashes", "")) == ["packages without hashes"]
+    assert lint(text.replace("--no-build-isolation", "")) == ["packages without hashes"]
+    assert lint(re.sub("@sha256:[0-9a-f]+", "", text, count=1)) == ["a base image without a tag or a digest"]
+
+
+def test_images_that_compose_takes_are_fixed_by_their_digests() -> None:
+    def loose(compose: str) -> list[str]:
+        images = [service["image"] for service in yaml.safe_load(compose)["services"].values() if "image" in service]
+        return [image for image in images if not re.fullmatch(r"\S+:v?\d[\w.-]+@sha256:[0-9a-f]{64}", image)]
+
+    text = read("compose.yaml")
+    assert loose(text) == []
+    assert loose(re.sub("@sha256:[0-9a-f]+", "", text, count=1)) == ["prom/prometheus:v3.5.0"]
 
 
 def lacking(dockerfile: str, ignore: str) -> list[str]:
@@ -242,14 +257,14 @@ def test_files_of_the_image_are_there() -> None:
 def unlocked(dockerfile: str, lock: str) -> list[str]:
     """Interpreters of the image for which the lock has no hash of msgspec, whose wheels are for one each."""
     [msgspec] = re.findall(r"(?m)^msgspec==.*((?:\n    --hash.*)+)", lock)
-    pythons = ["3.11", "3.12", "3.13"][: msgspec.count("--hash")]
-    return [python for python in re.findall(r"(?m)^FROM python:([\d.]+)-", dockerfile) if python not in pythons]
+    pythons = ["3.11", "3.12", "3.13", "3.14"][: msgspec.count("--hash")]
+    return [python for python in re.findall(r"(?m)^FROM python:(\d+\.\d+)[\d.]*-", dockerfile) if python not in pythons]
 
 
 def test_the_image_has_an_interpreter_of_the_lock() -> None:
     text, lock = read("Dockerfile"), (ROOT / "requirements.lock").read_text(encoding="utf-8")
     assert unlocked(text, lock) == []
-    assert unlocked(text.replace("FROM python:3.11", "FROM python:3.14"), lock) == ["3.14", "3.14"]
+    assert unlocked(text.replace("FROM python:3.11", "FROM python:3.15"), lock) == ["3.15", "3.15"]
 
 
 def missing_mounts(compose: str) -> list[str]:
