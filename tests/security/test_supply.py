@@ -184,8 +184,8 @@ def advisories() -> Iterator[tuple[str, dict[str, object]]]:
     class Registry(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             assert self.path == "/-/npm/v1/security/advisories/bulk"
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            body = json.dumps({name: holes for name, holes in known.items() if name in asked}).encode()
+            names = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = json.dumps({name: holes for name, holes in known.items() if name in names}).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

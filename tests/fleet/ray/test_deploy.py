@@ -71,7 +71,7 @@ def service() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     server.stop(None)
 
 
-def test_a_cluster_that_needs_no_token_is_refused_with_the_commands(service: tuple[str, list[Any]]) -> None:
+def test_S_34_a_cluster_that_needs_no_token_is_refused_with_the_commands(service: tuple[str, list[Any]]) -> None:
     import grpc
 
     from headrace.ray.deploy import ClusterError, refuse_open
