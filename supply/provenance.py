@@ -69,7 +69,7 @@ def statement(wheels: Mapping[str, tuple[str, Path]], sources: Sequence[str], ti
             "predicateType": "https://slsa.dev/provenance/v1",
             "predicate": {
                 "buildDefinition": {
-                    "buildType": "make wheel (supply/wheel.py)",
+                    "buildType": "urn:headrace:make-wheel:1",
                     "externalParameters": {"SOURCE_DATE_EPOCH": time},
                     "internalParameters": {
                         "interpreters": pythons,
@@ -79,7 +79,7 @@ def statement(wheels: Mapping[str, tuple[str, Path]], sources: Sequence[str], ti
                     },
                     "resolvedDependencies": dependencies(sources),
                 },
-                "runDetails": {"builder": {"id": "supply/wheel.py of the commit above"}},
+                "runDetails": {"builder": {"id": "urn:headrace:supply/wheel.py"}},
             },
         },
         indent=1,
