@@ -28,6 +28,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import foreign
 from headrace.checkpoint.mapped import DTYPE_NAMES, MappedFile
 from headrace.checkpoint.packing import Origin, Packable, PackedBackend
 from headrace.protocol.errors import CheckpointError
@@ -208,13 +209,7 @@ class PackedFile:
             raise CheckpointError("it is no packed file of headrace")
         if self._file.array("digest").tobytes() != hashlib.sha256(self._file.header).digest():
             raise CheckpointError("its header has been changed or damaged")
-        try:
-            facts = json.loads(self._file.metadata.get("headrace", ""))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"its metadata are not JSON: {error}") from error
-        if not isinstance(facts, dict):
-            raise CheckpointError("its metadata are not an object")
-        return facts
+        return foreign.parse_object(self._file.metadata.get("headrace", "").encode(), "its metadata", foreign.HEADER)
 
     def _matrix(self, name: str, values: Any, form: Form, backend: PackedBackend) -> PackedMatrix:
         entry = self._file.entries.get(f"matrix/{name}")

@@ -13,7 +13,9 @@ import logging
 import secrets
 from pathlib import Path
 
+from headrace import foreign
 from headrace.backends.native import require_native
+from headrace.protocol.errors import CheckpointError
 from headrace.protocol.sources import digest_of_sources
 
 logger = logging.getLogger(__name__)
@@ -40,14 +42,14 @@ class SavedLosses:
         """Return the losses in the file and the names of the matrices that take floats; none if there is no file, or
         one of another build or text."""
         try:
-            values = json.loads(self._path.read_text(encoding="utf-8"))
+            if not self._path.is_file():
+                return {}, set()
+            values = foreign.read_object(self._path, foreign.TABLE)
             if {name: values[name] for name in ("build", "max_model_len", "text")} != self._facts(text):
                 return {}, set()
             losses = {str(name): float(loss) for name, loss in values["losses"].items()}
             return losses, {str(name) for name in values["noisy"]}
-        except FileNotFoundError:
-            return {}, set()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s is not used: %s", self._path, error)
             return {}, set()
 
