@@ -1,8 +1,8 @@
 """`Listing`: the facts about models for lists of them, read on a thread of its own while calls wait without one.
 
-All calls that need the facts of a model wait for the same reading. A list waits for a while only, and has a model
-whose files are not read by then by its name alone. Knows no files; `engine.library.facts_reader` reads them in its
-process. Held by `serve.call.models.ModelSet`; used from one event loop.
+All calls that need the facts of a model wait for the same reading. A list waits for a while only, and has the facts of
+the last list for a model whose files are not read by then. Knows no files; `engine.library.facts_reader` reads them in
+its process. Held by `serve.call.models.ModelSet`; used from one event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Listing:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-facts")
         self._readings: dict[str, asyncio.Future[ModelFacts | None]] = {}
-        self._unreadable: set[str] = set()
+        # The facts that lists had last; None for files that can not be read.
+        self._latest: dict[str, ModelFacts | None] = {}
 
     async def facts(self, name: str, read: Callable[[], ModelFacts | None]) -> ModelFacts:
         """Return `read()`, called on the thread, or the result of the call for this name that runs. Raises its
@@ -42,27 +43,26 @@ class Listing:
         return await asyncio.shield(reading) or NO_FACTS
 
     async def of(self, names: Sequence[str], facts: Callable[[str], Awaitable[ModelFacts]]) -> dict[str, ModelFacts]:
-        """Return the facts of these models, `NO_FACTS` for one that is not read in time. Models whose files can not be
-        read are left out, and logged once."""
+        """Return the facts of these models. One that is not read in time has those of the last list, or `NO_FACTS`.
+        Models whose files can not be read are left out, and logged once."""
         tasks = {name: asyncio.ensure_future(facts(name)) for name in names}
         if tasks:
             await asyncio.wait(tasks.values(), timeout=LIST_S)
-        listed = {}
         for name, task in tasks.items():
             if not task.done():
                 # The reading itself goes on, for the next list.
                 task.cancel()
-                listed[name] = NO_FACTS
                 continue
             try:
-                listed[name] = task.result()
+                self._latest[name] = task.result()
             except ChildFailedError:
-                listed[name] = NO_FACTS
+                continue
             except HeadraceError as error:
-                if name not in self._unreadable:
+                if self._latest.get(name, NO_FACTS) is not None:
                     logger.warning("%s is not listed: %s", name, error)
-                self._unreadable.add(name)
-        return listed
+                self._latest[name] = None
+        latest = {name: self._latest.get(name, NO_FACTS) for name in names}
+        return {name: facts for name, facts in latest.items() if facts is not None}
 
     def close(self) -> None:
         """End the reading that runs, and refuse those that wait."""
