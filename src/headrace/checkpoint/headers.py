@@ -119,7 +119,8 @@ def _entry(name: str, value: Any, base: int, path: Path) -> Entry:
 
 
 def _broken(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not a readable safetensors file: {why}")
+    # A name in it may have all the bytes of the header.
+    return CheckpointError(f"{path} is not a readable safetensors file: {why:.500}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

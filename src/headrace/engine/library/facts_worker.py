@@ -21,6 +21,8 @@ MAX_MEMORY = 2**30
 """Bytes of the process's own memory. Mapped files do not count."""
 MAX_ADDRESS_SPACE = 2**41
 MAX_REPLY_BYTES = 8 * 2**20
+MAX_REASON = 1000
+"""Characters of a reason."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -49,7 +51,7 @@ def answer(body: bytes) -> bytes:
         RecursionError,
     ) as failure:  # of files that change meanwhile, or of text
         error = f"{path} can not be read: {failure}"
-    return msgspec.msgpack.encode(Reply(error=error.encode("utf-8", "replace").decode()))
+    return msgspec.msgpack.encode(Reply(error=error[:MAX_REASON].encode("utf-8", "replace").decode()))
 
 
 if __name__ == "__main__":

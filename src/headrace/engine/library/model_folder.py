@@ -91,12 +91,14 @@ class ModelFolder:
     def facts(self, name: str) -> ModelFacts:
         """Return the facts about a model; its files are read again if they have changed. Raises `CheckpointError`,
         `ModelNotFoundError`, `ChildFailedError`."""
-        path = self.path(name)
         try:
-            return facts_reader.shared().facts(path)
+            return facts_reader.shared().facts(self.path(name))
         except (CheckpointError, OSError) as error:
-            # A client must not learn where the folder is.
-            raise CheckpointError(str(error).replace(f"{self.root}/", "")) from error
+            raise CheckpointError(self.without_root(str(error))) from error
+
+    def without_root(self, text: str) -> str:
+        """Return a text without the path of the folder, which may have blanks in it."""
+        return text.replace(f"{self.root}/", "")
 
     def _scan(self, folder: Path, prefix: str) -> Iterator[str]:
         with contextlib.suppress(OSError):  # a folder that is deleted just now

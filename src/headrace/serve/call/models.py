@@ -364,7 +364,8 @@ class ModelSet:
             entry.has_room = False
             if isinstance(error, HeadraceError | OSError) and not isinstance(error, ModelNotFoundError):
                 logger.error("%s can not be loaded: %s", entry.name, error)
-                raise ModelLoadError(f"the model {entry.name} can not be loaded: {error}") from error
+                why = str(error) if self.files is None else self.files.without_root(str(error))
+                raise ModelLoadError(f"the model {entry.name} can not be loaded: {why}") from error
             raise
         finally:
             entry.start = None
