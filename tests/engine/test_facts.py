@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,3 +190,17 @@ def test_what_is_too_long_to_pass_on_is_refused(tmp_path: Path, monkeypatch: pyt
 
 def test_one_reader_is_shared() -> None:
     assert facts_reader.shared() is facts_reader.shared()
+
+
+def test_a_lower_limit_of_the_system_is_left_as_it_is(tmp_path: Path) -> None:
+    """The program of a bounded process sets limits, and may not raise them."""
+    code = f"""
+import resource
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+resource.setrlimit(resource.RLIMIT_DATA, (2**29, 2**29))
+from headrace.engine.library.facts_reader import FactsReader
+print(FactsReader().facts(Path({str(write(tmp_path / "a"))!r})).num_parameters)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("6\n", 0), done.stderr

@@ -121,7 +121,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         # An engine behind a connection instead of a socketpair.
         Room("fleet.remote", "protocol secure engine core.journal", HEAVY | SERVING),
         Room("fleet.engines", "protocol core engine fleet", NO_TORCH | {"numpy"}),
-        Room("insight", "protocol hub core core.blocks text engine core.journal", HEAVY),
+        Room("insight", "protocol foreign hub core core.blocks text engine core.journal", HEAVY),
         Room(
             "quantize",
             "protocol gguf hub quant text backends backends.torch_ref checkpoint models",

@@ -1,4 +1,4 @@
-"""Where the server's files lie is told to administrators and to the log, whatever breaks and by whatever API one calls.
+"""Administrators and the log learn where the server's files lie, and no other caller, whatever breaks in any API.
 
 The models are real ones, each with a fault of its own, and engines load them in this process.
 """
@@ -138,8 +138,8 @@ def test_S_22_control_without_the_door_they_are_told(house: Folded, monkeypatch:
     monkeypatch.setattr(errors, "without_paths", lambda text: text)
     monkeypatch.setattr(ModelFolder, "without_root", lambda folder, text: text)
     place = str(house.root)
-    told = {fault.__name__ for fault in FAULTS if place in reply_to(house, "completions", fault.__name__, ALICE)}
-    assert told >= {"cut_weights", "no_weights", "bad_config", "bad_settings", "bad_index", "bad_advice"}
+    failing = {fault.__name__ for fault in FAULTS if place in reply_to(house, "completions", fault.__name__, ALICE)}
+    assert failing >= {"cut_weights", "no_weights", "bad_config", "bad_settings", "bad_index", "bad_advice"}
     assert "/drafts/absent" in reply_to(house, "completions", "draft", ALICE)
 
 
@@ -167,8 +167,8 @@ def test_S_22_a_batch_line_and_a_stored_response_tell_no_more(house: Folded) -> 
     output = HTTP.get(f"{house.url}/v1/files/{card['error_file_id']}/content", headers=bearer(ALICE)).text
     assert "can not be loaded" in output
     assert str(house.root.parent) not in output
-    asked = {"model": "cut_weights", "input": "a", "background": True}
-    assert str(house.root.parent) not in house.post("/v1/responses", asked, headers=bearer(ALICE)).text
+    request = {"model": "cut_weights", "input": "a", "background": True}
+    assert str(house.root.parent) not in house.post("/v1/responses", request, headers=bearer(ALICE)).text
 
 
 PATHS = [
@@ -182,11 +182,11 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "shown"), PATHS)
-def test_S_22_paths_become_names_and_routes_stay(text: str, shown: str) -> None:
-    assert without_paths(text) == shown
+@pytest.mark.parametrize(("text", "expected"), PATHS)
+def test_S_22_paths_become_names_and_routes_stay(text: str, expected: str) -> None:
+    assert without_paths(text) == expected
     for kind in (CheckpointError, ModelNotFoundError, HeadraceError):
-        assert text_of(kind(text)) == shown
+        assert text_of(kind(text)) == expected
     with acting_as(Tenant("root", is_admin=True)):
         assert text_of(CheckpointError(text)) == text
 

@@ -139,12 +139,12 @@ def text_of(error: HeadraceError) -> str:
     if isinstance(error, CallError):
         return message
     if isinstance(error, RequestError):
-        shown = message.replace(error.bound, without_paths(error.bound))
+        text = message.replace(error.bound, without_paths(error.bound))
     else:
-        shown = without_paths(message)
-    if shown != message:
+        text = without_paths(message)
+    if text != message:
         logger.warning("an error whose paths the caller does not see: %s", message)
-    return shown
+    return text
 
 
 def error_body(error: BaseException, api: Api = OPENAI) -> tuple[int, ErrorBody]:

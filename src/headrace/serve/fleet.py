@@ -48,10 +48,10 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
     def state() -> FleetState:
         """The engines of the server, a row for each, and the progress of an update."""
         model = default()
-        shown = state_of(model.client, model.served.name)
-        if shown.update is not None and shown.update.error:
-            shown.update = msgspec.structs.replace(shown.update, error=without_paths(shown.update.error))
-        return shown
+        fleet = state_of(model.client, model.served.name)
+        if fleet.update is not None and fleet.update.error:
+            fleet.update = msgspec.structs.replace(fleet.update, error=without_paths(fleet.update.error))
+        return fleet
 
     async def update(body: dict[str, Any]) -> FleetState:
         """Put new engines into the place of the old ones, one after the other. Running answers go on."""

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.formats.packed.test_packed import model_of, native  # noqa: F401
+from tests.formats.packed.test_packed import model_of, native, rewritten  # noqa: F401
 from tests.support.checkpoints import CONFIG, llama_tensors, write_llama
-from tests.support.packing import ToyBackend, found, leaves, save, tiny
+from tests.support.packing import ToyBackend, form_of, found, leaves, save, tiny
 
 from headrace.backends.cpu.losses.saved import SavedLosses
 from headrace.checkpoint import packed, source
 from headrace.checkpoint.mapped import MappedCheckpoint, MappedFile
-from headrace.checkpoint.packed import damage_of
+from headrace.checkpoint.packed import PackedFile, damage_of
 from headrace.engine.fingerprint import fingerprint_of
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError
@@ -83,9 +83,11 @@ def test_control_a_file_without_a_comparison_is_taken(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("sums", [None, [], [1], "x", [0.5] * 100])
 def test_a_header_without_a_sum_for_each_tensor_is_refused(sums: Any, tmp_path: Path) -> None:
-    file = MappedFile(save(write_llama(tmp_path)))
+    directory = write_llama(tmp_path)
+    path = save(directory)
+    rewritten(path, lambda header, facts: facts.update(sums=sums))
     with pytest.raises(CheckpointError, match="no sum for each tensor"):
-        packed._sums_in(file, {"sums": sums})
+        PackedFile(path, MappedCheckpoint(directory), form_of(ToyBackend(), "int4"), ToyBackend())
 
 
 def zeroes(content: bytes) -> bytes:
