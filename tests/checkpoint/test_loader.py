@@ -21,6 +21,7 @@ from tests.support.checkpoints import CONFIG, llama_tensors, write_llama
 from torch import Tensor
 
 from headrace.backends import make_backend
+from headrace.checkpoint.headers import SIZES
 from headrace.checkpoint.mapped import VIEWS, MappedCheckpoint, MappedFile
 from headrace.checkpoint.tensors import Checkpoint
 from headrace.engine.library.load import build_runner, load_model
@@ -379,6 +380,10 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- mapped files
+
+
+def test_headers_and_arrays_agree_about_the_types() -> None:
+    assert {name: kind.itemsize for name, kind in VIEWS.items()} == SIZES
 
 
 def test_mapped_arrays_are_what_safetensors_wrote(tmp_path: Path) -> None:

@@ -157,6 +157,27 @@ def test_facts_are_read_once_until_a_file_changes(tmp_path: Path, monkeypatch: p
     reader.process.close()
 
 
+def test_files_that_change_while_they_are_read_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, path, lengths = FactsReader(), write(tmp_path / "a"), [1024, 2048]
+    run = reader.process.run
+
+    def meanwhile(job: str, kind: Any) -> Any:
+        write(path, max_position_embeddings=lengths[0])
+        result = run(job, kind)
+        write(path, max_position_embeddings=lengths.pop(), more=len(lengths))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.process, "run", meanwhile)
+        assert reader.facts(path).context_length == 1024
+    assert reader.facts(path).context_length == 2048
+    with monkeypatch.context() as patch:
+        patch.setattr(facts_reader, "digest_of", lambda path: (path / "absent").stat())
+        with pytest.raises(CheckpointError, match="a can not be read: No such file"):
+            reader.facts(path)
+    reader.process.close()
+
+
 def test_S_28_a_model_that_costs_too_much_is_refused_with_a_reason(tmp_path: Path) -> None:
     reader = FactsReader(max_cpu_seconds=0.05)
     names = b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % i for i in range(2**15))

@@ -36,7 +36,10 @@ class FactsReader:
         """Return the facts about the model at `path`; its files are read again if names, sizes or times have changed.
 
         Raises `CheckpointError`, and `ChildFailedError` if the process can not work."""
-        digest = digest_of(path)
+        try:
+            digest = digest_of(path)
+        except OSError as error:  # a file that is deleted just now
+            raise CheckpointError(f"{path} can not be read: {error.strerror}") from error
         known = self._known.get(path)
         if known is None or known.digest != digest:
             known = self._known[path] = Known(digest, *self._read(path))

@@ -93,7 +93,7 @@ class ModelFolder:
         `ModelNotFoundError`, `ChildFailedError`."""
         try:
             return facts_reader.shared().facts(self.path(name))
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             raise CheckpointError(self.without_root(str(error))) from error
 
     def without_root(self, text: str) -> str:
