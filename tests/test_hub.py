@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace import hub
+from headrace import foreign, hub
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError
 
 
@@ -43,14 +43,13 @@ def test_bad_json_is_refused(tmp_path: Path, text: str) -> None:
         hub.read_json(path)
 
 
-def test_missing_and_oversized_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_oversized_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="missing"):
         hub.read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text('{"a": 1}')
     assert hub.read_json(tmp_path / "config.json") == {"a": 1}
-    monkeypatch.setattr(hub, "MAX_JSON_BYTES", 4)
     with pytest.raises(CheckpointError, match="8 bytes"):
-        hub.read_json(tmp_path / "config.json")
+        hub.read_json(tmp_path / "config.json", foreign.CONFIG._replace(num_bytes=4))
 
 
 def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:

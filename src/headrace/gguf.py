@@ -18,6 +18,7 @@ from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headrace import foreign
 from headrace.protocol.errors import CheckpointError
 
 MAX_ENTRIES = 65_536
@@ -28,6 +29,9 @@ MAX_ALIGNMENT = 65_536
 MAX_TOKENS = 2**20
 """Most tokens of a vocabulary."""
 MAX_TOKEN_BYTES = 4096
+
+MAX_STRINGS = 2**22
+"""Most strings in all arrays of the metadata: each is looked at when a file is opened."""
 
 MAX_FILES = 1024
 """Most files of a model."""
@@ -135,6 +139,7 @@ class GGUF:
         self.read = set[str]()
         self.tensors: dict[str, TensorInfo] = {}
         self._at = 0
+        self._num_strings = 0
         if (magic := self._take(4, "magic")) != b"GGUF":
             raise self.fault("magic", magic, "b'GGUF'")
         self.version = self._number("I", "version")
@@ -307,6 +312,9 @@ class GGUF:
         at = self._at
         if count > (end - at) // 8:
             raise self.fault(f"length of {what}", count, f"at most {(end - at) // 8}, for which the file has room")
+        self._num_strings += count
+        if self._num_strings > MAX_STRINGS:
+            raise self.fault(f"length of {what}", count, f"at most {MAX_STRINGS}, with the strings of other arrays")
         for i in range(count):
             if at + 8 > end:
                 raise self.fault(f"{what}[{i}]", f"at {at}", f"within the file's {end} bytes")
@@ -405,7 +413,7 @@ def _check_split(file: GGUF, number: int, paths: list[Path]) -> None:
 
 def _open(path: Path) -> GGUF:
     try:
-        with open(path, "rb") as file:
+        with foreign.open_regular(path) as file:
             # An empty file cannot be mapped.
             empty = not file.seek(0, 2)
             data: bytes | mmap.mmap = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

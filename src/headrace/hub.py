@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from headrace import builtin, gguf
+from headrace import builtin, foreign, gguf
 from headrace.protocol import bounds
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
 
@@ -53,7 +53,7 @@ METHOD_KEYS = {
     "mlx": frozenset({"bits", "group_size"}),
 }
 """For each method that writers leave unnamed, keys of its settings; the first method that has one of them counts."""
-MAX_JSON_BYTES = 64 * 2**20
+MAX_ID_DIGITS = 20
 _TURN_ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> <|end_of_text|>".split()
 )
@@ -113,7 +113,7 @@ def digest(path: Path, names: Iterable[str] = DIGESTED) -> str:
     """Return the digest, in hex, of the files of these names in a directory (a model's config and weights), or of a
     file, with the others of a split model. Reads all of them, a second for each gigabyte. Raises OSError."""
     directory = [] if path.is_file() else [each for name in names for each in sorted(path.glob(name))]
-    files = gguf.files_of(path) if path.is_file() else directory
+    files = gguf.files_of(path) if path.is_file() else [each for each in directory if each.is_file()]
     hasher = hashlib.blake2b(digest_size=16)
     for each in files:
         with open(each, "rb") as file:
@@ -128,25 +128,15 @@ def weights_digest(model: str, revision: str | None) -> str:
     return digest(path) if has_weights else ""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limits: foreign.Limits = foreign.TABLE) -> dict[str, Any]:
     """Read a JSON object from a model directory. Raises `CheckpointError` if it is missing, too large or no object."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, not an object")
-    return value
+    return foreign.read_object(path, limits)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the config.json of a directory, with the settings of its quantisation where `with_quantization` puts them.
     Raises `CheckpointError`."""
-    return with_quantization(read_json(directory / "config.json"), directory)
+    return with_quantization(read_json(directory / "config.json", foreign.CONFIG), directory)
 
 
 def with_quantization(values: dict[str, Any], directory: Path | None = None) -> dict[str, Any]:
@@ -168,7 +158,7 @@ def with_quantization(values: dict[str, Any], directory: Path | None = None) -> 
         file = next((path for path in files if path.is_file()), None)
         if file is None:
             return others
-        source, stated = file.name, read_json(file)
+        source, stated = file.name, read_json(file, foreign.CONFIG)
     if not isinstance(stated, dict):
         raise CheckpointError(f"{source} is {stated!r:.80}, expected an object")
     nested = stated.get("quantization")  # of ModelOpt
@@ -207,7 +197,7 @@ def eos_token_ids(directory: Path, tokenizer: Path | None = None) -> list[int]:
         path = directory / name
         if not path.is_file():
             continue
-        value = read_json(path).get("eos_token_id")
+        value = read_json(path, foreign.CONFIG).get("eos_token_id")
         listed = value if isinstance(value, list) else [value]
         check_field(path, "stop_token_ids", listed, "eos_token_id")
         for token_id in listed:
@@ -238,7 +228,7 @@ def tokenizer_end(directory: Path) -> int | None:
         entry.get("id") for entry in _added_tokens(directory / "tokenizer.json") if entry.get("content") == text
     ]
     for token_id in candidates:
-        if str(token_id).isdecimal():
+        if str(token_id).isdecimal() and len(str(token_id)) <= MAX_ID_DIGITS:
             check_field(directory / "tokenizer_config.json", "token_id", int(token_id), "eos_token")
             return int(token_id)
     return None
@@ -246,9 +236,9 @@ def tokenizer_end(directory: Path) -> int | None:
 
 def _added_tokens(path: Path) -> list[dict[str, Any]]:
     """The `added_tokens` of a tokenizer.json, without parsing the vocabulary behind them."""
-    if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
+    if not path.is_file() or path.stat().st_size > foreign.TABLE.num_bytes:
         return []
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = foreign.read_bytes(path, foreign.TABLE.num_bytes).decode("utf-8", errors="replace")
     place = re.search(r'"added_tokens"\s*:\s*', text)
     if place is None:
         return []

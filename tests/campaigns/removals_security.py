@@ -177,6 +177,13 @@ SECURITY = [
     ),
     Removal(
         "S-22",
+        SRC + "serve/errors.py",
+        "        text = without_paths(message)\n",
+        "        text = message\n",
+        "security/test_server_paths.py::test_S_22_no_api_tells_where_the_files_of_a_model_lie",
+    ),
+    Removal(
+        "S-22",
         SRC + "serve/gates/connection.py",
         "_LOGGER.setLevel(logging.ERROR)\n",
         "",
@@ -258,6 +265,27 @@ SECURITY = [
         "        if not isinstance(name, str) or not isinstance(template, str) or not _is_unicode(template):\n",
         "        if name is None:\n",
         "text/test_tokenizer_files.py::test_S_28_chat_templates_that_fail_each_chat_are_refused_at_the_start",
+    ),
+    Removal(
+        "S-28",
+        SRC + "foreign.py",
+        "        check_size(data, limits)\n",
+        "",
+        "test_foreign.py::test_S_28_json_that_is_too_much_is_never_parsed",
+    ),
+    Removal(
+        "S-29",
+        SRC + "engine/sessions.py",
+        "        if file.read(DIGEST_BYTES + 1) != hasher.digest():\n",
+        "        if not hasher.digest():\n",
+        "engine/test_sessions.py::test_a_flipped_byte_anywhere_is_refused",
+    ),
+    Removal(
+        "S-29",
+        SRC + "checkpoint/source.py",
+        "                if packing.verifies:\n",
+        "                if packing.verifies and save_packed is None:\n",
+        "formats/packed/test_damage.py::test_a_damaged_file_is_named_and_written_again",
     ),
     Removal(
         "S-30",

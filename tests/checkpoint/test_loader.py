@@ -21,6 +21,7 @@ from tests.support.checkpoints import CONFIG, llama_tensors, write_llama
 from torch import Tensor
 
 from headrace.backends import make_backend
+from headrace.checkpoint.headers import SIZES
 from headrace.checkpoint.mapped import VIEWS, MappedCheckpoint, MappedFile
 from headrace.checkpoint.tensors import Checkpoint
 from headrace.engine.library.load import build_runner, load_model
@@ -303,10 +304,11 @@ def test_S_28_any_damage_is_refused_or_harmless(data: st.DataObject, tmp_path_fa
         ({"num_key_value_heads": 3}, ["num_attention_heads", "num_key_value_heads"]),
         ({"rms_norm_eps": "nan"}, ["rms_norm_eps"]),
         ({"rms_norm_eps": 1e300}, ["rms_norm_eps", "1e+300", "1e+30"]),
-        ({"rope_theta": 10**400}, ["rope_theta", "1e+30"]),
+        ({"rope_theta": 10**400}, ["config.json", "128 digits"]),
+        ({"rope_theta": 10**100}, ["rope_theta", "1e+30"]),
         ({"hidden_size": "x" * 10**6}, ["hidden_size", "'xxx", "expected an integer from 1"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2, "long_factor": [1.0] * 4,
-                           "short_factor": [10**400] * 4}}, ["short_factor", "positive numbers"]),
+                           "short_factor": [0] * 4}}, ["short_factor", "positive numbers"]),
         ({"torch_dtype": '__import__("os")'}, ["config.json", "torch_dtype", "__import__", "bfloat16"]),
         ({"dtype": 3}, ["config.json", "dtype is 3", "bfloat16"]),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 0}},
@@ -378,6 +380,10 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- mapped files
+
+
+def test_headers_and_arrays_agree_about_the_types() -> None:
+    assert {name: kind.itemsize for name, kind in VIEWS.items()} == SIZES
 
 
 def test_mapped_arrays_are_what_safetensors_wrote(tmp_path: Path) -> None:

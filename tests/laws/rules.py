@@ -42,21 +42,23 @@ APIS = "protocol engine text serve.errors serve.gates serve.routing serve.call s
 # floor do not import each other. The longest name that a module lies under is its room.
 FLOORS: tuple[tuple[Room, ...], ...] = (
     (Room("protocol", "", PURE), Room("env", "", PURE)),
+    # Files and JSON that strangers wrote.
+    (Room("foreign", "protocol", PURE | {"msgspec"}),),
     (
         Room("builtin", "protocol", PURE),
-        Room("gguf", "protocol", PURE | {"msgspec"}),
+        Room("gguf", "protocol foreign", PURE | {"msgspec"}),
         Room("migration", "protocol", PURE),
         # Connections between hosts, whose ends prove themselves.
         Room("secure", "protocol", HEAVY | SERVING),
     ),
     (
-        Room("hub", "protocol builtin gguf", HEAVY | SERVING),
+        Room("hub", "protocol builtin gguf foreign", HEAVY | SERVING),
         Room("other_engines", "protocol migration", PURE),
     ),
     (Room("core.blocks", "protocol", PURE | {"msgspec"}),),
     (
         Room("core", "protocol core.blocks", PURE | {"msgspec"}),
-        Room("quant", "protocol", SERVING | {"transformers"}),
+        Room("quant", "protocol foreign", SERVING | {"transformers"}),
         Room("sampling", "protocol", NO_TORCH),
         Room("grammar", "protocol", NO_TORCH),
     ),
@@ -77,7 +79,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         # It checks its steps beside torch_ref.
         Room(
             "backends.cpu",
-            "protocol env quant backends backends.torch_ref backends.split",
+            "protocol env foreign quant backends backends.torch_ref backends.split",
             SERVING | {"transformers"},
         ),
         # The twins of its kernels are made of torch_ref's parts, and of the sampler's for the draw.
@@ -87,7 +89,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
             SERVING | {"transformers"},
         ),
     ),
-    (Room("checkpoint", "protocol gguf hub quant backends models", SERVING | {"transformers"}),),
+    (Room("checkpoint", "protocol foreign gguf hub quant backends models", SERVING | {"transformers"}),),
     (
         # Several processes that compute one model.
         Room("parallel", "protocol backends models", NO_TORCH),
@@ -110,7 +112,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         # The engine's own process and the client of it: without torch, which takes a second to import.
         Room(
             "engine",
-            "protocol env gguf hub core quant sampling grammar text backends checkpoint models drafters runner "
+            "protocol env foreign gguf hub core quant sampling grammar text backends checkpoint models drafters runner "
             "core.journal secure parallel parallel.gloo parallel.devices parallel.hosts plan",
             NO_TORCH | {"numpy"},
         ),
@@ -119,7 +121,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         # An engine behind a connection instead of a socketpair.
         Room("fleet.remote", "protocol secure engine core.journal", HEAVY | SERVING),
         Room("fleet.engines", "protocol core engine fleet", NO_TORCH | {"numpy"}),
-        Room("insight", "protocol hub core core.blocks text engine core.journal", HEAVY),
+        Room("insight", "protocol foreign hub core core.blocks text engine core.journal", HEAVY),
         Room(
             "quantize",
             "protocol gguf hub quant text backends backends.torch_ref checkpoint models",
@@ -127,7 +129,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         ),
     ),
     (Room("serve.errors", "protocol engine", HEAVY),),
-    (Room("serve.gates", "protocol engine serve.errors", HEAVY),),
+    (Room("serve.gates", "protocol foreign engine serve.errors", HEAVY),),
     (Room("serve.routing", "protocol engine serve.errors serve.gates", HEAVY),),
     (
         Room("serve.call", "protocol engine text", HEAVY),

@@ -18,7 +18,7 @@ from tests.support.harness import follow, load, save_random
 
 from headrace import hub
 from headrace.backends.cpu.losses import activations
-from headrace.backends.cpu.losses.saved import build
+from headrace.backends.cpu.losses.saved import SavedLosses, build
 from headrace.engine.library.load import build_runner
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
@@ -116,7 +116,8 @@ def test_beside_a_packed_file_the_measurement_is_kept(planted: Path, tmp_path: P
     assert chosen[1] == "mixed"
     # The choice is what the file says.
     values = json.loads(measurement.read_text())
-    measurement.write_text(json.dumps(values | {"losses": dict.fromkeys(values["losses"], 0.0)}))
+    saved = SavedLosses(measurement, values["max_model_len"], may_write=True)
+    saved.write(values["text"], dict.fromkeys(values["losses"], 0.0), values["noisy"])
     assert wide_of(path, quantization="int8") == (set(), "int8")
     assert measuring == ["measured"]
 

@@ -1,26 +1,26 @@
 """Mapped safetensors files: names, shapes and read-only numpy views, without a copy.
 
-`MappedFile` checks all of a header (S-28): lengths, types, shapes and offsets must agree with each other and with
-the file, leave no hole and not overlap. `MappedCheckpoint` finds the files of a directory and opens no others. Knows no
-models and imports no torch. Called by the readers of weights, by `engine.library.load` and by `drafters`.
+`MappedFile` maps a file whose header `checkpoint.headers` has checked. `MappedCheckpoint` finds the files of a
+directory and opens no others. Knows no models and imports no torch. Called by the readers of weights, by
+`engine.library.load` and by `drafters`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import mmap
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace import hub
+from headrace import foreign, hub
+from headrace.checkpoint import headers
+from headrace.checkpoint.headers import Entry
 from headrace.checkpoint.names import places, text_config
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import BF16, E4M3, E5M2, cast
@@ -28,8 +28,6 @@ from headrace.quant.arrays import BF16, E4M3, E5M2, cast
 logger = logging.getLogger(__name__)
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-MAX_HEADER_BYTES = 100_000_000
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 STATED_DTYPES = (*DTYPE_NAMES.values(), "float64", "float8_e4m3fn", "float8_e5m2", "auto")
 """Types of weights that a config.json may state."""
@@ -43,26 +41,19 @@ VIEWS: dict[str, np.dtype[Any]] = {
 """The type of arrays for each type of a file. Scales of type E8M0 are bytes."""
 
 
-class Entry(NamedTuple):
-    """One tensor: its type as the file names it, and the bytes begin ... end - 1 of the file that hold it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 class MappedFile:
     """One mapped file. Raises `CheckpointError` for a file that does not match its header exactly."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with foreign.open_regular(path) as file:
                 self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise self._broken(str(error)) from error
-        self.entries, self.metadata, self.header = self._parse()
+            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+        self.entries, self.metadata, self.header = headers.parse(
+            lambda begin, end: self.buffer[begin:end], len(self.buffer), path
+        )
 
     def array(self, name: str) -> NDArray[Any]:
         """Return a read-only view of the mapping, of the type in `VIEWS`; a copy where it is not aligned."""
@@ -86,48 +77,6 @@ class MappedFile:
             self.buffer.madvise(advice, begin, entry.end - begin)
         except OSError as error:
             logger.debug("%s: madvise %d: %s", self.path, advice, error)
-
-    def _parse(self) -> tuple[dict[str, Entry], dict[str, str], bytes]:
-        size = len(self.buffer)
-        length = int.from_bytes(self.buffer[:8], "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise self._broken(f"its header says {length} bytes, the file has {size}")
-        header = self.buffer[8 : 8 + length]
-        try:
-            values = json.loads(header, object_pairs_hook=_no_duplicates)
-        except (ValueError, RecursionError) as error:
-            raise self._broken(f"its header is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise self._broken("its header is not an object")
-        metadata = values.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise self._broken("its metadata are not texts by name")
-        entries = {name: self._entry(name, value, 8 + length) for name, value in values.items()}
-        end = 8 + length
-        for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-            if entry.begin != end:
-                raise self._broken(f"{name} begins at byte {entry.begin}, expected {end}: a hole or an overlap")
-            end = entry.end
-        if end != size:
-            raise self._broken(f"its tensors end at byte {end}, the file has {size}")
-        return entries, metadata, header
-
-    def _entry(self, name: str, value: Any, base: int) -> Entry:
-        if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-            raise self._broken(f"{name} does not have dtype, shape and data_offsets")
-        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in VIEWS:
-            raise self._broken(f"{name} has dtype {dtype!r}, expected one of {', '.join(VIEWS)}")
-        if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-            raise self._broken(f"{name} has shape {shape!r:.80} and data_offsets {offsets!r:.80}")
-        begin, end = offsets
-        num_bytes = math.prod(shape) * VIEWS[dtype].itemsize
-        if end - begin != num_bytes:
-            raise self._broken(f"{name} has {end - begin} bytes, its shape makes them {num_bytes}")
-        return Entry(dtype, tuple(shape), base + begin, base + end)
-
-    def _broken(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is not a readable safetensors file: {why}")
 
 
 class MappedCheckpoint:
@@ -161,7 +110,7 @@ class MappedCheckpoint:
     def config(self) -> bytes:
         """Return the contents of the files that state how the weights are meant."""
         paths = [self.directory / name for name in ("config.json", *hub.QUANTIZATION_FILES)]
-        return b"".join(path.read_bytes() for path in paths if path.is_file())
+        return b"".join(foreign.read_bytes(path, foreign.CONFIG.num_bytes) for path in paths if path.is_file())
 
     def table(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
         """Return an embedding table [V, H], mapped. Raises `CheckpointError` for another shape or no floats."""
@@ -207,12 +156,10 @@ class MappedCheckpoint:
         return self._files[file]
 
     def _index(self) -> dict[str, str]:
-        index = self.directory / "model.safetensors.index.json"
+        index = self.directory / headers.INDEX
         if index.is_file():
             return self._sharded(index)
-        present = sorted(path.name for path in self.directory.glob("*.safetensors"))
-        if "model.safetensors" in present:
-            present = ["model.safetensors"]
+        present = headers.files_without_index(self.directory)
         if not present:
             raise CheckpointError(self._why_nothing())
         file_of: dict[str, str] = {}
@@ -226,14 +173,7 @@ class MappedCheckpoint:
         return file_of
 
     def _sharded(self, index: Path) -> dict[str, str]:
-        file_of = hub.read_json(index).get("weight_map")
-        if not isinstance(file_of, dict) or not file_of:
-            raise CheckpointError(f"{index}: weight_map is missing or empty")
-        for name, file in file_of.items():
-            if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
-                raise CheckpointError(
-                    f"{index}: {name} is said to be in {file!r}; only *.safetensors beside the index are read"
-                )
+        file_of = headers.read_index(index)
         names_of: dict[str, set[str]] = {}
         for name, file in file_of.items():
             names_of.setdefault(file, set()).add(name)
@@ -243,7 +183,7 @@ class MappedCheckpoint:
             missing = names_of[file] - self._open(file).entries.keys()
             if missing:
                 raise CheckpointError(f"{file} lacks {min(missing)}, which {index.name} says is in it")
-        return dict(file_of)
+        return file_of
 
     def _why_nothing(self) -> str:
         pickled = sorted(p.name for p in self.directory.iterdir() if p.suffix in PICKLED)
@@ -304,17 +244,3 @@ def stacked_name(names: Sequence[str]) -> str:
         return "+".join(names)
     tail = "+".join(name.rpartition(".")[2] for name in names)
     return f"{path}.{tail}" if path else tail
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a name comes twice")
-    return values
-
-
-def _is_sizes(value: Any) -> bool:
-    """Return whether `value` is a list of at most 16 integers from 0 to 2^63 - 1."""
-    return (
-        isinstance(value, list) and len(value) <= 16 and all(type(size) is int and 0 <= size < 2**63 for size in value)
-    )

@@ -2,9 +2,10 @@
 
 The file is a safetensors container whose tensors begin at pages (large ones) or cache lines: matrices in the layout of
 the native formats, biases, orders of inputs, norms, and embedding tables that the checkpoint has in another form. Other
-tables stay mapped in the checkpoint, whose fingerprint the file holds. A file that does not fit is logged and not
-used, and the checkpoint is read instead. Imports no torch. Called by `checkpoint.source` and `packed_weights`; the
-readers of checkpoints fill it.
+tables stay mapped in the checkpoint, whose fingerprint the file holds. The header has a digest of itself and a CRC-32
+of each tensor: they reveal damage, not forgery, for whatever can write the file can write its sums. A file that does
+not fit or is damaged is logged and not used, and the checkpoint is read instead. Imports no torch. Called by
+`checkpoint.source` and `packed_weights`; the readers of checkpoints fill it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import foreign
 from headrace.checkpoint.mapped import DTYPE_NAMES, MappedFile
 from headrace.checkpoint.packing import Origin, Packable, PackedBackend
 from headrace.protocol.errors import CheckpointError
@@ -36,11 +39,12 @@ from headrace.quant.schemes import METHOD, Scheme, native_flag, scheme_of_flag
 
 logger = logging.getLogger(__name__)
 
-CONTAINER = 2
+CONTAINER = 3
 """Version of this file format. The matrices' layouts are not part of it: they have names."""
 
 PAGE, LINE = 4096, 64
 TABLE = "table/"
+DIGEST = "digest"
 LEFTOVER_SECONDS = 3600
 """The age at which a temporary file must be from a process that was killed."""
 PIECE_BYTES = 16 * 2**20
@@ -125,7 +129,7 @@ class PackedFile:
     def __init__(self, path: Path, checkpoint: Origin, form: Form, backend: PackedBackend) -> None:
         self.path = path
         self._file = MappedFile(path)
-        facts = self._facts()
+        facts = _facts_in(self._file)
         for name, value in _facts(checkpoint, form).items():
             if facts.get(name) != value:
                 raise CheckpointError(_difference(name, facts.get(name), value))
@@ -139,6 +143,8 @@ class PackedFile:
             if name.startswith("tensor/")
         }
         self.tables = {name for name in self._file.entries if name.startswith(TABLE)}
+        self._sums = _sums_in(self._file, facts)
+        self._memory: memoryview | None = None
 
     def table(self, name: str) -> NDArray[Any]:
         """Return an embedding table, mapped: only the rows that are looked up come into memory."""
@@ -193,6 +199,14 @@ class PackedFile:
         for name, matrix in self.matrices.items():
             begin = self._file.entries[f"matrix/{name}"].begin
             self.matrices[name] = replace(matrix, data=memory[begin : begin + matrix.data.nbytes])
+        self._memory = view
+        self._file.release()
+
+    def verify(self) -> None:
+        """Compare all tensors with their sums, those that `read` has copied in their memory. Raises `CheckpointError`
+        naming the first one that has changed since it was written."""
+        for name, (now, then) in _sums(self._file, self._sums, self._memory, self.tables).items():
+            raise CheckpointError(f"{name} is damaged: its CRC-32 is {now:08x}, and {then:08x} was written")
         self._file.release()
 
     def _beside_tables(self, size: int) -> Iterator[tuple[int, int]]:
@@ -201,20 +215,6 @@ class PackedFile:
             yield begin, entry.begin
             begin = entry.end
         yield begin, size
-
-    def _facts(self) -> dict[str, Any]:
-        entry = self._file.entries.get("digest")
-        if entry is None or (entry.dtype, entry.shape) != ("U8", (32,)):
-            raise CheckpointError("it is no packed file of headrace")
-        if self._file.array("digest").tobytes() != hashlib.sha256(self._file.header).digest():
-            raise CheckpointError("its header has been changed or damaged")
-        try:
-            facts = json.loads(self._file.metadata.get("headrace", ""))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"its metadata are not JSON: {error}") from error
-        if not isinstance(facts, dict):
-            raise CheckpointError("its metadata are not an object")
-        return facts
 
     def _matrix(self, name: str, values: Any, form: Form, backend: PackedBackend) -> PackedMatrix:
         entry = self._file.entries.get(f"matrix/{name}")
@@ -264,6 +264,7 @@ class PackedWriter:
         self._name = file_name(checkpoint, form)
         self._facts = _facts(checkpoint, form) | {"matrices": {}}
         self._header: dict[str, Any] = {}
+        self._sums: list[int] = []
         # Room for the header: every tensor has at most a matrix, a bias, a pad and a line of facts.
         room = 2**16 + sum(1000 + 6 * len(name) for name in checkpoint.names)
         self._data_begin = room + -room % PAGE
@@ -341,8 +342,10 @@ class PackedWriter:
             self._append(file, name, dtype, np.ascontiguousarray(values).reshape(values.shape))
 
     def _append(self, file: IO[bytes], name: str, dtype: str, values: NDArray[Any]) -> None:
+        data = values.reshape(-1).view(np.uint8).data
         file.seek(self._end)
-        file.write(values.reshape(-1).view(np.uint8).data)
+        file.write(data)
+        self._sums.append(zlib.crc32(data))
         begin = self._end - self._data_begin
         offsets = [begin, begin + values.nbytes]
         self._header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": offsets}
@@ -351,8 +354,8 @@ class PackedWriter:
     def _commit(self, file: IO[bytes]) -> None:
         """Write header and digest, then give the file its name, so that no process ever reads a part of it."""
         begin = self._end - self._data_begin
-        self._header["digest"] = {"dtype": "U8", "shape": [32], "data_offsets": [begin, begin + 32]}
-        self._header["__metadata__"] = {"headrace": json.dumps(self._facts)}
+        self._header[DIGEST] = {"dtype": "U8", "shape": [32], "data_offsets": [begin, begin + 32]}
+        self._header["__metadata__"] = {"headrace": json.dumps(self._facts | {"sums": self._sums})}
         text = json.dumps(self._header, separators=(",", ":")).encode()
         room = self._data_begin - 8
         if len(text) > room:
@@ -392,6 +395,56 @@ class PackedWriter:
         except OSError as error:
             logger.debug("%s: %s", self._temporary, error)
         self._temporary.unlink(missing_ok=True)
+
+
+def damage_of(path: Path) -> dict[str, int]:
+    """Return the sums of all tensors that are damaged, in all packed files of the model at `path`. Reads the files."""
+    directory = path.parent if path.is_file() else path
+    damaged: dict[str, int] = {}
+    for folder in (directory, cache_directory(directory)):
+        for each in sorted(folder.glob("headrace-*.packed")):
+            try:
+                file = MappedFile(each)
+                sums = _sums(file, _sums_in(file, _facts_in(file)))
+            except CheckpointError as error:
+                logger.info("%s is not looked at: %s", each, error)
+                continue
+            damaged |= {f"{each.name} {name}": now for name, (now, _) in sums.items()}
+    return damaged
+
+
+def _facts_in(file: MappedFile) -> dict[str, Any]:
+    """Return the facts in a header that has not changed. Raises `CheckpointError`."""
+    entry = file.entries.get(DIGEST)
+    if entry is None or (entry.dtype, entry.shape) != ("U8", (32,)):
+        raise CheckpointError("it is no packed file of headrace")
+    if file.array(DIGEST).tobytes() != hashlib.sha256(file.header).digest():
+        raise CheckpointError("its header has been changed or damaged")
+    return foreign.parse_object(file.metadata.get("headrace", "").encode(), "its metadata", foreign.HEADER)
+
+
+def _sums_in(file: MappedFile, facts: dict[str, Any]) -> list[int]:
+    """Return the sums that a header has, one for each tensor but the digest. Raises `CheckpointError`."""
+    sums = facts.get("sums")
+    if not isinstance(sums, list) or len(sums) != len(file.entries) - 1 or not all(type(each) is int for each in sums):
+        raise CheckpointError("it has no sum for each tensor")
+    return sums
+
+
+def _sums(
+    file: MappedFile, expected: list[int], memory: memoryview | None = None, mapped: Collection[str] = ()
+) -> dict[str, tuple[int, int]]:
+    """Return by name the sum of each tensor whose sum is another than expected, and the expected one. memory: a copy
+    of the file without the tensors `mapped`."""
+    entries = {name: entry for name, entry in file.entries.items() if name != DIGEST}
+
+    def sum_of(name: str) -> int:
+        data = memoryview(file.buffer) if memory is None or name in mapped else memory
+        return zlib.crc32(data[entries[name].begin : entries[name].end])
+
+    with ThreadPoolExecutor(READERS) as threads:
+        sums = zip(entries, threads.map(sum_of, entries), expected, strict=True)
+        return {name: (now, then) for name, now, then in sums if now != then}
 
 
 def _facts(checkpoint: Origin, form: Form) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Packing(NamedTuple):
 
     quantization: its name, as requested. save_packed: a packed file is written if none fits. max_model_len: of the
     model that is built. in_parts: the backend takes parts of the matrices, so a packed file is not read as a whole.
+    verifies: a packed file's tensors are compared with their sums.
     """
 
     checkpoint: Origin
@@ -36,6 +37,7 @@ class Packing(NamedTuple):
     max_model_len: int
     save_packed: bool = False
     in_parts: bool = False
+    verifies: bool = True
 
 
 def with_weights(build: Callable[[Reader], T], read: Callable[[PackedWriter | None], Reader], packing: Packing) -> T:
@@ -53,13 +55,18 @@ def with_weights(build: Callable[[Reader], T], read: Callable[[PackedWriter | No
             try:
                 if not packing.in_parts:
                     packed.read(backend.allocate)
+                if packing.verifies:
+                    packed.verify()
                 weights = PackedWeights(packed, checkpoint, backend, packing.on_tensor)
                 model = build(weights)
                 weights.finish()
                 backend.keep_losses(losses_path(packed.path), packing.max_model_len, save_packed)
                 return model
             except CheckpointError as error:
-                logger.warning("%s is not used, the weights are read from the checkpoint: %s", packed.path, error)
+                again = "and the file is written again" if save_packed else "--save-packed writes the file again"
+                logger.warning(
+                    "%s is not used, the weights are read from the checkpoint, %s: %s", packed.path, again, error
+                )
     with PackedWriter(checkpoint, form) if save_packed and layouts else nullcontext() as writer:
         model = unpacked_weights(build, read, writer)
     if writer is not None and writer.path is not None and has_layouts(backend):

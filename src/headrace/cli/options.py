@@ -54,6 +54,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "spoils, as measured at load.",
         "save_packed": "Keep the weights in the kernels' layout, beside the model or else in ~/.cache/headrace; "
         "the next start reads that file.",
+        "verify_packed": "Compare that file with its checksums when it is read (a second for each 4 GB), and read the "
+        "checkpoint instead where it is damaged.",
         "backend": "Operators to run on: auto, cpu (native kernels), cuda (Triton kernels for NVIDIA GPUs; needs the "
         "extra cuda), torch_ref.",
         "device": "auto, cpu, cuda or cuda:N. Backend cuda on cpu is plain torch, for tests.",

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from headrace import hub
+from headrace.checkpoint.packed import damage_of
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.step import EngineInfo
 
@@ -34,6 +35,9 @@ def fingerprint_of(config: EngineConfig, info: EngineInfo) -> str:
         # By rejection the guesses decide which tokens are drawn; in the coupled mode they do not.
         "drafts": None if spec is None or spec.mode != "rejection" else spec,
     }
+    if not config.verify_packed:
+        # Loads that compare them take no other bytes than were written.
+        facts["damage"] = damage_of(path)
     if config.hf_overrides:
         facts["overrides"] = msgspec.json.encode(config.hf_overrides, order="deterministic").decode()
     return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace import hub
+from headrace import foreign, hub
 from headrace.protocol.errors import CheckpointError, HeadraceError
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def save(path: Path, form: Mapping[str, str], measured: Mapping[str, Any]) -> Pa
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    entries = hub.read_json(path).get("audits")
+    entries = hub.read_json(path, foreign.CONFIG).get("audits")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointError(f"{path} has no list of audits")
     return entries

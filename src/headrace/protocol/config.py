@@ -77,6 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     quantization: str | None = None
     activations: str = "auto"
     save_packed: bool = False
+    verify_packed: bool = True
     backend: str = "auto"
     device: str = "auto"
     seed: int | None = None

@@ -7,7 +7,6 @@ can be resumed. Knows no model and no tokenizer. Called by `quantize.gguf_writer
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import struct
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import hub
 from headrace.gguf import TENSOR_TYPES
 from headrace.protocol.errors import CheckpointError
 from headrace.quantize import shards
@@ -108,10 +108,10 @@ class Notes:
     def read(self) -> dict[str, Any]:
         """Return the state, empty if there is none of this stamp."""
         try:
-            values = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            values = hub.read_json(self._path)
+        except CheckpointError:
             return {}
-        return values if isinstance(values, dict) and values.get("stamp") == self._stamp else {}
+        return values if values.get("stamp") == self._stamp else {}
 
     def write(self, values: Mapping[str, Any]) -> None:
         shards.write_json(self._path, {"stamp": self._stamp, **values})

@@ -1,14 +1,16 @@
 """Turns exceptions into replies, in the shape of the API that was called: an `Api` is one such shape.
 
-All replies to exceptions are made here. An unexpected exception is logged with its traceback, and the client gets an
-internal error without a path or a name (S-22). Every status that the server sends is a row of `STATUSES`. Knows no
-routes.
+All replies to exceptions are made here, and other texts of errors that leave the server pass `without_paths`: paths of
+the server's files are for the log and for administrators alone (S-22). An unexpected exception is logged with its
+traceback, and the client gets an internal error without a path or a name. Every status that the server sends is a row
+of `STATUSES`. Knows no routes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,13 +18,19 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from headrace.engine import context
+from headrace.engine import context, tenants
 from headrace.protocol.errors import ContextLengthError, HeadraceError, RequestError
 
 logger = logging.getLogger("headrace.server")
 
 ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 """Exceptions that end a task or the process; none of them becomes a reply."""
+
+
+_PART = r"""[^\s/'",;:()]+"""
+PATH = re.compile(rf"(?<![\w:/.~-])~?/(?!(?:v1|api|health|inspect|fleet)/)(?:{_PART}(?: {_PART}){{0,2}}/)+({_PART})?")
+"""An absolute path of two parts or more, which is neither a URL nor one of the server's routes; its last part. Folders
+may have two blanks in their names."""
 
 
 class HttpStatus(NamedTuple):
@@ -119,10 +127,30 @@ def api_of(apis: Sequence[Api], path: str) -> Api:
     return next((api for api in apis if path.startswith(api.prefixes)), OPENAI)
 
 
+def without_paths(text: str) -> str:
+    """Return a text with the last part of each path in place of the path; for administrators, the text itself."""
+    return text if tenants.current().is_admin else PATH.sub(lambda match: match[1] or "...", text)
+
+
+def text_of(error: HeadraceError) -> str:
+    """Return the message of an error for the caller, without the paths of files. The value of a `RequestError` is the
+    caller's, and stays; so does the text of a `CallError`, which no file decides."""
+    message = str(error)
+    if isinstance(error, CallError):
+        return message
+    if isinstance(error, RequestError):
+        text = message.replace(error.bound, without_paths(error.bound))
+    else:
+        text = without_paths(message)
+    if text != message:
+        logger.warning("an error whose paths the caller does not see: %s", message)
+    return text
+
+
 def error_body(error: BaseException, api: Api = OPENAI) -> tuple[int, ErrorBody]:
     """Return status and body for any exception."""
     if isinstance(error, HeadraceError):
-        status, code, message = error.status, error.code, str(error)
+        status, code, message = error.status, error.code, text_of(error)
         if isinstance(error, ContextLengthError):
             message = api.overflow(error)
     else:

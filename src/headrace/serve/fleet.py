@@ -22,7 +22,7 @@ from headrace.fleet.engines.update import PATIENCE_S, RollingUpdate
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.call.parsing import Body, convert
-from headrace.serve.errors import CallError
+from headrace.serve.errors import CallError, without_paths
 from headrace.serve.loading import RunningModel, RunningModels
 
 
@@ -48,7 +48,10 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
     def state() -> FleetState:
         """The engines of the server, a row for each, and the progress of an update."""
         model = default()
-        return state_of(model.client, model.served.name)
+        fleet = state_of(model.client, model.served.name)
+        if fleet.update is not None and fleet.update.error:
+            fleet.update = msgspec.structs.replace(fleet.update, error=without_paths(fleet.update.error))
+        return fleet
 
     async def update(body: dict[str, Any]) -> FleetState:
         """Put new engines into the place of the old ones, one after the other. Running answers go on."""

@@ -22,8 +22,8 @@ import msgspec
 from headrace import hub
 from headrace.engine.client import EngineClient, ProcessClient
 from headrace.engine.generation import TextClient
-from headrace.engine.library import model_settings
-from headrace.engine.library.model_facts import ModelFacts, facts_of
+from headrace.engine.library import facts_reader, model_settings
+from headrace.engine.library.model_facts import ModelFacts
 from headrace.engine.library.model_folder import ModelFolder
 from headrace.engine.tenants import Rates
 from headrace.insight import audit
@@ -141,7 +141,7 @@ class RunningModel:
     def facts(self) -> ModelFacts | None:
         """Return the facts in the model's files, read once; None where there are no files. Blocks."""
         if self._facts is None and (path := self.weights()) is not None:
-            self._facts = facts_of(path)
+            self._facts = facts_reader.shared().facts(path)
         return self._facts
 
     def forget_files(self) -> None:

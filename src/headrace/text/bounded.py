@@ -235,20 +235,23 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
     stream.flush()
 
 
-def serve(answer: Callable[[bytes], bytes], max_cpu_seconds: float, max_memory: int) -> None:
+def serve(
+    answer: Callable[[bytes], bytes], max_cpu_seconds: float, max_memory: int, max_data: int | None = None
+) -> None:
     """Answer jobs until stdin ends, without writing files or starting processes from now on. An empty frame is a ping.
 
     A job that exceeds its processor time ends the process, by SIGPROF's default action. `max_memory`: bytes of address
-    space of the whole process.
+    space of the whole process. `max_data`: bytes of its own memory, in which mapped files do not count.
     """
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     # A stopped process does not notice the end of its input.
     die_with_parent()
-    resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    _limit(resource.RLIMIT_AS, max_memory)
+    if max_data is not None:
+        _limit(resource.RLIMIT_DATA, max_data)
+    for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
+        _limit(kind, 0)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while (body := read_frame(stdin)) is not None:
@@ -256,6 +259,13 @@ def serve(answer: Callable[[bytes], bytes], max_cpu_seconds: float, max_memory: 
         reply = answer(body) if body else b""
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         write_frame(stdout, reply)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Set a limit of the process, or leave it where the system has set a lower one."""
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
 
 
 def die_with_parent() -> None:

@@ -32,6 +32,9 @@ class Files:
     def find(self, name: str) -> str | None:
         return name if name in self._names else None
 
+    def without_root(self, text: str) -> str:
+        return text
+
     def facts(self, name: str) -> ModelFacts:
         return ModelFacts(format="gguf", family="x", size=self._size, digest=name, modified=0.0)
 

@@ -295,7 +295,8 @@ def _load_safetensors(
 
     build = maker(config, module, model_config, backend, max_model_len, seat)
     in_parts = seat is not None
-    packing = Packing(checkpoint, backend, quantization, progress, max_model_len, config.save_packed, in_parts)
+    save, verify = config.save_packed, config.verify_packed
+    packing = Packing(checkpoint, backend, quantization, progress, max_model_len, save, in_parts, verify)
     model = _weighted(config, build, read, packing)
     if seat is None:  # a rank may have layers that do not read all
         log_unread(model_config.values, model.unread)
@@ -375,7 +376,8 @@ def _load_gguf(
 
     build, in_parts = maker(config, module, model_config, backend, max_model_len, seat), seat is not None
     origin = GGUFOrigin(path, file, reading, backend, exact)
-    packing = Packing(origin, backend, config.quantization, progress, max_model_len, config.save_packed, in_parts)
+    save, verify = config.save_packed, config.verify_packed
+    packing = Packing(origin, backend, config.quantization, progress, max_model_len, save, in_parts, verify)
     return backend, _weighted(config, build, read, packing), model_config
 
 

@@ -1,13 +1,14 @@
 """Facts about a model from its files, without its weights: `facts_of` reads config.json or the metadata of a GGUF file.
 
 Ollama's `show` and `tags` have these facts, and so have the cards of /v1/models. Quantisations have the names that
-Ollama and llama.cpp show. Called by `engine.library.model_folder` and `serve.loading`, on worker threads.
+Ollama and llama.cpp show. Called by `engine.library.facts_worker` in its process; the server's process calls
+`engine.library.facts_reader`, and `digest_of` to see whether files have changed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -16,12 +17,17 @@ from typing import Any
 
 import msgspec
 
-from headrace import gguf, hub
+from headrace import foreign, gguf, hub
+from headrace.checkpoint import headers
 from headrace.engine.library import model_settings
 from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol.errors import CheckpointError
 
-MAX_HEADER_BYTES = 64 * 2**20
+MAX_FILES = 10_000
+"""Most files in the directory of a model."""
+MAX_TEXT = 2**20
+"""Most bytes of a text in the metadata that is passed on, and of a chat template."""
+MAX_NUMBER = 2**63 - 1
 DTYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F8_E4M3": "FP8", "F8_E5M2": "FP8"}
 """The types of a safetensors file that are numbers as they stand, and their names."""
 CODE_BITS = {"I32": 32, "U32": 32, "I8": 8, "U8": 8}
@@ -60,10 +66,13 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 def files_of(path: Path) -> list[Path]:
     """Return the files of a model: a GGUF file itself, with the others of a split model, or the files of its directory,
-    in order."""
+    in order. Raises `CheckpointError` for too many."""
     if path.is_file():
         return gguf.files_of(path)
-    return sorted(each for each in path.rglob("*") if each.is_file() and not _is_hidden(each.relative_to(path)))
+    places = list(itertools.islice(path.rglob("*"), MAX_FILES + 1))
+    if len(places) > MAX_FILES:
+        raise CheckpointError(f"{path} has more than {MAX_FILES} files")
+    return sorted(each for each in places if each.is_file() and not _is_hidden(each.relative_to(path)))
 
 
 def _is_hidden(path: Path) -> bool:
@@ -112,7 +121,7 @@ def _of_gguf(path: Path, about: dict[str, Any]) -> ModelFacts:
         num_parameters=number,
         quantization=named or next(iter(counts.most_common(1)), ("", 0))[0],
         context_length=context,
-        template=file.text("tokenizer.chat_template") or "",
+        template=_text(file, "tokenizer.chat_template") or "",
         info={key: value for key, value in info.items() if value is not None},
         **about,
     )
@@ -120,12 +129,21 @@ def _of_gguf(path: Path, about: dict[str, Any]) -> ModelFacts:
 
 def _scalar(file: gguf.GGUF, key: str) -> Any:
     """Return a number or a text of the metadata; None for a list."""
-    for read in (file.integer, file.real, file.flag, file.text):
+    for read in (file.integer, file.real, file.flag):
         try:
             return read(key)
         except CheckpointError:
             continue  # of another type
-    return None
+    return _text(file, key)
+
+
+def _text(file: gguf.GGUF, key: str) -> str | None:
+    """Return a text of the metadata; None for another type, and for one that is too long."""
+    field = file.fields.get(key)
+    try:
+        return None if field is None or field.end - field.start > MAX_TEXT else file.text(key)
+    except CheckpointError:
+        return None
 
 
 def _of_directory(path: Path, about: dict[str, Any]) -> ModelFacts:
@@ -138,16 +156,18 @@ def _of_directory(path: Path, about: dict[str, Any]) -> ModelFacts:
     bits = _bits(scheme) if isinstance(scheme, dict) else 0
     counts: Counter[str] = Counter()
     number = 0
-    for file in sorted(path.glob("*.safetensors")):
-        for name, kind, size in _tensors(file):
+    for header in _headers(path):
+        for name, entry in header.entries.items():
+            kind, size = entry.dtype, math.prod(entry.shape)
             counts[kind] += size
             if kind in DTYPES:
                 number += size
             elif bits and kind in CODE_BITS and not name.endswith(NOT_CODES):
                 number += size * CODE_BITS[kind] // bits
+    number = min(number, MAX_NUMBER)
     stored = next((DTYPES[kind] for kind, _ in counts.most_common() if kind in DTYPES), "")
     method = str(scheme.get("quant_method", "")) if isinstance(scheme, dict) else ""
-    context = context if isinstance(context, int) else 0
+    context = context if _is_count(context) else 0
     info = {"general.architecture": family, "general.parameter_count": number, f"{family}.context_length": context}
     keys = {
         "hidden_size": "embedding_length",
@@ -157,9 +177,9 @@ def _of_directory(path: Path, about: dict[str, Any]) -> ModelFacts:
         "intermediate_size": "feed_forward_length",
         "vocab_size": "vocab_size",
     }
-    info |= {f"{family}.{theirs}": values[ours] for ours, theirs in keys.items() if isinstance(values.get(ours), int)}
+    info |= {f"{family}.{theirs}": values[ours] for ours, theirs in keys.items() if _is_count(values.get(ours))}
     advice = path / "generation_config.json"
-    advised = hub.read_json(advice) if advice.is_file() else {}
+    advised = hub.read_json(advice, foreign.CONFIG) if advice.is_file() else {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return ModelFacts(
         format="safetensors",
@@ -168,10 +188,18 @@ def _of_directory(path: Path, about: dict[str, Any]) -> ModelFacts:
         quantization=f"{method.upper()}-{bits}bit" if method and bits else method.upper() or stored,
         context_length=context,
         template=_template(path),
-        parameters={name: advised[name] for name in names if isinstance(advised.get(name), int | float)},
+        parameters={name: advised[name] for name in names if _is_number(advised.get(name))},
         info=info,
         **about,
     )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value <= MAX_NUMBER
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
 
 
 def _bits(scheme: dict[str, Any]) -> int:
@@ -188,29 +216,21 @@ def _bits(scheme: dict[str, Any]) -> int:
     return bits if isinstance(bits, int) and 1 <= bits <= 16 else 0
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield name, type and number of elements of each tensor in a safetensors file. Raises `CheckpointError`."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(MAX_HEADER_BYTES, path.stat().st_size):
-            raise CheckpointError(f"{path} is not a safetensors file: its header has {length} bytes")
-        try:
-            header = json.loads(file.read(length))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    yield name, str(entry["dtype"]), math.prod(int(size) for size in entry["shape"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not a safetensors file: {error!r}") from error
+def _headers(path: Path) -> Iterator[headers.Header]:
+    """Yield the headers of the files that hold a model's weights. Raises `CheckpointError`."""
+    index = path / headers.INDEX
+    names = sorted(set(headers.read_index(index).values())) if index.is_file() else headers.files_without_index(path)
+    return (headers.read(path / name) for name in names)
 
 
 def _template(path: Path) -> str:
     """Return the source of a directory's chat template; empty if it has none."""
     source = path / "chat_template.jinja"
-    if source.is_file() and source.stat().st_size <= hub.MAX_JSON_BYTES:
-        return source.read_text(encoding="utf-8", errors="replace")
+    if source.is_file() and source.stat().st_size <= MAX_TEXT:
+        return foreign.read_bytes(source, MAX_TEXT).decode("utf-8", errors="replace")
     settings = path / "tokenizer_config.json"
     template = hub.read_json(settings).get("chat_template") if settings.is_file() else None
     if isinstance(template, list):
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
-    return template if isinstance(template, str) else ""
+    return template if isinstance(template, str) and len(template) <= MAX_TEXT else ""

@@ -27,8 +27,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from headrace import gguf, hub
-from headrace.engine.library import model_settings
-from headrace.engine.library.model_facts import ModelFacts, digest_of, facts_of
+from headrace.engine.library import facts_reader, model_settings
+from headrace.engine.library.model_facts import ModelFacts
 from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
 
@@ -58,7 +58,6 @@ class ModelFolder:
 
     def __init__(self, root: str) -> None:
         self.root = Path(root).expanduser().resolve()
-        self._facts: dict[str, ModelFacts] = {}
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -91,16 +90,15 @@ class ModelFolder:
 
     def facts(self, name: str) -> ModelFacts:
         """Return the facts about a model; its files are read again if they have changed. Raises `CheckpointError`,
-        `ModelNotFoundError`."""
-        path = self.path(name)
-        facts = self._facts.get(name)
+        `ModelNotFoundError`, `ChildFailedError`."""
         try:
-            if facts is None or facts.digest != digest_of(path):
-                facts = self._facts[name] = facts_of(path)
-        except (CheckpointError, OSError) as error:
-            # A client must not learn where the folder is.
-            raise CheckpointError(str(error).replace(f"{self.root}/", "")) from error
-        return facts
+            return facts_reader.shared().facts(self.path(name))
+        except CheckpointError as error:
+            raise CheckpointError(self.without_root(str(error))) from error
+
+    def without_root(self, text: str) -> str:
+        """Return a text without the path of the folder, which may have blanks in it."""
+        return text.replace(f"{self.root}/", "")
 
     def _scan(self, folder: Path, prefix: str) -> Iterator[str]:
         with contextlib.suppress(OSError):  # a folder that is deleted just now
@@ -165,7 +163,7 @@ class ModelFolder:
         """Delete a model, with its folder if that is empty then. Raises `ModelNotFoundError`."""
         path = self.path(name)
         self._discard(path)
-        self._facts.pop(name, None)
+        facts_reader.shared().forget(path)
         if path.parent != self.root:
             with contextlib.suppress(OSError):  # it holds other models
                 path.parent.rmdir()
@@ -192,13 +190,13 @@ class ModelFolder:
     def accept(self, name: str, folder: Path) -> None:
         """Move a folder with files of a model to its place. Raises `CheckpointError` if they are none."""
         target = self.root / self._checked(name)
-        facts_of(folder)
+        facts_reader.shared().check(folder)
         target.parent.mkdir(exist_ok=True)
         old = self._path(name)
         if old is not None:
             self._discard(old)
         os.replace(folder, target)
-        self._facts.pop(name, None)
+        facts_reader.shared().forget(target)
 
     async def pull(self, name: str) -> AsyncGenerator[Progress]:
         """Fetch a model from the hub into the folder; yield the progress. After an early stop, the next try goes on

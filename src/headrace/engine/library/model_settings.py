@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace import gguf, hub
+from headrace import foreign, gguf, hub
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.parameters import PARAMETERS
 
@@ -40,7 +40,7 @@ def read(model: str | Path) -> ModelSettings:
     if not path.is_file():
         return ModelSettings()
     try:
-        settings = msgspec.convert(hub.read_json(path), ModelSettings)
+        settings = msgspec.convert(hub.read_json(path, foreign.CONFIG), ModelSettings)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{path}: {error}") from error
     for name, value in settings.sampling.items():
@@ -84,7 +84,7 @@ def advised_params(model: str, revision: str | None) -> dict[str, Any]:
     path = directory / "generation_config.json"
     if not path.is_file():
         return {}
-    advised = hub.read_json(path)
+    advised = hub.read_json(path, foreign.CONFIG)
     same = "temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size max_string_length"
     names = {name: name for name in same.split()} | {"max_new_tokens": "max_tokens"}
     params = {ours: advised[theirs] for theirs, ours in names.items() if advised.get(theirs) is not None}

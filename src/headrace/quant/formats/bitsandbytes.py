@@ -9,13 +9,13 @@ from `headrace quantize` also `outlier_columns` int32 [n] and their weights `out
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import foreign
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, type_name
 from headrace.quant.base import QWeight, SplitWeight, Tensors
@@ -130,11 +130,8 @@ class _State:
         stored = checked(tensors, name, (None,), "uint8")
         if stored.size > MAX_STATE_BYTES:
             raise CheckpointError(f"{name} has shape {list(stored.shape)}, expected at most {MAX_STATE_BYTES} bytes")
-        try:
-            values = json.loads(bytes(stored.tolist()))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{name} is not JSON: {error}") from error
-        if not isinstance(values, dict) or values.get("quant_type") != kind:
+        values = foreign.parse_object(stored.tobytes(), name, foreign.CONFIG)
+        if values.get("quant_type") != kind:
             raise CheckpointError(f"{name} says {values!r:.120}, expected an object with quant_type {kind!r}")
         self._values: dict[str, Any] = values
         shape = values.get("shape")

@@ -8,7 +8,6 @@ with minimums (Int4Tensor; Int4TilePackedTo4dTensor, whose words lie as tensor c
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import foreign
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import PLAIN, floats, type_name
 from headrace.quant.base import QWeight, Tensors
@@ -67,11 +67,8 @@ class _Layer:
         text = tensors.notes(f"{name}._weight_qdata").get(f"{name}.weight", "")
         if not text or len(text) > MAX_NOTE:
             raise CheckpointError(f"the metadata of {name}._weight_qdata's file say nothing of {name}.weight")
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"the metadata of {name}.weight are not JSON: {error}") from error
-        if not isinstance(values, dict) or not isinstance(values.get("_data"), dict):
+        values = foreign.parse_object(text.encode(), f"the note on {name}.weight", foreign.CONFIG)
+        if not isinstance(values.get("_data"), dict):
             raise CheckpointError(f"the metadata of {name}.weight are {text!r:.120}, expected _type and _data")
         self.kind, self.values = str(values.get("_type")), values["_data"]
 

@@ -26,6 +26,7 @@ from headrace.engine.generation import in_time
 from headrace.engine.library.model_facts import ModelFacts
 from headrace.engine.library.model_folder import ModelFolder
 from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError
+from headrace.serve.call.listing import NO_FACTS, Listing
 from headrace.serve.call.service import ServedModel
 from headrace.serve.call.sleeping import refuse
 
@@ -141,7 +142,7 @@ class ModelSet:
         self._sleep_lock = asyncio.Lock()
         self._change_lock = asyncio.Lock()
         self._next_measure = 0.0
-        self._unreadable: set[str] = set()
+        self._listing = Listing()
         self._watch: asyncio.Task[None] | None = None
 
     # -- lists
@@ -176,25 +177,15 @@ class ModelSet:
 
     async def facts(self, name: str) -> ModelFacts:
         """Return the facts in the files of a model, by its true name. Raises `CheckpointError`,
-        `ModelNotFoundError`."""
+        `ModelNotFoundError`, `ChildFailedError`."""
         running = self.running_as(name)
         if self.files is None or (running is not None and running is self.default):
-            facts = None if running is None else await asyncio.to_thread(running.facts)
-            return facts or ModelFacts(format="", family="", size=0, digest="", modified=0.0)
-        return await asyncio.to_thread(self.files.facts, name)
+            return NO_FACTS if running is None else await self._listing.facts("", running.facts)
+        return await self._listing.facts(name, functools.partial(self.files.facts, name))
 
-    async def readable_names(self) -> list[str]:
-        """Return the names of all models whose files can be read, the default one's first; others are logged once."""
-        names = await asyncio.to_thread(self.names)
-        for name in list(names):
-            try:
-                await self.facts(name)
-            except HeadraceError as error:
-                if name not in self._unreadable:
-                    logger.warning("%s is not listed: %s", name, error)
-                self._unreadable.add(name)
-                names.remove(name)
-        return names
+    async def listed(self) -> dict[str, ModelFacts]:
+        """Return the facts of all models by name, the default one's first; see `Listing.of`."""
+        return await self._listing.of(await asyncio.to_thread(self.names), self.facts)
 
     def last_use(self) -> float:
         """Return the time when a call last used a model, in monotonic seconds: now, if one does."""
@@ -351,6 +342,7 @@ class ModelSet:
 
     async def close(self, at_once: bool = False) -> None:
         """End all models of the folder, `at_once` in mid-step, and the tasks that load them."""
+        self._listing.close()
         tasks = [task for entry in self._entries.values() for task in (entry.start, entry.stop) if task is not None]
         tasks += [] if self._watch is None else [self._watch]
         for task in tasks:
@@ -372,7 +364,8 @@ class ModelSet:
             entry.has_room = False
             if isinstance(error, HeadraceError | OSError) and not isinstance(error, ModelNotFoundError):
                 logger.error("%s can not be loaded: %s", entry.name, error)
-                raise ModelLoadError(f"the model {entry.name} can not be loaded: {error}") from error
+                why = str(error) if self.files is None else self.files.without_root(str(error))
+                raise ModelLoadError(f"the model {entry.name} can not be loaded: {why}") from error
             raise
         finally:
             entry.start = None
@@ -386,8 +379,7 @@ class ModelSet:
     async def _make_room(self, entry: ModelEntry) -> None:
         """Unload models until there is room for one more. Raises `ModelLoadError` if even all of the memory is too
         little."""
-        files = cast(ModelFolder, self.files)
-        expected = entry.memory or (await asyncio.to_thread(files.facts, entry.name)).size + PROCESS_BYTES
+        expected = entry.memory or (await self.facts(entry.name)).size + PROCESS_BYTES
         if self._max_memory is not None and expected > self._max_memory:
             raise ModelLoadError(f"it takes {expected:,} bytes, and --models-memory is {self._max_memory:,}")
         while True:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from headrace import foreign
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.errors import CallError
 
@@ -28,15 +29,14 @@ MAX_TEXTS = 2**18
 """Texts in one body, with the keys of objects."""
 MAX_CONTAINERS = 2**15
 """Lists and objects in one body, the body itself too."""
+MAX_DIGITS = 4300
+"""Digits of a number; Python reads no more of an integer."""
 BODY_IDLE_S = 30.0
 MIN_BODY_RATE = 1024
 """Bytes a second of a body over each `BODY_IDLE_S` seconds, but for its end."""
 MAX_BODIES_BYTES = 2**28
 """Bytes of all bodies in memory together; the first `FREE_BODY_BYTES` of each do not count."""
 FREE_BODY_BYTES = 2**16
-
-_BRACKETS = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 UNSUPPORTED_MEDIA = "unsupported_media_type"
 
@@ -207,31 +207,12 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def check_size(body: bytes) -> None:
-    """Raise `RequestError` for JSON with too many values or levels, before anything is parsed.
-
-    The parser holds the interpreter's lock while it makes texts and lists, for a time that their number bounds. Each
-    call here is one pass over bytes, of some milliseconds. Bytes that are not JSON are left to the parser, which stops
-    there.
-    """
-    if b"\\" in body:
-        # Without escaped quotes, every second piece between quotes is outside of texts.
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    _check_count(body.count(b'"') // 2, MAX_TEXTS, "texts and keys")
-    outside = b"".join(body.split(b'"')[::2])
-    num_containers = outside.count(b"[") + outside.count(b"{")
-    _check_count(num_containers, MAX_CONTAINERS, "lists and objects")
-    _check_count(outside.count(b",") + num_containers, MAX_VALUES, "values")
-    brackets = outside.translate(_BRACKETS, _NO_BRACKETS)
-    for _ in range(MAX_DEPTH):
-        # Each pass takes the innermost level of every branch away.
-        brackets = brackets.replace(b"[]", b"")
-    if b"[]" in brackets or brackets.count(b"[") > MAX_DEPTH:
-        raise RequestError("body", "deeply nested JSON", f"JSON at most {MAX_DEPTH} levels deep")
-
-
-def _check_count(number: int, most: int, what: str) -> None:
-    if number > most:
-        raise RequestError("body", f"{number} {what}", f"JSON with at most {most} {what}")
+    """Raise `RequestError` for JSON with too many values or levels, before anything is parsed."""
+    limits = foreign.Limits(MAX_BODY_BYTES, MAX_TEXTS, MAX_CONTAINERS, MAX_VALUES, MAX_DEPTH, MAX_DIGITS)
+    try:
+        foreign.check_size(body, limits)
+    except foreign.JSONSizeError as error:
+        raise RequestError("body", error.value, error.bound) from error
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

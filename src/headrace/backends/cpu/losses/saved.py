@@ -13,7 +13,9 @@ import logging
 import secrets
 from pathlib import Path
 
+from headrace import foreign
 from headrace.backends.native import require_native
+from headrace.protocol.errors import CheckpointError
 from headrace.protocol.sources import digest_of_sources
 
 logger = logging.getLogger(__name__)
@@ -40,14 +42,17 @@ class SavedLosses:
         """Return the losses in the file and the names of the matrices that take floats; none if there is no file, or
         one of another build or text."""
         try:
-            values = json.loads(self._path.read_text(encoding="utf-8"))
+            if not self._path.is_file():
+                return {}, set()
+            values = foreign.read_object(self._path, foreign.TABLE)
             if {name: values[name] for name in ("build", "max_model_len", "text")} != self._facts(text):
                 return {}, set()
             losses = {str(name): float(loss) for name, loss in values["losses"].items()}
-            return losses, {str(name) for name in values["noisy"]}
-        except FileNotFoundError:
-            return {}, set()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            noisy = [str(name) for name in values["noisy"]]
+            if values.get("digest") != _digest(losses, noisy):
+                raise CheckpointError("it has been changed or damaged")
+            return losses, set(noisy)
+        except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s is not used: %s", self._path, error)
             return {}, set()
 
@@ -59,8 +64,12 @@ class SavedLosses:
             return
         part = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            facts = self._facts(text) | {"losses": losses, "noisy": noisy}
+            facts = self._facts(text) | {"losses": losses, "noisy": noisy, "digest": _digest(losses, noisy)}
             part.write_text(json.dumps(facts), encoding="utf-8")
             part.replace(self._path)
         except OSError as error:
             logger.warning("%s can not be written: %s", self._path, error)
+
+
+def _digest(losses: dict[str, float], noisy: list[str]) -> str:
+    return hashlib.sha256(json.dumps([losses, noisy]).encode()).hexdigest()

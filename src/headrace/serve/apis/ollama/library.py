@@ -107,7 +107,7 @@ class Library:
 
     async def tags(self) -> reply.OllamaModels:
         """The models of the server, loaded or not."""
-        return reply.OllamaModels(models=[await self._card(name) for name in await self.models.readable_names()])
+        return reply.OllamaModels(models=[self._card(*each) for each in (await self.models.listed()).items()])
 
     async def ps(self) -> reply.OllamaModels:
         """The models that are loaded, with the memory that they take now."""
@@ -124,7 +124,7 @@ class Library:
         request = convert(ShowRequest, body)
         name = self._true_name(request.model or request.name)
         facts, running = await self.models.facts(name), self.models.running_as(name)
-        card = await self._card(name)
+        card = self._card(name, facts)
         family = card.details.family
         info, template = dict(facts.info), facts.template
         parameters = facts.parameters
@@ -288,15 +288,14 @@ class Library:
             return NEVER
 
     async def _loaded_card(self, name: str, running: Running | None, end: str) -> reply.OllamaModel:
-        card = await self._card(name)
+        card = self._card(name, await self.models.facts(name))
         card.expires_at, card.size_vram = end, 0
         if running is not None:
             card.context_length = running.served.max_context
             card.size = running.memory()
         return card
 
-    async def _card(self, name: str) -> reply.OllamaModel:
-        facts = await self.models.facts(name)
+    def _card(self, name: str, facts: ModelFacts) -> reply.OllamaModel:
         running = self.models.running_as(name)
         if not facts.format and running is not None:
             facts = _facts_of_engine(running)

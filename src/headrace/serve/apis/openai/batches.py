@@ -30,6 +30,7 @@ from headrace.serve.apis.openai.files import PAGE, Files, NotFoundError, page
 from headrace.serve.apis.openai.reply import Page
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_metadata
+from headrace.serve.errors import text_of
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, custom_id_of, has_failed, read_line, refusal
 from headrace.serve.storage.fair_semaphore import FairSemaphore
 from headrace.serve.storage.store import StorageError, Store, StoreFullError
@@ -255,8 +256,8 @@ class Batches:
                     await self._stored(batch_id, self._end, batch_id, "cancelled")
             elif error is not None:
                 logger.error("batch %s failed", batch_id, exc_info=error)
-                is_ours = isinstance(error, HeadraceError)
-                message = str(error) if is_ours else "internal error; the server's log has more"
+                internal = "internal error; the server's log has more"
+                message = text_of(error) if isinstance(error, HeadraceError) else internal
                 await self._stored(batch_id, self._fail, batch_id, [_error("batch_failed", message)])
         except Exception:
             logger.exception("batch %s can not be ended; the next start tries it again", batch_id)
@@ -271,7 +272,7 @@ class Batches:
         try:
             raw = await self._stored(batch_id, self.files.content, card["input_file_id"])
         except NotFoundError as error:
-            await self._stored(batch_id, self._fail, batch_id, [_error("invalid_input", str(error))])
+            await self._stored(batch_id, self._fail, batch_id, [_error("invalid_input", text_of(error))])
             return
         numbers, errors = await asyncio.to_thread(check_all, raw, card["endpoint"])
         if errors:
@@ -437,7 +438,7 @@ def check_all(raw: bytes, endpoint: str) -> tuple[dict[str, int], list[BatchErro
             if len(numbers) >= MAX_LINES:
                 raise RequestError("line", number, f"among at most {MAX_LINES} requests of one batch")
         except RequestError as error:
-            errors.append(_error(error.code, str(error), error.field, number))
+            errors.append(_error(error.code, text_of(error), error.field, number))
             if len(errors) >= MAX_LISTED_ERRORS:
                 break
             continue

@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 
 from headrace.engine.generation import off_loop
+from headrace.engine.library.model_facts import ModelFacts
 from headrace.protocol import bounds
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.constraints import StructuredOutputs, constraint_of
@@ -26,6 +27,7 @@ from headrace.serve import routing
 from headrace.serve.apis.openai.answers import ChatAnswer, CompletionAnswer
 from headrace.serve.apis.openai.reply import Detokenized, ModelCard, ModelList
 from headrace.serve.call.call import Call, ChatCall, SamplingFields, TextCall, prompt_call, spelled
+from headrace.serve.call.listing import NO_FACTS
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.replies import Tokenized, token_text
 from headrace.serve.call.schema import (
@@ -205,7 +207,7 @@ async def detokenize(model: ServedModel, body: dict[str, Any]) -> Detokenized:
 
 async def model_list(models: ModelSet) -> ModelList:
     """The models that are served, loaded or not."""
-    cards = [await model_card(models, name) for name in await models.readable_names()]
+    cards = [_card_of(models, name, facts) for name, facts in (await models.listed()).items()]
     first_id, last_id = (cards[0].id, cards[-1].id) if cards else (None, None)
     return ModelList(data=cards, has_more=False, first_id=first_id, last_id=last_id)
 
@@ -216,9 +218,12 @@ async def model_card(models: ModelSet, name: str) -> ModelCard:
     Raises `ModelNotFoundError`.
     """
     name = models.true_name(name)
+    return _card_of(models, name, NO_FACTS if models.running_as(name) else await models.facts(name))
+
+
+def _card_of(models: ModelSet, name: str, facts: ModelFacts) -> ModelCard:
     running = models.running_as(name)
     if running is None:
-        facts = await models.facts(name)
         created, root, context, measured = int(facts.modified), name, facts.context_length, None
         activations, tags, names = "", list[str](), tuple[str, ...]()
     else:
