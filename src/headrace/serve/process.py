@@ -18,7 +18,8 @@ import os
 import signal
 import socket
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -203,7 +204,7 @@ class Server(uvicorn.Server):
         if self.lifespan.should_exit:
             sys.exit(FAILED)
         make = functools.partial(
-            self.config.http_protocol_class,
+            cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,

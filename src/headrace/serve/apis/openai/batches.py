@@ -32,7 +32,8 @@ from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_metadata
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, custom_id_of, has_failed, read_line, refusal
 from headrace.serve.storage.fair_semaphore import FairSemaphore
-from headrace.serve.storage.store import StorageError, Store, StoreFullError
+from headrace.serve.storage.space import StorageError
+from headrace.serve.storage.store import Store, StoreFullError
 from headrace.serve.storage.writers import Writers
 
 logger = logging.getLogger("headrace.server")
