@@ -128,6 +128,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_num_queued_tokens": "Prompt tokens that may wait; further ones get 429.",
         "storage_dir": "Folder for files, batches, responses and conversations; without it they are kept in memory.",
         "max_storage_bytes": "Most bytes of files, responses, conversations, and of session files; holders share them.",
+        "max_blob_bytes": "Most bytes of files sent to /api/blobs that no model was made of; by default as many as "
+        "leave 256 MiB of the disk free.",
         "trust_request_chat_template": "Take a chat_template in a chat request, and render it in the sandbox.",
         "slot_save_path": "A folder for session files: POST /slots/ID?action=save and restore, as in llama-server.",
         "sleep_idle_seconds": "Seconds without a call after which the engine ends, until the next call starts it "

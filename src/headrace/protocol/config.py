@@ -205,6 +205,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     shutdown_timeout: float = 30.0
     storage_dir: str | None = None
     max_storage_bytes: int = 2**28
+    max_blob_bytes: int | None = None
     max_batch_concurrency: int = 16
     slot_save_path: str | None = None
     slots: bool = True
@@ -224,7 +225,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(self, -1, "sleep_idle_seconds")
         _at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency")
         _at_least(self, 1, "max_requests_per_minute", "max_tokens_per_minute", optional=True)
-        _at_least(self, 1, "max_connections_per_peer", "models_memory", optional=True)
+        _at_least(self, 1, "max_connections_per_peer", "models_memory", "max_blob_bytes", optional=True)
         for name in ("max_request_timeout", "shutdown_delay", "shutdown_timeout", "watchdog_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise RequestError(name, getattr(self, name), "0 or more seconds")

@@ -99,7 +99,7 @@ def create_app(
     app.state.lifespan = lifespan
     openai_completions.add_routes(app, models)
     anthropic.add_routes(app, models)
-    ollama.add_routes(app, models)
+    ollama.add_routes(app, models, server.max_blob_bytes)
     slot_files = Folder.of(server.slot_save_path, max_bytes, shares)
     llama_server.add_routes(app, models, slot_files, shows_slots=server.slots)
     tokenize.add_routes(app, models)

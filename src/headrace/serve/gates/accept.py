@@ -1,4 +1,4 @@
-"""`Acceptor`: takes connections from a listening socket, a few at a time, and pauses while the system has no room (S-19).
+"""`Acceptor`: takes connections from a listening socket, a few at a time, and pauses while there is no room (S-19).
 
 asyncio's servers take all connections that wait before one of them can be counted and refused; thousands may wait, and
 each one for which there is no descriptor is a traceback in the log. Knows no HTTP. Called by `serve.process`.
@@ -36,7 +36,8 @@ def raise_file_limit() -> None:
 
 
 class Acceptor:
-    """One listening socket, which does not block, with the face of an asyncio server. `make` returns the protocol of a new connection."""
+    """One listening socket, which does not block, with the face of an asyncio server. `make` returns the protocol of a
+    new connection."""
 
     def __init__(self, listener: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
         self._listener, self._make = listener, make
