@@ -147,6 +147,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_request_timeout": "Most seconds that a request may take in all, whatever its own timeout; 0 for no bound.",
         "max_connections_per_peer": "Most open connections of one address (of an IPv6 network of 64 bits); by default "
         "half of all. Behind a proxy, all come from its address: set as many as the proxy may open.",
+        "overload_config": "Bounds near which the server refuses calls, as a JSON object: memory_bytes of its process "
+        "(4 GiB, or half of the memory if that is less), lag_seconds of its event loop (2); see docs/reliability.md.",
         "shutdown_delay": "Seconds after SIGTERM in which /health/ready is 503 and calls are still accepted, so that a "
         "load balancer can leave first. A second signal, or Ctrl-C, ends the delay.",
         "shutdown_timeout": "Seconds that open requests may continue after the delay before they end with an error.",

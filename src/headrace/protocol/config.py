@@ -18,6 +18,7 @@ from headrace.protocol.kinds import ROUTERS
 from headrace.protocol.speculation import SpeculativeConfig, speculative_config
 
 LOG_FORMATS = ("text", "json")
+OVERLOAD_BOUNDS = ("memory_bytes", "lag_seconds")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -201,6 +202,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     watchdog_timeout: float = 60.0
     max_request_timeout: float = 0.0
     max_connections_per_peer: int | None = None
+    overload_config: dict[str, Any] | None = None
     shutdown_delay: float = 5.0
     shutdown_timeout: float = 30.0
     storage_dir: str | None = None
@@ -239,6 +241,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("otlp_traces_endpoint", self.otlp_traces_endpoint, "an address that begins with http")
         _member("generation_config", self.generation_config, ("auto", "headrace"))
         _record("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        _record("overload_config", self.overload_config)
+        for name, bound in (self.overload_config or {}).items():
+            if (
+                name not in OVERLOAD_BOUNDS
+                or isinstance(bound, bool)
+                or not isinstance(bound, int | float)
+                or bound <= 0
+            ):
+                allowed = "an object of numbers above 0: " + ", ".join(OVERLOAD_BOUNDS)
+                raise RequestError("overload_config", self.overload_config, allowed)
         _record("override_generation_config", self.override_generation_config)
         sampling_defaults(self.override_generation_config)
 

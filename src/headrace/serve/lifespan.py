@@ -20,6 +20,7 @@ from headrace.serve import startup
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.call.sleeping import IdleSleep
 from headrace.serve.loading import RunningModels
+from headrace.serve.shedding import Shedding
 
 logger = logging.getLogger("headrace.server")
 
@@ -41,6 +42,7 @@ class Lifespan:
         log_stats_interval: seconds between two log lines of statistics; 0 for none.
         policy: the order of waiting requests; None: the policy of the engine of the model that stays.
         idle: lets idle models sleep; None: they stay awake.
+        shedding: measures the overload.
 
     Functions in `at_end` are called when the application ends.
     """
@@ -52,8 +54,11 @@ class Lifespan:
         storage: Storage,
         policy: str | None = None,
         idle: IdleSleep | None = None,
+        shedding: Shedding | None = None,
     ) -> None:
         self.models = models
+        self.shedding = shedding or Shedding()
+        self.overload = self.shedding.overload
         self.idle = idle
         self._default = models.default
         self.storage = storage
@@ -168,8 +173,10 @@ class Lifespan:
         while True:
             due = loop.time() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
+            lag = max(0.0, loop.time() - due)
+            self.shedding.sample(lag)
             for metrics in self.metrics():
-                metrics.counts.on_lag(max(0.0, loop.time() - due))
+                metrics.counts.on_lag(lag)
 
     async def _log_stats(self) -> None:
         lines: dict[EngineClient, StatsLine] = {}

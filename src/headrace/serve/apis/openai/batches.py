@@ -135,7 +135,9 @@ class Batches:
     ) -> None:
         self.store, self.files, self.writers, self.answerer = store, files, writers, answerer
         self.concurrency = concurrency
-        self._permits = FairSemaphore(concurrency, num_others)
+        self.is_held_back: Callable[[], bool] = lambda: False
+        """Returns whether no line may begin now."""
+        self._permits = FairSemaphore(concurrency, num_others, lambda: self.is_held_back())
         self._wake = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         # By holder: the batch that runs, the task that oversees it, and the task that answers its lines.

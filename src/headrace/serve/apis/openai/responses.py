@@ -61,6 +61,7 @@ from headrace.serve.call.call import Answer, ChatCall, spelled
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import Explain, ServedModel, no_explanations
+from headrace.serve.gates.overload import Overload, OverloadError, Work
 from headrace.serve.routing import Readable, free_lists, json_in_parts, json_pieces, large_event, large_response
 from headrace.serve.storage.space import StorageError
 from headrace.serve.storage.store import Store, StoreFullError
@@ -238,8 +239,15 @@ class Responses:
     made by the store: a caller's name for its request never names an entry. `conversations`: None where none are
     kept."""
 
-    def __init__(self, store: Store, writers: Writers, conversations: Conversations | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        writers: Writers,
+        conversations: Conversations | None = None,
+        overload: Overload | None = None,
+    ) -> None:
         self.conversations = conversations
+        self._overload = overload or Overload()
         self.store, self.writers = store, writers
         self.ends = Ends(store, writers, conversations)
         self._background: dict[str, tuple[ResponseAnswer, asyncio.Task[None]]] = {}
@@ -251,6 +259,8 @@ class Responses:
         request, shared = read(body)
         model.check_model(request.model)
         stored = request.store is not False
+        if request.background:
+            self._overload.check(Work.LATER)
         response_id = self.store.new_id()
         if not stored and shared.request_id is not None:
             # The line of a batch gets the same id again when the batch is continued.
@@ -269,9 +279,11 @@ class Responses:
         answer.explain = model.explain
         if stored:
             try:
+                if not request.background:
+                    self._overload.check(Work.LATER)
                 entry = answer.entry
                 await self.writers.run(lambda: self.store.put(response_id, {}, b"".join(json_pieces(entry))))
-            except (StorageError, StoreFullError) as error:
+            except (StorageError, StoreFullError, OverloadError) as error:
                 if request.background:  # whose caller could not read it
                     answer.close()
                     raise
