@@ -1,4 +1,4 @@
-"""Under overload calls are refused by class before anything fails: the states, and a live server (R-08)."""
+"""Under overload calls are refused by class before anything fails: the states, and a live server (R-12)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def states(rows: list[tuple[float, float, State]]) -> list[State]:
 
 
 @pytest.mark.parametrize("name", [*RISES, *FALLS])
-def test_the_states_follow_the_pressure(name: str) -> None:
+def test_R_12_the_states_follow_the_pressure(name: str) -> None:
     rows = (RISES | FALLS)[name]
     assert states(rows) == [state for *_, state in rows]
 
@@ -89,11 +89,11 @@ def num_changes(seed: int) -> int:
     return result
 
 
-def test_a_pressure_around_a_bound_does_not_flap() -> None:
+def test_R_12_a_pressure_around_a_bound_does_not_flap() -> None:
     assert max(map(num_changes, range(12))) <= 3
 
 
-def test_control_without_a_margin_and_a_calm_time_it_flaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_R_12_control_without_a_margin_and_a_calm_time_it_flaps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.serve.gates.overload.MARGIN", 0.0)
     monkeypatch.setattr("headrace.serve.gates.overload.CALM_S", 0.0)
     assert min(map(num_changes, range(12))) > 100
@@ -200,7 +200,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], Any]] = {
 WHY = "the server is overloaded: its memory is at "
 
 
-def test_calls_are_refused_by_class_and_open_streams_go_on(pressed: Pressed) -> None:
+def test_R_12_calls_are_refused_by_class_and_open_streams_go_on(pressed: Pressed) -> None:
     stream = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
     with HTTP.stream("POST", pressed.url + "/v1/completions", json=stream, timeout=60) as reply:
         events = lines_of(reply)
@@ -260,7 +260,7 @@ def test_what_is_refused_takes_nothing_of_a_rate(tokenizer: Tokenizer) -> None:
         assert [live.post("/v1/completions", PROMPT).status_code for _ in range(3)] == [200, 200, 429]
 
 
-def test_lines_of_batches_wait_until_the_pressure_is_lower(pressed: Pressed) -> None:
+def test_R_12_lines_of_batches_wait_until_the_pressure_is_lower(pressed: Pressed) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": PROMPT}
     files = {"file": ("a", json.dumps(line).encode())}
     file_id = HTTP.post(pressed.url + "/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
@@ -304,7 +304,7 @@ class Memory:
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_nothing_goes_beyond_its_bound_and_control_without_states_it_does(
+def test_R_12_nothing_goes_beyond_its_bound_and_control_without_states_it_does(
     is_on: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_on:
@@ -316,7 +316,7 @@ def test_nothing_goes_beyond_its_bound_and_control_without_states_it_does(
         assert (live.shedding.overload.num_refused[Work.ANSWER] > 0) is is_on
 
 
-def test_one_long_delay_of_the_loop_is_no_overload_and_a_lasting_one_is() -> None:
+def test_R_12_one_long_delay_of_the_loop_is_no_overload_and_a_lasting_one_is() -> None:
     sheds = Shedding({"lag_seconds": 1.0, "memory_bytes": 2**60})
     sheds.sample(30.0)
     sheds.sample(0.0)
@@ -362,7 +362,7 @@ def test_bounds_that_make_no_sense_are_refused(bounds: dict[str, Any]) -> None:
         ServerConfig(overload_config=bounds)
 
 
-def test_an_administrator_passes_where_keys_are_set(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_R_12_an_administrator_passes_where_keys_are_set(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with Pressed(tokenizer, api_key_file=rig.write_keys(tmp_path)) as live:
         live.press(2.0, P)
         root, alice = rig.bearer(rig.ROOT), rig.bearer(rig.ALICE)

@@ -116,7 +116,7 @@ def uploads(live: Live, announces: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("announces", [True, False])
-def test_uploads_at_once_leave_the_reserve_free(
+def test_R_28_uploads_at_once_leave_the_reserve_free(
     announces: bool, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SmallDisk(tmp_path, RESERVE_BYTES + 7 * SIZE // 2, monkeypatch)
@@ -138,7 +138,7 @@ def test_uploads_at_once_leave_the_reserve_free(
         assert HTTP.post(address, content=body).status_code == 201
 
 
-def test_control_without_promises_they_take_the_reserve(
+def test_R_28_control_without_promises_they_take_the_reserve(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SmallDisk(tmp_path, RESERVE_BYTES + 7 * SIZE // 2, monkeypatch)
@@ -149,7 +149,7 @@ def test_control_without_promises_they_take_the_reserve(
 
 
 @pytest.mark.parametrize("announces", [True, False])
-def test_uploads_together_are_bounded(announces: bool, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_R_28_uploads_together_are_bounded(announces: bool, tmp_path: Path, tokenizer: Tokenizer) -> None:
     with Folded(tmp_path, tokenizer, max_blob_bytes=5 * SIZE // 2) as live:
         statuses = uploads(live, announces)
         assert set(statuses) == {201, 507}
@@ -188,7 +188,7 @@ CALLS: dict[str, tuple[Callable[[Live], Any], Callable[[Any], str]]] = {
 }
 
 
-def test_a_full_disk_is_a_507_in_the_words_of_each_api(
+def test_R_28_a_full_disk_is_a_507_in_the_words_of_each_api(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders: dict[str, Any] = {"storage_dir": str(tmp_path / "s"), "slot_save_path": str(tmp_path / "slots")}
@@ -207,7 +207,9 @@ def test_a_full_disk_is_a_507_in_the_words_of_each_api(
             assert call(live).status_code == (400 if name == "recording" else 200)
 
 
-def test_files_that_an_earlier_process_has_left_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_R_28_files_that_an_earlier_process_has_left_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = {name: tmp_path / name for name in ("old", "new", "kept")}
     for path in names.values():
         path.write_bytes(b"x")

@@ -1,4 +1,4 @@
-"""`Overload`: decides which calls are refused while the server runs short of memory, open files or time (R-08).
+"""`Overload`: decides which calls are refused while the server runs short of memory, open files or time (R-12).
 
 A pure state machine. Its input are pressures: for each resource the part of its bound that is in use. It climbs at once
 to the state of the highest pressure, and goes down one state at a time, after the pressure was clearly lower for a
