@@ -7,6 +7,7 @@ import errno
 import http.client
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from bench.tied import tied
 
 from headrace.serve.gates import accept
 from headrace.serve.gates.accept import Acceptor
@@ -74,7 +76,7 @@ def server(folder: Path, uses_acceptor: bool) -> Iterator[tuple[int, int, Path]]
     command = [sys.executable, "-c", code, str(port_file), "yes" if uses_acceptor else "no"]
     root = Path(__file__).parents[3]
     with log.open("wb") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, cwd=root)
+        process = subprocess.Popen(tied(command), stderr=stderr, cwd=root)
     try:
         end = time.monotonic() + 60
         while not (port_file.exists() and port_file.read_text()):
@@ -125,9 +127,9 @@ def test_S_19_half_sent_calls_leave_descriptors_for_probes_and_files(tmp_path: P
 def test_S_19_control_with_the_accept_of_asyncio_they_take_all_descriptors(tmp_path: Path) -> None:
     with server(tmp_path, uses_acceptor=False) as (port, pid, log):
         # All wait before the server takes the first of them.
-        os.kill(pid, 19)
+        os.kill(pid, signal.SIGSTOP)
         clients = crowd(port, 3 * MAX_FILES)
-        os.kill(pid, 18)
+        os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + 60
         while log.read_text().count("ERROR") < 50:
             assert time.monotonic() < end

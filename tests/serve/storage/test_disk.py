@@ -261,8 +261,8 @@ def answers_that_do_not_say_so(live: Live, faults: Faults) -> list[str]:
                 if reply["status"] != "incomplete" or not reply["output"]:
                     wrong.append(place)
                 warned = {each.partition(":")[0] for each in reply.get("warnings", [])}
-                found = HTTP.get(f"{live.url}/v1/responses/{reply['id']}")
-                is_stored = found.status_code == 200 and found.json() == reply
+                lookup = HTTP.get(f"{live.url}/v1/responses/{reply['id']}")
+                is_stored = lookup.status_code == 200 and lookup.json() == reply
                 if (reply["store"], "store" in warned) != (is_stored, not is_stored):
                     wrong.append(place)
                 if "conversation" in form:
@@ -304,18 +304,18 @@ def test_R_28_a_response_in_the_background_waits_for_the_disk_and_can_be_read(
             assert first.status_code == 200, first.text
             url = f"{live.url}/v1/responses/{first.json()['id']}"
             live.wait(lambda url=url: HTTP.get(url).json()["status"] == "incomplete" and faults.num > 8)
-            shown = HTTP.get(url).json()
+            ended = HTTP.get(url).json()
             if ends_by == "cancel":
-                assert HTTP.post(url + "/cancel", json={}).json() == shown
-                assert HTTP.get(url).json() == shown
+                assert HTTP.post(url + "/cancel", json={}).json() == ended
+                assert HTTP.get(url).json() == ended
             faults.arm(-1, 0, False)
             if ends_by == "delete":
                 assert HTTP.delete(url).status_code == 200
                 assert HTTP.get(url).status_code == 404
                 continue
-            running = live.app.state.lifespan.storage.responses._background
-            live.wait(lambda running=running: not running)
-            assert HTTP.get(url).json() == shown
+            file = tmp_path / "responses" / f"{ended['id']}.bin"
+            live.wait(lambda file=file: b'"incomplete"' in file.read_bytes())
+            assert HTTP.get(url).json() == ended
 
 
 # -- the log

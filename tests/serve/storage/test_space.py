@@ -68,20 +68,20 @@ def test_what_is_promised_to_one_write_is_not_there_for_another(
 
 def test_promises_of_many_threads_never_exceed_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SmallDisk(tmp_path, 1000, monkeypatch)
-    taken: list[int] = []
+    nums: list[int] = []
 
-    def take() -> None:
-        room = Room(tmp_path)
+    def take(room: Room) -> None:
         for _ in range(100):
-            taken.append(room.take_up_to(7))
+            nums.append(room.take_up_to(7))
 
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert sum(taken) == 1000
-    space._promised.clear()
+    with Room(tmp_path) as room:
+        threads = [threading.Thread(target=take, args=(room,)) for _ in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert sum(nums) == 1000
+    assert not space.promised.total()
 
 
 def uploads(live: Live, announces: bool) -> list[int]:
@@ -126,7 +126,7 @@ def test_R_28_uploads_at_once_leave_the_reserve_free(
         assert 1 <= statuses.count(201) <= 3
         assert disk.free >= RESERVE_BYTES
         # Nothing is left of what was refused, and no promise.
-        live.wait(lambda: not space._promised.total())
+        live.wait(lambda: not space.promised.total())
         assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == statuses.count(201)
         body = b"y" * (disk.free - RESERVE_BYTES)
         address = f"{live.url}/api/blobs/sha256:{hashlib.sha256(body).hexdigest()}"
@@ -142,7 +142,7 @@ def test_R_28_control_without_promises_they_take_the_reserve(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SmallDisk(tmp_path, RESERVE_BYTES + 7 * SIZE // 2, monkeypatch)
-    monkeypatch.setattr(Room, "_count", lambda self, num_bytes: None)
+    monkeypatch.setattr(Room, "take", lambda self, num_bytes: None)
     with Folded(tmp_path, tokenizer) as live:
         assert uploads(live, announces=True) == [201] * NUM_UPLOADS
         assert disk.free < RESERVE_BYTES

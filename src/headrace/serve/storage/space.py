@@ -29,7 +29,8 @@ ORPHAN_S = 3600.0
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _counting = threading.Lock()
-_promised: Counter[int] = Counter()
+promised: Counter[int] = Counter()
+"""Bytes that are promised and not written yet, by the number of the disk."""
 
 
 class StorageError(HeadraceError):
@@ -84,7 +85,7 @@ class Room:
         self._add(-min(num_bytes, self._num_bytes))
 
     def _free(self) -> int:
-        return shutil.disk_usage(self._folder).free - _promised[self._device] - self._reserve
+        return shutil.disk_usage(self._folder).free - promised[self._device] - self._reserve
 
     def _add(self, num_bytes: int) -> None:
         with _counting:
@@ -92,7 +93,7 @@ class Room:
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        _promised[self._device] += num_bytes
+        promised[self._device] += num_bytes
 
 
 @contextlib.contextmanager

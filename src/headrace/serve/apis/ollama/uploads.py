@@ -62,8 +62,8 @@ class Uploads:
                     async def promise(num: int) -> None:
                         nonlocal num_bytes
                         if self._max_bytes is not None:
-                            held = await asyncio.to_thread(self._num_bytes)
-                            if held + self._coming + num > self._max_bytes:
+                            num_waiting = await asyncio.to_thread(self._num_bytes)
+                            if num_waiting + self._coming + num > self._max_bytes:
                                 bound = f"files that no model was made of may take {self._max_bytes} bytes"
                                 raise DiskFullError(f"{bound}; make the models, or start the server again")
                         room.take(num)
