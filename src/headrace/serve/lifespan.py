@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -169,11 +170,10 @@ class Lifespan:
 
     async def _watch_loop(self) -> None:
         """Measure the delay of the event loop, which grows when a function holds the loop or the interpreter's lock."""
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + LAG_INTERVAL_S
+            due = time.monotonic() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
-            lag = max(0.0, loop.time() - due)
+            lag = max(0.0, time.monotonic() - due)
             self.shedding.sample(lag)
             for metrics in self.metrics():
                 metrics.counts.on_lag(lag)

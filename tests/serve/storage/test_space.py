@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import http.client
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from tests.serve.test_models_folder import Folded
 from tests.support.server import HTTP, Live
 
+from headrace import hub
 from headrace.engine.library.model_folder import ModelFolder
 from headrace.protocol.config import ServerConfig
 from headrace.serve import inspection
@@ -205,6 +209,30 @@ def test_R_28_a_full_disk_is_a_507_in_the_words_of_each_api(
         monkeypatch.setattr(shutil, "disk_usage", real)
         for name, (call, _) in CALLS.items():
             assert call(live).status_code == (400 if name == "recording" else 200)
+
+
+def test_R_28_a_model_that_does_not_fit_is_not_fetched(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program that fetches says so, and the reply is a 507."""
+    import huggingface_hub
+
+    sibling = SimpleNamespace(rfilename="model.gguf", size=100, lfs=None, blob_id="x")
+    info = SimpleNamespace(siblings=[sibling], sha="y")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **more: info)
+    SmallDisk(tmp_path, 99, monkeypatch)
+    assert hub.main(["owner/name", str(tmp_path)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    run = asyncio.create_subprocess_exec
+
+    async def fetches(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        assert hub.__name__ in command
+        return await run(sys.executable, "-c", f"print({last!r})", **more)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fetches)
+    with Folded(tmp_path, tokenizer) as live:
+        reply = live.post("/api/pull", {"model": "owner/name", "stream": False})
+    assert (reply.status_code, reply.json()) == (507, {"error": "storage: the disk is full; nothing was changed"})
 
 
 def test_R_28_files_that_an_earlier_process_has_left_are_deleted(
