@@ -9,9 +9,11 @@ JSON. It is a separate program: the memory and threads of the hub's client end w
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -313,6 +315,9 @@ def pull(name: str, folder: Path) -> None:
         info = HfApi().model_info(repository, files_metadata=True)
         files = {each.rfilename: each for each in info.siblings or []}
         chosen = choose_files(list(files), tag)
+        size = sum(files[path].size or 0 for path in chosen if not (folder / path).exists())
+        if size > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for path in chosen:
             digest = getattr(files[path].lfs, "sha256", None) or files[path].blob_id or ""
             about = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}", "total": files[path].size or 0}
@@ -326,6 +331,8 @@ def pull(name: str, folder: Path) -> None:
     except ModelNotFoundError:
         raise
     except Exception as error:  # the hub's client raises a dozen kinds; the message reports each
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise ModelNotFoundError(f"{name}: the hub said: {error}") from error
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
@@ -335,7 +342,8 @@ def main(arguments: list[str]) -> int:
     try:
         pull(arguments[0], Path(arguments[1]))
     except (ModelNotFoundError, OSError) as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        number = error.errno if isinstance(error, OSError) else None
+        print(json.dumps({"error": str(error), "errno": number}), flush=True)
         return 1
     return 0
 

@@ -98,6 +98,10 @@ def test_limits_swap_and_crashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert (found("open files").verdict, found("processes").verdict) == ("bad", "bad")
     assert "unlimited" in found("address space").advice
     assert "LimitNOFILE" in found("open files").advice
+    monkeypatch.setattr(checkup.resource, "getrlimit", lambda what: (100, 4096))
+    check = found("open files")
+    assert (check.verdict, check.found) == ("ok", "4096 open files, 4032 clients")
+    monkeypatch.setattr(checkup.resource, "getrlimit", lambda what: (100, 100))
     monkeypatch.setattr("psutil.swap_memory", lambda: type("Swap", (), {"total": 2**32, "used": 2**31}))
     assert found("swap").verdict == "warn"
     folder = tmp_path / ".cache" / "headrace" / "crash-reports"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -11,12 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support import fake
 from tests.support.server import child, inproc
 
 from headrace.core.requests import verify_model
+from headrace.engine import replica as engine_replica
 from headrace.engine.client import EngineClient
 from headrace.engine.links import ProcessLink
 from headrace.engine.open_requests import RequestStream
@@ -254,6 +257,32 @@ def test_R_01_after_too_many_deaths_every_stream_gets_an_honest_error() -> None:
         assert client.num_unfinished == client.num_waiting == 0
         with pytest.raises(EngineDeadError):
             client.submit([request()])
+
+    run(client, work)
+
+
+@pytest.mark.parametrize("pause", [engine_replica.SHORTAGE_S, 0.0], ids=["", "control"])
+def test_R_01_a_shortage_of_descriptors_at_a_restart_may_pass(pause: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_replica, "SHORTAGE_S", pause)
+    client = child(delay=0.005, max_restarts=5)
+
+    async def work(client: EngineClient) -> None:
+        link, loop = client.replicas[0].link, asyncio.get_running_loop()
+        start, end = link.start, loop.time() + 1.0
+
+        async def short(*args: Any) -> Any:
+            if loop.time() < end:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return await start(*args)
+
+        monkeypatch.setattr(link, "start", short)
+        stream = client.submit([request(max_tokens=200)])
+        os.kill(pid_of(client), signal.SIGKILL)
+        if pause:
+            assert len((await read(stream))[0][0]) == 200
+        else:
+            with pytest.raises(EngineDeadError, match="restarted 5 times"):
+                await read(stream)
 
     run(client, work)
 

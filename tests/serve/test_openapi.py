@@ -8,12 +8,14 @@ import html
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
 from tests.programs import fuzz_openapi
+from tests.serve.test_models_folder import Folded
 from tests.serve.test_refusals import BODIES
 from tests.support.server import HTTP, Live, inproc
 
@@ -29,6 +31,13 @@ def document(live: Live) -> dict[str, Any]:
     reply = HTTP.get(live.url + "/openapi.json")
     assert reply.status_code == 200
     return dict(reply.json())
+
+
+def test_a_server_with_a_models_folder_is_described_too(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with Folded(tmp_path, tokenizer) as live:
+        described = HTTP.get(live.url + "/openapi.json")
+        assert (described.status_code, "/api/create" in described.json()["paths"]) == (200, True)
+        assert HTTP.get(live.url + "/docs").status_code == 200
 
 
 def resolve(document: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app
 from headrace.serve.gates.connection import Connection
 from headrace.serve.loading import ModelParts
+from headrace.serve.process import Server
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -79,6 +80,7 @@ class Live:
         folder = more.pop("folder", None)
         self.app = create_app(model, server, "fake", ModelParts(tokenizer, template, **more), folder)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.socket.setblocking(False)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(
@@ -89,7 +91,8 @@ class Live:
             ws="none",
             timeout_graceful_shutdown=2,
         )
-        self.server = uvicorn.Server(config)
+        self.server = Server(config, self.app.state.lifespan, delay=0, drain_seconds=0)
+        self.server.takes_signals = False
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.socket])), daemon=True)
 
     def __enter__(self) -> Live:

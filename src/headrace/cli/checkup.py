@@ -21,6 +21,7 @@ from headrace import env
 from headrace.doctor import formatted
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import HeadraceError
+from headrace.serve.gates.accept import MAX_RAISED_FILES
 from headrace.serve.gates.connection import SPARE_FILES
 
 MIN_FILES = 256
@@ -181,15 +182,17 @@ def listening(host: str, port: int) -> Iterator[Check]:
 
 
 def limits() -> Iterator[Check]:
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The server raises the limit when it starts.
+    raised = MAX_RAISED_FILES if most == resource.RLIM_INFINITY else min(most, MAX_RAISED_FILES)
+    files = soft if soft == resource.RLIM_INFINITY else max(soft, raised)
     text = (
         "no bound" if files == resource.RLIM_INFINITY else f"{files} open files, {max(0, files - SPARE_FILES)} clients"
     )
     verdict = "ok" if files == resource.RLIM_INFINITY or files >= ENOUGH_FILES else "warn"
     if verdict == "warn" and files < MIN_FILES:
         verdict = "bad"
-    enough = most == resource.RLIM_INFINITY or most >= 4096
-    advice = "ulimit -n 4096" if enough else "raise nofile in /etc/security/limits.conf, or LimitNOFILE in the unit"
+    advice = "raise nofile in /etc/security/limits.conf, or LimitNOFILE in the unit"
     yield Check("open files", verdict, text, "" if verdict == "ok" else advice)
     for name, what in (("RLIMIT_AS", "address space"), ("RLIMIT_DATA", "data")):
         soft, _ = resource.getrlimit(getattr(resource, name))

@@ -130,6 +130,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_num_queued_tokens": "Prompt tokens that may wait; further ones get 429.",
         "storage_dir": "Folder for files, batches, responses and conversations; without it they are kept in memory.",
         "max_storage_bytes": "Most bytes of files, responses, conversations, and of session files; holders share them.",
+        "max_blob_bytes": "Most bytes of files sent to /api/blobs that no model was made of; by default as many as "
+        "leave 256 MiB of the disk free.",
         "trust_request_chat_template": "Take a chat_template in a chat request, and render it in the sandbox.",
         "slot_save_path": "A folder for session files: POST /slots/ID?action=save and restore, as in llama-server.",
         "sleep_idle_seconds": "Seconds without a call after which the engine ends, until the next call starts it "
@@ -147,6 +149,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_request_timeout": "Most seconds that a request may take in all, whatever its own timeout; 0 for no bound.",
         "max_connections_per_peer": "Most open connections of one address (of an IPv6 network of 64 bits); by default "
         "half of all. Behind a proxy, all come from its address: set as many as the proxy may open.",
+        "overload_config": "Bounds near which the server refuses calls, as a JSON object: memory_bytes of its process "
+        "(4 GiB, or half of the memory if that is less), lag_seconds of its event loop (2); see docs/reliability.md.",
         "shutdown_delay": "Seconds after SIGTERM in which /health/ready is 503 and calls are still accepted, so that a "
         "load balancer can leave first. A second signal, or Ctrl-C, ends the delay.",
         "shutdown_timeout": "Seconds that open requests may continue after the delay before they end with an error.",

@@ -71,7 +71,8 @@ def states(url: str, api_key: str | None) -> Iterator[State]:
             for line in reply.iter_lines():
                 # The snapshot and the steps are for the inspector.
                 if line.startswith('data: {"state":'):
-                    yield msgspec.json.decode(line[6:], type=dict[str, State])["state"]
+                    # Beside it comes the server's overload.
+                    yield msgspec.convert(msgspec.json.decode(line[6:])["state"], State)
     except httpx.HTTPError as error:
         raise HeadraceError(f"{url}: {type(error).__name__}: {error}") from error
     except msgspec.MsgspecError as error:

@@ -13,6 +13,7 @@ below it: as a table on a terminal, and elsewhere as one line for each row.
 from __future__ import annotations
 
 import atexit
+import codecs
 import copy
 import datetime
 import json
@@ -33,6 +34,9 @@ MAX_LINES = 2000
 """Lines that wait for a slow reader, at most."""
 LAST_LINES_S = 1.0
 """Seconds, at most, that the end of the process waits for the last lines."""
+# Python reads a codec's file when it is first used, and then there may be no descriptor left.
+for _name in ("ascii", "idna", "latin-1"):
+    codecs.lookup(_name)
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]

@@ -25,6 +25,8 @@ logger = logging.getLogger("headrace.engine")
 
 # Deaths further apart than this are separate accidents; closer ones count towards max_restarts.
 RESTART_WINDOW_S = 600.0
+SHORTAGE_S = 0.25
+"""The pause after a start for which the system had no room; it doubles with each death."""
 # Multiple of the first start's time after which another start counts as frozen.
 START_PATIENCE = 10
 
@@ -318,6 +320,9 @@ class Replica:
                 self.deaths.append(now)
                 logger.error("the engine did not start again: %s", reason)
                 self._report(reason)
+                if isinstance(error, OSError):
+                    # Such as no descriptor, memory or process. It may pass, but not between tries without a pause.
+                    await asyncio.sleep(SHORTAGE_S * 2 ** len(self.deaths))
         self.num_restarts += 1
         logger.warning("the engine was restarted; %d requests go on", len(self.entries))
         # It counts as alive after one real token. Then all other requests are sent.

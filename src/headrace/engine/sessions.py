@@ -11,6 +11,7 @@ behind the last full one are kept as ids alone, and computed again. Knows blocks
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -46,15 +47,26 @@ class MoveSession(msgspec.Struct, frozen=True, tag="move_session"):
 
 
 class SessionMoved(msgspec.Struct, frozen=True):
-    """The tokens in the file and its size in bytes, or in `error` why nothing was done."""
+    """The tokens in the file and its size in bytes, or in `error` why nothing was done. `lacks_room`: a file of
+    `num_bytes` is larger than the order allows, or than the disk.
+    """
 
     token_ids: list[int] = []
     num_bytes: int = 0
     error: str = ""
+    lacks_room: bool = False
 
 
 class SessionError(HeadraceError):
     """A session cannot be saved or restored; the message is for the client and names no path."""
+
+
+class NoRoomError(SessionError):
+    """A file of `num_bytes` is larger than it may be."""
+
+    def __init__(self, num_bytes: int, most: int) -> None:
+        self.num_bytes = num_bytes
+        super().__init__(f"the storage is full: the file takes {num_bytes} bytes, {most} are left")
 
 
 @runtime_checkable
@@ -91,10 +103,13 @@ def move(core: EngineCore, order: MoveSession) -> SessionMoved:
     try:
         token_ids, num_bytes = (_restore if order.restores else _save)(core, order)
     except SessionError as error:
+        if isinstance(error, NoRoomError):
+            return SessionMoved(num_bytes=error.num_bytes, error=str(error), lacks_room=True)
         return SessionMoved(error=str(error))
     except OSError as error:
         logger.warning("a session file can not be %s: %s", "read" if order.restores else "written", error)
-        return SessionMoved(error=f"the file can not be used: {error.strerror or 'an error'}")
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return SessionMoved(error=f"the file can not be used: {error.strerror or 'an error'}", lacks_room=is_full)
     return SessionMoved(token_ids, num_bytes)
 
 
@@ -112,7 +127,7 @@ def _save(core: EngineCore, order: MoveSession) -> tuple[list[int], int]:
     head = MAGIC + len(head).to_bytes(_LENGTH_BYTES, "little") + head
     num_bytes = len(head) + len(blocks) * header.block_bytes + DIGEST_BYTES
     if num_bytes > order.max_bytes:
-        raise SessionError(f"the storage is full: the file takes {num_bytes} bytes, {order.max_bytes} are left")
+        raise NoRoomError(num_bytes, order.max_bytes)
     path = Path(order.path)
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     try:

@@ -18,6 +18,7 @@ from headrace.protocol.kinds import ROUTERS
 from headrace.protocol.speculation import SpeculativeConfig, speculative_config
 
 LOG_FORMATS = ("text", "json")
+OVERLOAD_BOUNDS = ("memory_bytes", "lag_seconds")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -202,10 +203,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     watchdog_timeout: float = 60.0
     max_request_timeout: float = 0.0
     max_connections_per_peer: int | None = None
+    overload_config: dict[str, Any] | None = None
     shutdown_delay: float = 5.0
     shutdown_timeout: float = 30.0
     storage_dir: str | None = None
     max_storage_bytes: int = 2**28
+    max_blob_bytes: int | None = None
     max_batch_concurrency: int = 16
     slot_save_path: str | None = None
     slots: bool = True
@@ -225,7 +228,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(self, -1, "sleep_idle_seconds")
         _at_least(self, 1, "max_num_queued_reqs", "max_num_queued_tokens", "max_storage_bytes", "max_batch_concurrency")
         _at_least(self, 1, "max_requests_per_minute", "max_tokens_per_minute", optional=True)
-        _at_least(self, 1, "max_connections_per_peer", "models_memory", optional=True)
+        _at_least(self, 1, "max_connections_per_peer", "models_memory", "max_blob_bytes", optional=True)
         for name in ("max_request_timeout", "shutdown_delay", "shutdown_timeout", "watchdog_timeout"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise RequestError(name, getattr(self, name), "0 or more seconds")
@@ -239,6 +242,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("otlp_traces_endpoint", self.otlp_traces_endpoint, "an address that begins with http")
         _member("generation_config", self.generation_config, ("auto", "headrace"))
         _record("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        _record("overload_config", self.overload_config)
+        for name, bound in (self.overload_config or {}).items():
+            if (
+                name not in OVERLOAD_BOUNDS
+                or isinstance(bound, bool)
+                or not isinstance(bound, int | float)
+                or bound <= 0
+            ):
+                allowed = "an object of numbers above 0: " + ", ".join(OVERLOAD_BOUNDS)
+                raise RequestError("overload_config", self.overload_config, allowed)
         _record("override_generation_config", self.override_generation_config)
         sampling_defaults(self.override_generation_config)
 

@@ -72,6 +72,8 @@ class Door:
             while True:
                 try:
                     sock, address = await loop.sock_accept(listener)
+                except ConnectionAbortedError:  # its client has left
+                    continue
                 except OSError as error:  # such as no more files; the next one may be taken
                     logger.error("a connection was not taken: %s", error)
                     await asyncio.sleep(1.0)
@@ -84,6 +86,8 @@ class Door:
                 self._pending[task] = None
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+                # `sock_accept` does not yield while connections wait, and those that are dropped must be closed.
+                await asyncio.sleep(0)
         finally:
             tasks = list(self._tasks)
             for task in tasks:

@@ -50,6 +50,7 @@ from headrace.serve.inspection import add_routes as add_inspection_routes
 from headrace.serve.inspector import explanations, live, page, planning
 from headrace.serve.lifespan import Lifespan
 from headrace.serve.loading import Loader, ModelParts, RunningModel, RunningModels
+from headrace.serve.shedding import Shedding
 
 logger = logging.getLogger("headrace.server")
 
@@ -87,19 +88,21 @@ def create_app(
         keep_alive = seconds_of(server.keep_alive) or 0.0
         models = RunningModels(default, folder, load, keep_alive, server.models_max, server.models_memory)
     max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
-    storage = Storage(models, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
+    shedding = Shedding(server.overload_config)
+    concurrency = server.max_batch_concurrency
+    storage = Storage(models, server.storage_dir, max_bytes, shares, concurrency, shedding.overload)
     policy = None if engine is None else engine.scheduling_policy
     idle = None
     if server.sleep_idle_seconds >= 0:
         idle = IdleSleep(models, server.sleep_idle_seconds, lambda: client is not None and client.is_alive)
-    lifespan = Lifespan(models, server.log_stats_interval, storage, policy, idle)
+    lifespan = Lifespan(models, server.log_stats_interval, storage, policy, idle, shedding)
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
     app.state.lifespan = lifespan
     openai_completions.add_routes(app, models)
     anthropic.add_routes(app, models)
-    ollama.add_routes(app, models)
+    ollama.add_routes(app, models, server.max_blob_bytes)
     slot_files = Folder.of(server.slot_save_path, max_bytes, shares)
     llama_server.add_routes(app, models, slot_files, shows_slots=server.slots)
     tokenize.add_routes(app, models)
@@ -109,7 +112,7 @@ def create_app(
     explanations.add_routes(app, explainers.of_call)
     fleet.add_routes(app, models)
     inspection = Inspection(models)
-    live.add_routes(app, lambda: models.running, inspection.watched)
+    live.add_routes(app, lambda: models.running, inspection.watched, shedding.shown)
     add_inspection_routes(app, inspection)
     plans = planning.Planning(models, inspection.machine)
     planning.add_routes(app, plans)
@@ -205,10 +208,11 @@ def _add_operations(
     def scrape() -> Response:
         """Metrics in Prometheus' text format."""
         metrics = lifespan.metrics()
+        whole = render(metrics) + lifespan.shedding.render()
         if llama_metrics is None:
-            return Response(render(metrics), media_type=CONTENT_TYPE_LATEST)
+            return Response(whole, media_type=CONTENT_TYPE_LATEST)
         text = llama_metrics.render(each.totals() for each in metrics)
-        reply = Response(render(metrics) + text, media_type=CONTENT_TYPE_LATEST)
+        reply = Response(whole + text, media_type=CONTENT_TYPE_LATEST)
         # Capital letters as llama-server has them, for readers of metrics that compare names letter by letter.
         reply.raw_headers.append((b"Process-Start-Time-Unix", str(started).encode()))
         return reply

@@ -64,9 +64,10 @@ STATUSES = {
     503: HttpStatus(
         "server_error",
         "The engine, or a process beside it, is loading, ending or gone; too many connections or bytes come at a time; "
-        "or the disk for stored files is full or fails.",
+        "or the disk for stored files fails.",
     ),
     504: HttpStatus("timeout_error", "The deadline passed while the engine computed."),
+    507: HttpStatus("server_error", "The disk for the file is full."),
 }
 
 

@@ -11,6 +11,8 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, cast
 
 import msgspec
@@ -30,8 +32,11 @@ from headrace.serve import routing
 from headrace.serve.errors import CallError
 from headrace.serve.gates.limits import body_pieces
 from headrace.serve.loading import RunningModel, RunningModels
+from headrace.serve.storage.space import RESERVE_BYTES, Room, storing, sweep
 from headrace.text.bounded import BoundedProcess
 
+RECORDING = "headrace-recording-"
+"""The beginning of the names of recordings that are replayed."""
 MAX_RECORDING_BYTES = 64 * 2**20
 REPLAY_CPU_S, SAMPLE_CPU_S = 60.0, 20.0
 WATCH_S = 0.02
@@ -47,6 +52,7 @@ class Inspection:
         self._replays = BoundedProcess("headrace.insight.replay_worker", REPLAY_CPU_S)
         self._machine = Machine()
         self._measuring: asyncio.Task[None] | None = None
+        sweep(Path(tempfile.gettempdir()).glob(f"{RECORDING}*"))
 
     @property
     def model(self) -> RunningModel:
@@ -159,11 +165,13 @@ class Inspection:
 
 
 async def store(request: Request) -> IO[bytes]:
-    """Write the body to a temporary file. Raises `CallError`, `ClientGoneError`."""
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="headrace-"))
+    """Write the body to a temporary file. Raises `CallError`, `ClientGoneError`, `DiskFullError`, `StorageError`."""
+    with storing("written to"), Room(Path(tempfile.gettempdir()), RESERVE_BYTES) as room, ExitStack() as stack:
+        file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=RECORDING))
         async for piece in body_pieces(request.scope, request.receive, MAX_RECORDING_BYTES):
+            room.take(len(piece))
             file.write(piece)
+            room.wrote(len(piece))
         file.flush()
         stack.pop_all()
     return file

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.serve import startup
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.call.sleeping import IdleSleep
 from headrace.serve.loading import RunningModels
+from headrace.serve.shedding import Shedding
 
 logger = logging.getLogger("headrace.server")
 
@@ -41,6 +43,7 @@ class Lifespan:
         log_stats_interval: seconds between two log lines of statistics; 0 for none.
         policy: the order of waiting requests; None: the policy of the engine of the model that stays.
         idle: lets idle models sleep; None: they stay awake.
+        shedding: measures the overload.
 
     Functions in `at_end` are called when the application ends.
     """
@@ -52,8 +55,11 @@ class Lifespan:
         storage: Storage,
         policy: str | None = None,
         idle: IdleSleep | None = None,
+        shedding: Shedding | None = None,
     ) -> None:
         self.models = models
+        self.shedding = shedding or Shedding()
+        self.overload = self.shedding.overload
         self.idle = idle
         self._default = models.default
         self.storage = storage
@@ -164,12 +170,13 @@ class Lifespan:
 
     async def _watch_loop(self) -> None:
         """Measure the delay of the event loop, which grows when a function holds the loop or the interpreter's lock."""
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + LAG_INTERVAL_S
+            due = time.monotonic() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)
+            lag = max(0.0, time.monotonic() - due)
+            self.shedding.sample(lag)
             for metrics in self.metrics():
-                metrics.counts.on_lag(max(0.0, loop.time() - due))
+                metrics.counts.on_lag(lag)
 
     async def _log_stats(self) -> None:
         lines: dict[EngineClient, StatsLine] = {}

@@ -10,19 +10,23 @@ import asyncio
 import contextlib
 import contextvars
 import errno
+import functools
 import gc
 import logging
 import math
 import os
 import signal
 import socket
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import uvicorn
 from starlette.applications import Starlette
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import HeadraceError
+from headrace.serve.gates.accept import Acceptor, raise_file_limit
 from headrace.serve.gates.calls import hosts_of
 from headrace.serve.gates.connection import Connection
 
@@ -122,7 +126,8 @@ def url_of(host: str, port: int) -> str:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that drains after a signal; uvicorn's own raises the signal again after the drain.
+    """A uvicorn server that drains after a signal; uvicorn's own raises the signal again after the drain. Its
+    connections come through `Acceptor`.
 
     After SIGTERM it serves on for `delay` seconds, while its probes fail: a load balancer needs that time to notice. A
     further signal ends the delay, one in the drain ends the drain, and one more the process.
@@ -194,6 +199,19 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(FAILED)
+        make = functools.partial(
+            cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self.servers = [Acceptor(each, make) for each in sockets or ()]  # type: ignore[misc]
+        self.started = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit:
@@ -213,6 +231,7 @@ def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | Non
     """Serve `app` until a signal comes: drain, stop the engine, return the exit status.
 
     `sockets` come from `listen`; without them the server listens by the config, and may raise `ListenError`."""
+    raise_file_limit()
     sockets = listen(server.host, server.port) if sockets is None else sockets
     uvicorn_server = server_of(app, server, sockets)
     # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and

@@ -311,7 +311,7 @@ def test_R_03_control_a_reader_that_stays_keeps_the_response(monkeypatch: pytest
 
     async def work() -> None:
         answer: Any = SimpleNamespace(
-            api=SimpleNamespace(keeping={}), id="a", response="whole", change=None, _num_readers=1
+            api=SimpleNamespace(ends=SimpleNamespace(tasks={})), id="a", response="whole", change=None, _num_readers=1
         )
         answer.output, answer.leave = SimpleNamespace(cuts=[]), lambda: ResponseAnswer.leave(answer)
         answer.response = SimpleNamespace(id="a")

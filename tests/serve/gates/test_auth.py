@@ -18,6 +18,7 @@ from headrace.protocol.config import ServerConfig
 from headrace.serve.gates import auth
 from headrace.serve.gates.auth import ApiKeyGate, KeyRing, is_public
 from headrace.serve.gates.calls import CallGate, HeaderGate
+from headrace.serve.gates.overload import Overload
 from headrace.text.tokenizer import Tokenizer
 
 KEY = "sesame-1234"
@@ -140,6 +141,8 @@ def test_the_gate_lets_the_lifespan_through() -> None:
         seen.append(scope["type"])
 
     keys = ApiKeyGate(KeyRing.of(KEY, None, None), Rates(Limits()))
-    gate = CallGate(app, HeaderGate(None, []), keys, most=0, apis=[], life=SimpleNamespace(draining=False))
+    gate = CallGate(
+        app, HeaderGate(None, []), keys, most=0, apis=[], life=SimpleNamespace(draining=False, overload=Overload())
+    )
     asyncio.run(gate({"type": "lifespan"}, None, None))
     assert seen == ["lifespan"]

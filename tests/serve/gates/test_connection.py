@@ -13,7 +13,7 @@ from tests.campaigns import connections
 from tests.campaigns.connections import Schedule, Server, VirtualLoop, Wire, play_all, virtual
 
 from headrace.serve.gates import connection, limits
-from headrace.serve.gates.connection import PROBES, RESERVED, SECONDS, TABLE, Connection, Wait, peer_of
+from headrace.serve.gates.connection import PROBES, RESERVED, SECONDS, TABLE, Connection, Peers, Wait, peer_of
 
 GET = b"GET %s HTTP/1.1\r\nHost: a\r\n\r\n"
 SILENT = Schedule([], "silence", reads_all=True, num_replies=None)
@@ -218,6 +218,14 @@ def test_S_19_reserved_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert await status_of(server, "10.0.0.8", b"/slow") == 503
 
     crowd(monkeypatch, 64, play)
+
+
+def test_S_19_other_open_files_leave_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "max_connections", lambda: 64)
+    peers = Peers()
+    # Two connections, and so many files that the second got this descriptor: the reserve begins at 64 - 16.
+    assert [peers.is_full("10.0.0.9", 2, number) for number in (9, 47, 48, 63)] == [False, False, True, True]
+    assert peers.is_full("10.0.0.9", 49, 9)
 
 
 def test_S_19_one_address_gets_its_share_of_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:

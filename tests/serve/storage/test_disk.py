@@ -19,8 +19,10 @@ from tests.support.server import HTTP, Live, inproc, lines_of
 from headrace.engine import logs
 from headrace.engine.logs import Sink
 from headrace.protocol.config import ServerConfig
-from headrace.serve.apis.openai import batches
-from headrace.serve.storage.store import StorageError, Store
+from headrace.serve.apis.openai import batches, responses_ends
+from headrace.serve.storage import disk
+from headrace.serve.storage.space import StorageError
+from headrace.serve.storage.store import Store
 from headrace.text.tokenizer import Tokenizer
 
 # What a disk does that is full, over its quota, broken, or mounted read-only again by the kernel.
@@ -111,15 +113,15 @@ def test_R_28_a_disk_that_fails_fails_calls_and_loses_nothing(
     for entry_id in ids:
         store.put(entry_id, {"a": 1}, b"body")
     before = state(store)
-    disk = Disk(tmp_path, monkeypatch)
-    disk.error = error
+    folder = Disk(tmp_path, monkeypatch)
+    folder.error = error
     others: list[Callable[[], object]] = [lambda: store.delete(ids[0]), lambda: store.body(ids[0])]
     for change in changes(store, ids[0]) + others:
         with pytest.raises(StorageError) as caught:
             change()
         assert str(tmp_path) not in str(caught.value)
     store.discard(ids[1])
-    disk.error = 0
+    folder.error = 0
     assert ids[1] not in store
     del before[ids[1]]
     assert state(store) | {"bytes": 0} == before | {"bytes": 0}
@@ -136,8 +138,13 @@ def line(number: int) -> bytes:
 LINES = b"".join(line(number) for number in range(12))
 
 
-def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers go on, what needs the disk is a 503, and a batch waits and then has every line once."""
+@pytest.mark.parametrize(
+    ("number", "status", "code"), [(errno.ENOSPC, 507, "disk_full"), (errno.EIO, 503, "storage_failed")]
+)
+def test_R_28_over_http(
+    number: int, status: int, code: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers go on, what needs the disk is refused, and a batch waits and then has every line once."""
     monkeypatch.setattr(batches, "DISK_AGAIN_S", 0.05)
     config = ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path), max_batch_concurrency=2)
     with Live(inproc(delay=0.004), tokenizer, config) as live:
@@ -152,34 +159,42 @@ def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
 
         live.wait(lambda: batch()["request_counts"]["completed"] >= 3)
         stream = {"input": "x", "max_output_tokens": 40, "stream": True, "text": {"format": {"type": "text"}}}
-        disk = Disk(tmp_path, monkeypatch)
+        folder = Disk(tmp_path, monkeypatch)
         with HTTP.stream("POST", live.url + "/v1/responses", json=stream, timeout=20) as reply:
             events = lines_of(reply)
             next(events)
-            disk.error = errno.ENOSPC
+            folder.error = number
             lines = [line for line in events if line.startswith("data: ")]
         last = json.loads(lines[-1][6:])
         assert last["type"] in ("response.completed", "response.incomplete")
-        # It was answered, and is not kept as one that runs for ever.
+        # It was answered, and is not kept as one that runs for ever; the caller reads so.
+        assert last["response"]["store"] is False
+        assert last["response"]["warnings"][-1].startswith("store: the response is not kept: storage: ")
         assert HTTP.get(f"{live.url}/v1/responses/{last['response']['id']}").status_code == 404
         refused = [
             HTTP.post(live.url + "/v1/files", files=files, data=data),
             HTTP.get(f"{live.url}/v1/files/{file_id}/content"),
             HTTP.delete(f"{live.url}/v1/files/{file_id}"),
             live.post("/v1/batches", expected),
-            live.post("/v1/responses", {"input": "x", "max_output_tokens": 2}),
+            live.post("/v1/responses", {"input": "x", "max_output_tokens": 2, "background": True}),
+            live.post("/v1/conversations", {}),
             HTTP.get(f"{live.url}/v1/responses/{body['id']}"),
             HTTP.delete(f"{live.url}/v1/responses/{body['id']}"),
             live.post(f"/v1/batches/{batch_id}/cancel", {}),
         ]
-        assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [(503, "storage_failed")] * 8
+        assert [(each.status_code, each.json()["error"]["code"]) for each in refused] == [(status, code)] * 9
         assert str(tmp_path) not in "".join(each.text for each in refused)
         assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
+        for _ in range(2):
+            stored = live.post("/v1/responses", {"input": "x", "max_output_tokens": 2})
+            assert (stored.status_code, stored.json()["store"], stored.json()["status"]) == (200, False, "incomplete")
+            assert stored.json()["warnings"][-1].startswith("store: the response is not kept: storage: ")
+            assert str(tmp_path) not in stored.text
         assert live.post("/v1/responses", {"input": "x", "max_output_tokens": 2, "store": False}).status_code == 200
         assert HTTP.get(live.url + "/health/ready").status_code == 200
         time.sleep(0.2)
         assert batch()["status"] == "in_progress"
-        disk.error = 0
+        folder.error = 0
         live.wait(lambda: batch()["status"] == "completed")
         assert batch()["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
         answered = HTTP.get(f"{live.url}/v1/files/{batch()['output_file_id']}/content").text.strip().split("\n")
@@ -187,6 +202,120 @@ def test_R_28_over_http(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytes
         filenames = {each["filename"] for each in HTTP.get(live.url + "/v1/files").json()["data"]}
         assert filenames == {"a", f"{batch_id}_output.jsonl"}
         assert HTTP.get(f"{live.url}/v1/responses/{body['id']}").json() == body
+
+
+class Faults:
+    """The operations of the storage's disk, of which the one with the number `at`, or all from there on, fail."""
+
+    OPS = ("create", "write", "truncate", "replace", "sync")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at, self.num, self.error, self.goes_on = -1, 0, errno.ENOSPC, False
+        for name in self.OPS:
+            monkeypatch.setattr(disk, name, self._failing(getattr(disk, name)))
+
+    def _failing(self, real: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            self.num += 1
+            if self.at >= 0 and (self.num == self.at + 1 or (self.goes_on and self.num > self.at)):
+                raise OSError(self.error, os.strerror(self.error))
+            real(*args)
+
+        return call
+
+    def arm(self, at: int, error: int, goes_on: bool) -> None:
+        self.at, self.num, self.error, self.goes_on = at, 0, error, goes_on
+
+
+def whole(live: Live, body: dict[str, Any]) -> dict[str, Any]:
+    """The response to a body, whether streamed or not."""
+    if not body.get("stream"):
+        reply = live.post("/v1/responses", body)
+        assert reply.status_code == 200, reply.text
+        result: dict[str, Any] = reply.json()
+        return result
+    with HTTP.stream("POST", live.url + "/v1/responses", json=body, timeout=20) as reply:
+        assert reply.status_code == 200
+        last = [each for each in lines_of(reply) if each.startswith("data: ")][-1]
+    result = json.loads(last[6:])["response"]
+    return result
+
+
+def answers_that_do_not_say_so(live: Live, faults: Faults) -> list[str]:
+    """Fail each operation of the disk in turn. -> what is wrong with the answers: each must come whole, and be stored
+    or say that it is not."""
+    wrong = []
+    for form in ({}, {"stream": True}, {"conversation": True}):
+        for goes_on, error in ((False, errno.ENOSPC), (True, errno.EDQUOT), (True, errno.EROFS), (False, errno.EIO)):
+            at, is_beyond = 0, False
+            while not is_beyond:
+                body = {"input": "x", "max_output_tokens": 3, "seed": 1} | form
+                if "conversation" in form:
+                    faults.arm(-1, 0, False)
+                    body["conversation"] = live.post("/v1/conversations", {}).json()["id"]
+                faults.arm(at, error, goes_on)
+                reply = whole(live, body)
+                is_beyond = faults.num <= at
+                faults.arm(-1, 0, False)
+                place = f"{form} {os.strerror(error)} from {at} on: {reply}"
+                if reply["status"] != "incomplete" or not reply["output"]:
+                    wrong.append(place)
+                warned = {each.partition(":")[0] for each in reply.get("warnings", [])}
+                lookup = HTTP.get(f"{live.url}/v1/responses/{reply['id']}")
+                is_stored = lookup.status_code == 200 and lookup.json() == reply
+                if (reply["store"], "store" in warned) != (is_stored, not is_stored):
+                    wrong.append(place)
+                if "conversation" in form:
+                    items = HTTP.get(f"{live.url}/v1/conversations/{body['conversation']}/items").json()["data"]
+                    if ("conversation" in warned) == (len(items) == 2):
+                        wrong.append(place)
+                at += 1
+    return wrong
+
+
+def test_R_28_each_answer_comes_and_is_stored_or_says_that_it_is_not(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(monkeypatch)
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path))) as live:
+        assert answers_that_do_not_say_so(live, faults) == []
+
+
+def test_R_28_control_an_answer_that_is_silently_not_stored_is_noticed(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses_ends, "is_not_kept", lambda answer, error: None)
+    faults = Faults(monkeypatch)
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path))) as live:
+        assert answers_that_do_not_say_so(live, faults)
+
+
+def test_R_28_a_response_in_the_background_waits_for_the_disk_and_can_be_read(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses_ends, "DISK_AGAIN_S", 0.05)
+    faults = Faults(monkeypatch)
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0, storage_dir=str(tmp_path))) as live:
+        body = {"input": "x", "max_output_tokens": 3, "background": True}
+        for ends_by in ("", "delete", "cancel"):
+            # The entry is written by three operations, its end by others.
+            faults.arm(5, errno.ENOSPC, True)
+            first = live.post("/v1/responses", body)
+            assert first.status_code == 200, first.text
+            url = f"{live.url}/v1/responses/{first.json()['id']}"
+            live.wait(lambda url=url: HTTP.get(url).json()["status"] == "incomplete" and faults.num > 8)
+            ended = HTTP.get(url).json()
+            if ends_by == "cancel":
+                assert HTTP.post(url + "/cancel", json={}).json() == ended
+                assert HTTP.get(url).json() == ended
+            faults.arm(-1, 0, False)
+            if ends_by == "delete":
+                assert HTTP.delete(url).status_code == 200
+                assert HTTP.get(url).status_code == 404
+                continue
+            file = tmp_path / "responses" / f"{ended['id']}.bin"
+            live.wait(lambda file=file: b'"incomplete"' in file.read_bytes())
+            assert HTTP.get(url).json() == ended
 
 
 # -- the log

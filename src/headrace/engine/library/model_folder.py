@@ -174,6 +174,10 @@ class ModelFolder:
             raise RequestError("digest", digest, "sha256: and 64 hexadecimal digits")
         return self.root / BLOBS / digest.replace(":", "-")
 
+    def blob_statuses(self) -> list[os.stat_result]:
+        """Return the statuses of the uploaded files."""
+        return [path.stat() for path in (self.root / BLOBS).glob("sha256-*")]
+
     def new_file(self) -> Path:
         """Return a new, empty file for an upload."""
         folder = self.root / BLOBS
@@ -202,7 +206,8 @@ class ModelFolder:
         """Fetch a model from the hub into the folder; yield the progress. After an early stop, the next try goes on
         from there.
 
-        Raises `RequestError` for an impossible name, `ModelNotFoundError` with the hub's message."""
+        Raises `RequestError` for an impossible name, `ModelNotFoundError` with the hub's message, OSError for a disk
+        that is full."""
         folder = self.unfinished(name)
         if "/" not in name:
             raise RequestError("model", name, "OWNER/NAME or OWNER/NAME:TAG, a repository of the Hugging Face hub")
@@ -213,6 +218,8 @@ class ModelFolder:
         try:
             async for line in cast(asyncio.StreamReader, process.stdout):
                 fields = msgspec.json.decode(line, type=dict[str, Any])
+                if fields.get("errno"):
+                    raise OSError(fields["errno"], os.strerror(fields["errno"]))
                 if "error" in fields:
                     raise ModelNotFoundError(str(fields["error"]))
                 yield msgspec.convert(fields, Progress)

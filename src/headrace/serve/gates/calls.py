@@ -32,6 +32,7 @@ from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.errors import ENDINGS, Api, CallError, api_of, error_response
 from headrace.serve.gates.auth import ApiKeyGate
 from headrace.serve.gates.limits import UNSUPPORTED_MEDIA, Scope
+from headrace.serve.gates.overload import Overload, work_of
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 16 * 2**10
@@ -194,9 +195,10 @@ class HeaderGate:
 
 
 class Life(Protocol):
-    """The server's life, as `serve.lifespan` has it. `draining`: the server ends."""
+    """The server's life, as `serve.lifespan` has it. `draining`: the server ends. `overload` refuses calls."""
 
     draining: bool
+    overload: Overload
 
 
 class CallGate:
@@ -205,7 +207,7 @@ class CallGate:
     Args:
         most: seconds that any call may take; 0 for no bound.
         apis: the APIs other than OpenAI's, whose errors have another shape.
-        life: the server's; while it drains, each connection ends with its reply.
+        life: the server's; while it drains, each connection ends with its reply, and under overload calls are refused.
     """
 
     def __init__(
@@ -251,6 +253,8 @@ class CallGate:
             try:
                 preflight = self._headers.check(scope, headers)
                 if preflight is None:
+                    # First, so that what is refused costs its caller none of its rate.
+                    self._life.overload.check(work_of(scope["method"], scope["path"]))
                     call.enter_context(acting_as(self._keys.tenant(scope)))
                     call.enter_context(within(_seconds(headers, self._most), arrival_time))
                 else:

@@ -95,7 +95,7 @@ _LOOSE = re.compile(rb"(?<!\r)\n|\n[ \t]")
 
 
 def max_connections() -> int:
-    """Return how many connections may be open, by the limit on open files."""
+    """Return how many connections may be open, by the limit on open files, with all else that is open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else max(soft - SPARE_FILES, soft // 2)
 
@@ -111,11 +111,15 @@ class Peers:
         self.counts: Counter[str] = Counter()
         self.reserved: dict[Connection, None] = {}
 
-    def is_full(self, peer: str, num_open: int) -> bool:
-        """Return whether a connection of `peer`, counted already, must be a reserved one."""
+    def is_full(self, peer: str, num_open: int, descriptor: int) -> bool:
+        """Return whether a connection of `peer`, counted already, must be a reserved one.
+
+        The system gives out the lowest number that is free. So `descriptor`, the connection's, counts what is open in
+        this process, the engines' sockets and the storage's files too."""
         total = max_connections()
         most = total // 2 if self._most is None else self._most
-        return num_open - len(self.reserved) > total - self._num_reserved() or self.counts[peer] > most
+        free = total - self._num_reserved()
+        return num_open - len(self.reserved) > free or descriptor >= free or self.counts[peer] > most
 
     def reserve(self, connection: Connection) -> bool:
         """Reserve a connection, in place of the oldest reserved one that awaits no reply. Return False if all await
@@ -201,7 +205,8 @@ class Connection(H11Protocol):
         self._start(Wait.HEADERS)
         self._peer = peer_of(self.client[0]) if self.client else ""
         self._peers.counts[self._peer] += 1
-        if self._peers.is_full(self._peer, len(self.connections)):
+        peer = transport.get_extra_info("socket")
+        if self._peers.is_full(self._peer, len(self.connections), -1 if peer is None else peer.fileno()):
             if self._peers.reserve(self):
                 self.app = _ProbesOnly(self.app)
             else:

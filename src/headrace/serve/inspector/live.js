@@ -71,7 +71,7 @@ export class BlockMap {
 }
 
 /**
- * `state` is the last, `previous` the one before it (headrace/insight/state.py). `blocks` is a `BlockMap`; `tables`,
+ * `state` is the last, `previous` the one before it (headrace/insight/state.py), `overload` the server's with it. `blocks` is a `BlockMap`; `tables`,
  * `holders` and `cached` are its. `steps` are the last `MAX_STEPS` as objects with the fields of core/journal.py.
  * `names` maps a sequence to the id of its request, `prompts` to the length of its prompt, `positions` to how many of
  * its tokens are computed. `recording` is the reply of `POST /inspect/recording` that is shown, `shown` how many of its
@@ -88,7 +88,7 @@ class Live {
   }
 
   reset() {
-    [this.state, this.previous, this.recording, this.shown] = [null, null, null, 0];
+    [this.state, this.previous, this.overload, this.recording, this.shown] = [null, null, null, null, 0];
     this.forget();
   }
 
@@ -167,8 +167,9 @@ class Live {
     this.changed();
   }
 
-  apply({ state, snapshot, step }) {
+  apply({ state, overload, snapshot, step }) {
     if (state) {
+      this.overload = overload;
       // The steps come from one replica.
       if (this.state && this.state.replica !== state.replica) this.forget();
       [this.previous, this.state] = [this.state, state];

@@ -27,9 +27,11 @@ STATE_S = 1.0
 
 
 class LiveEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One of these: `state` as in `insight.state`, `snapshot` and `step` as in `insight.live`."""
+    """One of these: `state` as in `insight.state`, with `overload`, the server's; `snapshot` and `step` as in
+    `insight.live`."""
 
     state: State | None = None
+    overload: dict[str, Any] | None = None
     snapshot: dict[str, Any] | None = None
     step: dict[str, Any] | None = None
 
@@ -43,12 +45,14 @@ class Inspected(Protocol):
 
 class Source:
     """The source of the events that all viewers read. The state is encoded once for all of them. `running` returns the
-    loaded models."""
+    loaded models, `overload` the server's overload."""
 
-    def __init__(self, model: Inspected, running: Callable[[], Iterable[Inspected]]) -> None:
+    def __init__(
+        self, model: Inspected, running: Callable[[], Iterable[Inspected]], overload: Callable[[], dict[str, Any]]
+    ) -> None:
         self.client = client = model.client
         self._explainer = explainer = model.explainer
-        self._running = running
+        self._running, self._overload = running, overload
         self.feed = Feed(client.watch)
         explainer.show(self.feed)
         self._state, self._time = b"", 0.0
@@ -65,7 +69,7 @@ class Source:
         now = time.monotonic()
         if now - self._time > STATE_S / 2:
             state = state_of(self.client, self._explainer.lives, self._explainer.calls.machine, now)
-            self._state, self._time = msgspec.json.encode(LiveEvent(state=state)), now
+            self._state, self._time = msgspec.json.encode(LiveEvent(state=state, overload=self._overload())), now
         return self._state
 
 
@@ -109,8 +113,14 @@ class LiveStream(routing.Readable):
             await asyncio.sleep(INTERVAL_S)
 
 
-def add_routes(app: Starlette, running: Callable[[], Iterable[Inspected]], chosen: Callable[[], Inspected]) -> None:
-    """Add the route. `running` returns the models that are loaded, `chosen` the one to watch."""
+def add_routes(
+    app: Starlette,
+    running: Callable[[], Iterable[Inspected]],
+    chosen: Callable[[], Inspected],
+    overload: Callable[[], dict[str, Any]],
+) -> None:
+    """Add the route. `running` returns the models that are loaded, `chosen` the one to watch, `overload` the server's
+    overload."""
     sources: list[Source] = []
     app.state.inspected = sources
 
@@ -121,7 +131,7 @@ def add_routes(app: Starlette, running: Callable[[], Iterable[Inspected]], chose
             raise RequestError("follow", follow, "true or false")
         model = chosen()
         if not sources or sources[0].client is not model.client:
-            sources[:] = [Source(model, running)]
+            sources[:] = [Source(model, running, overload)]
         try:
             return LiveStream(View(sources[0]), follow == "true")
         except QueueFullError as error:

@@ -18,10 +18,13 @@ LOOK_AGAIN_S = 0.02
 
 
 class FairSemaphore:
-    """A semaphore with `limit` permits. `num_others` returns the number of requests that wait in the engine's queue."""
+    """A semaphore with `limit` permits. `num_others` returns the number of requests that wait in the engine's queue,
+    and `is_held_back` whether no permit may be granted now."""
 
-    def __init__(self, limit: int, num_others: Callable[[], int]) -> None:
-        self._limit, self._num_others = limit, num_others
+    def __init__(
+        self, limit: int, num_others: Callable[[], int], is_held_back: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._limit, self._num_others, self._is_held_back = limit, num_others, is_held_back
         self._open: Counter[str] = Counter()
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
         self._num_granted = 0
@@ -50,7 +53,7 @@ class FairSemaphore:
             self._look_again = None
         self._waiting = [(owner, future) for owner, future in self._waiting if not future.done()]
         while self._waiting and self._open.total() < self._limit:
-            if self._open.total() and self._num_others():
+            if (self._open.total() and self._num_others()) or self._is_held_back():
                 self._look_again = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._grant)
                 return
             place = min(range(len(self._waiting)), key=self._claim)

@@ -30,6 +30,7 @@ import msgspec
 from headrace.engine import tenants
 from headrace.protocol.errors import HeadraceError
 from headrace.serve.storage import disk
+from headrace.serve.storage.space import Room, StorageError, storing
 
 logger = logging.getLogger("headrace.server")
 
@@ -45,13 +46,6 @@ class StoreFullError(HeadraceError):
 
     status = 413
     code = "storage_full"
-
-
-class StorageError(HeadraceError):
-    """The disk is full or fails; nothing was changed, and a later call may succeed (HTTP 503)."""
-
-    status = 503
-    code = "storage_failed"
 
 
 @dataclass(slots=True)
@@ -184,7 +178,8 @@ class Store:
         self._make_room(entry.owner, entry_id, 0, growth)
         if self.folder is not None:
             path = self.folder / f"{entry_id}.bin"
-            with _disk("written to"):
+            with storing("written to"), Room(self.folder) as room:
+                room.take(max(0, growth))
                 try:
                     disk.write(path, data, begin)
                 except OSError:
@@ -222,7 +217,7 @@ class Store:
             raise KeyError(entry_id)
         if self.folder is None:
             return b"".join(_pieces(entry.body or b""))
-        with _disk("read"):
+        with storing("read"):
             return (self.folder / f"{entry_id}.bin").read_bytes()[: entry.body_size]
 
     def delete(self, entry_id: str) -> bool:
@@ -230,7 +225,7 @@ class Store:
         if entry_id not in self._entries:
             return False
         if self.folder is not None:
-            with _disk("written to"):
+            with storing("written to"):
                 for name in (f"{entry_id}.json", f"{entry_id}.bin"):
                     disk.unlink(self.folder / name)
                 disk.sync(self.folder)
@@ -291,7 +286,8 @@ class Store:
             return
         parts: list[Path] = []
         try:
-            with _disk("written to"):
+            with storing("written to"), Room(self.folder) as room:
+                room.take(sum(map(len, files.values())))
                 for data in files.values():
                     parts.append(self.folder / (_TORN + secrets.token_hex(8)))
                     disk.create(parts[-1], data)
@@ -343,18 +339,6 @@ class Store:
         entry = _Entry(text, None, len(text) + status.st_size, str(metadata.get(_OWNER, "")))
         self._entries[entry_id] = entry
         self._count(entry.owner, 1, entry.size)
-
-
-@contextlib.contextmanager
-def _disk(done: str) -> Iterator[None]:
-    """Log a disk error in full, and raise `StorageError` without a path for the client."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        logger.warning("the storage can not be %s: %s", done, error)
-        raise StorageError(f"storage: it can not be {done} just now; nothing was changed") from error
 
 
 def _copy(body: bytes) -> bytearray:

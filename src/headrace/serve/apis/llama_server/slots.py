@@ -21,10 +21,13 @@ from headrace.engine import tenants
 from headrace.engine.client import EngineClient
 from headrace.engine.sessions import MoveSession, SessionMoved
 from headrace.protocol.errors import EngineDeadError, RequestError
+from headrace.serve.storage.space import DiskFullError, Room, storing, sweep
 from headrace.text.outputs import RequestState
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,127}")
 """The names that a client may give to a file: none begins with a dot or has a slash."""
+UNFINISHED = ".*.part"
+"""Session files that an engine has not finished."""
 MAX_FILES = 1024
 """Session files of one holder."""
 MAX_TOKENS = 2**22
@@ -55,6 +58,7 @@ class Folder(NamedTuple):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError("slot_save_path", path, f"a folder: {error.strerror}") from error
+        sweep([*folder.glob(UNFINISHED), *folder.glob(f"holder-*/{UNFINISHED}")])
         return cls(folder, max_bytes, shares)
 
     def of_holder(self) -> Path:
@@ -132,11 +136,13 @@ class Slots:
         """Write the cached blocks of a slot's tokens to a file. Returns the counts of tokens and bytes, and the
         milliseconds.
 
-        Raises `RequestError` and `EngineDeadError`."""
+        Raises `RequestError`, `DiskFullError` and `EngineDeadError`."""
         token_ids = self._tokens.get((tenants.current().name, slot_id), array("i"))
         path = await asyncio.to_thread(self._path, filename)
-        room = await asyncio.to_thread(self._folder.room_for, path)
-        return await self._move(path, token_ids=list(token_ids), max_bytes=room)
+        share = await asyncio.to_thread(self._folder.room_for, path)
+        with storing("written to"), Room(path.parent) as disk:
+            room = await asyncio.to_thread(disk.take_up_to, share)
+            return await self._move(path, share, token_ids=list(token_ids), max_bytes=room)
 
     async def restore(self, slot_id: int, filename: str | None) -> tuple[SessionMoved, float]:
         """Take a file's blocks into the prefix cache, and its tokens into the slot. Returns and raises as `save`."""
@@ -165,13 +171,15 @@ class Slots:
             self._weights = asyncio.ensure_future(asyncio.to_thread(self._digest_files))
         return await asyncio.shield(self._weights)
 
-    async def _move(self, path: Path, **fields: Any) -> tuple[SessionMoved, float]:
+    async def _move(self, path: Path, share: int = 0, **fields: Any) -> tuple[SessionMoved, float]:
         if not self._client.is_alive:
             raise EngineDeadError("the engine is not ready")
         weights = await self._digest()
         begin = time.monotonic()
         order = MoveSession(str(path), weights, tenants.salted(""), **fields)
         moved = await self._client.orders.give(order, SessionMoved)
+        if moved.lacks_room and moved.num_bytes <= share:
+            raise DiskFullError
         if moved.error:
             raise RequestError("filename", path.name, f"a session file that can be used: {moved.error}")
         return moved, 1e3 * (time.monotonic() - begin)

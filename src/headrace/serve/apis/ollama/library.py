@@ -9,34 +9,31 @@ import asyncio
 import functools
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import UNSET
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.library.model_facts import ModelFacts
 from headrace.engine.library.model_folder import ModelFolder, Progress, plain_name
 from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol import bounds
-from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestError, UnsupportedError
+from headrace.protocol.errors import ModelNotFoundError, RequestError, UnsupportedError
 from headrace.protocol.parameters import OLLAMA, names_in, spelling_of
 from headrace.serve import routing
 from headrace.serve.apis.ollama import reply
 from headrace.serve.apis.ollama.reply import API, NDJSON, line
 from headrace.serve.apis.ollama.request import CopyRequest, CreateRequest, Options, ShowRequest, read_options, warn_of
+from headrace.serve.apis.ollama.uploads import Uploads
 from headrace.serve.call.call import SamplingFields, spelled
 from headrace.serve.call.models import ModelEntry, ModelSet, Running
 from headrace.serve.call.parsing import WarningLines, convert
 from headrace.serve.errors import CallError
-from headrace.serve.gates.limits import body_pieces
+from headrace.serve.storage.space import storing
 from headrace.text.templates import check_source
 
 OLLAMA_VERSION = "0.21.0"
@@ -44,9 +41,6 @@ OLLAMA_VERSION = "0.21.0"
 NO_FOLDER = "the model is named when the server starts: headrace serve MODEL; --models-dir names a folder of models"
 NEVER = "9999-12-31T23:59:59Z"
 """The date for a model that never expires; no client takes it for the past."""
-FREE_BYTES = 2**28
-"""Bytes of the disk that an upload leaves free."""
-PIECE_BYTES = 2**20
 SHAPING = {
     "adapters": "merge the adapter into the checkpoint",
     "messages": "send them in a request",
@@ -58,13 +52,6 @@ SHAPING = {
 GO_TEMPLATE = re.compile(r"\{\{-?\s*([.$]|(if|range|with|define|block|template)\b)")
 """The beginning of an action in Go's templates, which Jinja does not take."""
 OLLAMA_NAMES = names_in(OLLAMA)
-
-
-class UploadedFile(NamedTuple):
-    """A file that was sent: where it lies, and its digest."""
-
-    path: Path
-    digest: str
 
 
 class ProgressAnswer(routing.Readable):
@@ -180,7 +167,8 @@ class Library:
 
         async def lines() -> AsyncGenerator[Progress]:
             yield Progress(status="writing manifest")
-            await work()
+            with storing("written to"):
+                await work()
 
         return ProgressAnswer(lines(), request.stream is not False, request.warnings.reply())
 
@@ -188,63 +176,21 @@ class Library:
         """Add a second name for a model."""
         request = convert(CopyRequest, body)
         source, target = self._of_folder(request.source, "source"), _new_name(request.destination, "destination")
-        await self.models.change(target, self._files().copy, source, target)
+        with storing("written to"):
+            await self.models.change(target, self._files().copy, source, target)
         return Response()
 
     async def delete(self, body: dict[str, Any]) -> Response:
         """Delete a model; its running answers go on to their end."""
         request = convert(ShowRequest, body)
         name = self._of_folder(_required(request.model or request.name))
-        await self.models.change(name, self._files().delete, name)
+        with storing("written to"):
+            await self.models.change(name, self._files().delete, name)
         return Response()
 
     async def unload(self, name: str) -> None:
         """Unload a model when its answers have ended. Raises `ModelNotFoundError`."""
         await self.models.unload(self.models.true_name(name))
-
-    # -- uploads
-
-    async def read_upload(self, request: Request) -> UploadedFile:
-        """Write a body to a file of the folder. Raises the errors of `limits`, `RequestError` for a wrong digest."""
-        files = self._files()
-        files.blob(request.path_params["digest"])
-        path = await asyncio.to_thread(files.new_file)
-        digest = hashlib.sha256()
-        try:
-            most = shutil.disk_usage(path.parent).free - FREE_BYTES
-            with path.open("wb") as file:
-
-                def write(piece: bytes) -> None:
-                    digest.update(piece)
-                    file.write(piece)
-
-                unwritten = bytearray()
-                async for piece in body_pieces(request.scope, request.receive, most):
-                    unwritten += piece
-                    if len(unwritten) >= PIECE_BYTES:
-                        await asyncio.to_thread(write, bytes(unwritten))
-                        unwritten.clear()
-                write(bytes(unwritten))
-        except BaseException as error:
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise HeadraceError(f"the file can not be kept: {os.strerror(error.errno or 0)}") from error
-            raise
-        return UploadedFile(path, f"sha256:{digest.hexdigest()}")
-
-    async def keep_upload(self, digest: str, upload: UploadedFile) -> Response:
-        """Keep a file of a model that will be created."""
-        if upload.digest != digest:
-            upload.path.unlink(missing_ok=True)
-            raise RequestError("digest", digest, f"that of the bytes that came, which is {upload.digest}")
-        await asyncio.to_thread(os.replace, upload.path, self._files().blob(digest))
-        return Response(status_code=201)
-
-    def find_upload(self, digest: str) -> Response:
-        """Reply whether a file was uploaded."""
-        if not self._files().blob(digest).is_file():
-            raise CallError(404, "not_found", f"digest: {digest} was not uploaded")
-        return Response()
 
     # -- parts
 
@@ -276,8 +222,9 @@ class Library:
         target = _new_name(name)
         async with self._pulls.setdefault(target, asyncio.Lock()):
             if files.find(target) is None:
-                async for progress in files.pull(target):
-                    yield progress
+                with storing("written to"):
+                    async for progress in files.pull(target):
+                        yield progress
                 await self.models.unload(target)
 
     def _end_of(self, entry: ModelEntry) -> str:
@@ -406,8 +353,8 @@ def _new_name(name: str | None, field: str = "model") -> str:
     return plain_name(name).removesuffix(":latest")
 
 
-def add_routes(app: Starlette, models: ModelSet, library: Library) -> None:
-    """Add the routes of the models."""
+def add_routes(app: Starlette, models: ModelSet, library: Library, max_blob_bytes: int | None = None) -> None:
+    """Add the routes of the models. `max_blob_bytes`: see `Uploads`."""
 
     def unserved(path: str) -> Response:
         """Not done by this server."""
@@ -433,7 +380,8 @@ def add_routes(app: Starlette, models: ModelSet, library: Library) -> None:
         routing.post(app, "/api/create", library.create, takes=CreateRequest, **progress)
         routing.post(app, "/api/copy", library.copy, takes=CopyRequest, **text)
         routing.add(app, "/api/delete", library.delete, ("DELETE",), takes=ShowRequest, **text)
-        routing.post(app, "/api/blobs/{digest}", library.keep_upload, read=library.read_upload, **text)
-        routing.get(app, "/api/blobs/{digest}", library.find_upload, **text)
+        uploads = Uploads(models.files, max_blob_bytes)
+        routing.post(app, "/api/blobs/{digest}", uploads.keep, read=uploads.read, **text)
+        routing.get(app, "/api/blobs/{digest}", uploads.find, **text)
     for method, path in missing:
         routing.add(app, path, functools.partial(unserved, path), (method,), API, unserved=True)

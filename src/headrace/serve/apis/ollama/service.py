@@ -257,7 +257,7 @@ def _loaded(
     )
 
 
-def add_routes(app: Starlette, models: ModelSet) -> None:
+def add_routes(app: Starlette, models: ModelSet, max_blob_bytes: int | None = None) -> None:
     """Add `/` and `/api/...`."""
     ollama, library = models.bind(Ollama), Library(models)
 
@@ -300,4 +300,4 @@ def add_routes(app: Starlette, models: ModelSet) -> None:
     routing.post(app, "/api/embed", ollama.embed, API, takes=EmbedRequest, gives=reply.EmbedReply)
     older: dict[str, Any] = {"gives": reply.EmbeddingReply, "summary": "The vector of one text."}
     routing.post(app, "/api/embeddings", ollama.older_embed, API, takes=EmbedRequest, **older)
-    add_library_routes(app, models, library)
+    add_library_routes(app, models, library, max_blob_bytes)

@@ -33,7 +33,8 @@ from headrace.serve.call.schema import check_metadata
 from headrace.serve.errors import text_of
 from headrace.serve.storage.batch_lines import Answerer, Line, answers, custom_id_of, has_failed, read_line, refusal
 from headrace.serve.storage.fair_semaphore import FairSemaphore
-from headrace.serve.storage.store import StorageError, Store, StoreFullError
+from headrace.serve.storage.space import StorageError
+from headrace.serve.storage.store import Store, StoreFullError
 from headrace.serve.storage.writers import Writers
 
 logger = logging.getLogger("headrace.server")
@@ -135,7 +136,9 @@ class Batches:
     ) -> None:
         self.store, self.files, self.writers, self.answerer = store, files, writers, answerer
         self.concurrency = concurrency
-        self._permits = FairSemaphore(concurrency, num_others)
+        self.is_held_back: Callable[[], bool] = lambda: False
+        """Returns whether no line may begin now."""
+        self._permits = FairSemaphore(concurrency, num_others, lambda: self.is_held_back())
         self._wake = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
         # By holder: the batch that runs, the task that oversees it, and the task that answers its lines.

@@ -29,9 +29,9 @@ from headrace.serve.apis.openai import responses_replay as replay
 from headrace.serve.apis.openai.conversations import Conversations
 from headrace.serve.apis.openai.files import NotFoundError, size_of
 from headrace.serve.apis.openai.reply import Deleted
+from headrace.serve.apis.openai.responses_ends import Ends, is_not_kept
 from headrace.serve.apis.openai.responses_events import (
     CachedTokens,
-    ConversationRef,
     Event,
     IncompleteDetails,
     InputTokens,
@@ -61,8 +61,10 @@ from headrace.serve.call.call import Answer, ChatCall, spelled
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.replies import ChatTokenLogprob, chat_logprobs, timings, usage
 from headrace.serve.call.service import Explain, ServedModel, no_explanations
+from headrace.serve.gates.overload import Overload, OverloadError, Work
 from headrace.serve.routing import Readable, free_lists, json_in_parts, json_pieces, large_event, large_response
-from headrace.serve.storage.store import StorageError, Store, StoreFullError
+from headrace.serve.storage.space import StorageError
+from headrace.serve.storage.store import Store, StoreFullError
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
 
@@ -135,7 +137,7 @@ class ResponseAnswer(Readable):
             self.output.end("incomplete")
             self.response.status = "cancelled"
             self._wake()
-            self.api.keep_later(self.entry)
+            self.api.ends.keep_later(self)
         # The task of a response in the background leaves it itself, and a whole reply is freed when it is sent.
         if not self.request.background and (self.stream or self.response.status not in ("completed", "incomplete")):
             self.leave()
@@ -149,7 +151,7 @@ class ResponseAnswer(Readable):
         """Note the end of a reader, the answer or a stream. The last frees a stored response in slices, on a thread."""
         self._num_readers -= 1
         if not self._num_readers:
-            keeping, loop = self.api.keeping.get(self.id), asyncio.get_running_loop()
+            keeping, loop = self.api.ends.tasks.get(self.id), asyncio.get_running_loop()
             if keeping is None:
                 loop.run_in_executor(None, free_lists, self.response)
             else:
@@ -201,8 +203,8 @@ class ResponseAnswer(Readable):
             states = self.answer.generation.states
             response.explain = self.explain([state.request.request_id for state in states])
         self._wake()
-        await self.api.keep(self.entry)
-        await self.api.add_to_conversation(self.entry)
+        await self.api.ends.add_to_conversation(self)
+        await self.api.ends.keep(self)
         return events
 
     async def _fail(self, error: Exception) -> None:
@@ -211,7 +213,13 @@ class ResponseAnswer(Readable):
         self.response.status = "failed"
         self.response.error = ResponseError(code="server_error", message=body.message)
         self._wake()
-        await self.api.keep(self.entry)
+        await self.api.ends.keep(self)
+
+    def warn(self, field: str, why: str) -> None:
+        """Add a warning to the response."""
+        warnings = self.answer.call.warnings
+        warnings.add(field, why)
+        self.response.warnings = warnings.reply()
 
     def _usage(self) -> ResponseUsage:
         counts = usage(self.answer.groups)
@@ -231,11 +239,17 @@ class Responses:
     made by the store: a caller's name for its request never names an entry. `conversations`: None where none are
     kept."""
 
-    def __init__(self, store: Store, writers: Writers, conversations: Conversations | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        writers: Writers,
+        conversations: Conversations | None = None,
+        overload: Overload | None = None,
+    ) -> None:
         self.conversations = conversations
+        self._overload = overload or Overload()
         self.store, self.writers = store, writers
-        # The tasks that write responses to the store, by id.
-        self.keeping: dict[str, asyncio.Task[None]] = {}
+        self.ends = Ends(store, writers, conversations)
         self._background: dict[str, tuple[ResponseAnswer, asyncio.Task[None]]] = {}
         for response_id in store:
             self._settle(response_id)
@@ -245,6 +259,8 @@ class Responses:
         request, shared = read(body)
         model.check_model(request.model)
         stored = request.store is not False
+        if request.background:
+            self._overload.check(Work.LATER)
         response_id = self.store.new_id()
         if not stored and shared.request_id is not None:
             # The line of a batch gets the same id again when the batch is continued.
@@ -263,8 +279,15 @@ class Responses:
         answer.explain = model.explain
         if stored:
             try:
+                if not request.background:
+                    self._overload.check(Work.LATER)
                 entry = answer.entry
                 await self.writers.run(lambda: self.store.put(response_id, {}, b"".join(json_pieces(entry))))
+            except (StorageError, StoreFullError, OverloadError) as error:
+                if request.background:  # whose caller could not read it
+                    answer.close()
+                    raise
+                is_not_kept(answer, error)
             except BaseException:
                 answer.close()
                 raise
@@ -332,7 +355,7 @@ class Responses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*self.keeping.values(), return_exceptions=True)
+        await asyncio.gather(*self.ends.tasks.values(), return_exceptions=True)
 
     def _running(self, response_id: str) -> ResponseAnswer | None:
         """Return the answer if it runs in the background. A caller that may not see a stored response may not see it
@@ -379,10 +402,11 @@ class Responses:
             raise RequestError("response_id", response_id, "that of a response in the background")
         if response_id in self._background:
             answer, task = self._background[response_id]
-            task.cancel()
-            answer.close()
-        if response_id in self.keeping:
-            await asyncio.wait({self.keeping[response_id]})
+            if answer.response.status in replay.RUNNING:  # else it has ended, and waits for the disk
+                task.cancel()
+                answer.close()
+        if response_id in self.ends.tasks:
+            await asyncio.wait({self.ends.tasks[response_id]})
         return await self.read(response_id)
 
     async def delete(self, response_id: str) -> Deleted:
@@ -396,40 +420,6 @@ class Responses:
             await self.cancel(response_id)
         await self.writers.run(self.store.delete, response_id)
         return Deleted(id=response_id, object="response", deleted=True)
-
-    async def keep(self, entry: replay.StoredResponse) -> None:
-        """Store the final state of a response, if it is stored and was not deleted."""
-        if entry.response.store:
-            await self.writers.run(self._keep, entry)
-
-    async def add_to_conversation(self, entry: replay.StoredResponse) -> None:
-        """Add the input and output of a response to its conversation, if it has one. A failure is logged alone."""
-        response = entry.response
-        if self.conversations is None or not isinstance(response.conversation, ConversationRef):
-            return
-        try:
-            await self.conversations.append(response.conversation.id, [*entry.input, *response.output])
-        except HeadraceError as error:
-            logger.warning("response %s is not added to its conversation: %s", response.id, error)
-
-    def keep_later(self, entry: replay.StoredResponse) -> None:
-        """Store the final state of a response whose caller is gone."""
-        response_id = entry.response.id
-        if entry.response.store:
-            task = asyncio.ensure_future(self.keep(entry))
-            self.keeping[response_id] = task
-            task.add_done_callback(lambda _: self.keeping.pop(response_id))
-
-    def _keep(self, entry: replay.StoredResponse) -> None:
-        response_id = entry.response.id
-        if response_id not in self.store:
-            return
-        try:
-            self.store.set_body(response_id, b"".join(json_pieces(entry)))
-        except (StoreFullError, StorageError) as error:
-            # The caller gets its answer, but a later read would find a part of the response only.
-            logger.warning("response %s is not kept: %s", response_id, error)
-            self.store.discard(response_id)
 
     async def _chat(
         self, model: ServedModel, request: ResponsesRequest, call: ChatCall, items: list[NamedItem], size: int
@@ -491,4 +481,4 @@ class Responses:
             return  # the log has the reason
         if entry.response.status in replay.RUNNING:
             error = ResponseError(code="server_error", message="the server ended before this response did")
-            self._keep(replace(entry, response=replace(entry.response, status="failed", error=error)))
+            self.ends.settle(replace(entry, response=replace(entry.response, status="failed", error=error)))

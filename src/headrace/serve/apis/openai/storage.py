@@ -21,6 +21,7 @@ from headrace.serve.apis.openai.files import MAX_FILES, Files
 from headrace.serve.apis.openai.responses import Responses
 from headrace.serve.call.models import ModelSet, Running
 from headrace.serve.call.service import ServedModel
+from headrace.serve.gates.overload import Overload, Work
 from headrace.serve.routing import Readable, large_event, num_entries
 from headrace.serve.storage.batch_lines import Answerer, Route
 from headrace.serve.storage.store import Store
@@ -45,10 +46,17 @@ class Storage:
         max_bytes: of files, of stored responses, and of conversations, for each of the three; a holder of a key has its
             share of `shares`.
         concurrency: lines of batches that are open at once.
+        overload: says whether work that can wait is refused.
     """
 
     def __init__(
-        self, models: ModelSet, folder: str | None, max_bytes: int, shares: Mapping[str, int], concurrency: int
+        self,
+        models: ModelSet,
+        folder: str | None,
+        max_bytes: int,
+        shares: Mapping[str, int],
+        concurrency: int,
+        overload: Overload,
     ) -> None:
         def place(name: str) -> Path | None:
             return None if folder is None else Path(folder).expanduser() / name
@@ -63,10 +71,11 @@ class Storage:
         self.writers = Writers()
         self.conversations = Conversations(conversation_store, self.writers)
         self.files = Files(file_store)
-        self.responses = Responses(response_store, self.writers, self.conversations)
+        self.responses = Responses(response_store, self.writers, self.conversations, overload)
         self.embeddings = models.bind(Embeddings)
         self._answerer = answerer(models, self.responses)
         self.batches = Batches(batch_store, self.files, self.writers, self._answerer, concurrency, models.num_waiting)
+        self.batches.is_held_back = lambda: overload.refuses(Work.LATER)
 
     def start(self, policy: str | None) -> None:
         """Go on with batches, now that the engine runs. `policy` is the order of its waiting requests."""
