@@ -6,8 +6,8 @@ a random one. Then `HeaderGate` checks the headers, `auth.ApiKeyGate` the key, a
 x-request-timeout.
 
 A web page in a browser on this machine can send requests to a server on localhost, and its owner can point a host name
-at 127.0.0.1 (DNS rebinding). The headers Host and Origin, which no page can choose, reveal both (S-33). Sizes and
-framing are S-19. Knows no routes and no requests. Added by `serve.app`.
+at 127.0.0.1 (DNS rebinding). The headers Host and Origin, which no page can choose, reveal both (S-33). Sizes are
+S-19. Knows no routes and no requests. Added by `serve.app`.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ class HeaderGate:
         """Check a call. Return the reply to a CORS preflight, or None for other calls. Raises `CallError`."""
         allowed = bool(self.reply_headers(headers))
         _check_size(scope)
-        _check_framing(headers)
         self._check_host(headers)
         if scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers:
             return self._preflight(allowed, headers)
@@ -277,7 +276,7 @@ def by_name(scope: Scope) -> Headers:
 
 
 def _refusal(status: int, code: str, message: str) -> CallError:
-    # After wrong framing, the next bytes may be part of this call's body.
+    # The call's body is not read.
     return CallError(status, code, message, {"connection": "close"})
 
 
@@ -302,13 +301,6 @@ def _check_size(scope: Scope) -> None:
     if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         bound = f"at most {MAX_HEADERS} of them, of {MAX_HEADER_BYTES} bytes together"
         raise _refusal(431, "headers_too_large", f"headers: too many or too large; there must be {bound}")
-
-
-def _check_framing(headers: Headers) -> None:
-    if b"transfer-encoding" in headers and b"content-length" in headers:
-        raise _refusal(400, "bad_framing", "content-length: not beside transfer-encoding")
-    if len(set(headers.get(b"content-length", ()))) > 1:
-        raise _refusal(400, "bad_framing", "content-length: given twice")
 
 
 def context_of(headers: Headers, path: str) -> CallContext:
