@@ -72,15 +72,16 @@ def flag_values(texts: Sequence[str] | None) -> list[str]:
     return values
 
 
-def allowed_hosts(host: str, flags: Sequence[str] | None) -> frozenset[str] | None:
-    """Return the host names of the server, without IP addresses and localhost, which are always allowed; None for any
-    name.
+def allowed_hosts(host: str, flags: Sequence[str] | None, has_keys: bool) -> frozenset[str] | None:
+    """Return the host names of the server, without IP addresses and names under localhost, which are always allowed;
+    None for any name.
 
-    Without flags any name is allowed if other machines reach the server: its names are not known then, and keys keep
-    strangers out.
+    Without flags any name is allowed if other machines reach the server and it has keys: its names are not known then,
+    and a page that binds a name of its own to the server has no key. The machine's name is safe: who could bind it to
+    another address is no page, but the owner of the machine's names.
     """
     names = {name.lower() for name in flag_values(flags)}
-    if "*" in names or (not names and not is_loopback(host)):
+    if "*" in names or (not names and has_keys and not is_loopback(host)):
         return None
     return frozenset(names | {"localhost", *hosts_of(host.lower()), socket.gethostname().lower()})
 
@@ -165,7 +166,10 @@ class HeaderGate:
         name = match[1].strip("[]").rstrip(".").lower() if match else ""
         if len(hosts) == 1 and (name in self._hosts or name.endswith(".localhost") or _is_address(name)):
             return
-        raise _refusal(421, "host_not_allowed", "host: the server does not go by this name; see --allowed-hosts")
+        # Of what is no name, nothing is repeated.
+        label, flag = (f"{name[:80]!r}", f" --allowed-hosts {name[:80]}") if name else ("this", " --allowed-hosts NAME")
+        message = f"host: {label} is no name of this server; call it by an IP address or localhost, or start it with"
+        raise _refusal(421, "host_not_allowed", message + flag)
 
     def _check_origin(self, path: str, headers: Headers, allowed: bool) -> None:
         """Raises `CallError`, also for bodies that a page may send without a preflight."""
