@@ -30,7 +30,7 @@ from headrace.engine.tenants import acting_as
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.errors import ENDINGS, Api, CallError, api_of, error_response
-from headrace.serve.gates.auth import ApiKeyGate
+from headrace.serve.gates.auth import ApiKeyGate, class_of, is_public
 from headrace.serve.gates.limits import UNSUPPORTED_MEDIA, Scope
 
 MAX_HEADERS = 100
@@ -140,7 +140,7 @@ class HeaderGate:
         self._check_host(headers)
         if scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers:
             return self._preflight(allowed, headers)
-        if scope["method"] not in SAFE_METHODS:
+        if not _is_visit(scope, headers):
             self._check_origin(scope["path"], headers, allowed)
         return None
 
@@ -287,6 +287,14 @@ def _refusal(status: int, code: str, message: str) -> CallError:
 def _text(headers: Headers, name: bytes) -> str | None:
     """Return the first value of a header, or None."""
     return headers[name][0].decode("latin-1").strip() if name in headers else None
+
+
+def _is_visit(scope: Scope, headers: Headers) -> bool:
+    """Return whether a browser opens this address to show it, as it may for a link on any page. Routes of the class
+    admin are no such places: some of them measure the machine, or read the weights."""
+    method, path = scope["method"], scope["path"]
+    is_place = is_public(path) or class_of(method, path) != "admin"
+    return is_place and method in SAFE_METHODS and _text(headers, b"sec-fetch-mode") == "navigate"
 
 
 def _is_address(name: str) -> bool:

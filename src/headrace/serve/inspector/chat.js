@@ -22,11 +22,17 @@ function useRedraw() {
   };
 }
 
+/** The reply of /props where no model has been loaded yet, or each has its defaults: knobs that are not set are left to the server. */
+function ofNoModel(error) {
+  if (error.status !== 400) throw error;
+  return { default_generation_settings: { params: {} } };
+}
+
 /** The served models, and the server's defaults of the knobs. */
 function useServer() {
   const [server, setServer] = useState({ models: [], defaults: {}, error: null });
   useEffect(() => {
-    Promise.all([json("/v1/models"), json("/props")]).then(
+    Promise.all([json("/v1/models"), json("/props").catch(ofNoModel)]).then(
       ([{ data }, props]) => {
         const { temperature, top_p, top_k, min_p, repeat_penalty } = props.default_generation_settings.params;
         setServer({ models: data, defaults: { temperature, top_p, top_k, min_p, repetition_penalty: repeat_penalty }, error: null });
