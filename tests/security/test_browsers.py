@@ -18,7 +18,14 @@ EVIL = {"origin": "https://evil.example"}
 SIMPLE = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "text/json"]
 
 
-BOUND = ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "x@y", "headrace-service")
+BOUND = (
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "x@y",
+    "headrace-service",
+)
 NAMES = ("localhost:80", "127.0.0.1", "[::1]:80", "app.localhost", "LOCALHOST.", "192.168.1.7", socket.gethostname())
 
 

@@ -1,4 +1,4 @@
-"""Reading changes nothing: no GET, HEAD or OPTIONS of any route loads, unloads or wakes a model, in any state of them."""
+"""Reading changes nothing: no GET, HEAD or OPTIONS of any route loads, unloads or wakes a model, in any state."""
 
 from __future__ import annotations
 

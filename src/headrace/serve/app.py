@@ -137,7 +137,10 @@ def create_app(
         return response
 
     app.add_exception_handler(HTTPException, on_http_error)
-    hosts, origins = allowed_hosts(server.host, server.allowed_hosts, bool(ring)), allowed_origins(server.allowed_origins)
+    hosts, origins = (
+        allowed_hosts(server.host, server.allowed_hosts, bool(ring)),
+        allowed_origins(server.allowed_origins),
+    )
     app.add_middleware(
         CallGate,
         headers=HeaderGate(hosts, origins),

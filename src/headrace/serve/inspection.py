@@ -114,7 +114,9 @@ class Inspection:
         """The prefix cache as a tree, and the reasons of its latest misses."""
         explainer, client = self.model.explainer, self.model.client
         if not client.is_alive:
-            raise CallError(503, "no_engine", "the engine does not run now: it sleeps or is started", {"retry-after": "1"})
+            raise CallError(
+                503, "no_engine", "the engine does not run now: it sleeps or is started", {"retry-after": "1"}
+            )
         tree = await client.orders.give(ReadCache(summaries.MAX_BLOCKS), CacheTree)
         misses = summaries.misses_of(explainer.lives, name_of, explainer.calls.text_of)
         # On a thread, for decoding the texts of 2,000 nodes would hold the event loop.

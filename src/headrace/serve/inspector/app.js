@@ -8,7 +8,8 @@ import { VIEWS } from "./views.js";
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 
 function Theme() {
-  const [theme, setTheme] = useState(localStorage.getItem("headrace.theme") ?? "auto");
+  const stored = localStorage.getItem("headrace.theme");
+  const [theme, setTheme] = useState(Object.hasOwn(THEMES, stored) ? stored : "auto");
   useEffect(() => {
     document.documentElement.dataset.theme = theme;
     localStorage.setItem("headrace.theme", theme);

@@ -1,7 +1,7 @@
 // The chat at /: conversations, the answers of the selected one, and the engine at work beside it.
 
 import { isRunning, newAnswer, rateOf, ratesOf, receive } from "./answers.js";
-import { conversations, exportJson, forget, keep, newConversation, titleOf } from "./conversations.js";
+import { conversations, exportJson, forget, keep, newConversation, removeEntries, titleOf } from "./conversations.js";
 import { Engine, Sparkline } from "./engine.js";
 import { count, html, json, seconds, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "./lib.js";
 import { markdown } from "./markdown.js";
@@ -170,7 +170,9 @@ function useFollow() {
 export function Chat() {
   const redraw = useRedraw();
   const { models, defaults, error } = useServer();
-  const [all, setAll] = useState(conversations);
+  const [stored] = useState(conversations);
+  const [all, setAll] = useState(stored.all);
+  const [damaged, setDamaged] = useState(stored.damaged);
   const [current, setCurrent] = useState(() => all[0] ?? newConversation());
   const [status, setStatus] = useState("");
   // What stops the answer of each conversation that has one coming.
@@ -257,6 +259,11 @@ export function Chat() {
     setCurrent(rest[0] ?? newConversation(conversation));
   };
 
+  const removeDamaged = () => {
+    removeEntries(damaged);
+    setDamaged([]);
+  };
+
   const isBusy = running.current.has(current.id);
   return html`
     <h1 class="hidden">Chat</h1>
@@ -264,6 +271,8 @@ export function Chat() {
       onChange=${changed} onDelete=${remove} />
     <section class="thread" aria-label="Conversation">
       ${error && html`<p role="alert">${error.message}</p>`}
+      ${damaged.length > 0 && html`<p role="note">Left out, for they are damaged: ${count(damaged.length)} entries of this browser, such as ${damaged[0].slice(0, 80)}.
+        <button type="button" onClick=${removeDamaged}>Delete them</button></p>`}
       ${messages.map((message, i) => message.role === "user"
         ? html`<${Question} key=${`${current.id} ${i} ${message.content}`} message=${message} onResend=${(text) => send(text, i)} />`
         : html`<${Answer} key=${`${current.id} ${i} ${message.seed} ${message.note}`} answer=${message} model=${model} limit=${limit}
