@@ -238,12 +238,12 @@ def test_a_key_is_made_where_there_is_none_and_shown_once(
         assert len(allowed(live, key)) == 3
         for path, status in (("/v1/models", 401), ("/health/live", 200), ("/inspect/cache", 401)):
             assert HTTP.get(live.url + path).status_code == status
-        shown = [
+        replies = [
             rig.call(live, method, path, headers=rig.bearer(key)).text
             for method, path in rig.routes(live.app)
             if method == "GET" and path != "/inspect/live"
         ]
-        assert not [text for text in shown if key in text]
+        assert not [text for text in replies if key in text]
         assert caplog.text.count(key) == 1
     assert "no API key is set" not in caplog.text
     caplog.clear()

@@ -65,11 +65,7 @@ def live(request: pytest.FixtureRequest, root: Path, tokenizer: Tokenizer) -> It
 
 def state(models: ModelSet) -> dict[str, Any]:
     """All of the models that a call could change."""
-    names = {
-        name: (entry.start is not None, entry.stop is not None, entry.last_use)
-        for name, entry in models._entries.items()
-        if entry.running is not None or entry.start is not None
-    }
+    names = {entry.name: (entry.stop is not None, entry.last_use) for entry in models.loaded()}
     alive = [running.client.is_alive for running in models.running]
     return {"loaded": names, "alive": alive, "is_sleeping": models.is_sleeping}
 
@@ -141,6 +137,6 @@ def test_S_33_a_link_on_any_page_leads_to_what_measures_nothing(root: Path, toke
         # A form is no link.
         assert rig.call(live, "POST", "/v1/completions", headers=visit).status_code == 403
         # What the reader types, and what the server's own page asks for, is answered.
-        for own in ("none", "same-origin"):
-            headers = visit | {"sec-fetch-site": own}
+        for site in ("none", "same-origin"):
+            headers = visit | {"sec-fetch-site": site}
             assert rig.call(live, "GET", "/inspect/limits", headers=headers).status_code == 200

@@ -237,7 +237,7 @@ def test_S_33_who_only_reads_waits_for_no_model_and_has_no_part_in_its_stay() ->
             await refused(house, "a")
             house.gate.set()
             assert await loading == "a"
-            entry = house.set._entries["a"]
+            [entry] = house.set.loaded()
             entry.last_use, entry.is_fresh = 5.0, True
             assert await reads(house, "a") == "a"
             # Who loaded it still has it first, and it stays no longer.

@@ -1,7 +1,7 @@
 // The chat at /: conversations, the answers of the selected one, and the engine at work beside it.
 
 import { isRunning, newAnswer, rateOf, ratesOf, receive } from "./answers.js";
-import { conversations, exportJson, forget, keep, newConversation, removeEntries, titleOf } from "./conversations.js";
+import { conversations, exportJson, forget, keep, newConversation, titleOf } from "./conversations.js";
 import { Engine, Sparkline } from "./engine.js";
 import { count, html, json, seconds, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "./lib.js";
 import { markdown } from "./markdown.js";
@@ -22,17 +22,11 @@ function useRedraw() {
   };
 }
 
-/** The reply of /props where no model has been loaded yet, or each has its defaults: knobs that are not set are left to the server. */
-function ofNoModel(error) {
-  if (error.status !== 400) throw error;
-  return { default_generation_settings: { params: {} } };
-}
-
-/** The served models, and the server's defaults of the knobs. */
+/** The served models, and the server's defaults of the knobs; none of a folder of which no model, or no one model, is loaded. */
 function useServer() {
   const [server, setServer] = useState({ models: [], defaults: {}, error: null });
   useEffect(() => {
-    Promise.all([json("/v1/models"), json("/props").catch(ofNoModel)]).then(
+    Promise.all([json("/v1/models"), json("/props").catch((error) => (error.status === 400 ? { default_generation_settings: { params: {} } } : Promise.reject(error)))]).then(
       ([{ data }, props]) => {
         const { temperature, top_p, top_k, min_p, repeat_penalty } = props.default_generation_settings.params;
         setServer({ models: data, defaults: { temperature, top_p, top_k, min_p, repetition_penalty: repeat_penalty }, error: null });
@@ -172,7 +166,6 @@ export function Chat() {
   const { models, defaults, error } = useServer();
   const [stored] = useState(conversations);
   const [all, setAll] = useState(stored.all);
-  const [damaged, setDamaged] = useState(stored.damaged);
   const [current, setCurrent] = useState(() => all[0] ?? newConversation());
   const [status, setStatus] = useState("");
   // What stops the answer of each conversation that has one coming.
@@ -259,11 +252,6 @@ export function Chat() {
     setCurrent(rest[0] ?? newConversation(conversation));
   };
 
-  const removeDamaged = () => {
-    removeEntries(damaged);
-    setDamaged([]);
-  };
-
   const isBusy = running.current.has(current.id);
   return html`
     <h1 class="hidden">Chat</h1>
@@ -271,8 +259,7 @@ export function Chat() {
       onChange=${changed} onDelete=${remove} />
     <section class="thread" aria-label="Conversation">
       ${error && html`<p role="alert">${error.message}</p>`}
-      ${damaged.length > 0 && html`<p role="note">Left out, for they are damaged: ${count(damaged.length)} entries of this browser, such as ${damaged[0].slice(0, 80)}.
-        <button type="button" onClick=${removeDamaged}>Delete them</button></p>`}
+      ${stored.numDamaged > 0 && html`<p role="note">Conversations that are damaged in this browser's store, and left out: ${count(stored.numDamaged)}.</p>`}
       ${messages.map((message, i) => message.role === "user"
         ? html`<${Question} key=${`${current.id} ${i} ${message.content}`} message=${message} onResend=${(text) => send(text, i)} />`
         : html`<${Answer} key=${`${current.id} ${i} ${message.seed} ${message.note}`} answer=${message} model=${model} limit=${limit}

@@ -12,57 +12,42 @@ export function newConversation(like) {
   return { id, title: "", changed: Date.now(), model: like?.model ?? "", system: like?.system ?? "", knobs: { ...like?.knobs }, messages: [] };
 }
 
-// Checks of a value, made of checks of its parts.
-const isText = (value) => typeof value === "string";
-const isNumber = Number.isFinite;
-const orNull = (is) => (value) => value === null || is(value);
-const isList = (is) => (value) => Array.isArray(value) && value.every(is);
-const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const isMap = (is) => (value) => isObject(value) && Object.values(value).every(is);
-const isRecord = (fields) => (value) => isObject(value) && Object.entries(fields).every(([name, is]) => is(value[name]));
-
-const EXPLAIN = {
-  latency: isNumber, split: isText, sentences: isList(isText), parts: isList(isRecord({ name: isText, seconds: isNumber })),
-  prefix_cache: isList(isRecord({ num_cached_tokens: isNumber, sentence: isText })),
-};
+// A form is a sample of a text or number, a list of one form, an object of forms, or a function that checks a value.
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+function fits(value, form) {
+  if (typeof form === "function") return form(value);
+  if (Array.isArray(form)) return Array.isArray(value) && value.every((each) => fits(each, form[0]));
+  if (typeof form === "object") return isObject(value) && Object.entries(form).every(([name, each]) => fits(value[name], each));
+  return typeof value === typeof form;
+}
+const orNull = (form) => (value) => value === null || fits(value, form);
+const mapOf = (form) => (value) => isObject(value) && Object.values(value).every((each) => fits(each, form));
 const ANSWER = {
-  content: isText, reasoning: isText, ids: isList(isNumber), promptIds: isList(isNumber), bins: isList(isNumber), numKept: isNumber,
-  knobs: isMap(orNull(isNumber)), seed: orNull(isNumber), finish: orNull(isText), error: orNull(isText), note: orNull(isText),
-  usage: orNull(isRecord({ prompt_tokens: isNumber, completion_tokens: isNumber })), explain: orNull(isRecord(EXPLAIN)),
-  times: orNull(isRecord({ sent: isNumber, first: orNull(isNumber), last: orNull(isNumber) })),
+  content: "", reasoning: "", ids: [0], promptIds: [0], bins: [0], numKept: 0, knobs: mapOf(orNull(0)), seed: orNull(0), finish: "", error: orNull(""),
+  note: orNull(""), usage: orNull({ prompt_tokens: 0, completion_tokens: 0 }), times: orNull({ sent: 0, first: orNull(0), last: orNull(0) }),
+  explain: orNull({ latency: 0, split: "", sentences: [""], parts: [{ name: "", seconds: 0 }], prefix_cache: [{ num_cached_tokens: 0, sentence: "" }] }),
 };
-const MESSAGES = { user: isRecord({ content: isText }), assistant: isRecord(ANSWER) };
-const isMessage = (value) => Object.hasOwn(MESSAGES, value.role) && MESSAGES[value.role](value);
-const isConversation = isRecord({
-  id: isText, title: isText, changed: isNumber, model: isText, system: isText, knobs: isMap(isText), messages: isList(isMessage),
-});
+const QUESTION = { role: (value) => value === "user", content: "" };
+const CONVERSATION = { ...newConversation(), knobs: mapOf(""), messages: [(value) => fits(value, value.role === "assistant" ? ANSWER : QUESTION)] };
 
-/** Return the conversation under a name, or null if there is none in that entry. */
+/** Return the conversation under a name, or null if the entry holds none. */
 function read(name) {
   try {
     const conversation = { ...newConversation(), ...JSON.parse(localStorage.getItem(name)) };
-    conversation.messages = conversation.messages.map((each) => (each.role === "user" ? each : { ...newAnswer(), ...each }));
-    // The page was closed while the answer came.
-    for (const message of conversation.messages) if (message.finish === null) message.finish = "stopped";
-    if (isConversation(conversation) && PREFIX + conversation.id === name) return conversation;
-  } catch (error) {
-    console.warn(`${name}: ${error}`);
+    // An answer without a reason: the page was closed while it came.
+    conversation.messages = conversation.messages.map((each) => (each.role === "user" ? each : { ...newAnswer(), ...each, finish: each.finish ?? "stopped" }));
+    return fits(conversation, CONVERSATION) && PREFIX + conversation.id === name ? conversation : null;
+  } catch {
+    return null;
   }
-  return null;
 }
 
-/** Return all conversations, the last changed first, and the names of the entries that hold none. */
+/** Return all conversations, the last changed first, and how many entries hold none. */
 export function conversations() {
   const names = Object.keys(localStorage).filter((name) => name.startsWith(PREFIX));
-  const entries = names.map((name) => [name, read(name)]);
-  return {
-    all: entries.map(([, each]) => each).filter(Boolean).sort((a, b) => b.changed - a.changed),
-    damaged: entries.filter(([, each]) => !each).map(([name]) => name),
-  };
+  const all = names.map(read).filter(Boolean).sort((a, b) => b.changed - a.changed);
+  return { all, numDamaged: names.length - all.length };
 }
-
-/** Delete entries of this browser. */
-export const removeEntries = (names) => names.forEach((name) => localStorage.removeItem(name));
 
 /** Keep a conversation. Returns false if the browser has no room for it. */
 export function keep(conversation) {
@@ -75,14 +60,13 @@ export function keep(conversation) {
   }
 }
 
-export const forget = (conversation) => removeEntries([PREFIX + conversation.id]);
+export const forget = (conversation) => localStorage.removeItem(PREFIX + conversation.id);
 
 export const titleOf = ({ title, messages }) => title || messages[0]?.content.slice(0, 60) || "New conversation";
 
 /** Offer a conversation as a file. */
 export function exportJson(conversation) {
   const url = URL.createObjectURL(new Blob([JSON.stringify(conversation, null, 2)], { type: "application/json" }));
-  const link = Object.assign(document.createElement("a"), { href: url, download: `conversation-${conversation.id}.json` });
-  link.click();
+  Object.assign(document.createElement("a"), { href: url, download: `conversation-${conversation.id}.json` }).click();
   URL.revokeObjectURL(url);
 }

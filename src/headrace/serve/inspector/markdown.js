@@ -9,7 +9,6 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/s;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^( *)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/s;
 const QUOTE = /^ {0,3}> ?/;
-const DELIMITER = /^:?-+:?$/;
 const MAX_DEPTH = 8;
 
 /** Return the nodes of a text. An answer that is still coming may end within a block. */
@@ -44,7 +43,7 @@ function block(lines, i, depth) {
     return [h("blockquote", null, blocks(lines.slice(i, end).map((each) => each.replace(QUOTE, "")), depth + 1)), end];
   }
   if (depth < MAX_DEPTH && ITEM.test(line)) return list(lines, i, depth);
-  if (line.includes("|") && cellsOf(lines[i + 1] ?? "").every((cell) => DELIMITER.test(cell))) return table(lines, i);
+  if (line.includes("|") && cellsOf(lines[i + 1] ?? "").every((cell) => /^:?-+:?$/.test(cell))) return table(lines, i);
   const end = ending(lines, i + 1, (each) => !each.trim() || FENCE.test(each) || HEADING.test(each) || QUOTE.test(each) || ITEM.test(each));
   return [h("p", null, inline(lines.slice(i, end).join("\n"))), end];
 }
@@ -75,17 +74,15 @@ function list(lines, start, depth) {
 const cellsOf = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
 
 function table(lines, start) {
-  const cells = (line) => cellsOf(line).map((cell) => inline(cell));
   const end = ending(lines, start + 2, (each) => !each.includes("|"));
-  const head = h("tr", null, cells(lines[start]).map((cell) => h("th", { scope: "col" }, cell)));
-  const rows = lines.slice(start + 2, end).map((line) => h("tr", null, cells(line).map((cell) => h("td", null, cell))));
+  const head = h("tr", null, cellsOf(lines[start]).map((cell) => h("th", { scope: "col" }, inline(cell))));
+  const rows = lines.slice(start + 2, end).map((line) => h("tr", null, cellsOf(line).map((cell) => h("td", null, inline(cell)))));
   return [h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "table" }, h("table", null, h("thead", null, head), h("tbody", null, rows))), end];
 }
 
 const MARKS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
 const SPECIAL = /[\\`*_~[\n]|https?:\/\//g;
 const LINK = /^\[([^[\]]{0,500})\]\(\s*(?:([^\s()]{1,2000})\s*)?\)/;
-const STOPS = ".,;:!?*_~";
 
 /** Return the nodes of a line's text. Each search looks ahead in bounded text, so that time grows with the length. */
 function inline(text, depth = 0) {
@@ -127,7 +124,7 @@ function span(text, before, depth) {
   }
   if (text[0] === "h") {
     let url = /^https?:\/\/[^\s<>"'`)\]]{1,2000}/.exec(text)?.[0] ?? "";
-    while (STOPS.includes(url.at(-1) ?? " ")) url = url.slice(0, -1);
+    while (".,;:!?*_~".includes(url.at(-1) ?? " ")) url = url.slice(0, -1);
     const to = url && address(url);
     return to ? [anchor(to, url), url.length] : [text[0], 1];
   }
