@@ -71,25 +71,37 @@ def test_every_panel_shows_metrics_that_the_server_has(server: Live) -> None:
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"] for source in sources}
 
 
-def test_the_probe_succeeds_with_the_key_alone(server: Live, tmp_path: Path) -> None:
-    key = tmp_path / "key"
+def test_the_probe_finds_its_key(server: Live, tmp_path: Path) -> None:
+    """In a file or in the environment; without one it looks at the process alone, where a key is needed."""
+    key, wrong = tmp_path / "key", tmp_path / "wrong"
     key.write_text("sesame\n")
-    code = "import sys; sys.path.insert(0, 'deploy'); import probe; a = sys.argv; "
-    code += "print(probe.status(a[1], int(a[2]), *a[3:]))"
+    wrong.write_text("simsim\n")
+    code = "import sys; sys.path.insert(0, 'deploy'); import probe; a = sys.argv; print(probe.probe(a[1], int(a[2])))"
 
-    def status(*words: str) -> str:
+    def status(path: str, port: int = server.port, **variables: str) -> str:
         return subprocess.run(
-            [sys.executable, "-c", code, words[0], str(server.port), *words[1:]],
+            [sys.executable, "-c", code, path, str(port)],
             cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if not name.startswith("HEADRACE")} | variables,
             capture_output=True,
             text=True,
             check=True,
             timeout=60,
         ).stdout.strip()
 
-    assert status("/health/ready", str(key)) == "200"
-    assert status("/health/ready") == "401"
-    assert status("/health/live") == "200"
+    assert status("/health/ready", HEADRACE_PROBE_KEY_FILE=str(key)) == "200"
+    assert status("/health/ready", HEADRACE_API_KEY="sesame other") == "200"
+    assert status("/health/ready", HEADRACE_API_KEY="sesame", HEADRACE_PROBE_KEY_FILE=str(wrong)) == "401"
+    assert status("/health/ready") == "200", "that of /health/live"
+    assert status("/health/ready", port=1) == "0"
+
+
+def test_a_command_for_other_machines_has_keys() -> None:
+    def keyless(words: list[str]) -> bool:
+        return "0.0.0.0" in words and not {"--api-key-file", "--generate-api-key"} & set(words)
+
+    assert [words for words in commands() if keyless(words)] == []
+    assert keyless(["serve", "builtin", "--host", "0.0.0.0"])
 
 
 # -- flags, routes, times ----------------------------------------------------------------------------------------------

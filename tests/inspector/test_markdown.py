@@ -95,6 +95,51 @@ def test_what_must_not_be_there_is_noticed(page: Any) -> None:
     assert result["wrong"] == ["IMG", "javascript:alert(1)"]
 
 
+# A beginning, a repeated piece, and an end. Of each an expression with two ways to take a blank tries a trillion.
+LONG = [
+    ("a|b\n", " ", "x"),
+    ("a|b\n-", " ", "x"),
+    ("a|b\n:", " ", ":"),
+    ("a|b\n|", " -|", "x"),
+    ("# ", " ", "x\u2028y"),
+    ("- ", " ", "x\u2028y"),
+    ("1. ", " ", "x\u2028y"),
+    ("# a", " #", "x"),
+    ("--", " ", "x"),
+    ("[a](", " ", "x y"),
+    ("~~~", " ", "x"),
+]
+# Renders the texts after the call, so that a page that hangs does not hold up the test, and then says so.
+LATER = """(texts) => setTimeout(async () => {
+  const { markdown } = await import("/inspector/markdown.js");
+  for (const [begin, piece, end] of texts) markdown(begin + piece.repeat(1_500_000) + end);
+  document.body.dataset.rendered = texts.length;
+})"""
+
+
+def test_S_10_long_lines_render_at_once(page: Any) -> None:
+    page.evaluate(LATER, LONG)
+    page.locator(f"body[data-rendered='{len(LONG)}']").wait_for()
+
+
+def test_S_10_control_an_expression_that_reads_a_whole_row_hangs(chromium: Any, server: Served) -> None:
+    from playwright.sync_api import TimeoutError as Late
+
+    def greedy(route: Any) -> None:
+        text = route.fetch().text()
+        check = 'cellsOf(lines[i + 1] ?? "").every((cell) => /^:?-+:?$/.test(cell))'
+        assert check in text
+        row = r"/^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/.test(lines[i + 1] ?? '')"
+        route.fulfill(body=text.replace(check, row), content_type="text/javascript")
+
+    with browser.watched_page(chromium, server.url) as page:
+        page.route("**/markdown.js", greedy)
+        page.goto("/inspect")
+        page.evaluate(LATER, LONG[1:2])
+        with pytest.raises(Late):
+            page.locator("body[data-rendered]").wait_for(timeout=2_000)
+
+
 def test_random_texts_render_in_bounded_time(page: Any) -> None:
     rng = random.Random(7)
     pieces = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+
 import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
@@ -15,19 +18,65 @@ EVIL = {"origin": "https://evil.example"}
 SIMPLE = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "text/json"]
 
 
-def test_S_33_a_name_that_was_bound_to_this_machine_opens_nothing(live: Live) -> None:
-    for host in (
-        "evil.example",
-        f"evil.example:{live.port}",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-        "x@y",
-    ):
-        for method, path in rig.routes(live.app):
-            reply = rig.call(live, method, path, headers={"host": host})
-            assert reply.status_code in (400, 421), (method, path, host)
-    for host in (f"localhost:{live.port}", "127.0.0.1", "[::1]:80", "app.localhost", "LOCALHOST.", "192.168.1.7"):
-        assert HTTP.get(live.url + "/health/live", headers={"host": host}).status_code == 200, host
+BOUND = (
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "x@y",
+    "headrace-service",
+)
+NAMES = ("localhost:80", "127.0.0.1", "[::1]:80", "app.localhost", "LOCALHOST.", "192.168.1.7", socket.gethostname())
+
+
+@pytest.fixture(params=["127.0.0.1", "0.0.0.0", "127.0.0.1,::"])
+def without_key(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[Live]:
+    """Servers without a key, for each kind of address to listen on; these listen on this machine all the same."""
+    with Live(inproc(), tokenizer, ServerConfig(host=request.param, log_stats_interval=0)) as result:
+        yield result
+
+
+def bound(live: Live, under: str = "/") -> list[tuple[str, str, str]]:
+    """Routes that answer a page whose name was bound to the server's address."""
+    calls = [(method, path, host) for method, path in rig.routes(live.app) for host in BOUND if path.startswith(under)]
+    return [
+        (method, path, host)
+        for method, path, host in calls
+        if rig.call(live, method, path, headers={"host": host}).status_code != 421
+    ]
+
+
+def test_S_33_a_name_that_was_bound_to_this_machine_opens_nothing(without_key: Live) -> None:
+    assert bound(without_key) == []
+    for host in NAMES:
+        assert HTTP.get(without_key.url + "/health/live", headers={"host": host}).status_code == 200, host
+
+
+def test_S_33_control_a_server_that_goes_by_any_name_is_noticed(tokenizer: Tokenizer) -> None:
+    config = ServerConfig(host="0.0.0.0", allowed_hosts=["*"], log_stats_interval=0)
+    with Live(inproc(), tokenizer, config) as live:
+        assert ("GET", "/inspect/cache", "evil.example") in bound(live, "/inspect/cache")
+
+
+def test_S_33_the_refusal_of_a_name_says_how_to_allow_it(live: Live) -> None:
+    error = HTTP.get(live.url + "/v1/models", headers={"host": "headrace:8000"}).json()["error"]
+    assert error["code"] == "host_not_allowed"
+    assert error["message"] == (
+        "host: 'headrace' is no name of this server; call it by an IP address or localhost, or start it with "
+        "--allowed-hosts headrace"
+    )
+    odd = HTTP.get(live.url + "/v1/models", headers={"host": "a b"}).json()["error"]["message"]
+    assert "a b" not in odd
+    assert odd.endswith("--allowed-hosts NAME")
+
+
+def test_with_a_key_a_server_for_other_machines_goes_by_any_name(tokenizer: Tokenizer) -> None:
+    """As a service of compose or Kubernetes, such as headrace:8000; a page that binds its name there has no key."""
+    config = ServerConfig(host="0.0.0.0", api_key="k", log_stats_interval=0)
+    with Live(inproc(), tokenizer, config) as live:
+        named = {"host": "headrace:8000"}
+        assert HTTP.get(live.url + "/metrics", headers=named | rig.bearer("k")).status_code == 200
+        assert HTTP.get(live.url + "/metrics", headers=named).status_code == 401
 
 
 def test_S_33_names_that_are_allowed(tokenizer: Tokenizer) -> None:
@@ -35,11 +84,15 @@ def test_S_33_names_that_are_allowed(tokenizer: Tokenizer) -> None:
     with Live(inproc(), tokenizer, config) as live:
         assert HTTP.get(live.url + "/health", headers={"host": "Chat.Example:443"}).status_code == 200
         assert HTTP.get(live.url + "/health", headers={"host": "x.example"}).status_code == 421
-    assert allowed_hosts("127.0.0.1", None) == allowed_hosts("127.0.0.1", []) != allowed_hosts("localhost", None)
-    # Where other machines come by any name, the key keeps them out.
-    assert allowed_hosts("0.0.0.0", None) is None
-    assert allowed_hosts("0.0.0.0", ["a.example"]) is not None
-    assert allowed_hosts("127.0.0.1", ["*"]) is None
+    for has_keys in (False, True):
+        local = allowed_hosts("127.0.0.1", None, has_keys)
+        assert local == allowed_hosts("127.0.0.1", [], has_keys) != allowed_hosts("localhost", None, has_keys)
+        assert local is not None
+        assert allowed_hosts("0.0.0.0", ["a.example"], has_keys) == {"a.example", *local, "0.0.0.0"} - {"127.0.0.1"}
+        assert allowed_hosts("127.0.0.1", ["*"], has_keys) is None
+    # Where other machines come by any name, the key keeps strangers out.
+    assert allowed_hosts("0.0.0.0", None, True) is None
+    assert allowed_hosts("0.0.0.0", None, False) is not None
 
 
 def answered(live: Live, headers: dict[str, str]) -> list[tuple[str, str]]:

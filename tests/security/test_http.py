@@ -42,6 +42,8 @@ def test_S_19_headers_without_an_end_are_a_431(live: Live) -> None:
 SMUGGLED = [
     rig.head("POST", "{}", "Content-Length: 5", "Transfer-Encoding: chunked") + b"0\r\n\r\nGET / HTTP/1.1\r\n",
     rig.head("POST", "{}", "Content-Length: 2", "Content-Length: 3") + b"{}x",
+    rig.head("POST", "{}", "Content-Length: 2", "Content-Length: 2") + b"{}" + rig.head("GET", "/v1/models"),
+    rig.head("POST", "{}", "Content-Length: 2, 2") + b"{}" + rig.head("GET", "/v1/models"),
     rig.head("POST", "{}", "Content-Length: +2") + b"{}",
     rig.head("POST", "{}", "Transfer-Encoding: chunked, identity") + b"0\r\n\r\n",
     rig.head("POST", "{}", "Transfer-Encoding: xchunked") + b"0\r\n\r\n",

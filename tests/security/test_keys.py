@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import re
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,96 @@ def test_keys_of_the_command_line(tokenizer: Tokenizer) -> None:
         refused = HTTP.post(live.url + "/api/push", headers=rig.bearer("one-key"))
         assert (refused.status_code, "admin" in refused.json()["error"]) == (403, True)
         assert HTTP.post(live.url + "/api/push", headers=rig.bearer("chief")).status_code == 501
+
+
+def allowed(live: Live, key: str) -> list[str]:
+    """The routes of an administrator that `key` opens, of three."""
+    calls = [("GET", "/inspect/cache"), ("GET", "/server_info"), ("POST", "/wake_up")]
+    opened = [f"{m} {p}" for m, p in calls if rig.call(live, m, p, headers=rig.bearer(key)).status_code == 200]
+    assert rig.call(live, "GET", "/v1/models", headers=rig.bearer(key)).status_code == 200
+    return opened
+
+
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_S_18_of_several_keys_none_is_an_administrators_unless_one_is_named(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, from_environment: bool
+) -> None:
+    caplog.set_level("INFO")
+    keys = ["one-key", "two-key"]
+    settings: dict[str, Any] = {} if from_environment else {"api_key": keys}
+    if from_environment:
+        monkeypatch.setenv("HEADRACE_API_KEY", " one-key \t two-key\n")
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0, **settings)) as live:
+        assert [allowed(live, key) for key in keys] == [[], []]
+        refused = HTTP.get(live.url + "/inspect/cache", headers=rig.bearer("two-key"))
+        assert (refused.status_code, "class admin" in refused.text) == (403, True)
+    assert caplog.text.count("--admin-api-key KEY names one") == 1
+
+
+def test_the_only_key_is_an_administrators(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0, api_key=["one-key"])) as live:
+        assert len(allowed(live, "one-key")) == 3
+    assert "--admin-api-key" not in caplog.text
+
+
+def test_several_administrators_are_named(tokenizer: Tokenizer) -> None:
+    config = ServerConfig(log_stats_interval=0, api_key="one-key", admin_api_key=["chief", "deputy"])
+    with Live(inproc(), tokenizer, config) as live:
+        assert [len(allowed(live, key)) for key in ("chief", "deputy", "one-key")] == [3, 3, 0]
+
+
+def test_a_key_beside_a_file_without_an_administrator_is_none(folder: Path) -> None:
+    path = rig.write_keys(folder, "[a]\nkey = 'x'\n")
+    ring = KeyRing.of("one-key", None, path)
+    assert not ring.has_admin
+    assert KeyRing.of("one-key", None, None).has_admin
+    assert KeyRing.of(None, None, rig.write_keys(folder)).has_admin
+
+
+def generated(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The keys that the log shows."""
+    return re.findall(r"API key of this server.*: ([0-9a-f]{32})$", caplog.text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("level", ["INFO", "CRITICAL"])
+def test_a_key_is_made_where_there_is_none_and_shown_once(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, level: str
+) -> None:
+    caplog.set_level(level, "headrace.server")
+    config = ServerConfig(host="0.0.0.0", generate_api_key=True, log_stats_interval=0)
+    with Live(inproc(), tokenizer, config) as live:
+        [key] = generated(caplog)
+        assert len(allowed(live, key)) == 3
+        for path, status in (("/v1/models", 401), ("/health/live", 200), ("/inspect/cache", 401)):
+            assert HTTP.get(live.url + path).status_code == status
+        replies = [
+            rig.call(live, method, path, headers=rig.bearer(key)).text
+            for method, path in rig.routes(live.app)
+            if method == "GET" and path != "/inspect/live"
+        ]
+        assert not [text for text in replies if key in text]
+        assert caplog.text.count(key) == 1
+    assert "no API key is set" not in caplog.text
+    caplog.clear()
+    with Live(inproc(), tokenizer, config) as live:
+        assert generated(caplog) != [key]
+
+
+def test_no_key_is_made_where_one_is_set(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, key_file: str
+) -> None:
+    def open_to(key: str, **settings: Any) -> bool:
+        config = ServerConfig(host="0.0.0.0", generate_api_key=True, log_stats_interval=0, **settings)
+        with Live(inproc(), tokenizer, config) as live:
+            return HTTP.get(live.url + "/v1/models", headers=rig.bearer(key)).status_code == 200
+
+    assert open_to("one-key", api_key=["one-key"])
+    assert open_to("chief", admin_api_key="chief")
+    assert open_to(rig.ALICE, api_key_file=key_file)
+    monkeypatch.setenv("HEADRACE_API_KEY", "from-environment")
+    assert open_to("from-environment")
+    assert generated(caplog) == []
 
 
 def test_S_22_no_key_is_kept_or_told(locked: Live) -> None:

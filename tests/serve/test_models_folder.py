@@ -134,6 +134,8 @@ def test_K16_every_api_loads_what_it_names_and_keep_alive_unloads_it(server: Fol
 
 
 def test_K16_lookups_are_about_the_model_that_the_query_names(server: Folded) -> None:
+    for name in ("tiny", "owner/named:q8"):
+        assert server.post("/tokenize", {"model": name, "prompt": "x"}).status_code == 200
     props = HTTP.get(server.url + "/props?model=tiny").json()
     assert (props["model_alias"], props["default_generation_settings"]["n_ctx"]) == ("tiny", 2048)
     named = HTTP.get(server.url + "/props", params={"model": "owner/named:q8"}).json()

@@ -95,13 +95,16 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
     ServerConfig: {
         "host": "Address to listen on; several with commas.",
         "port": "TCP port; 0 chooses a free one.",
-        "api_key": "Key that clients must send; may be given more than once. Better in HEADRACE_API_KEY or a file.",
-        "admin_api_key": "Key of the class admin, which opens every route; other keys then open no admin routes.",
+        "api_key": "Key that clients must send; may be given more than once. The only key of a server is an "
+        "administrator's; of several, those of --admin-api-key. Better in HEADRACE_API_KEY or a file.",
+        "generate_api_key": "Make a key where none is set, and show it once, in the log.",
+        "admin_api_key": "Key of the class admin, which opens every route; may be given more than once.",
         "api_key_file": "TOML file of keys with the classes and rates of each holder: see docs/security.md.",
         "allowed_origins": "Web page that may call the server, such as https://chat.example, localhost for any page "
         "of this machine, or *; a JSON list, or given more than once. By default the server's own pages only.",
-        "allowed_hosts": "Host name that requests may use, or *; may be given more than once. By default, on a "
-        "loopback address, localhost and the machine's own name; on others, any name.",
+        "allowed_hosts": "Host name that requests may use, or *; may be given more than once. IP addresses, "
+        "localhost and the machine's own name always are. By default, any name if there are keys and --host is no "
+        "loopback address.",
         "inspector": "The web page: the chat at /, and the engine at work at /inspect.",
         "max_requests_per_minute": "Most requests of one key in a minute; further ones get 429. None by default.",
         "max_tokens_per_minute": "Most prompt and answer tokens of one key in a minute; beyond, 429. None by default.",

@@ -309,7 +309,7 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _switch("--no-webui --no-ui --webui --ui", _PAGE),
     _no_effect("--path --ui-config --webui-config --ui-config-file --webui-config-file", _PAGE),
     _switch("--ui-mcp-proxy --webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy", _PAGE),
-    _switch("--models-autoload --no-models-autoload", "a model of the folder is loaded when a request names it"),
+    _switch("--models-autoload --no-models-autoload", "a POST loads the model that it names, and a GET none"),
     _switch("--offline", "set HF_HUB_OFFLINE=1 to forbid the network"),
     _no_effect("-to --timeout", "see --max-request-timeout"),
     _no_effect("--threads-http", "one thread serves HTTP"),

@@ -4,7 +4,7 @@ docs/from-ollama.md."""
 from __future__ import annotations
 
 OLLAMA_VARIABLES: tuple[tuple[str, str], ...] = (
-    ("OLLAMA_HOST", "`--host` and `--port`"),
+    ("OLLAMA_HOST", "`--host` and `--port`; without a key, other names of the machine need `--allowed-hosts`"),
     ("OLLAMA_CONTEXT_LENGTH", "`--max-model-len`"),
     ("OLLAMA_NUM_PARALLEL", "`--max-num-seqs`; requests are batched without splitting the context"),
     ("OLLAMA_MAX_QUEUE", "`--max-num-queued-reqs`"),

@@ -173,7 +173,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | list[str] | None = None
-    admin_api_key: str | None = None
+    generate_api_key: bool = False
+    admin_api_key: str | list[str] | None = None
     api_key_file: str | None = None
     allowed_origins: list[str] | None = None
     allowed_hosts: list[str] | None = None

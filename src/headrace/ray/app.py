@@ -32,6 +32,7 @@ ELSEWHERE = {
     "slot_save_path": "left out: session files belong to one engine",
     "data_parallel_size": "left out: max_replicas says how many engines there are",
     "api_key": "left out: a file of keys on the front's host, as api_key_file, or HEADRACE_API_KEY where Ray starts",
+    "generate_api_key": "left out: the log of an actor is no place for a key",
     "admin_api_key": "left out: a file of keys on the front's host, as api_key_file",
 }
 """Settings that `engine` and `server` must not have, and the alternatives."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +76,7 @@ def create_app(
     """
     parts = parts or ModelParts()
     engine = parts.engine
-    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+    ring = _ring_of(server)
     if server.any_model_name is None:
         server = msgspec.structs.replace(server, any_model_name=not ring and folder is None)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
@@ -139,7 +140,10 @@ def create_app(
         return response
 
     app.add_exception_handler(HTTPException, on_http_error)
-    hosts, origins = allowed_hosts(server.host, server.allowed_hosts), allowed_origins(server.allowed_origins)
+    hosts, origins = (
+        allowed_hosts(server.host, server.allowed_hosts, bool(ring)),
+        allowed_origins(server.allowed_origins),
+    )
     app.add_middleware(
         CallGate,
         headers=HeaderGate(hosts, origins),
@@ -150,9 +154,30 @@ def create_app(
     )
     if not ring and not is_loopback(server.host):
         logger.warning(
-            "no API key is set: every client that reaches %s port %d may use the server", server.host, server.port
+            "no API key is set: every client that reaches %s port %d may use the server, by an IP address, localhost, "
+            "the machine's name or --allowed-hosts",
+            server.host,
+            server.port,
         )
     return app
+
+
+def _ring_of(server: ServerConfig) -> KeyRing:
+    """Return the server's keys. If there are none and one is to be made, make it, and show it in the log: nowhere else,
+    and only now."""
+    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+    if not ring and server.generate_api_key:
+        key = secrets.token_hex(16)
+        # At the level of the log, so that it is shown at each.
+        level = max(logging.WARNING, logger.getEffectiveLevel())
+        logger.log(level, "API key of this server, until it ends (HEADRACE_API_KEY sets one of your own): %s", key)
+        return KeyRing.of(key, None, None)
+    if ring and not ring.has_admin:
+        logger.info(
+            "no key opens the routes of the class admin; --admin-api-key KEY names one that does, or "
+            'classes = ["admin"] in a table of --api-key-file'
+        )
+    return ring
 
 
 class Status(msgspec.Struct, kw_only=True):

@@ -118,8 +118,12 @@ class Inspection:
 
     async def cache(self) -> Cache:
         """The prefix cache as a tree, and the reasons of its latest misses."""
-        explainer, orders = self.model.explainer, self.model.client.orders
-        tree = await orders.give(ReadCache(summaries.MAX_BLOCKS), CacheTree)
+        explainer, client = self.model.explainer, self.model.client
+        if not client.is_alive:
+            raise CallError(
+                503, "no_engine", "the engine does not run now: it sleeps or is started", {"retry-after": "1"}
+            )
+        tree = await client.orders.give(ReadCache(summaries.MAX_BLOCKS), CacheTree)
         misses = summaries.misses_of(explainer.lives, name_of, explainer.calls.text_of)
         # On a thread, for decoding the texts of 2,000 nodes would hold the event loop.
         return await asyncio.to_thread(summaries.cache_of, tree, misses, explainer.calls.text_of, time.monotonic())

@@ -222,6 +222,40 @@ def test_K16_all_answers_come_however_few_fit() -> None:
     run(scenario)
 
 
+def test_S_33_who_only_reads_waits_for_no_model_and_has_no_part_in_its_stay() -> None:
+    async def reads(house: House, name: str) -> str:
+        async with house.set.hold({"model": name}, wakes=False) as model:
+            return str(model.name)
+
+    async def refused(house: House, name: str) -> None:
+        with pytest.raises(RequestError, match=f"model: '{name}' is not allowed; it must be a model that is loaded"):
+            await reads(house, name)
+
+    async def scenario() -> None:
+        async with closing(House("a", "b", max_loaded=1)) as house:
+            await refused(house, "a")
+            house.gate = asyncio.Event()
+            loading = asyncio.create_task(house.use("a"))
+            await until(lambda: bool(house.callers))
+            await refused(house, "a")
+            house.gate.set()
+            assert await loading == "a"
+            [entry] = house.set.loaded()
+            entry.last_use, entry.is_fresh = 5.0, True
+            assert await reads(house, "a") == "a"
+            # Who loaded it still has it first, and it stays no longer.
+            assert (entry.last_use, entry.is_fresh) == (5.0, True)
+            async with house.set.hold({"model": "a"}):
+                unloading = asyncio.create_task(house.set.unload("a"))
+                await until(lambda: entry.stop is not None)
+                await refused(house, "a")
+            await unloading
+            await refused(house, "a")
+            assert house.log == ["+a", "-a"]
+
+    run(scenario)
+
+
 def test_K16_control_a_set_that_does_not_wait_for_answers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models.ModelEntry, "is_used", property(lambda entry: False))
     with pytest.raises((AssertionError, asyncio.TimeoutError, TypeError)):

@@ -226,7 +226,7 @@ class ModelSet:
     def bound(self, function: Callable[..., Any], wakes: bool = True) -> Callable[..., Awaitable[Any]]:
         """Return `function`, which takes a `ServedModel` first, as a function of its other arguments, for a route: the
         model is the one that `model` names in the body or the query, and is held until the function returns. Without
-        `wakes` its engine may sleep."""
+        `wakes` the route only reads, which is no use of the model: it must be loaded, and its engine may sleep."""
 
         @functools.wraps(function)
         async def route(*args: Any) -> Any:
@@ -246,13 +246,14 @@ class ModelSet:
     async def hold(self, fields: Mapping[str, Any], wakes: bool = True) -> AsyncIterator[ServedModel]:
         """Hold the model that the `fields` of a request name, loaded, and with `wakes` awake, in the block.
 
-        The request's own `timeout`, and its deadline, hold while it is loaded. Raises `ModelNotFoundError`,
-        `ModelLoadError`, `SleepingError`, `DeadlineError`.
-        """
+        The request's own `timeout`, and its deadline, hold while it is loaded; without `wakes`, none is. Raises
+        `ModelNotFoundError`, `ModelLoadError`, `SleepingError`, `DeadlineError`, `RequestError`."""
         if self.is_sleeping and wakes:
             await self.rouse()
         entry = self._entry_of(fields)
         if entry.running is None or entry.stop is not None:
+            if not wakes:
+                raise RequestError("model", entry.name, "a model that is loaded; it is not, and to read loads none")
             timeout = fields.get("timeout")
             seconds = timeout if isinstance(timeout, int | float) and timeout > 0 else None
             with context.within(seconds, context.arrival()):
@@ -260,12 +261,11 @@ class ModelSet:
         # Nothing is awaited between the last look at the entry and this.
         running = cast(Running, entry.running)
         entry.num_holds += 1
-        entry.is_fresh = False
+        entry.is_fresh = entry.is_fresh and not wakes
         try:
             yield running.served
         finally:
             entry.num_holds -= 1
-            # A call that lets the engine sleep on is no use of the model.
             entry.last_use = time.monotonic() if wakes else entry.last_use
 
     def _entry_of(self, fields: Mapping[str, Any]) -> ModelEntry:

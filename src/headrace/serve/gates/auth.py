@@ -93,9 +93,16 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self.keys)
 
+    @property
+    def has_admin(self) -> bool:
+        """Whether a key has the class admin."""
+        return any("admin" in key.classes for key in self.keys)
+
     @classmethod
-    def of(cls, api_key: str | Sequence[str] | None, admin_api_key: str | None, file: str | None) -> KeyRing:
-        """Return the ring of all keys. Keys of `api_key` have the class admin only if no other key has it.
+    def of(
+        cls, api_key: str | Sequence[str] | None, admin_api_key: str | Sequence[str] | None, file: str | None
+    ) -> KeyRing:
+        """Return the ring of all keys. A key of `api_key` has the class admin only if it is the one key of the server.
 
         Raises `RequestError` for a key that is not valid in a header, or a file that cannot be read.
         """
@@ -104,10 +111,11 @@ class KeyRing:
         storage: dict[str, int] = {}
         if file is not None:
             _read(Path(file).expanduser(), keys, limits, storage)
-        if admin_api_key is not None:
-            keys.append(Key("admin", _digest("admin_api_key", admin_api_key), frozenset(CLASSES)))
-        is_only = not any("admin" in key.classes for key in keys)
-        for text in [api_key] if isinstance(api_key, str) else api_key or ():
+        texts = _as_list(api_key or ())
+        admins = () if admin_api_key is None else _as_list(admin_api_key)
+        keys += [Key("admin", _digest("admin_api_key", text), frozenset(CLASSES)) for text in admins]
+        is_only = not keys and len(texts) == 1
+        for text in texts:
             digest = _digest("api_key", text)
             name = "key-" + hashlib.blake2b(text.encode(), digest_size=8, person=b"headrace name").hexdigest()
             keys.append(Key(name, digest, frozenset(CLASSES if is_only else CLASSES[:2])))
@@ -253,5 +261,5 @@ def _holder(name: str, table: object) -> Holder:
         raise RequestError("api_key_file", name, f"a table of a key's holder: {error}") from None
 
 
-def _as_list(value: str | list[str]) -> list[str]:
+def _as_list(value: str | Sequence[str]) -> Sequence[str]:
     return [value] if isinstance(value, str) else value

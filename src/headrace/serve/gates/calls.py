@@ -6,8 +6,8 @@ a random one. Then `HeaderGate` checks the headers, `auth.ApiKeyGate` the key, a
 x-request-timeout.
 
 A web page in a browser on this machine can send requests to a server on localhost, and its owner can point a host name
-at 127.0.0.1 (DNS rebinding). The headers Host and Origin, which no page can choose, reveal both (S-33). Sizes and
-framing are S-19. Knows no routes and no requests. Added by `serve.app`.
+at 127.0.0.1 (DNS rebinding). The headers Host and Origin, which no page can choose, reveal both (S-33). Sizes are
+S-19. Knows no routes and no requests. Added by `serve.app`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.engine.tenants import acting_as
 from headrace.protocol import bounds
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.errors import ENDINGS, Api, CallError, api_of, error_response
-from headrace.serve.gates.auth import ApiKeyGate
+from headrace.serve.gates.auth import ApiKeyGate, class_of, is_public
 from headrace.serve.gates.limits import UNSUPPORTED_MEDIA, Scope
 from headrace.serve.gates.overload import Overload, work_of
 
@@ -73,15 +73,16 @@ def flag_values(texts: Sequence[str] | None) -> list[str]:
     return values
 
 
-def allowed_hosts(host: str, flags: Sequence[str] | None) -> frozenset[str] | None:
-    """Return the host names of the server, without IP addresses and localhost, which are always allowed; None for any
-    name.
+def allowed_hosts(host: str, flags: Sequence[str] | None, has_keys: bool) -> frozenset[str] | None:
+    """Return the host names of the server, without IP addresses and names under localhost, which are always allowed;
+    None for any name.
 
-    Without flags any name is allowed if other machines reach the server: its names are not known then, and keys keep
-    strangers out.
+    Without flags any name is allowed if other machines reach the server and it has keys: its names are not known then,
+    and a page that binds a name of its own to the server has no key. The machine's name is safe: who could bind it to
+    another address is no page, but the owner of the machine's names.
     """
     names = {name.lower() for name in flag_values(flags)}
-    if "*" in names or (not names and not is_loopback(host)):
+    if "*" in names or (not names and has_keys and not is_loopback(host)):
         return None
     return frozenset(names | {"localhost", *hosts_of(host.lower()), socket.gethostname().lower()})
 
@@ -137,11 +138,10 @@ class HeaderGate:
         """Check a call. Return the reply to a CORS preflight, or None for other calls. Raises `CallError`."""
         allowed = bool(self.reply_headers(headers))
         _check_size(scope)
-        _check_framing(headers)
         self._check_host(headers)
         if scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers:
             return self._preflight(allowed, headers)
-        if scope["method"] not in SAFE_METHODS:
+        if not _is_visit(scope, headers):
             self._check_origin(scope["path"], headers, allowed)
         return None
 
@@ -167,7 +167,10 @@ class HeaderGate:
         name = match[1].strip("[]").rstrip(".").lower() if match else ""
         if len(hosts) == 1 and (name in self._hosts or name.endswith(".localhost") or _is_address(name)):
             return
-        raise _refusal(421, "host_not_allowed", "host: the server does not go by this name; see --allowed-hosts")
+        # Of what is no name, nothing is repeated.
+        label, flag = (f"{name[:80]!r}", f" --allowed-hosts {name[:80]}") if name else ("this", " --allowed-hosts NAME")
+        message = f"host: {label} is no name of this server; call it by an IP address or localhost, or start it with"
+        raise _refusal(421, "host_not_allowed", message + flag)
 
     def _check_origin(self, path: str, headers: Headers, allowed: bool) -> None:
         """Raises `CallError`, also for bodies that a page may send without a preflight."""
@@ -281,13 +284,21 @@ def by_name(scope: Scope) -> Headers:
 
 
 def _refusal(status: int, code: str, message: str) -> CallError:
-    # After wrong framing, the next bytes may be part of this call's body.
+    # The call's body is not read.
     return CallError(status, code, message, {"connection": "close"})
 
 
 def _text(headers: Headers, name: bytes) -> str | None:
     """Return the first value of a header, or None."""
     return headers[name][0].decode("latin-1").strip() if name in headers else None
+
+
+def _is_visit(scope: Scope, headers: Headers) -> bool:
+    """Return whether a browser opens this address to show it, as it may for a link on any page. Routes of the class
+    admin are no such places: some of them measure the machine, or read the weights."""
+    method, path = scope["method"], scope["path"]
+    is_place = is_public(path) or class_of(method, path) != "admin"
+    return is_place and method in SAFE_METHODS and _text(headers, b"sec-fetch-mode") == "navigate"
 
 
 def _is_address(name: str) -> bool:
@@ -306,13 +317,6 @@ def _check_size(scope: Scope) -> None:
     if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
         bound = f"at most {MAX_HEADERS} of them, of {MAX_HEADER_BYTES} bytes together"
         raise _refusal(431, "headers_too_large", f"headers: too many or too large; there must be {bound}")
-
-
-def _check_framing(headers: Headers) -> None:
-    if b"transfer-encoding" in headers and b"content-length" in headers:
-        raise _refusal(400, "bad_framing", "content-length: not beside transfer-encoding")
-    if len(set(headers.get(b"content-length", ()))) > 1:
-        raise _refusal(400, "bad_framing", "content-length: given twice")
 
 
 def context_of(headers: Headers, path: str) -> CallContext:

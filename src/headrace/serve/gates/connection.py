@@ -28,7 +28,6 @@ import fcntl
 import functools
 import ipaddress
 import logging
-import re
 import resource
 import sys
 import termios
@@ -38,12 +37,12 @@ from typing import Any
 
 import h11
 import msgspec
-from h11._receivebuffer import ReceiveBuffer
 from h11._state import MIGHT_SWITCH_PROTOCOL
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from headrace.engine.links import read_small
 from headrace.serve.errors import CallError, error_response
+from headrace.serve.gates.framing import RULES, StrictBuffer
 
 SPARE_FILES = 64
 """Open files reserved for the engine, the storage and the log."""
@@ -82,7 +81,7 @@ TABLE = {
 byte is NEXT."""
 
 _ERRORS = {
-    400: ("bad_http", "this is no well-formed HTTP request; lines end with CR LF, and no header is folded"),
+    400: ("bad_http", f"this is no well-formed HTTP request; {RULES}"),
     408: ("headers_timeout", f"the headers did not come within {SECONDS[Wait.HEADERS]:g} seconds"),
     431: ("headers_too_large", "the headers are too large"),
     501: ("bad_http", "this transfer-encoding is not supported"),
@@ -91,7 +90,6 @@ _ERRORS = {
 # Bytes of a client that has shown no key are not logged: they could fill the log.
 _LOGGER = logging.getLogger("uvicorn.error.connection")
 _LOGGER.setLevel(logging.ERROR)
-_LOOSE = re.compile(rb"(?<!\r)\n|\n[ \t]")
 
 
 def max_connections() -> int:
@@ -165,22 +163,6 @@ class _ProbesOnly:
         await app(scope, receive, closing)
 
 
-class _StrictBuffer(ReceiveBuffer):
-    """Refuses headers and trailers whose lines another server may cut elsewhere; h11 reads bare line feeds."""
-
-    def maybe_extract_lines(self) -> list[bytearray] | None:
-        if self._data[:2] == b"\r\n":
-            self._extract(2)
-            return []
-        end = self._data.find(b"\r\n\r\n", self._multiple_lines_search)
-        if _LOOSE.search(self._data, self._multiple_lines_search, end + 2 if end >= 0 else len(self._data)):
-            raise h11.RemoteProtocolError("a line that is folded, or does not end with CR LF")
-        if end < 0:
-            self._multiple_lines_search = max(0, len(self._data) - 3)
-            return None
-        return self._extract(end + 4)[:-4].split(b"\r\n")
-
-
 class Connection(H11Protocol):
     """One client's HTTP connection."""
 
@@ -190,7 +172,7 @@ class Connection(H11Protocol):
         self.wait: Wait | None = None
         self._peers = peers
         self._peer = ""
-        self._buffer = self.conn._receive_buffer = _StrictBuffer()
+        self._buffer = self.conn._receive_buffer = StrictBuffer()
         self._timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
 

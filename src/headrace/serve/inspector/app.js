@@ -8,7 +8,7 @@ import { VIEWS } from "./views.js";
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 
 function Theme() {
-  const [theme, setTheme] = useState(localStorage.getItem("headrace.theme") ?? "auto");
+  const [theme, setTheme] = useState(Object.keys(THEMES).find((name) => name === localStorage.getItem("headrace.theme")) ?? "auto");
   useEffect(() => {
     document.documentElement.dataset.theme = theme;
     localStorage.setItem("headrace.theme", theme);

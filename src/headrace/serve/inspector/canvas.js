@@ -157,9 +157,7 @@ export function Facts({ of }) {
 }
 
 /** A legend: [class of the swatch, words]. */
-export function Legend({ of }) {
-  return html`<ul class="legend">${of.map(([name, words]) => html`<li><span class="swatch ${name}"></span>${words}</li>`)}</ul>`;
-}
+export const Legend = ({ of }) => html`<ul class="legend">${of.map(([name, words]) => html`<li><span class="swatch ${name}"></span>${words}</li>`)}</ul>`;
 
 /** The place to which a key moves in a row of `num`; undefined for other keys. At the ends it stays. */
 export function arrow(key, index, num) {

@@ -22,11 +22,11 @@ function useRedraw() {
   };
 }
 
-/** The served models, and the server's defaults of the knobs. */
+/** The served models, and the server's defaults of the knobs; none of a folder of which no model, or no one model, is loaded. */
 function useServer() {
   const [server, setServer] = useState({ models: [], defaults: {}, error: null });
   useEffect(() => {
-    Promise.all([json("/v1/models"), json("/props")]).then(
+    Promise.all([json("/v1/models"), json("/props").catch((error) => (error.status === 400 ? { default_generation_settings: { params: {} } } : Promise.reject(error)))]).then(
       ([{ data }, props]) => {
         const { temperature, top_p, top_k, min_p, repeat_penalty } = props.default_generation_settings.params;
         setServer({ models: data, defaults: { temperature, top_p, top_k, min_p, repetition_penalty: repeat_penalty }, error: null });
@@ -164,7 +164,8 @@ function useFollow() {
 export function Chat() {
   const redraw = useRedraw();
   const { models, defaults, error } = useServer();
-  const [all, setAll] = useState(conversations);
+  const [stored] = useState(conversations);
+  const [all, setAll] = useState(stored.all);
   const [current, setCurrent] = useState(() => all[0] ?? newConversation());
   const [status, setStatus] = useState("");
   // What stops the answer of each conversation that has one coming.
@@ -258,6 +259,7 @@ export function Chat() {
       onChange=${changed} onDelete=${remove} />
     <section class="thread" aria-label="Conversation">
       ${error && html`<p role="alert">${error.message}</p>`}
+      ${stored.numDamaged > 0 && html`<p role="note">Conversations that are damaged in this browser's store, and left out: ${count(stored.numDamaged)}.</p>`}
       ${messages.map((message, i) => message.role === "user"
         ? html`<${Question} key=${`${current.id} ${i} ${message.content}`} message=${message} onResend=${(text) => send(text, i)} />`
         : html`<${Answer} key=${`${current.id} ${i} ${message.seed} ${message.note}`} answer=${message} model=${model} limit=${limit}

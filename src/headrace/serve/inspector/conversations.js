@@ -1,4 +1,7 @@
-// Conversations, kept in this browser alone: each under a separate name, so that two tabs do not overwrite each other.
+// Conversations, kept in this browser alone: each under a separate name, so that two tabs do not overwrite each other. Each is
+// checked by itself, and one that does not have the form of a conversation is left out: other programs write here too.
+
+import { newAnswer } from "./answers.js";
 
 const PREFIX = "headrace.conversation.";
 
@@ -9,23 +12,41 @@ export function newConversation(like) {
   return { id, title: "", changed: Date.now(), model: like?.model ?? "", system: like?.system ?? "", knobs: { ...like?.knobs }, messages: [] };
 }
 
+// A form is a sample of a text or number, a list of one form, an object of forms, or a function that checks a value.
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+function fits(value, form) {
+  if (typeof form === "function") return form(value);
+  if (Array.isArray(form)) return Array.isArray(value) && value.every((each) => fits(each, form[0]));
+  if (typeof form === "object") return isObject(value) && Object.entries(form).every(([name, each]) => fits(value[name], each));
+  return typeof value === typeof form;
+}
+const orNull = (form) => (value) => value === null || fits(value, form);
+const mapOf = (form) => (value) => isObject(value) && Object.values(value).every((each) => fits(each, form));
+const ANSWER = {
+  content: "", reasoning: "", ids: [0], promptIds: [0], bins: [0], numKept: 0, knobs: mapOf(orNull(0)), seed: orNull(0), finish: "", error: orNull(""),
+  note: orNull(""), usage: orNull({ prompt_tokens: 0, completion_tokens: 0 }), times: orNull({ sent: 0, first: orNull(0), last: orNull(0) }),
+  explain: orNull({ latency: 0, split: "", sentences: [""], parts: [{ name: "", seconds: 0 }], prefix_cache: [{ num_cached_tokens: 0, sentence: "" }] }),
+};
+const QUESTION = { role: (value) => value === "user", content: "" };
+const CONVERSATION = { ...newConversation(), knobs: mapOf(""), messages: [(value) => fits(value, value.role === "assistant" ? ANSWER : QUESTION)] };
+
+/** Return the conversation under a name, or null if the entry holds none. */
 function read(name) {
   try {
-    const conversation = JSON.parse(localStorage.getItem(name));
-    if (!Array.isArray(conversation.messages)) return null;
-    // The page was closed while the answer came.
-    for (const message of conversation.messages) if (message.finish === null) message.finish = "stopped";
-    return { ...newConversation(), ...conversation };
-  } catch (error) {
-    console.warn(`${name} is no conversation: ${error}`);
+    const conversation = { ...newConversation(), ...JSON.parse(localStorage.getItem(name)) };
+    // An answer without a reason: the page was closed while it came.
+    conversation.messages = conversation.messages.map((each) => (each.role === "user" ? each : { ...newAnswer(), ...each, finish: each.finish ?? "stopped" }));
+    return fits(conversation, CONVERSATION) && PREFIX + conversation.id === name ? conversation : null;
+  } catch {
     return null;
   }
 }
 
-/** Return all conversations, the last changed first. */
+/** Return all conversations, the last changed first, and how many entries hold none. */
 export function conversations() {
   const names = Object.keys(localStorage).filter((name) => name.startsWith(PREFIX));
-  return names.map(read).filter(Boolean).sort((a, b) => b.changed - a.changed);
+  const all = names.map(read).filter(Boolean).sort((a, b) => b.changed - a.changed);
+  return { all, numDamaged: names.length - all.length };
 }
 
 /** Keep a conversation. Returns false if the browser has no room for it. */
@@ -46,7 +67,6 @@ export const titleOf = ({ title, messages }) => title || messages[0]?.content.sl
 /** Offer a conversation as a file. */
 export function exportJson(conversation) {
   const url = URL.createObjectURL(new Blob([JSON.stringify(conversation, null, 2)], { type: "application/json" }));
-  const link = Object.assign(document.createElement("a"), { href: url, download: `conversation-${conversation.id}.json` });
-  link.click();
+  Object.assign(document.createElement("a"), { href: url, download: `conversation-${conversation.id}.json` }).click();
   URL.revokeObjectURL(url);
 }

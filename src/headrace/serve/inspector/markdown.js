@@ -4,11 +4,11 @@
 import { h } from "./lib.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
+// With s, for a line may hold separators that . passes over, and each blank before one would be tried as the last.
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/s;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const ITEM = /^( *)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/;
+const ITEM = /^( *)(?:([-*+])|(\d{1,9})[.)])\s+(.*)$/s;
 const QUOTE = /^ {0,3}> ?/;
-const DELIMITERS = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/;
 const MAX_DEPTH = 8;
 
 /** Return the nodes of a text. An answer that is still coming may end within a block. */
@@ -43,7 +43,7 @@ function block(lines, i, depth) {
     return [h("blockquote", null, blocks(lines.slice(i, end).map((each) => each.replace(QUOTE, "")), depth + 1)), end];
   }
   if (depth < MAX_DEPTH && ITEM.test(line)) return list(lines, i, depth);
-  if (line.includes("|") && DELIMITERS.test(lines[i + 1] ?? "")) return table(lines, i);
+  if (line.includes("|") && cellsOf(lines[i + 1] ?? "").every((cell) => /^:?-+:?$/.test(cell))) return table(lines, i);
   const end = ending(lines, i + 1, (each) => !each.trim() || FENCE.test(each) || HEADING.test(each) || QUOTE.test(each) || ITEM.test(each));
   return [h("p", null, inline(lines.slice(i, end).join("\n"))), end];
 }
@@ -70,17 +70,19 @@ function list(lines, start, depth) {
   return [bullet ? h("ul", null, items) : h("ol", { start: Number(first) }, items), i];
 }
 
+/** Return the texts of a row's cells. No expression reads the whole row, for blanks between two marks could be of either. */
+const cellsOf = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+
 function table(lines, start) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => inline(cell.trim()));
   const end = ending(lines, start + 2, (each) => !each.includes("|"));
-  const head = h("tr", null, cells(lines[start]).map((cell) => h("th", { scope: "col" }, cell)));
-  const rows = lines.slice(start + 2, end).map((line) => h("tr", null, cells(line).map((cell) => h("td", null, cell))));
+  const head = h("tr", null, cellsOf(lines[start]).map((cell) => h("th", { scope: "col" }, inline(cell))));
+  const rows = lines.slice(start + 2, end).map((line) => h("tr", null, cellsOf(line).map((cell) => h("td", null, inline(cell)))));
   return [h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "table" }, h("table", null, h("thead", null, head), h("tbody", null, rows))), end];
 }
 
 const MARKS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
 const SPECIAL = /[\\`*_~[\n]|https?:\/\//g;
-const LINK = /^\[([^[\]]{0,500})\]\(\s*([^\s()]{0,2000})\s*\)/;
+const LINK = /^\[([^[\]]{0,500})\]\(\s*(?:([^\s()]{1,2000})\s*)?\)/;
 
 /** Return the nodes of a line's text. Each search looks ahead in bounded text, so that time grows with the length. */
 function inline(text, depth = 0) {
@@ -117,11 +119,12 @@ function span(text, before, depth) {
   if (depth >= MAX_DEPTH) return [text[0], 1];
   if (text[0] === "[") {
     const link = LINK.exec(text);
-    const to = link && address(link[2]);
+    const to = link?.[2] && address(link[2]);
     return to ? [anchor(to, inline(link[1], depth + 1)), link[0].length] : ["[", 1];
   }
   if (text[0] === "h") {
-    const url = /^https?:\/\/[^\s<>"'`)\]]{1,2000}/.exec(text)?.[0].replace(/[.,;:!?*_~]+$/, "");
+    let url = /^https?:\/\/[^\s<>"'`)\]]{1,2000}/.exec(text)?.[0] ?? "";
+    while (".,;:!?*_~".includes(url.at(-1) ?? " ")) url = url.slice(0, -1);
     const to = url && address(url);
     return to ? [anchor(to, url), url.length] : [text[0], 1];
   }

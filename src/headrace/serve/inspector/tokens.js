@@ -59,9 +59,7 @@ export async function ends(model, prompt, id) {
   return (await json("/v1/completions", { method: "POST", body })).choices[0].finish_reason === "stop";
 }
 
-export function Bar({ share }) {
-  return html`<svg class="bar" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * (share ?? 0)} height="8" /></svg>`;
-}
+export const Bar = ({ share }) => html`<svg class="bar" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true"><rect width=${100 * (share ?? 0)} height="8" /></svg>`;
 
 function Alternatives({ model, answer, index, token, onTake }) {
   const [table, setTable] = useState(null);

@@ -141,8 +141,9 @@ def add_routes(app: Starlette, models: ModelSet, embeddings: Embeddings) -> None
         raise CallError(501, "not_supported_error", f"{path}: not supported here; {UNSERVED[path]}")
 
     routing.post(app, "/invocations", invoke, takes=InvocationRequest, gives=dict[str, Any])
-    routing.get(app, "/server_info", models.bound(server_info), gives=ServerInfo, query=("model", "config_format"))
-    routing.get(app, "/tokenizer_info", models.bound(tokenizer_info), gives=TokenizerInfo, query=("model",))
+    info, about = models.bound(server_info, wakes=False), models.bound(tokenizer_info, wakes=False)
+    routing.get(app, "/server_info", info, gives=ServerInfo, query=("model", "config_format"))
+    routing.get(app, "/tokenizer_info", about, gives=TokenizerInfo, query=("model",))
     routing.post(app, "/reset_prefix_cache", reset, gives=CacheReset)
     for path in UNSERVED:
         routing.post(app, path, functools.partial(unserved, path), unserved=True)
