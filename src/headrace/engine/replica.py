@@ -17,7 +17,7 @@ from headrace.engine.open_requests import OpenRequest, RequestStream, Resumption
 from headrace.engine.order_calls import Orders
 from headrace.engine.records.crash_reports import CrashReports
 from headrace.protocol import frames
-from headrace.protocol.errors import EngineDeadError, HeadraceError
+from headrace.protocol.errors import EngineDeadError, EngineLostError, HeadraceError
 from headrace.protocol.step import Abort, Add, EngineInfo, Stats
 from headrace.protocol.watchdog import Watchdog
 
@@ -141,7 +141,8 @@ class Replica:
         Raises the error that kept the engine from loading (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
         """
         self._is_closing = False
-        await self._launch()
+        while not await self._is_launched():
+            self.num_restarts += 1
         if self._is_closing:
             self.is_up = False
             raise EngineDeadError("the engine was closed while it started")
@@ -161,6 +162,26 @@ class Replica:
         for task in filter(None, (self._supervisor, self._watch)):
             task.cancel()
         await self.link.close(at_once)
+
+    async def _is_launched(self) -> bool:
+        """Start an engine, and return whether it is there: False after a death that another start may mend. An engine
+        that ends with an error would do so again. Raises the error of that, or of one death too many."""
+        try:
+            await self._launch()
+            return True
+        except EngineLostError as error:
+            reason = str(error)
+        self.deaths.append(time.monotonic())
+        if self._is_closing or self._is_spent():
+            raise EngineLostError(f"{reason}; it was started {len(self.deaths)} times in vain")
+        logger.error("%s; another one starts", reason)
+        self._report(reason)
+        return False
+
+    def _is_spent(self) -> bool:
+        """Whether the engine died more often of late than it may."""
+        self.deaths = [death for death in self.deaths if death > time.monotonic() - RESTART_WINDOW_S]
+        return len(self.deaths) > self.max_restarts
 
     async def _launch(self) -> None:
         """Start an engine. One that takes much longer than the first did, or stands still, counts as frozen."""
@@ -304,8 +325,7 @@ class Replica:
         self.deaths.append(now)
         self._holder.convict(self, reason, now)
         while True:
-            self.deaths = [death for death in self.deaths if death > now - RESTART_WINDOW_S]
-            if len(self.deaths) > self.max_restarts:
+            if self._is_spent():
                 # The cause is for the log, not for clients.
                 logger.critical("the last death: %s", reason)
                 self._give_up(f"the engine died and was restarted {len(self.deaths) - 1} times")
@@ -314,8 +334,8 @@ class Replica:
                 await self._launch()
                 break
             except (HeadraceError, OSError) as error:
-                reason, now = str(error), time.monotonic()
-                self.deaths.append(now)
+                reason = str(error)
+                self.deaths.append(time.monotonic())
                 logger.error("the engine did not start again: %s", reason)
                 self._report(reason)
         self.num_restarts += 1
