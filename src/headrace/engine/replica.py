@@ -103,7 +103,7 @@ class Replica:
         self.deaths: list[float] = []
         self.is_up = self.is_proven = self.is_proven_once = False
         self.watchdog = Watchdog(watchdog_timeout)
-        self.orders = Orders(link.post)
+        self.orders = Orders(link.post, lambda: self.is_up)
         self.watching = Watching(link.post)
         self.reports: CrashReports | None = None
         self.stats = Stats()
@@ -342,6 +342,11 @@ class Replica:
         logger.warning("the engine was restarted; %d requests go on", len(self.entries))
         # It counts as alive after one real token. Then all other requests are sent.
         self._holder.probe(self)
+
+    def refuse(self, message: str) -> None:
+        """Use the engine no more: it will not do."""
+        self._is_closing, self.is_up = True, False
+        self._give_up(message)
 
     def _give_up(self, message: str) -> None:
         self.dead = EngineDeadError(message)

@@ -23,7 +23,13 @@ from headrace.engine.tenants import salted
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.errors import ChildFailedError, ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
+from headrace.protocol.errors import (
+    ChildFailedError,
+    ContextLengthError,
+    ModelNotFoundError,
+    RequestError,
+    UnsupportedError,
+)
 from headrace.protocol.parameters import PARAMETERS
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
