@@ -90,8 +90,11 @@ class Lifespan:
         client = self._default.client
         if client.dead.is_set():
             return State.DEAD
+        # A fleet serves with its first engine, though orders wait for all.
+        if sleep.state is State.LOADING and not (client.is_fleet and client.is_alive):
+            return State.LOADING
         if not client.is_alive:
-            return State.LOADING if sleep.state is State.LOADING else State.RESTARTING
+            return State.RESTARTING
         if client.is_stalled:
             return State.STALLED
         words = (worker.status for worker in self._default.served.workers)

@@ -134,7 +134,7 @@ def _fill_in(properties: dict[str, Any], model: str | None, least: int) -> None:
     for option in messages.get("anyOf", [messages]):
         if option.get("type") == "array":
             option["minItems"] = least
-            if option["items"] == {"type": "object"}:
+            if option.get("items") == {"type": "object"}:
                 option["items"] = MESSAGE
 
 

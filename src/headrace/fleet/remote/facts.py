@@ -14,7 +14,7 @@ from headrace.protocol.step import EngineInfo
 from headrace.secure.handshake import HandshakeError
 
 MAX_BYTES = 2**50
-MAX_SECONDS = 1e6
+MAX_SECONDS = 86_400
 MAX_LETTERS = 4096
 MAX_KINDS = 64
 
