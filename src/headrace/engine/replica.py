@@ -173,7 +173,8 @@ class Replica:
             reason = str(error)
         self.deaths.append(time.monotonic())
         if self._is_closing or self._is_spent():
-            raise EngineLostError(f"{reason}; it was started {len(self.deaths)} times in vain")
+            times = f"; it was started {len(self.deaths)} times in vain" if self.deaths[1:] else ""
+            raise EngineLostError(reason + times)
         logger.error("%s; another one starts", reason)
         self._report(reason)
         return False
