@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from tests.support.gated import Server, serving
 from tests.support.server import write_tokenizer
 from tests.support.serving import free_port
 
+from headrace import hub
 from headrace.serve.call.states import State
 from headrace.text.tokenizer import Tokenizer
 
@@ -53,6 +55,9 @@ ORDERS = ("POST /sleep", "POST /wake_up", "POST /fleet/update")
 LEVELS = ("", "?level=1", "?level=2", "?level=0")
 LONG = orders.COMPLETION | {"max_tokens": 60, "ignore_eos": True}
 OF_FOLDER = orders.COMPLETION | {"model": "tiny"}
+LIVE_STEPS = (
+    "sleep", "sleep", "wake", "wake", "kill", "complete", "complete", "read", "reset", "load", "unload",
+)  # fmt: skip
 LIVE_COMPLETION = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
@@ -273,6 +278,7 @@ def live_walk(seed: int, counts: Counter[str]) -> list[str]:
     """One walk with a server of its own; returns what was wrong."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(hub.resolve("builtin", None), Path(folder) / "second")
         live = Live(Path(folder), rng)
         while live.process.poll() is None:
             with contextlib.suppress(httpx.HTTPError):
@@ -283,9 +289,7 @@ def live_walk(seed: int, counts: Counter[str]) -> list[str]:
             live.until(("ready",))
         for _ in range(STEPS):
             counts["live calls"] += 1
-            match rng.choice(
-                ("sleep", "sleep", "wake", "wake", "kill", "complete", "complete", "read", "reset", "load")
-            ):
+            match rng.choice(LIVE_STEPS):
                 case "sleep":
                     reply = live.call("POST", f"/sleep{rng.choice(LEVELS)}")
                 case "wake":
@@ -296,10 +300,9 @@ def live_walk(seed: int, counts: Counter[str]) -> list[str]:
                 case "complete":
                     reply = live.call("POST", "/v1/completions", LIVE_COMPLETION)
                 case "load":
-                    names = {"source": "builtin", "destination": f"other-{rng.randrange(3)}"}
-                    reply = live.call("POST", "/api/copy", names)
-                    counts["live refusals"] += reply is not None and reply.status_code == 400
-                    continue
+                    reply = live.call("POST", "/v1/completions", LIVE_COMPLETION | {"model": "second"})
+                case "unload":
+                    reply = live.call("POST", "/api/generate", {"model": "second", "keep_alive": 0})
                 case "read":
                     reply = live.call("GET", rng.choice([name[4:] for name in READS if name.startswith("GET")]))
                 case _:
