@@ -72,13 +72,23 @@ PLANTS = ("", "key-error", "spin", "memory", "leak")
 def fault_of(case: Case, status: int, text: str) -> str:
     """What is wrong with a reply, or nothing."""
     if status < 400:
-        return ""
+        return "" if is_json(text) else f"{status} with a body that is no JSON: {text[:200]}"
+    # A template's own error is quoted as it is.
+    text = text.partition("; it says: ")[0]
     if (match := PYTHON.search(text)) is not None:
         return f"{status} with {match[0]!r}: {text[:300]}"
     stem = Path(case.file).name.split(".")[0]
     if not any(word in text for word in (Path(case.file).name, stem, "template", "tokenizer", ": ")):
         return f"{status} names neither file nor field: {text[:300]}"
     return ""
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+        return True
+    except ValueError:
+        return False
 
 
 # -- in a worker -----------------------------------------------------------------------------------------------------
@@ -120,6 +130,11 @@ def planted(name: str) -> Iterator[None]:
 
 
 _leaked: list[bytes] = []
+GROUPS = {
+    "responses": ("responses", "/input_items"), "files": ("files", "/content"),
+    "conversations": ("conversations", "/items"), "batches": ("batches", ""),
+}  # fmt: skip
+"""The routes of the entries in each folder of the storage."""
 
 
 async def asked(server: Server, case: Case) -> list[str]:
@@ -145,12 +160,13 @@ async def restored(base: Path, folder: Path, tokenizer: Tokenizer, root: Path, c
     async with serving(tokenizer, root, storage_dir=str(folder)) as server:
         for path in sorted((base / "stored").glob("*/*.json")):
             name = path.stem
-            group = {"resp": "responses", "conv": "conversations"}.get(name[:4], "files")
-            more = {"responses": "/input_items", "files": "/content", "conversations": "/items"}[group]
-            listing = ["GET /v1/files"] if group == "files" else []
-            routes = [f"GET /v1/{group}/{name}", f"GET /v1/{group}/{name}{more}", *listing]
+            group, more = GROUPS[path.parent.name]
+            routes = [f"GET /v1/{group}/{name}", *([f"GET /v1/{group}/{name}{more}"] if more else [])]
+            routes += [f"GET /v1/{group}"] if group in ("files", "batches") else []
             for route in routes:
                 reply = await server.call(route)
+                if route.endswith("/content"):
+                    continue  # the bytes of a file are its owner's
                 if fault := fault_of(case, reply.status_code, reply.text):
                     problems.append(f"{route}: {fault}")
     return problems
@@ -164,9 +180,15 @@ async def store(base: Path, tokenizer: Tokenizer, root: Path) -> None:
         assert (await server.call("POST /v1/responses", body)).status_code == 200
         items = [{"type": "message", "role": "user", "content": "aaaa"}]
         assert (await server.call("POST /v1/conversations", {"items": items})).status_code == 200
-        form = {"files": {"file": ("x.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
+        ask = {"model": "fake", "prompt": "aaaa", "max_tokens": 4}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ask}
+        form = {"files": {"file": ("x.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
         reply = await server.http.post("/v1/files", **form)  # type: ignore[arg-type]
         assert reply.status_code == 200, reply.text
+        batch = {"input_file_id": reply.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert (await server.call("POST /v1/batches", batch)).status_code == 200
+        while (await server.call("GET /v1/batches")).json()["data"][0]["status"] != "completed":
+            await asyncio.sleep(0.05)
 
 
 def build(case: Case, folder: Path) -> list[str]:
@@ -271,6 +293,8 @@ class Worker:
         self.process.wait()
         self.reader.join(10)
         self.errors.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 def through_workers(

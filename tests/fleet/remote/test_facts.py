@@ -44,7 +44,7 @@ def changed(name: str, value: Any) -> wire.Loaded:
 
 
 @pytest.mark.parametrize(("name", "value"), OUTSIDE, ids=str)
-def test_S_41_a_number_that_no_engine_has_is_refused(name: str, value: Any) -> None:
+def test_S_42_a_number_that_no_engine_has_is_refused(name: str, value: Any) -> None:
     with pytest.raises(
         HandshakeError, match=rf"it can not be used: .*info\.{name.split()[-1]}.* is .*, and must be"
     ) as refusal:
@@ -54,7 +54,7 @@ def test_S_41_a_number_that_no_engine_has_is_refused(name: str, value: Any) -> N
 
 
 @pytest.mark.parametrize("value", [math.nan, -1.0, math.inf, 1e18])
-def test_S_41_seconds_that_no_load_takes_are_refused(value: float) -> None:
+def test_S_42_seconds_that_no_load_takes_are_refused(value: float) -> None:
     with pytest.raises(HandshakeError, match=r"seconds is .*, and must be from 0 to 86,400"):
         facts.check(msgspec.structs.replace(LOADED, seconds=value))
 
@@ -77,7 +77,7 @@ def test_every_number_of_an_engine_has_a_bound() -> None:
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["", "control"])
-def test_S_41_a_front_takes_no_engine_with_such_numbers(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S_42_a_front_takes_no_engine_with_such_numbers(is_checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_checked:
         monkeypatch.setattr(facts, "check", lambda loaded: None)
 
@@ -99,7 +99,7 @@ def test_S_41_a_front_takes_no_engine_with_such_numbers(is_checked: bool, monkey
 
 
 @pytest.mark.parametrize("seconds", [math.nan, -1.0, math.inf])
-def test_S_41_a_processor_time_that_is_none_ends_the_connection(seconds: float) -> None:
+def test_S_42_a_processor_time_that_is_none_ends_the_connection(seconds: float) -> None:
     async def go() -> str:
         lost: list[str] = []
         async with listening(child()) as (port, server):
