@@ -299,6 +299,18 @@ CAMPAIGNS: dict[str, Campaign] = {
         module("interference"),
         ("src/headrace/serve", "src/headrace/engine"),
     ),
+    "C-17": Campaign(
+        "random walks over the states of a server (walks, walks with a server of its own)",
+        {"commit": (1000, 8), "nightly": (10_000, 200), "release": (100_000, 2000)},
+        module("states"),
+        ("src/headrace/serve", "src/headrace/engine", "src/headrace/fleet"),
+    ),
+    "C-18": Campaign(
+        "hostile files behind a server's doors (files through workers, files dropped into a server's folder)",
+        {"commit": (300, 12), "nightly": (5000, 200), "release": (100_000, 4000)},
+        module("hostile_files"),
+        ("src/headrace/checkpoint", "src/headrace/serve", "src/headrace/text", "src/headrace/engine/library"),
+    ),
 }
 
 

@@ -27,6 +27,7 @@ from headrace.insight.simulated import Behaviour, Oracle
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.params import SamplingParams
 from headrace.serve.app import create_app
+from headrace.serve.call.states import State
 from headrace.serve.gates.connection import Connection
 from headrace.serve.loading import ModelParts
 from headrace.serve.process import Server
@@ -98,7 +99,7 @@ class Live:
     def __enter__(self) -> Live:
         self.thread.start()
         self.wait(lambda: HTTP.get(self.url + "/health/live").status_code == 200)
-        self.wait(lambda: not self.stays or self.client.is_alive or self.app.state.lifespan.failure is not None)
+        self.wait(lambda: self.app.state.lifespan.state is not State.LOADING)
         return self
 
     def __exit__(self, *exc: object) -> None:

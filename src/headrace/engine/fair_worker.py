@@ -12,7 +12,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.engine import tenants
 from headrace.protocol.errors import ChildFailedError, EngineDeadError
@@ -56,7 +56,7 @@ class FairWorker:
             await self._turn()
         self._is_busy = True
         job = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        job.add_done_callback(lambda _: self._next())
+        job.add_done_callback(self._ended)
         return await asyncio.shield(job)
 
     def close(self) -> None:
@@ -83,6 +83,12 @@ class FairWorker:
                 # The turn had come just before.
                 self._next()
             raise
+
+    def _ended(self, job: asyncio.Future[Any]) -> None:
+        if not job.cancelled():
+            # Seen, though the caller may have left: asyncio would log the error else.
+            job.exception()
+        self._next()
 
     def _next(self) -> None:
         self._is_busy = False

@@ -25,7 +25,7 @@ from headrace.engine.parts import Joiner
 from headrace.engine.records.black_box import BlackBox
 from headrace.protocol import frames
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.errors import EngineDeadError, HeadraceError
+from headrace.protocol.errors import EngineDeadError, EngineLostError, HeadraceError
 from headrace.protocol.step import EngineInfo
 from headrace.protocol.watchdog import usage
 
@@ -180,7 +180,7 @@ class ProcessLink:
             case None:
                 status = await self._reap()
                 self._log_stacks()
-                raise EngineDeadError(f"the engine's process ended while it started ({status})")
+                raise EngineLostError(f"the engine's process ended while it started ({status})")
             case frames.Ready(info):
                 self._is_restart = True
                 self._pump = asyncio.create_task(self._receive(messages, on_message, on_lost))

@@ -17,7 +17,7 @@ from headrace.engine.open_requests import OpenRequest, RequestStream, Resumption
 from headrace.engine.order_calls import Orders
 from headrace.engine.records.crash_reports import CrashReports
 from headrace.protocol import frames
-from headrace.protocol.errors import EngineDeadError, HeadraceError
+from headrace.protocol.errors import EngineDeadError, EngineLostError, HeadraceError
 from headrace.protocol.step import Abort, Add, EngineInfo, Stats
 from headrace.protocol.watchdog import Watchdog
 
@@ -105,7 +105,7 @@ class Replica:
         self.deaths: list[float] = []
         self.is_up = self.is_proven = self.is_proven_once = False
         self.watchdog = Watchdog(watchdog_timeout)
-        self.orders = Orders(link.post)
+        self.orders = Orders(link.post, lambda: self.is_up)
         self.watching = Watching(link.post)
         self.reports: CrashReports | None = None
         self.stats = Stats()
@@ -143,7 +143,8 @@ class Replica:
         Raises the error that kept the engine from loading (`CheckpointError`, `ModelNotFoundError`, `HeadraceError`).
         """
         self._is_closing = False
-        await self._launch()
+        while not await self._is_launched():
+            self.num_restarts += 1
         if self._is_closing:
             self.is_up = False
             raise EngineDeadError("the engine was closed while it started")
@@ -163,6 +164,27 @@ class Replica:
         for task in filter(None, (self._supervisor, self._watch)):
             task.cancel()
         await self.link.close(at_once)
+
+    async def _is_launched(self) -> bool:
+        """Start an engine, and return whether it is there: False after a death that another start may mend. An engine
+        that ends with an error would do so again. Raises the error of that, or of one death too many."""
+        try:
+            await self._launch()
+            return True
+        except EngineLostError as error:
+            reason = str(error)
+        self.deaths.append(time.monotonic())
+        if self._is_closing or self._is_spent():
+            times = f"; it was started {len(self.deaths)} times in vain" if self.deaths[1:] else ""
+            raise EngineLostError(reason + times)
+        logger.error("%s; another one starts", reason)
+        self._report(reason)
+        return False
+
+    def _is_spent(self) -> bool:
+        """Whether the engine died more often of late than it may."""
+        self.deaths = [death for death in self.deaths if death > time.monotonic() - RESTART_WINDOW_S]
+        return len(self.deaths) > self.max_restarts
 
     async def _launch(self) -> None:
         """Start an engine. One that takes much longer than the first did, or stands still, counts as frozen."""
@@ -306,8 +328,7 @@ class Replica:
         self.deaths.append(now)
         self._holder.convict(self, reason, now)
         while True:
-            self.deaths = [death for death in self.deaths if death > now - RESTART_WINDOW_S]
-            if len(self.deaths) > self.max_restarts:
+            if self._is_spent():
                 # The cause is for the log, not for clients.
                 logger.critical("the last death: %s", reason)
                 self._give_up(f"the engine died and was restarted {len(self.deaths) - 1} times")
@@ -316,8 +337,8 @@ class Replica:
                 await self._launch()
                 break
             except (HeadraceError, OSError) as error:
-                reason, now = str(error), time.monotonic()
-                self.deaths.append(now)
+                reason = str(error)
+                self.deaths.append(time.monotonic())
                 logger.error("the engine did not start again: %s", reason)
                 self._report(reason)
                 if isinstance(error, OSError):
@@ -327,6 +348,11 @@ class Replica:
         logger.warning("the engine was restarted; %d requests go on", len(self.entries))
         # It counts as alive after one real token. Then all other requests are sent.
         self._holder.probe(self)
+
+    def refuse(self, message: str) -> None:
+        """Use the engine no more: it will not do."""
+        self._is_closing, self.is_up = True, False
+        self._give_up(message)
 
     def _give_up(self, message: str) -> None:
         self.dead = EngineDeadError(message)

@@ -130,6 +130,10 @@ class EngineDeadError(HeadraceError):
     code = "engine_dead"
 
 
+class EngineLostError(EngineDeadError):
+    """The process of an engine ended without an error of its own, as by a SIGKILL: another may load."""
+
+
 class ChildFailedError(HeadraceError):
     """A process that works for the server failed through no fault of the request, more than once (HTTP 503)."""
 

@@ -14,7 +14,7 @@ import struct
 import msgspec
 
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.errors import CheckpointError, HeadraceError, ModelNotFoundError, RequestError
+from headrace.protocol.errors import CheckpointError, EngineLostError, HeadraceError, ModelNotFoundError, RequestError
 from headrace.protocol.step import Abort, Add, EngineInfo, ResetPrefixCache, StepOutput
 
 MAX_FRAME_BYTES = 256 * 2**20
@@ -115,6 +115,9 @@ _MALFORMED = (msgspec.DecodeError, RequestError, UnicodeDecodeError)
 _STARTUP_ERRORS: dict[str, type[HeadraceError]] = {
     "CheckpointError": CheckpointError,
     "ModelNotFoundError": ModelNotFoundError,
+    # A rank ended without an error, as rank 0 and the other ranks report it.
+    "RankLostError": EngineLostError,
+    "EngineLostError": EngineLostError,
 }
 
 

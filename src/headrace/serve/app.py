@@ -43,6 +43,7 @@ from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
 from headrace.serve.call.parsing import seconds_of
 from headrace.serve.call.sleeping import IdleSleep
+from headrace.serve.call.states import ASLEEP, State
 from headrace.serve.errors import CallError, api_of, error_response, json_response
 from headrace.serve.gates.auth import ApiKeyGate, KeyRing
 from headrace.serve.gates.calls import CallGate, HeaderGate, allowed_hosts, allowed_origins, is_loopback
@@ -111,7 +112,7 @@ def create_app(
     vllm.add_routes(app, models, storage.embeddings)
     _add_operations(app, models, lifespan, LlamaMetrics() if server.metrics else None)
     explanations.add_routes(app, explainers.of_call)
-    fleet.add_routes(app, models)
+    fleet.add_routes(app, models, lifespan.check_order)
     inspection = Inspection(models)
     live.add_routes(app, lambda: models.running, inspection.watched, shedding.shown)
     add_inspection_routes(app, inspection)
@@ -247,14 +248,16 @@ def _add_operations(
         level = query.get("level", "1")
         if level not in ("0", "1", "2"):
             raise RequestError("level", level, "1 or 2, which free the same memory, or 0")
+        lifespan.check_order(*ASLEEP)
         if lifespan.idle is not None:
             lifespan.idle.deepen()
-        await models.sleep()
+        await models.sleep.fall_asleep()
         return Response(media_type="text/plain")
 
     async def wake_up() -> Response:
         """Start the engine again."""
-        await models.wake_up()
+        lifespan.check_order(*ASLEEP, State.WAKING)
+        await models.sleep.wake_up()
         return Response(media_type="text/plain")
 
     def is_sleeping() -> Sleeping:

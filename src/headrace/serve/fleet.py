@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -36,8 +37,8 @@ class UpdateRequest(Body, kw_only=True):
     wait: bool = True
 
 
-def add_routes(app: Starlette, models: RunningModels) -> None:
-    """Add the routes."""
+def add_routes(app: Starlette, models: RunningModels, check_order: Callable[[], None]) -> None:
+    """Add the routes. `check_order` raises an error in a state of the server in which no update may begin."""
     tasks: set[asyncio.Task[None]] = set()
 
     def default() -> RunningModel:
@@ -60,8 +61,7 @@ def add_routes(app: Starlette, models: RunningModels) -> None:
             raise RequestError("patience", request.patience, "from 0 to 86400 seconds")
         model = default()
         updates = updates_of(model.client)
-        if models.is_sleeping or not model.client.is_alive:
-            raise CallError(503, "not_ready", "the engines sleep or start", {"retry-after": "1"})
+        check_order()
         updates.settings_of(request.settings)
         await model.check_text()
 

@@ -20,6 +20,7 @@ from headrace.protocol.errors import EngineDeadError, HeadraceError
 from headrace.serve import startup
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.call.sleeping import IdleSleep
+from headrace.serve.call.states import ASLEEP, SERVING, State, refusal
 from headrace.serve.loading import RunningModels
 from headrace.serve.shedding import Shedding
 
@@ -35,8 +36,8 @@ LINE = (
 
 
 class Lifespan:
-    """The application's lifespan and its state: loading, ready, sleeping, restarting, stalled, impaired, dead or
-    draining. Without a model that stays loaded it is ready at once, for it can load others.
+    """The application's lifespan and its `State`. Without a model that stays loaded it is ready at once, for it can
+    load others.
 
     Args:
         models: the served models; `Lifespan` starts and ends the model that stays, and ends the others.
@@ -82,26 +83,41 @@ class Lifespan:
         """How many requests are open."""
         return sum(model.client.num_unfinished for model in self.models.running)
 
-    def status(self) -> str:
-        """Return the state in one word, for probes; only "ready" means that requests should be sent here."""
+    @property
+    def state(self) -> State:
+        """What the server does now."""
+        sleep = self.models.sleep
         if self.draining:
-            return "draining"
+            return State.DRAINING
         if self.failure is not None:
-            return "dead"
-        if self.models.is_sleeping:
-            return "ready" if self.idle is not None and self.idle.is_dozing else "sleeping"
-        if self._default is None:
-            return "ready"
+            return State.DEAD
+        if self._default is None or not sleep.is_over:
+            return sleep.state
         client = self._default.client
         if client.dead.is_set():
-            return "dead"
-        if not client.is_started:
-            return "loading"
+            return State.DEAD
+        # A fleet serves with its first engine, though orders wait for all.
+        if sleep.state is State.LOADING and not (client.is_fleet and client.is_alive):
+            return State.LOADING
         if not client.is_alive:
-            return "restarting" if client.num_restarts or client.is_proven_once else "loading"
+            return State.RESTARTING
         if client.is_stalled:
-            return "stalled"
-        return next((worker.status for worker in self._default.served.workers if worker.status != "ready"), "ready")
+            return State.STALLED
+        words = (worker.status for worker in self._default.served.workers)
+        return next((State(word) for word in words if word != "ready"), State.READY)
+
+    def status(self) -> str:
+        """Return the state in one word, for probes; only "ready" means that requests should be sent here."""
+        state = self.state
+        if self.idle is not None and self.idle.is_dozing and state in (*ASLEEP, State.WAKING):
+            return State.READY
+        return State.SLEEPING if state is State.FALLING_ASLEEP else state
+
+    def check_order(self, *states: State) -> None:
+        """Raise `NotReadyError` unless an order that changes the engines may come in the present state: it is serving,
+        or in one of `states`."""
+        if (state := self.state) not in (*SERVING, *states):
+            raise refusal(state)
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests, and end the open ones with an error after `seconds`.
@@ -149,6 +165,8 @@ class Lifespan:
                 await default.client.start()
             policy = self._policy if default is None else default.client.info.scheduling_policy
             self.storage.start(policy)
+            if default is not None:
+                self.models.sleep.become(State.READY)
         except Exception as error:  # of any kind: without an end the server would load for ever, and hide the error
             self.failure = error
             expected = isinstance(error, HeadraceError | OSError)

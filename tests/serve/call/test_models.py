@@ -18,6 +18,7 @@ from headrace.serve.call import models
 from headrace.serve.call.models import ModelLoadError, ModelSet
 from headrace.serve.call.parsing import seconds_of
 from headrace.serve.call.sleeping import SleepingError
+from headrace.serve.call.states import State
 
 
 class Files:
@@ -275,14 +276,15 @@ def test_K16_a_sleeping_server_refuses_and_a_waking_one_loads() -> None:
             assert await house.use("own") == "own"
             assert await house.use("a") == "a"
             client.num_unfinished = 1
-            sleep = asyncio.create_task(house.set.sleep())
+            house.set.sleep.become(State.READY)
+            sleep = asyncio.create_task(house.set.sleep.fall_asleep())
             await until(lambda: house.log[-1] == "-a")
             with pytest.raises(SleepingError, match="the server sleeps; POST /wake_up wakes it"):
                 await house.use("own")
             assert calls == [], "a running answer is waited for"
             client.num_unfinished = 0
             await sleep
-            await house.set.wake_up()
+            await house.set.sleep.wake_up()
             assert calls == ["close", "start"]
             assert await house.use("a") == "a"
             assert await house.use(None) == "own"

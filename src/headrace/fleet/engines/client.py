@@ -43,6 +43,9 @@ up."""
 BOUNDS = ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_logprobs")
 """Numbers of an engine. A request to a fleet is bound by the least of all replicas."""
 
+FACTS = ("vocab_size", "eos_token_ids", "hidden_size")
+"""Facts of a model: an engine in which they are others is no replica of it."""
+
 
 class Fleet(EngineClient):
     """Engines behind `links`.
@@ -247,7 +250,7 @@ class Fleet(EngineClient):
 
     def _learn(self) -> None:
         """Take in the numbers of the engines that there are."""
-        infos = [each.info for each in self.replicas if each.info is not None]
+        infos = [each.info for each in self.replicas if each.info is not None and each.dead is None]
         if not infos:
             return
         if self._info is None:
@@ -274,14 +277,30 @@ class Fleet(EngineClient):
     async def _take_in(self, replica: Replica) -> None:
         """Use an engine from now on, once its fingerprint is known."""
         try:
-            replica.fingerprint = await replica.orders.give(ReadFingerprint(), str)
+            fingerprint = await replica.orders.give(ReadFingerprint(), str)
         except EngineDeadError:
             return
+        if wrong := self._unlike(replica):
+            replica.refuse(f"replica {replica.index} is not of the same model: {wrong}")
+            self._learn()
+            return
+        replica.fingerprint = fingerprint
         self._has_started.set()
         if len({each.fingerprint for each in self.replicas if each.fingerprint}) > 1:
             logger.warning("the replicas differ in weights, formats or kernels: answers stay where they began")
         self._fail_stranded()
         self._dispatch()
+
+    def _unlike(self, replica: Replica) -> str:
+        """Return the fact of a replica's model that the replicas in use have otherwise; empty if there is none."""
+        others = (each.info for each in self.replicas if each.fingerprint and each is not replica)
+        known, info = next(others, None), replica.info
+        if known is None or info is None:
+            return ""
+        pairs = ((name, getattr(info, name), getattr(known, name)) for name in FACTS)
+        return next(
+            (f"its {name} is {mine}, and elsewhere {theirs}" for name, mine, theirs in pairs if mine != theirs), ""
+        )
 
     def convict(self, replica: Replica, reason: str, now: float) -> None:
         """Find a request that caused a death, as with one engine, and give the others to other replicas."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from secrets import token_bytes
 from typing import Any
 
+import msgspec
+
 from headrace.engine.links import POSTED_BYTES, OnLost, OnMessage
 from headrace.engine.parts import Joiner
 from headrace.engine.records.black_box import BlackBox
-from headrace.fleet.remote import wire
+from headrace.fleet.remote import facts, wire
 from headrace.fleet.remote.stamps import Stamps
 from headrace.protocol import frames
 from headrace.protocol.frames import TransportError
@@ -118,7 +121,9 @@ class RemoteLink:
         return info
 
     def _check(self, loaded: wire.Loaded, weights: str) -> EngineInfo:
-        """Return the engine's numbers. Raises `HandshakeError` for an engine that computes something else."""
+        """Return the engine's numbers. Raises `HandshakeError` for an engine that computes something else, or has
+        numbers that none has."""
+        facts.check(loaded)
         if weights and weights != loaded.weights:
             text = f"it serves other weights (digest {loaded.weights}) than the model here (digest {weights})"
             raise HandshakeError(text, is_final=True)
@@ -167,6 +172,8 @@ class RemoteLink:
             async for envelope in messages:
                 now, message = time.monotonic(), envelope.message
                 match message:
+                    case wire.Beat(usage) if usage is not None and not 0 <= usage[0] < math.inf:
+                        raise TransportError(f"{usage[0]} s of processor time")
                     case wire.Beat(usage):
                         self._beats = [*self._beats[-1:], (now, usage)]
                         continue
@@ -181,7 +188,7 @@ class RemoteLink:
                     case frames.Rejected(request_id):
                         self._stamps.forget(request_id)
                 on_message(message)
-        except TransportError as error:
+        except (TransportError, msgspec.DecodeError) as error:
             reason = str(error)
         except Exception as error:  # a defect of the server; the engine is of no use without its reader
             logger.exception("the reader of the engine's messages failed")

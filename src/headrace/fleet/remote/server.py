@@ -25,6 +25,7 @@ from headrace.engine.orders import ReadFingerprint
 from headrace.engine.parts import parts_of
 from headrace.fleet.remote import wire
 from headrace.protocol import frames
+from headrace.protocol.errors import EngineLostError
 from headrace.protocol.frames import TransportError
 from headrace.protocol.step import Abort, Add, EngineInfo, ResetPrefixCache, Stats
 from headrace.secure.channel import Channel, pack
@@ -39,6 +40,8 @@ MAX_OPEN = 2**16
 MAX_UNSENT_BYTES = 32 * 2**20
 """Bytes that wait for the engine's process, beyond which nothing is read from the front."""
 PAUSE_S = 0.02
+MAX_LOST_STARTS = 5
+"""Engines that may end in a row before they are loaded."""
 REACHED = "reached"
 """The barrier when its reply has come, and the output of its step has not."""
 
@@ -123,13 +126,22 @@ class EngineServer:
 
     async def _load(self) -> None:
         began = time.monotonic()
-        self._info = await self._link.start(self._on_message, self._on_lost)
+        self._info = await self._start_engine()
         self._seconds = time.monotonic() - began
         if self._weights is None:
             self._weights = await asyncio.to_thread(self._digest)
         self._stats, self._barrier = Stats(), ""
         logger.info("the engine is loaded, in %.1f s; weights %s", self._seconds, self._weights)
         self._ready.set()
+
+    async def _start_engine(self) -> EngineInfo:
+        """Start the engine; one that ends without an error, as after a SIGKILL, is started again a few times."""
+        for _ in range(MAX_LOST_STARTS):
+            try:
+                return await self._link.start(self._on_message, self._on_lost)
+            except EngineLostError as error:
+                logger.error("%s; another one starts", error)
+        return await self._link.start(self._on_message, self._on_lost)
 
     def _on_lost(self, reason: str) -> None:
         logger.error("the engine died with %d open requests: %s; another one starts", len(self.open_ids), reason)

@@ -29,6 +29,7 @@ from headrace.protocol.errors import HeadraceError, ModelNotFoundError, RequestE
 from headrace.serve.call.listing import NO_FACTS, Listing
 from headrace.serve.call.service import ServedModel
 from headrace.serve.call.sleeping import refuse
+from headrace.serve.call.states import Sleep, State
 
 logger = logging.getLogger("headrace.server")
 
@@ -128,9 +129,9 @@ class ModelSet:
     ) -> None:
         self.default = default
         self.files = files
-        self.is_sleeping = False
+        self.sleep = Sleep(State.READY if default is None else State.LOADING, self._end_engines, self._start_default)
         # Called for a call that needs an engine while all sleep.
-        self.rouse: Callable[[], Awaitable[None]] = refuse
+        self.rouse: Callable[[], Awaitable[None]] = functools.partial(refuse, self.sleep)
         self._load = load
         self._keep_alive = keep_alive
         self._max_loaded = max_loaded
@@ -139,11 +140,15 @@ class ModelSet:
         self._default_entry = ModelEntry("")
         self._default_entry.running = default
         self._room = asyncio.Lock()
-        self._sleep_lock = asyncio.Lock()
         self._change_lock = asyncio.Lock()
         self._next_measure = 0.0
         self._listing = Listing()
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether there is no engine until `sleep` is over."""
+        return not self.sleep.is_over
 
     # -- lists
 
@@ -313,36 +318,23 @@ class ModelSet:
             # Its size may have changed.
             del self._entries[name]
 
-    async def sleep(self) -> None:
-        """End all engines when their running answers have ended. Calls that need one are refused until `wake_up`."""
-        self.is_sleeping = True
-        # The sleep goes on if the caller leaves.
-        await asyncio.shield(_spawn(self._fall_asleep()))
+    async def _end_engines(self) -> None:
+        """End all engines when their running answers have ended."""
+        for name in list(self._entries):
+            await self.unload(name)
+        while self._default_entry.is_used:
+            await asyncio.sleep(STOP_S)
+        if self.default is not None:
+            await self.default.client.close()
 
-    async def _fall_asleep(self) -> None:
-        async with self._sleep_lock:
-            for name in list(self._entries):
-                await self.unload(name)
-            if self.default is not None and self.default.client.is_alive:
-                while self._default_entry.is_used:
-                    await asyncio.sleep(STOP_S)
-                await self.default.client.close()
-                logger.info("the server sleeps")
-
-    async def wake_up(self) -> None:
-        """Start the default model's engine again, and accept calls. Raises the error that keeps the engine from
-        loading."""
-        await asyncio.shield(_spawn(self._wake()))
-
-    async def _wake(self) -> None:
-        async with self._sleep_lock:
-            if self.is_sleeping and self.default is not None:
-                await self.default.client.start()
-            self.is_sleeping = False
+    async def _start_default(self) -> None:
+        if self.default is not None:
+            await self.default.client.start()
 
     async def close(self, at_once: bool = False) -> None:
         """End all models of the folder, `at_once` in mid-step, and the tasks that load them."""
         self._listing.close()
+        await self.sleep.close()
         tasks = [task for entry in self._entries.values() for task in (entry.start, entry.stop) if task is not None]
         tasks += [] if self._watch is None else [self._watch]
         for task in tasks:

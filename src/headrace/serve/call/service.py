@@ -23,7 +23,13 @@ from headrace.engine.tenants import salted
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
 from headrace.protocol.constraints import StructuredOutputs
-from headrace.protocol.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
+from headrace.protocol.errors import (
+    ChildFailedError,
+    ContextLengthError,
+    ModelNotFoundError,
+    RequestError,
+    UnsupportedError,
+)
 from headrace.protocol.parameters import PARAMETERS
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
@@ -307,6 +313,9 @@ class ServedModel:
         except RequestError as error:
             # Not fatal: there are templates that need more than one plain message.
             logger.warning("the chat template does not take a plain message: %s", error)
+        except ChildFailedError as error:
+            # Nor is this: the process is started again, and the probes say so meanwhile.
+            logger.warning("the chat template is not warm: %s", error)
 
     def check_model(self, name: str | None, is_request: bool = True) -> None:
         """Raise `ModelNotFoundError` unless `name` is None or the model's; a request may have any name where the server

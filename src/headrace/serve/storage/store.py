@@ -73,6 +73,7 @@ class Store:
         shares: the bytes of each owner that has a separate bound, by name.
         max_entry_bytes: a bound on the bytes of one entry.
         evict: delete the owner's oldest entries when there is no room, instead of raising `StoreFullError`.
+        kind: the type of the metadata, for those in the folder: an entry with others is damaged, and left out.
 
     Raises `HeadraceError` if the folder cannot be used, or another server uses it.
     """
@@ -87,8 +88,10 @@ class Store:
         shares: Mapping[str, int] | None = None,
         max_entry_bytes: int | None = None,
         evict: bool = False,
+        kind: Any = dict[str, Any],
     ) -> None:
         self.prefix, self.folder = prefix, folder
+        self._kind = kind
         self.max_items, self.max_bytes, self.evict = max_items, max_bytes, evict
         self.shares = dict(shares or {})
         self.max_entry_bytes = max_entry_bytes
@@ -330,10 +333,11 @@ class Store:
         try:
             text = (folder / f"{entry_id}.json").read_bytes()
             metadata = msgspec.json.decode(text)
-        except (OSError, msgspec.DecodeError) as error:
+            entry_name = getattr(msgspec.convert(metadata, self._kind), "id", entry_id)
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
             logger.warning("%s in %s is left out: %s", entry_id, folder, error)
             return
-        if not stat.S_ISREG(status.st_mode) or not isinstance(metadata, dict):
+        if not stat.S_ISREG(status.st_mode) or entry_name != entry_id:
             logger.warning("%s in %s is left out: it is no entry", entry_id, folder)
             return
         entry = _Entry(text, None, len(text) + status.st_size, str(metadata.get(_OWNER, "")))

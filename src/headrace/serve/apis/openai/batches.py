@@ -17,7 +17,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -111,6 +111,12 @@ class BatchObject(msgspec.Struct, kw_only=True):
     request_counts: RequestCounts
     metadata: dict[str, str] | None
     warnings: WarningLines = UNSET
+
+
+class StoredBatch(BatchObject, kw_only=True):
+    """A batch as it is stored. `sizes`: bytes of its output files that are whole."""
+
+    sizes: dict[str, Annotated[int, msgspec.Meta(ge=0)]] = msgspec.field(name="_sizes", default_factory=dict)
 
 
 class BatchList(Page, kw_only=True):

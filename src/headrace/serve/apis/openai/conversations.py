@@ -6,6 +6,7 @@ the history of a response, and calls `append` when it has ended. `add_routes` pu
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ from headrace.serve.call.parsing import Body, WarningLines, Warnings, convert
 from headrace.serve.call.schema import check_metadata
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
+
+logger = logging.getLogger("headrace.server")
 
 MAX_ITEMS = 8192
 """Items of one conversation."""
@@ -63,6 +66,9 @@ class Conversation(msgspec.Struct, kw_only=True):
 class ItemPage(Page, kw_only=True):
     data: list[msgspec.Raw]
     warnings: WarningLines = UNSET
+
+
+_named = msgspec.json.Decoder(Named)
 
 
 class Conversations:
@@ -106,7 +112,8 @@ class Conversations:
 
     async def delete(self, conversation_id: str) -> Deleted:
         """Delete a conversation and its items."""
-        await self.get(conversation_id)
+        if conversation_id not in self.store:
+            raise NotFoundError("conversation", conversation_id)
         await self._writers.run(self.store.delete, conversation_id)
         return Deleted(id=conversation_id, object="conversation.deleted", deleted=True)
 
@@ -170,14 +177,19 @@ class Conversations:
         if conversation_id not in self.store:
             raise NotFoundError("conversation", conversation_id)
         body = self.store.body(conversation_id)
-        if body.startswith(b"["):  # written as one list, before items had lines
-            return msgspec.json.decode(body, type=list[msgspec.Raw])
-        items, begin, view = [], 0, memoryview(body)
-        while begin < len(body):
-            end = body.index(b"\n", begin)
-            items.append(msgspec.Raw(view[begin:end]))
-            begin = end + 1
-        return items
+        try:
+            if body.startswith(b"["):  # written as one list, before items had lines
+                return msgspec.json.decode(body, type=list[msgspec.Raw])
+            items, begin, view = [], 0, memoryview(body)
+            while begin < len(body):
+                end = body.index(b"\n", begin)
+                items.append(msgspec.Raw(view[begin:end]))
+                _named.decode(items[-1])
+                begin = end + 1
+            return items
+        except (ValueError, msgspec.DecodeError, RecursionError) as error:
+            logger.warning("the stored conversation %s can not be read: %s", conversation_id, error)
+            raise NotFoundError("conversation", conversation_id) from error
 
 
 def _lines(items: Sequence[Any]) -> bytes:

@@ -61,6 +61,15 @@ class FileObject(msgspec.Struct, kw_only=True):
     warnings: WarningLines = UNSET
 
 
+class StoredFile(msgspec.Struct, kw_only=True):
+    """The metadata of a file as it is stored."""
+
+    filename: str
+    purpose: str
+    created_at: int
+    hidden: bool = False
+
+
 class FileList(Page, kw_only=True):
     data: list[FileObject]
 

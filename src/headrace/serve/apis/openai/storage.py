@@ -14,10 +14,10 @@ import msgspec
 from starlette.applications import Starlette
 
 from headrace.serve.apis.openai import batches, completions, conversations, embeddings, files, responses_paths
-from headrace.serve.apis.openai.batches import Batches
-from headrace.serve.apis.openai.conversations import Conversations
+from headrace.serve.apis.openai.batches import Batches, StoredBatch
+from headrace.serve.apis.openai.conversations import Conversation, Conversations
 from headrace.serve.apis.openai.embeddings import Embeddings
-from headrace.serve.apis.openai.files import MAX_FILES, Files
+from headrace.serve.apis.openai.files import MAX_FILES, Files, StoredFile
 from headrace.serve.apis.openai.responses import Responses
 from headrace.serve.call.models import ModelSet, Running
 from headrace.serve.call.service import ServedModel
@@ -63,11 +63,15 @@ class Storage:
 
         self.models = models
         most: dict[str, Any] = {"max_bytes": max_bytes, "shares": shares}
-        file_store = Store("file-", place("files"), max_items=MAX_FILES, **most)
-        batch_store = Store("batch_", place("batches"), max_items=MAX_BATCHES, max_bytes=MAX_BATCH_BYTES)
+        file_store = Store("file-", place("files"), max_items=MAX_FILES, kind=StoredFile, **most)
+        batch_store = Store(
+            "batch_", place("batches"), max_items=MAX_BATCHES, max_bytes=MAX_BATCH_BYTES, kind=StoredBatch
+        )
         most["max_entry_bytes"] = MAX_KEPT_BYTES
         response_store = Store("resp_", place("responses"), max_items=MAX_RESPONSES, evict=True, **most)
-        conversation_store = Store("conv_", place("conversations"), max_items=MAX_CONVERSATIONS, **most)
+        conversation_store = Store(
+            "conv_", place("conversations"), max_items=MAX_CONVERSATIONS, kind=Conversation, **most
+        )
         self.writers = Writers()
         self.conversations = Conversations(conversation_store, self.writers)
         self.files = Files(file_store)

@@ -1,0 +1,75 @@
+"""The campaign of hostile files notices what is planted, and has nothing against sound files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.campaigns import hostile, hostile_files
+from tests.campaigns.hostile import Case
+
+CASE = Case("config", "config.json", "number")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    hostile.sound(folder)
+    return folder
+
+
+def test_a_mutation_can_be_made_again(base: Path, tmp_path: Path) -> None:
+    changed = Counter[str]()
+    for kind in hostile.KINDS:
+        for number in range(6) if kind != "stored" else ():
+            cases, texts = [], []
+            for name in ("one", "two"):
+                folder = tmp_path / f"{kind}-{number}-{name}"
+                cases.append(hostile.mutate(base, folder, kind, 1, number))
+                texts.append((folder / cases[-1].file).read_bytes())
+            assert cases[0] == cases[1]
+            assert texts[0] == texts[1]
+            sound = base / hostile.KINDS[kind][0] / cases[0].file
+            changed[kind] += texts[0] != sound.read_bytes()
+    assert all(changed[kind] >= 3 for kind in hostile.KINDS if kind != "stored"), changed
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "is_fault"),
+    [
+        (200, "{}", False),
+        (200, '{"a":', True),
+        (404, '{"error": "config.json: hidden_size: 0 is not allowed"}', False),
+        (500, '{"error": "config.json: KeyError: hidden_size"}', True),
+        (500, '{"error": "internal error; the server\'s log has more"}', True),
+        (400, '{"error": "Traceback (most recent call last) of config.json"}', True),
+        (400, "no", True),
+        (400, '{"error": "messages: the template says; it says: TypeError: no loader"}', False),
+    ],
+)
+def test_replies_are_judged_by_their_words(status: int, text: str, is_fault: bool) -> None:
+    assert bool(hostile_files.fault_of(CASE, status, text)) is is_fault
+
+
+def test_hostile_settings_and_entries_are_refused_in_words(base: Path) -> None:
+    counts, problems = hostile_files.through_workers(base, 12, 7, ["settings", "stored", "config"])
+    assert problems == []
+    assert counts["cases"] == 12
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        ("key-error", "internal error"),
+        ("spin", "s of processor time"),
+        pytest.param("memory", "internal error", marks=pytest.mark.slow),
+        pytest.param("leak", "memory grew by", marks=pytest.mark.slow),
+    ],
+)
+def test_control_a_planted_fault_is_noticed(
+    plant: str, words: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hostile_files, "CPU_S", 1.5 if plant == "spin" else 20.0)
+    _, problems = hostile_files.through_workers(base, 1, 7, ["settings"], plant)
+    assert any(words in problem for problem in problems), problems
