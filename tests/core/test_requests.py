@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore, verify
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.beam import BeamSearchParams

@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.engine.child import main
 from headrace.engine.core import EngineCore
 from headrace.insight.simulated import HIDDEN_SIZE, Behaviour, Oracle, SimulatedExecutor
