@@ -91,10 +91,10 @@ class Shares:
         """Return the sequence that has to give way so that there is room for all of `claims`; None if there is, or if
         nobody is above the share of what they lack."""
         usages = {holder: self._usage(holder) for holder in self.holders}
-        wanted = [sum(column) for column in zip(*usages.values(), *map(self._need, claims), strict=True)]
+        totals = [sum(column) for column in zip(*usages.values(), *map(self._need, claims), strict=True)]
         for index, (num, share) in enumerate(zip(self._all, self._share(), strict=True)):
             holder = max(usages, key=lambda each: usages[each][index])
-            if wanted[index] > num and usages[holder][index] > share:
+            if totals[index] > num and usages[holder][index] > share:
                 return max((seq for seq in self._of(holder) if index != 1 or self._width(seq)), key=ORDER)
         return None
 
@@ -154,8 +154,8 @@ class Shares:
         """Return how much of all the running sequences of a holder use. Blocks that they share count once, and those
         that they need for their known tokens count."""
         seqs, kinds = self._of(holder), self._tables.all_kinds
-        held = [[seq.states.values() if kind.is_state else seq.tables[kind.index] for seq in seqs] for kind in kinds]
-        blocks = [len(set().union(*tables) - {-1}) for tables in held]
+        tables = [[seq.states.values() if kind.is_state else seq.tables[kind.index] for seq in seqs] for kind in kinds]
+        blocks = [len(set().union(*each) - {-1}) for each in tables]
         for seq in seqs:
             self._tables.promise(blocks, seq)
         num_absent = 0

@@ -72,7 +72,7 @@ def make_scheduler(
             enable_prefix_caching=config.enable_prefix_caching,
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            policy=config.scheduling_policy,
+            policy=config.policy,
             eos_token_ids=info.eos_token_ids,
             vocab_size=info.vocab_size,
             speculates=speculates,

@@ -74,7 +74,7 @@ def create_app(
     """
     parts = parts or ModelParts()
     engine = parts.engine
-    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+    ring = ring_of(server)
     if server.any_model_name is None:
         server = msgspec.structs.replace(server, any_model_name=not ring and folder is None)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
@@ -88,11 +88,12 @@ def create_app(
         models = RunningModels(default, folder, load, keep_alive, server.models_max, server.models_memory)
     max_bytes, shares = server.max_storage_bytes, ring.storage_shares(server.max_storage_bytes)
     storage = Storage(models, server.storage_dir, max_bytes, shares, server.max_batch_concurrency)
-    policy = None if engine is None else engine.scheduling_policy
+    policy = None if engine is None else engine.policy
     idle = None
     if server.sleep_idle_seconds >= 0:
         idle = IdleSleep(models, server.sleep_idle_seconds, lambda: client is not None and client.is_alive)
     lifespan = Lifespan(models, server.log_stats_interval, storage, policy, idle)
+    lifespan.why = parts.why
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -286,10 +287,25 @@ def make_app(
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
     folder = None if server.models_dir is None else ModelFolder(server.models_dir)
+    engine, why = with_policy(engine, len(ring_of(server).holders))
     if not has_model:
         if server.data_parallel_size != "1":
             bound = "1 without MODEL: models of the folder have an engine each"
             raise RequestError("data_parallel_size", server.data_parallel_size, bound)
-        return create_app(None, server, engine.model, ModelParts(engine=engine), folder)
-    parts = ModelParts.load(engine, server)
+        return create_app(None, server, engine.model, ModelParts(engine=engine, why=why), folder)
+    parts = ModelParts.load(engine, server)._replace(why=why)
     return create_app(make_client(engine, server), server, engine.model, parts, folder)
+
+
+def ring_of(server: ServerConfig) -> KeyRing:
+    """Return all keys of the server. Raises `RequestError` as `KeyRing.of`."""
+    return KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+
+
+def with_policy(engine: EngineConfig, num_holders: int) -> tuple[EngineConfig, str]:
+    """Return the engine's settings with a policy in place of auto, and why it has that policy."""
+    if engine.scheduling_policy != "auto":
+        return engine, "set by --scheduling-policy"
+    policy = "fair" if num_holders > 1 else "fcfs"
+    why = f"the keys have {num_holders} holders" if num_holders > 1 else "there are no keys of several holders"
+    return msgspec.structs.replace(engine, scheduling_policy=policy), why

@@ -42,7 +42,7 @@ class Lifespan:
         policy: the order of waiting requests; None: the policy of the engine of the model that stays.
         idle: lets idle models sleep; None: they stay awake.
 
-    Functions in `at_end` are called when the application ends.
+    Functions in `at_end` are called when the application ends. `why` is the reason of the policy, for people.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Lifespan:
         self.at_end: list[Callable[[], None]] = []
         self.url = ""
         self.num_routes = 0
+        self.why = ""
         self._policy = policy
         self._interval = log_stats_interval
 
@@ -155,7 +156,13 @@ class Lifespan:
         info = default.client.info
         served = default.served
         extra = startup.summary(
-            info, default.path, self.url, self.num_routes, served.quality(info), served.defaults.sampling.temperature
+            info,
+            default.path,
+            self.url,
+            self.num_routes,
+            served.quality(info),
+            served.defaults.sampling.temperature,
+            self.why if info.scheduling_policy == self._policy else "as the engine was started",
         )
         logger.info("ready: %s", self.url, extra=extra)
         await default.client.dead.wait()

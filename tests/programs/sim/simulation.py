@@ -162,8 +162,7 @@ class Simulation:
         self._check_more(output, further, forced)
         self._check()
         report.num_steps += 1
-        if len(batch):
-            report.events["step with work"] += 1
+        report.events["step with work"] += len(batch) > 0
         report.events["copy"] += len(batch.copies)
         report.events["block behind a window"] += str([batch.block_tables, batch.more_tables]).count("-1")
         report.events["state written"] += len(batch.state_writes)
