@@ -64,8 +64,9 @@ class Shares:
 
     def claims(self, num_tokens: int) -> list[Sequence]:
         """Return the waiting sequences that fit into what their holders have left of their shares, in the queue's
-        order, with about `num_tokens` in all."""
+        order: those of each holder have about an equal part of `num_tokens`."""
         share = self._share()
+        part = dict.fromkeys(self.holders, num_tokens // len(self.holders))
         used: dict[str, list[int]] = {}
         passed: set[str | bytes] = set()
         claims: list[Sequence] = []
@@ -82,9 +83,9 @@ class Shares:
                 continue
             passed |= {seq.family} - {b""}
             claims.append(seq)
-            num_tokens -= len(seq.tokens)
-            if num_tokens <= 0:
-                break
+            part[holder] -= len(seq.tokens)
+            if part[holder] <= 0:
+                passed.add(holder)
         return claims
 
     def victim(self, claims: Iterable[Sequence]) -> Sequence | None:
@@ -122,8 +123,8 @@ class Shares:
             demands[seq.request.tenant] += len(seq.tokens) - seq.num_computed - seq.num_ahead
         self._rows = {}
         for num_done, (holder, demand) in enumerate(sorted(demands.items(), key=lambda item: item[1])):
-            self._rows[holder] = rows = min(demand, max(1, budget // (len(demands) - num_done)))
-            budget -= rows
+            self._rows[holder] = rows = max(1, budget // (len(demands) - num_done))
+            budget -= min(demand, rows)
 
     def most(self, seq: Sequence, start: int) -> int:
         """Return how many tokens of `seq` from `start` on this step may compute, by its holder's share. One row with
