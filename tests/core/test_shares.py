@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -88,7 +89,9 @@ def test_R_10_two_that_want_all_get_a_half_each_and_disturb_one_another_no_more(
     assert (len(bench.runs("a")), len(bench.runs("b"))) == (4, 4)
     assert bench.num_preemptions == 4
     while {seq.request_id[0] for seq in bench.scheduler.waiting._seqs} == {"a", "b"}:
-        assert {len(bench.runs(holder) + ended) for holder, ended in (("a", bench.just("a")), ("b", bench.just("b")))} == {4}
+        assert {
+            len(bench.runs(holder) + ended) for holder, ended in (("a", bench.just("a")), ("b", bench.just("b")))
+        } == {4}
         bench.step()
     assert bench.num_preemptions == 4
     bench.drain()
@@ -124,14 +127,28 @@ def test_R_10_more_than_a_share_waits_for_what_others_leave() -> None:
 
 
 def test_R_10_who_grows_takes_no_block_of_one_within_its_share() -> None:
-    bench = Two(num_blocks=16, max_model_len=64)
-    bench.send("b", num_prompt=20, max_tokens=12)
+    bench, is_disturbed = grown()
+    assert not is_disturbed
+    bench.drain()
+
+
+def test_R_10_control_the_last_in_the_order_gives_way_without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shares, "givers", lambda self, candidates: candidates)
+    assert grown()[1]
+
+
+def grown() -> tuple[Two, bool]:
+    """Six answers of one holder grow until they lack blocks beside one of another, who came last and has less than a
+    half. Whether that one was sent back to the queue."""
+    bench, is_disturbed = Two(num_blocks=16, max_model_len=64), False
     bench.flood(6, num_prompt=4, max_tokens=40)
+    bench.step()
+    bench.send("b", num_prompt=12, max_tokens=16)
     while "b" not in bench.finished:
         bench.step()
-        assert bench.runs("b") == ["b"] or "b" in bench.finished
-    assert bench.scheduler.counters.num_preemptions > 0
-    bench.drain()
+        is_disturbed |= bench.runs("b") != ["b"] and "b" not in bench.finished
+    assert bench.num_preemptions > 0
+    return bench, is_disturbed
 
 
 def test_R_10_the_tokens_of_a_step_are_shared() -> None:
@@ -227,29 +244,27 @@ def test_R_10_no_short_request_waits_longer_than_the_law_says(first: int) -> Non
     assert counts["requests"] >= 6
 
 
-def nothing(*_: Any) -> list[Any]:
-    return []
+def run_all(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        Program(seed).run_probes()
 
 
-BROKEN: dict[str, tuple[str, Any]] = {
-    "all shares": ("are_equal", property(lambda self: False)),
-    "who starts first": ("claims", nothing),
-    "who gives way": ("victim", lambda self, claims: None),
-    "the tokens of a step": ("begin_step", lambda self, seqs, budget: None),
-    "who gives way to growth": ("givers", lambda self, candidates: self._of("probe") or candidates),
+BEGIN = Shares.begin_step
+BROKEN: dict[str, tuple[int, str, Any]] = {
+    "all shares": (0, "are_equal", property(lambda self: False)),
+    "who starts first": (0, "claims", lambda self, num_tokens: []),
+    "who gives way": (0, "victim", lambda self, claims: None),
+    "the tokens of a step": (44, "begin_step", lambda self, seqs, budget: BEGIN(self, [], budget)),
 }
+"""By the part that is left out: the seed to begin with, and a wrong member of `Shares`."""
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_R_10_control_a_scheduler_without_a_part_breaks_the_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shares, *BROKEN[name])
-    for seed in range(120):
-        try:
-            Program(seed).run_probes()
-        except Violation as violation:
-            assert str(violation).startswith("R-10")
-            return
-    pytest.fail("not noticed")
+    first, *wrong = BROKEN[name]
+    monkeypatch.setattr(Shares, *wrong)
+    with pytest.raises(Violation, match="^R-10"):
+        run_all(range(first, first + 40))
 
 
 def test_R_10_one_who_has_used_its_part_holds_up_no_other() -> None:
