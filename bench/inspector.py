@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from headrace.core.journal import Journal, Step, decode_note
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.insight.live import Feed, as_dict
 from headrace.protocol.params import SamplingParams

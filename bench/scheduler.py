@@ -19,7 +19,8 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request, ScheduledBatch, StepResult
 

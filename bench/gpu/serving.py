@@ -19,7 +19,8 @@ from bench.gpu.device import Device, elapsed
 from bench.gpu.engine import count_overlaps
 from bench.gpu.weights import BLOCK
 from headrace.backends.cuda.program import CudaProgram
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Request

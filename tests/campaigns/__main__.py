@@ -77,6 +77,13 @@ def simulate(size: tuple[int, int], seed: int) -> Counts:
     }
 
 
+def short_waits(num: int, seed: int) -> Counts:
+    from tests.programs.sim.waits import run_programs
+
+    counts, violations = run_programs(seed * 10**6, num, 2)
+    return counts | {"violations": len(violations), "examples": violations[:5]}
+
+
 def combinations(num: int, seed: int) -> Counts:
     from tests.campaigns.differential import run_campaign
 
@@ -310,6 +317,12 @@ CAMPAIGNS: dict[str, Campaign] = {
         {"commit": (300, 12), "nightly": (5000, 200), "release": (100_000, 4000)},
         module("hostile_files"),
         ("src/headrace/checkpoint", "src/headrace/serve", "src/headrace/text", "src/headrace/engine/library"),
+    ),
+    "C-19": Campaign(
+        "programs of several holders, one of whom sends short requests: their waits in steps",
+        {"commit": 500, "nightly": 10_000, "release": 100_000},
+        short_waits,
+        ("src/headrace/core", "src/headrace/protocol/step.py"),
     ),
 }
 

@@ -7,8 +7,9 @@ import random
 import msgspec
 import pytest
 
+from headrace.core.options import SchedulerOptions
 from headrace.core.queue import Ranks, WaitingQueue
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.requests import verify_size
+from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore, verify
 from headrace.insight.simulated import Oracle, SimulatedExecutor
 from headrace.protocol.beam import BeamSearchParams
@@ -88,3 +90,16 @@ def test_what_just_fits_is_accepted_on_both_sides(good: Request) -> None:
     verify(good, core.info)
     core.add(good)
     assert core.has_work()
+
+
+def test_a_call_has_a_bounded_number_of_log_probabilities_where_a_token_has_many() -> None:
+    """Of all its answers together; 20 of a token are never too many."""
+    wide = request([1] * 2048, params={"prompt_logprobs": -1})
+    verify_size([wide] * 2, 1024)
+    with pytest.raises(RequestError, match="prompt_logprobs: -1 .*at most 4194304 of them in all, and not 6291456"):
+        verify_size([wide] * 3, 1024)
+    answers = [request([1], params={"logprobs": 1024, "max_tokens": 2048})] * 2
+    verify_size(answers, 5000)
+    with pytest.raises(RequestError, match="logprobs: 1024 .*and not 6291456"):
+        verify_size([*answers, answers[0]], 5000)
+    verify_size([request([1] * 10**6, params={"prompt_logprobs": 20, "logprobs": 20})] * 128, 5000)

@@ -363,7 +363,8 @@ def test_I_10_an_illegal_transition_is_refused():
 
 def test_S_05_checks_survive_optimised_python():
     code = (
-        "from headrace.core.scheduler import Scheduler, SchedulerOptions\n"
+        "from headrace.core.options import SchedulerOptions\n"
+        "from headrace.core.scheduler import Scheduler\n"
         "from headrace.protocol.errors import InvariantError\n"
         "s = Scheduler(SchedulerOptions(num_blocks=2, block_size=2, max_num_seqs=1, max_num_batched_tokens=2, "
         "max_model_len=4))\n"

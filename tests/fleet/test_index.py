@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from headrace.core.options import SchedulerOptions
 from headrace.core.reports import KEY_BYTES, KeyReports
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.fleet.index import PrefixIndex, prefix_keys, root_key
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import CacheKeys, Request, StepResult

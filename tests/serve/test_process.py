@@ -98,6 +98,7 @@ def test_K13_the_log_tells_what_is_true_in_its_order(tmp_path: Path, on_terminal
         rf"{row}model{colon}fake, with a context of 2,048 tokens",
         rf"{row}weights{colon}none; computed in none by the backend simulated on cpu",
         rf"{row}KV cache size{colon}16,384 tokens in none; maximum concurrency .* request: 8\.00x",
+        rf"{row}scheduling{colon}fcfs: as the engine was started",
         rf"{row}answers end with{colon}(no token|token \d.*)",
         rf"{row}temperature{colon}1 on OpenAI's routes.*--temp sets it for all",
         rf"{row}APIs{colon}OpenAI, Anthropic, Ollama, llama-server; \d+ routes, listed at {server.url}/docs",

@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.engine.child import main
 from headrace.engine.core import EngineCore
 from headrace.insight.simulated import HIDDEN_SIZE, Behaviour, Oracle, SimulatedExecutor
@@ -34,7 +35,7 @@ def build(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len or 2048,
             enable_prefix_caching=config.enable_prefix_caching,
-            policy=config.scheduling_policy,  # type: ignore[arg-type]
+            policy=config.policy,
             eos_token_ids=[EOS],
             cache_key=b"test",
         )
@@ -50,7 +51,7 @@ def build(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
-        scheduling_policy=config.scheduling_policy,
+        scheduling_policy=config.policy,
         dtype="none",
         backend="simulated",
         device="cpu",

@@ -94,6 +94,9 @@ def engine(
     if the engine did not start, or not again, 2 for a flag or a value at fault.
     """
     config = build(EngineConfig, fields | {"model": model, "rendezvous": rendezvous_of(fields)})
+    if config.scheduling_policy == "auto":
+        # The front alone knows the holders of keys. With one of them, fair is the order of arrival.
+        config = msgspec.structs.replace(config, scheduling_policy="fair")
     host, port = address_of("listen", listen)
     credentials = credentials_of(build(FleetFlags, fields), is_server=True)
     from headrace import hub

@@ -83,7 +83,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_num_batched_tokens": "Tokens computed in one step: the budget that chunks long prompts.",
         "enable_chunked_prefill": "Cut long prompts to the token budget of a step, so that they delay no others.",
         "long_prefill_token_threshold": "Most tokens of one prompt in one step; 0: only the budget limits them.",
-        "scheduling_policy": f"Order of waiting requests: {', '.join(POLICIES)}; fair gives each API key its share.",
+        "scheduling_policy": f"Order of requests: {', '.join(POLICIES)}. fair gives each holder of keys an equal share "
+        "of what runs; auto is fair where keys have several holders, else fcfs.",
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
         "record_schedule": "File to write the scheduler's decisions to, for headrace replay. It holds the token ids of "
         "prompts and answers, so keep it private. The four files before it are kept as FILE.1 to FILE.4.",
@@ -149,7 +150,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_restarts": "Restarts of the engine in ten minutes before the server gives up.",
         "watchdog_timeout": "Seconds without a step or processor time after which an engine with open requests "
         "is killed and restarted; ten times that if it computes. 0 turns it off.",
-        "max_request_timeout": "Most seconds that a request may take in all, whatever its own timeout; 0 for no bound.",
+        "max_request_timeout": "Most seconds that a request may take in all, whatever its own timeout; 0: no bound.",
         "max_connections_per_peer": "Most open connections of one address (of an IPv6 network of 64 bits); by default "
         "half of all. Behind a proxy, all come from its address: set as many as the proxy may open.",
         "overload_config": "Bounds near which the server refuses calls, as a JSON object: memory_bytes of its process "

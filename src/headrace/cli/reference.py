@@ -22,7 +22,7 @@ from headrace.migration.ollama import OLLAMA_VARIABLES
 from headrace.migration.settings import LLAMA_SERVER, VLLM, Setting
 from headrace.migration.vllm import VLLM_SETTINGS
 from headrace.protocol.beam import BeamSearchParams
-from headrace.protocol.bounds import BOUNDS, Bound
+from headrace.protocol.bounds import BOUNDS, MAX_REPLY_LOGPROBS, Bound
 from headrace.protocol.parameters import APIS, MAX_INT, MAX_INT32, PARAMETERS, Parameter
 from headrace.protocol.params import SamplingParams, Watermark
 from headrace.protocol.step import Request
@@ -103,7 +103,7 @@ def fields_of(struct: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldIn
     return {field.name: field for field in msgspec.structs.fields(struct)}
 
 
-LIMITS_HEAD = """# Limits
+LIMITS_HEAD = f"""# Limits
 
 Every number and size that a request can carry, by which the server and the engine check it. A value outside its range
 is refused with HTTP 400, naming field, value and range. Written by `make docs`; a test fails when this page is stale.
@@ -121,6 +121,8 @@ The fields of `SamplingParams`, from `headrace/protocol/parameters.py`, and thei
 - A length of 0 (`max_tokens`, `max_completion_tokens`, `max_output_tokens`, `n_predict`) computes the prompt alone, to
   fill the cache or, with `echo`, to score a text. The answer is empty, and a limit has ended it. The engine ends it
   with one token, which no reply shows or counts, but for which the context must have room.
+- Where `logprobs` or `prompt_logprobs` is above 20 or -1 (`--max-logprobs` allows it), all answers of a call have at
+  most {MAX_REPLY_LOGPROBS:,} of them together: the reply, of about 75 bytes for each, is held in memory.
 - The form of an answer is `output_config` for Anthropic, `format` for Ollama, `grammar` or `json_schema` for
   llama-server.
 """

@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from headrace.core.blocks import CACHED, TAKEN
-from headrace.core.scheduler import MAX_PREEMPTIONS, Scheduler
+from headrace.core.scheduler import Scheduler
+from headrace.core.shares import MAX_PREEMPTIONS
 from headrace.protocol.step import Request, ScheduledBatch, StepOutput, StepResult
 
 RESET = 6

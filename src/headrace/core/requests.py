@@ -17,6 +17,7 @@ from headrace.core.kinds import num_beam_blocks
 from headrace.core.prefix import PrefixCache
 from headrace.core.sequence import NEVER, Sequence
 from headrace.protocol.beam import check_combination
+from headrace.protocol.bounds import MAX_REPLY_LOGPROBS, MAX_USUAL_LOGPROBS
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Finish, Request
@@ -117,6 +118,22 @@ def verify_model(request: Request, info: EngineInfo) -> None:
             raise RequestError("beam_width", request.beam.beam_width, bound)
     if params.seed is None or params.max_tokens is None:
         raise RequestError("params", "seed or max_tokens unset", "complete when it reaches the engine")
+
+
+def verify_size(requests: Iterable[Request], vocab_size: int) -> None:
+    """Check the log-probabilities of a call's answers, if there are more of a token than APIs have: a reply holds them
+    all. Raises `RequestError`."""
+    for field in ("prompt_logprobs", "logprobs"):
+        num = count = 0
+        for request in requests:
+            width = getattr(request.params, field) or 0
+            if not 0 <= width <= MAX_USUAL_LOGPROBS:
+                count = width
+                length = request.params.max_tokens if field == "logprobs" else len(request.prompt_token_ids)
+                num += (length or 0) * (vocab_size if width < 0 else width)
+        if num > MAX_REPLY_LOGPROBS:
+            bound = f"such that a call has at most {MAX_REPLY_LOGPROBS} of them in all, and not {num}"
+            raise RequestError(field, count, bound)
 
 
 def max_len_of(request: Request, max_model_len: int) -> int:

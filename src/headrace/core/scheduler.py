@@ -8,58 +8,25 @@ phase: a sequence has a gap between its known and its computed tokens, and steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 from operator import le
-from typing import NamedTuple
 
 from headrace.core import invariants
 from headrace.core.beams.searches import Row, Searches
 from headrace.core.drafting import Drafts
 from headrace.core.kinds import fit_windows, make_kinds
 from headrace.core.notes import Notes
+from headrace.core.options import SchedulerOptions
 from headrace.core.prefix import PrefixCache
 from headrace.core.queue import ORDER, Ranks, WaitingQueue
 from headrace.core.requests import STOP, append_known, finish_of, make_sequence, verify_fit, verify_numbers
 from headrace.core.sequence import NEVER, Sequence, Status
+from headrace.core.shares import MAX_PREEMPTIONS, Shares
 from headrace.core.steps import Flight, computed_rows, make_batch, output_of, stats_of
 from headrace.core.tables import BlockTables, Prefix
 from headrace.protocol.errors import HeadraceError, RequestError
-from headrace.protocol.kinds import CacheKind
-from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import BeamResult, Finish, Request, ScheduledBatch, Stats, StepOutput, StepResult
-
-MAX_PREEMPTIONS = 2
-
-
-class SchedulerOptions(NamedTuple):
-    """The cache has `num_blocks` blocks of `block_size` slots; the pools of further kinds of cache have `more_blocks`.
-
-    A step computes at most `max_num_batched_tokens` tokens of at most `max_num_seqs` sequences, and no more than
-    `long_prefill_token_threshold` of one (0: no limit). `max_model_len` is lowered to what the pools can hold. With
-    `enable_chunked_prefill` off, a sequence starts only if its whole gap fits the step. `policy` orders by arrival
-    ("fcfs"), by priority, or by tenants' shares ("fair"), then arrival; a sequence that was overtaken `max_overtaking`
-    times goes before all others. `speculates`: the executor returns draft tokens. `runs_ahead` returns whether the
-    executor can go on after a token that it draws with these parameters before that is known here; None: never.
-    """
-
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    kinds: tuple[CacheKind, ...] = (CacheKind(),)
-    more_blocks: tuple[int, ...] = ()
-    eos_token_ids: Iterable[int] = ()
-    policy: str = "fcfs"
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    max_overtaking: int = 32
-    cache_key: bytes = b""
-    cache_fingerprint: bytes = b""
-    speculates: bool = False
-    runs_ahead: Callable[[SamplingParams], bool] | None = None
 
 
 class Scheduler:
@@ -87,6 +54,8 @@ class Scheduler:
         self.tables = BlockTables(parts, self.cache, options.enable_prefix_caching, max_chunk)
         self._next_id = count(1).__next__
         self.searches = Searches(self.tables, self.running, self.eos_token_ids, self._next_id)
+        numbers = self.max_num_seqs, options.vocab_size, options.policy == "fair"
+        self.shares = Shares(self.tables, self.searches, self.waiting, *numbers)
         self.steps = Flight([kind.pool for kind in parts])
         self._runs_ahead = options.runs_ahead
         # Whether a sequence lacked blocks while a step was in flight, during which none is preempted.
@@ -122,6 +91,7 @@ class Scheduler:
         if request.beam is not None:
             self.searches.begin(request.beam, seq)
         self.sequences[seq.request_id] = seq
+        self.shares.holders[request.tenant] += 1
         self.num_added += 1
         finish = finish_of(seq, self.eos_token_ids) if request.resume_token_ids else None
         if finish:
@@ -190,6 +160,7 @@ class Scheduler:
 
     def _choose(self) -> tuple[list[Sequence], list[tuple[Sequence, int]], int]:
         """Return the sequences that compute one token, others with the number of theirs, and the room for drafts."""
+        claims = self._make_room() if self.shares.are_equal else []
         size, running, num_running, has_state = self.block_size, self.running, len(self.running), self.tables.has_state
         self._num_older_pins = [len(pool.pins) for pool in self.steps.pools]
         ready = [s for s in running if s.gap == 1]
@@ -206,8 +177,10 @@ class Scheduler:
             self.searches.promise(promised)
 
         budget = self.max_num_batched_tokens - len(ready)
-        num_guesses = self.drafts.reserve(running, budget) if self.drafts.enabled else 0
+        spare = len(wide) + len(claims) if self.shares.are_equal else 0
+        num_guesses = self.drafts.reserve(running, max(0, budget - spare)) if self.drafts.enabled else 0
         budget -= num_guesses
+        self.shares.begin_step([*wide, *claims], budget)
         chunks: list[tuple[Sequence, int]] = []
         for seq in wide:
             if seq.status is not Status.RUNNING:
@@ -215,10 +188,10 @@ class Scheduler:
             length = self._chunk(seq, seq.num_computed + seq.num_ahead, budget)
             if length and self._grow(seq, length):
                 chunks.append((seq, length))
-                budget -= length
+                budget -= self.shares.take(seq, seq.num_computed + seq.num_ahead, length)
             self.tables.promise(promised, seq)
         if len(self.running) == num_running and not self._is_short:
-            self._admit_waiting(chunks, budget, promised)
+            self._admit_waiting(claims, chunks, budget, promised)
         else:
             # Some were preempted, maybe after they had their place in this step; then no waiting one starts either.
             chunks = [(s, n) for s, n in chunks if self.tables.holds(s, s.num_computed + s.num_ahead + n)]
@@ -334,16 +307,27 @@ class Scheduler:
         while not self.tables.grow(seq, length):
             self._is_short = bool(self.steps)
             candidates = [s for s in self.running if s.num_preemptions < MAX_PREEMPTIONS and not self.steps]
+            if self.shares.are_equal and not self.steps:
+                candidates = self.shares.givers(candidates)
             if not candidates:
                 return False
-            self._preempt(max(candidates, key=ORDER), by=seq)
+            victim = max(candidates, key=ORDER)
+            self._preempt(victim, victim.num_preemptions >= MAX_PREEMPTIONS, by=seq)
             if seq.status is not Status.RUNNING:
                 return False
         return True
 
+    def _make_room(self) -> list[Sequence]:
+        """Return the waiting sequences that start first, for their holders' shares. Preempts others for them, unless a
+        step is in flight."""
+        claims = self.shares.claims(self.max_num_batched_tokens)
+        while claims and not self.steps and (victim := self.shares.victim(claims)) is not None:
+            self._preempt(victim, forced=True, by=claims[0])
+        return claims
+
     def _preempt(self, seq: Sequence, forced: bool = False, by: Sequence | None = None) -> None:
-        """Send `seq` back to the queue, with all beams of a search, and release its blocks. A `forced` preemption,
-        which is not `by` another, does not count towards protection."""
+        """Send `seq` back to the queue, with all beams of a search, and release its blocks: for no other, or `by` the
+        need of one. A `forced` preemption does not count towards protection."""
         search = self.searches.get(seq) if seq.is_beam else None
         for member in [seq] if search is None else search.live:
             if member.status is Status.RUNNING:
@@ -364,11 +348,14 @@ class Scheduler:
             gap = min(gap, self.tables.reach(seq, num_computed))
         # A running sequence has computed its prompt; tokens that a grammar forced since must not wait for a wide step.
         if self.enable_chunked_prefill or seq.status is Status.RUNNING:
-            return min(gap, budget, self.chunk_limit)
+            return min(gap, budget, self.chunk_limit, self.shares.most(seq, num_computed))
         return gap if gap <= budget else 0
 
-    def _admit_waiting(self, chunks: list[tuple[Sequence, int]], budget: int, promised: list[int]) -> None:
-        """Start waiting sequences, strictly from the head of the queue: the first that does not fit holds up the rest.
+    def _admit_waiting(
+        self, claims: list[Sequence], chunks: list[tuple[Sequence, int]], budget: int, promised: list[int]
+    ) -> None:
+        """Start waiting sequences: the `claims`, then strictly from the head of the queue. The first that does not fit
+        holds up the rest.
 
         Only a sequence whose prompt a running sibling is computing is passed by. `promised` counts the blocks of each
         kind that running sequences need for their known tokens: a new one must fit into the rest.
@@ -377,25 +364,33 @@ class Scheduler:
         index = 0
         room = self.max_num_seqs - len(self.running) - (self.searches.num_absent() if self.searches.open else 0)
         while index < len(waiting) and budget and room:
-            seq = waiting[index]
-            if self.tables.awaits_sibling(seq):
+            seq = claims[0] if claims else waiting[index]
+            if not claims and self.tables.awaits_sibling(seq):
                 index += 1
+                continue
+            if claims and not self.shares.most(seq, 0):
+                # Others of its holder have used the holder's part of the step.
+                del claims[0]
                 continue
             search = self.searches.get(seq) if seq.is_beam else None
             num_seqs = 1 if search is None else search.width
             demand = promised if search is None else self.searches.with_reserve(promised, search)
-            length = self._admit(seq, budget, demand) if num_seqs <= room else 0
+            length = self._admit(seq, budget, demand) if num_seqs <= room and self.shares.fits(seq) else 0
             if not length:
                 break
             waiting.remove(seq)
             chunks.append((seq, length))
             room -= num_seqs
-            budget -= length
+            budget -= self.shares.take(seq, seq.num_computed, length)
             self.tables.promise(promised, seq)
             if search is not None and search.pending:
                 promised = self.searches.with_reserve(promised, search)
-            if self.ranks.policy != "fcfs" and waiting.count_overtaking(seq, self.tables.awaits_sibling):
+            if claims:
+                del claims[0]
+            elif self.ranks.policy != "fcfs" and waiting.count_overtaking(seq, self.tables.awaits_sibling):
                 index = 0
+        # Nobody is preempted for a claim while a step is in flight.
+        self._is_short = bool(claims and self.steps)
 
     def _admit(self, seq: Sequence, budget: int, promised: list[int]) -> int:
         """Start `seq` with its first blocks. Returns the length of its first chunk, 0 if it has to wait."""
@@ -417,7 +412,8 @@ class Scheduler:
             length = self._start(seq, prefix, budget, promised)
         if not length:
             # Without chunks it may have lacked budget, of which there can be more with no more room.
-            self._refused = (seq if self.enable_chunked_prefill else None), rooms
+            is_final = self.enable_chunked_prefill and self.shares.most(seq, prefix.num)
+            self._refused = (seq if is_final else None), rooms
             return 0
         seq.move(Status.RUNNING)
         self.running.append(seq)
@@ -479,6 +475,7 @@ class Scheduler:
             member.move(Status.FINISHED)
             if self.drafts.enabled:
                 self.drafts.ended.append(member.seq_id)
+        self.shares.leave(seq)
         self.searches.open.pop(seq.request_id, None)
         self.finished[seq.request_id] = finish
 

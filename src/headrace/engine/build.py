@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from headrace import env, hub
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.fingerprint import fingerprint_of
 from headrace.protocol.config import EngineConfig
@@ -71,8 +72,9 @@ def make_scheduler(
             enable_prefix_caching=config.enable_prefix_caching,
             enable_chunked_prefill=config.enable_chunked_prefill,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            policy=config.scheduling_policy,
+            policy=config.policy,
             eos_token_ids=info.eos_token_ids,
+            vocab_size=info.vocab_size,
             speculates=speculates,
             runs_ahead=runs_ahead,
             # A key of this process alone, so that the keys of its cache cannot be computed outside (S-23). A fleet

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.core.requests import verify_size
 from headrace.engine import tenants
 from headrace.engine.admission import Admission
 from headrace.engine.core import EngineCore, verify
@@ -212,6 +213,7 @@ class EngineClient:
 
     def verify(self, requests: Sequence[Request]) -> None:
         """Raise `RequestError` unless the engine can serve each of `requests`. A worker thread may call this."""
+        verify_size(requests, self.info.vocab_size)
         for request in {r.group or r.request_id: r for r in requests}.values():  # a group differs in its seeds only
             verify(request, self.info)
             if request.params.logits_processors and not all(each.link.in_process for each in self.replicas):

@@ -1,4 +1,5 @@
-"""`Dispatcher`: the one queue of a fleet. A request leaves it when a replica has room for it.
+"""`Dispatcher`: the one queue of a fleet. A request leaves it when a replica has room for it. Under the policy fair a
+holder's only request leaves it at once: the replica lets it run in its holder's share (`core.shares`).
 
 Requests are in the order of the scheduler's queue, under the same policy: each caller in turn where it is fair, however
 many replicas there are. Pure: replicas are numbers. Called by `fleet.engines.client` and the simulator.
@@ -6,6 +7,7 @@ many replicas there are. Pure: replicas are numbers. Called by `fleet.engines.cl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -32,6 +34,7 @@ class Waiting(Generic[Item]):
     keys: Sequence[bytes]
     num_tokens: int
     width: int
+    holder: str = ""
     num_overtaken: int = 0
 
     @property
@@ -53,6 +56,7 @@ class Dispatcher(Generic[Item]):
         self._ranks = Ranks(policy)
         self._queue: WaitingQueue[Waiting[Item]] = WaitingQueue(MAX_OVERTAKING)
         self._places: dict[Item, Waiting[Item]] = {}
+        self._num_sent: Counter[str] = Counter()
         self._next = count().__next__
 
     def __len__(self) -> int:
@@ -66,7 +70,7 @@ class Dispatcher(Generic[Item]):
         rank = float("-inf") if is_first else self._ranks.rank(request, self._queue.least_rank)
         num_tokens = len(request.prompt_token_ids) + len(request.resume_token_ids)
         width = 1 if request.beam is None else request.beam.beam_width
-        self._places[item] = waiting = Waiting(item, self._next(), rank, keys, num_tokens, width)
+        self._places[item] = waiting = Waiting(item, self._next(), rank, keys, num_tokens, width, request.tenant)
         self._queue.add(waiting)
 
     def remove(self, item: Item) -> None:
@@ -75,11 +79,19 @@ class Dispatcher(Generic[Item]):
         if waiting is not None:
             self._queue.remove(waiting)
 
+    def ended(self, holder: str) -> None:
+        """Note that a request of `holder` has left its replica."""
+        self._num_sent -= Counter([holder])
+
     def dispatch(
         self, is_free: Callable[[int], bool], replicas: Callable[[Item], Collection[int]]
     ) -> Iterator[tuple[Item, Route]]:
         """Yield the requests that go to a replica now; the replica `is_free`. `replicas` returns those that can serve
         an item."""
+        for waiting in self._alone():
+            route = self.router.route(waiting.keys, waiting.num_tokens, replicas(waiting.item), None, waiting.width)
+            if route is not None:
+                yield self._send(waiting), route
         rooms = {index for index in range(len(self.router.loads)) if is_free(index)}
         awaited: list[Route] = []
         at = 0
@@ -94,7 +106,7 @@ class Dispatcher(Generic[Item]):
                     awaited += [route] if route is not None else []
                     at += 1
                     continue
-                self.remove(waiting.item)
+                self._send(waiting)
                 if self._ranks.policy != "fcfs" and self._queue.count_overtaking(waiting, lambda other: False):
                     at = 0
                     while awaited:
@@ -104,3 +116,18 @@ class Dispatcher(Generic[Item]):
         finally:
             for route in awaited:
                 self.router.ended(route)
+
+    def _alone(self) -> list[Waiting[Item]]:
+        """Return, under the policy fair, the first request of each holder that no replica has a request of."""
+        first: dict[str, Waiting[Item]] = {}
+        if self._ranks.policy == "fair":
+            for index in range(len(self._queue)):
+                waiting = self._queue[index]
+                if waiting.holder not in self._num_sent:
+                    first.setdefault(waiting.holder, waiting)
+        return list(first.values())
+
+    def _send(self, waiting: Waiting[Item]) -> Item:
+        self.remove(waiting.item)
+        self._num_sent[waiting.holder] += 1
+        return waiting.item

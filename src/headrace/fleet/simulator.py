@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from headrace.core.options import SchedulerOptions
 from headrace.core.reports import KeyReports
 from headrace.core.requests import verify_fit
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.fleet.dispatch import Dispatcher, has_room
 from headrace.fleet.index import prefix_keys, root_key
 from headrace.fleet.router import Route, Router

@@ -16,6 +16,10 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import MAX_INT, MAX_INT32, PARAMETERS
 
 T = TypeVar("T", bound=msgspec.Struct)
+MAX_USUAL_LOGPROBS = 20
+"""Log-probabilities of a token that any answer may have: the default of --max-logprobs."""
+MAX_REPLY_LOGPROBS = 2**22
+"""Log-probabilities of all answers of a call, where a token has more of them."""
 
 
 class Bound(NamedTuple):

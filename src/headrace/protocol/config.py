@@ -25,7 +25,7 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "f
 ACTIVATIONS = ("auto", "int8", "16bit", "fp8")
 KV_ALIASES = {"fp8": "fp8_e4m3"}
 MAX_REPLICAS = 64
-POLICIES = ("fcfs", "priority", "fair")
+POLICIES = ("auto", "fcfs", "priority", "fair")
 MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""
 QUANTIZATIONS = (
@@ -93,7 +93,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    scheduling_policy: str = "fcfs"
+    scheduling_policy: str = "auto"
     max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     num_threads: int = 0
@@ -161,6 +161,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise RequestError("distributed_interface", name, bound)
 
     @property
+    def policy(self) -> str:
+        """The scheduling policy. A server has replaced auto by now."""
+        return "fcfs" if self.scheduling_policy == "auto" else self.scheduling_policy
+
+    @property
     def ranks(self) -> tuple[str, int]:
         """The field that says how the model is shared out, and the number of its ranks."""
         field = "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
@@ -202,7 +207,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     router: str = "prefix"
     max_restarts: int = 5
     watchdog_timeout: float = 60.0
-    max_request_timeout: float = 0.0
+    max_request_timeout: float = 3600.0
     max_connections_per_peer: int | None = None
     overload_config: dict[str, Any] | None = None
     shutdown_delay: float = 5.0

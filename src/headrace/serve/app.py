@@ -77,7 +77,7 @@ def create_app(
     """
     parts = parts or ModelParts()
     engine = parts.engine
-    ring = _ring_of(server)
+    ring = _open_ring(server)
     if server.any_model_name is None:
         server = msgspec.structs.replace(server, any_model_name=not ring and folder is None)
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
@@ -93,11 +93,12 @@ def create_app(
     shedding = Shedding(server.overload_config)
     concurrency = server.max_batch_concurrency
     storage = Storage(models, server.storage_dir, max_bytes, shares, concurrency, shedding.overload)
-    policy = None if engine is None else engine.scheduling_policy
+    policy = None if engine is None else engine.policy
     idle = None
     if server.sleep_idle_seconds >= 0:
         idle = IdleSleep(models, server.sleep_idle_seconds, lambda: client is not None and client.is_alive)
     lifespan = Lifespan(models, server.log_stats_interval, storage, policy, idle, shedding)
+    lifespan.why = parts.why
     app = Starlette(lifespan=lifespan.run)
     # A redirect would go to the host in the client's header, without the proxy's scheme.
     app.router.redirect_slashes = False
@@ -163,10 +164,10 @@ def create_app(
     return app
 
 
-def _ring_of(server: ServerConfig) -> KeyRing:
+def _open_ring(server: ServerConfig) -> KeyRing:
     """Return the server's keys. If there are none and one is to be made, make it, and show it in the log: nowhere else,
     and only now."""
-    ring = KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+    ring = ring_of(server)
     if not ring and server.generate_api_key:
         key = secrets.token_hex(16)
         # At the level of the log, so that it is shown at each.
@@ -318,10 +319,25 @@ def make_app(
     Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
     """
     folder = None if server.models_dir is None else ModelFolder(server.models_dir)
+    engine, why = with_policy(engine, len(ring_of(server).holders))
     if not has_model:
         if server.data_parallel_size != "1":
             bound = "1 without MODEL: models of the folder have an engine each"
             raise RequestError("data_parallel_size", server.data_parallel_size, bound)
-        return create_app(None, server, engine.model, ModelParts(engine=engine), folder)
-    parts = ModelParts.load(engine, server)
+        return create_app(None, server, engine.model, ModelParts(engine=engine, why=why), folder)
+    parts = ModelParts.load(engine, server)._replace(why=why)
     return create_app(make_client(engine, server), server, engine.model, parts, folder)
+
+
+def ring_of(server: ServerConfig) -> KeyRing:
+    """Return all keys of the server. Raises `RequestError` as `KeyRing.of`."""
+    return KeyRing.of(server.api_key or (env.api_key() or "").split(), server.admin_api_key, server.api_key_file)
+
+
+def with_policy(engine: EngineConfig, num_holders: int) -> tuple[EngineConfig, str]:
+    """Return the engine's settings with a policy in place of auto, and why it has that policy."""
+    if engine.scheduling_policy != "auto":
+        return engine, "set by --scheduling-policy"
+    policy = "fair" if num_holders > 1 else "fcfs"
+    why = f"the keys have {num_holders} holders" if num_holders > 1 else "there are no keys of several holders"
+    return msgspec.structs.replace(engine, scheduling_policy=policy), why

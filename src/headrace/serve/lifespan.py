@@ -46,7 +46,7 @@ class Lifespan:
         idle: lets idle models sleep; None: they stay awake.
         shedding: measures the overload.
 
-    Functions in `at_end` are called when the application ends.
+    Functions in `at_end` are called when the application ends. `why` is the reason of the policy, for people.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Lifespan:
         self.at_end: list[Callable[[], None]] = []
         self.url = ""
         self.num_routes = 0
+        self.why = ""
         self._policy = policy
         self._interval = log_stats_interval
 
@@ -179,7 +180,13 @@ class Lifespan:
         info = default.client.info
         served = default.served
         extra = startup.summary(
-            info, default.path, self.url, self.num_routes, served.quality(info), served.defaults.sampling.temperature
+            info,
+            default.path,
+            self.url,
+            self.num_routes,
+            served.quality(info),
+            served.defaults.sampling.temperature,
+            self.why if info.scheduling_policy == self._policy else "as the engine was started",
         )
         logger.info("ready: %s", self.url, extra=extra)
         await default.client.dead.wait()

@@ -54,7 +54,7 @@ class ModelParts(NamedTuple):
     `defaults` are sampling parameters for fields that a request leaves out; `seed` seeds the generator of seeds for
     requests without one, which get them in order of arrival; `audits` are the reports of `insight.audit.find` on the
     weights; `exporter` is an OpenTelemetry `SpanExporter` for the spans of answers. `engine`, the engine's settings,
-    names the model's files; None: there are none.
+    names the model's files; None: there are none. `why`: the reason of its scheduling policy, for people.
     """
 
     tokenizer: Tokenizer | None = None
@@ -64,6 +64,7 @@ class ModelParts(NamedTuple):
     audits: Sequence[dict[str, Any]] = ()
     exporter: Any = None
     engine: EngineConfig | None = None
+    why: str = ""
 
     @classmethod
     def load(cls, engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None) -> ModelParts:

@@ -31,12 +31,13 @@ def summary(
     num_routes: int,
     measured: Mapping[str, Any] | None = None,
     temperature: float | None = None,
+    why_policy: str = "",
 ) -> Mapping[str, Any]:
     """Return the `extra` of a record of the log: `rows` for people, and the same as `fields` for programs.
 
     `path` is the model's directory or GGUF file, None for a model without files; `url` is the server's address;
     `measured` is the measured quality of a form that the weights were quantised to; `temperature` is the advice of the
-    model's files, or a flag's."""
+    model's files, or a flag's; `why_policy` is the reason of the scheduling policy."""
     form, num_bytes = (info.dtype, 0) if path is None else (stored_form(path, info), num_weight_bytes(path))
     num_tokens, length = info.num_blocks * info.block_size, info.max_model_len
     engine = f"computed in {info.dtype} by the backend {info.backend} on {info.device}"
@@ -48,6 +49,7 @@ def summary(
         else f"{form}{multiplied}; {engine}",
         "KV cache size": f"{num_tokens:,} tokens in {info.kv_cache_dtype or info.dtype}; "
         f"maximum concurrency for {length:,} tokens per request: {num_tokens / length:.2f}x",
+        "scheduling": ": ".join(filter(None, (info.scheduling_policy, why_policy))),
         "answers end with": f"token {', '.join(map(str, info.eos_token_ids))}" if info.eos_token_ids else "no token",
         "temperature": UNADVISED if temperature is None else f"{temperature:g} where a request has none",
         "APIs": f"{', '.join(APIS.values())}; {num_routes} routes, listed at {url}/docs",
@@ -66,6 +68,7 @@ def summary(
         "num_cache_tokens": num_tokens,
         "activations": info.activations,
         "kv_cache_dtype": info.kv_cache_dtype,
+        "scheduling_policy": info.scheduling_policy,
         "eos_token_ids": info.eos_token_ids,
         "apis": list(APIS.values()),
         "num_routes": num_routes,

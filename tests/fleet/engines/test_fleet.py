@@ -221,7 +221,7 @@ def test_an_answer_that_no_replica_can_go_on_with_is_an_error() -> None:
 
 
 def test_a_caller_that_floods_delays_another_by_one_turn() -> None:
-    """Each replica runs two at once. Of the flood six run, and the other caller's request is the next to begin."""
+    """Each replica runs two at once. Of the flood six run, and the other caller's request begins in place of one."""
     fleet = threads([core(max_num_seqs=2, scheduling_policy="fair") for _ in range(3)], router="least-work")
 
     async def work(fleet: Fleet) -> int:
@@ -239,8 +239,8 @@ def test_a_caller_that_floods_delays_another_by_one_turn() -> None:
         flood.close()
         return num_ended
 
-    # The six that ran may end in one step each; none that waited began before it.
-    assert 1 <= run(fleet, work) <= 6
+    # The six that ran may have ended meanwhile; none that waited ended before it.
+    assert run(fleet, work) <= 6
 
 
 @pytest.mark.parametrize("router", ROUTERS)

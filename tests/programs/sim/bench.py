@@ -1,6 +1,7 @@
 """`Bench`: a scheduler over the oracle runner, driven step by step by tests that can be followed by hand."""
 
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.insight.simulated import Behaviour, Oracle, SimulatedExecutor
 from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams

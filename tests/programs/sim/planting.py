@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from tests.programs.sim.simulation import Simulation, Violation
 
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.protocol.errors import InvariantError
 
 NUM_SEEDS, NUM_STEPS = 120, 200

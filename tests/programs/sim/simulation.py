@@ -19,7 +19,8 @@ from tests.programs.sim.plain_beams import plain_beams
 from tests.programs.sim.world import World, draw_draft, draw_params, draw_request, draw_search, draw_world
 
 from headrace.core.invariants import used_by
-from headrace.core.scheduler import Scheduler, SchedulerOptions
+from headrace.core.options import SchedulerOptions
+from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import Status
 from headrace.insight.simulated import Behaviour, Oracle, SimulatedExecutor
 from headrace.protocol.errors import ContextLengthError, RequestError
@@ -161,8 +162,7 @@ class Simulation:
         self._check_more(output, further, forced)
         self._check()
         report.num_steps += 1
-        if len(batch):
-            report.events["step with work"] += 1
+        report.events["step with work"] += len(batch) > 0
         report.events["copy"] += len(batch.copies)
         report.events["block behind a window"] += str([batch.block_tables, batch.more_tables]).count("-1")
         report.events["state written"] += len(batch.state_writes)

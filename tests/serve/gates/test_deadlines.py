@@ -22,6 +22,7 @@ from tests.support.server import HTTP, Live, inproc
 from headrace.engine import context
 from headrace.engine.open_requests import RequestStream
 from headrace.protocol.config import ServerConfig
+from headrace.serve.gates import calls
 from headrace.text.tokenizer import Tokenizer
 
 HEADER = "x-request-timeout"
@@ -269,3 +270,15 @@ def test_R_13_a_timeout_in_a_body_is_for_that_body_alone() -> None:
             assert context.deadline() == 102.0
         assert context.deadline() == 105.0
     assert context.deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "seconds"),
+    [(None, None, 3600), ("9000", None, 3600), ("5", None, 5), (None, 0, None), ("9000", 0, 9000)],
+)
+def test_R_13_a_call_has_an_hour_unless_a_flag_says_otherwise(
+    text: str | None, most: float | None, seconds: float | None
+) -> None:
+    bound = ServerConfig().max_request_timeout if most is None else most
+    headers = {} if text is None else {HEADER.lower().encode(): [text.encode()]}
+    assert calls._seconds(headers, bound) == seconds

@@ -65,6 +65,11 @@ class Search:
         first.stop_at = self.num_common if self.pending else NEVER
         return first
 
+    @property
+    def num_absent(self) -> int:
+        """The number of beams that may still join those that run."""
+        return self.width - len(self.live) + len(self.pending)
+
     def blocks(self) -> tuple[int, int]:
         """Return the number of blocks that the beams hold, and the number that they would hold without sharing."""
         tables = [seq.block_table for seq in self.live]
@@ -123,7 +128,7 @@ class Searches:
 
     def num_absent(self) -> int:
         """Return the number of beams that running searches may still add to the running sequences."""
-        return sum(search.width - len(search.live) + len(search.pending) for search in self._running())
+        return sum(search.num_absent for search in self.at_work())
 
     def with_reserve(self, promised: list[int], search: Search) -> list[int]:
         """Return `promised` with the blocks of each kind that the beams of `search` need in addition to the first."""
@@ -131,20 +136,20 @@ class Searches:
 
     def promise(self, promised: list[int]) -> None:
         """Add to `promised` the blocks that running searches need for their pending beams."""
-        for search in self._running():
+        for search in self.at_work():
             if search.pending:
                 promised[:] = self.with_reserve(promised, search)
 
     def num_requests(self) -> int:
         """Return the number of running requests: the beams of a search count as one."""
-        return len(self.running) - sum(len(search.live) - len(search.pending) - 1 for search in self._running())
+        return len(self.running) - sum(len(search.live) - len(search.pending) - 1 for search in self.at_work())
 
     def blocks(self) -> tuple[int, int]:
         """Return the number of blocks that all beams hold, and the number that they would hold without sharing."""
-        counts = [search.blocks() for search in self._running()]
+        counts = [search.blocks() for search in self.at_work()]
         return sum(num_blocks for num_blocks, _ in counts), sum(unshared for _, unshared in counts)
 
-    def _running(self) -> list[Search]:
+    def at_work(self) -> list[Search]:
         return [search for search in self.open.values() if search.live[0].status is Status.RUNNING]
 
     # -- the end of a step ---------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def _build_runner(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
         hidden_size=model.hidden_size,
-        scheduling_policy=config.scheduling_policy,
+        scheduling_policy=config.policy,
         dtype=backend.dtype,
         kv_cache_dtype=kv_dtype,
         quantization=form_name(config, model_config, backend.schemes),

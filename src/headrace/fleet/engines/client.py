@@ -427,6 +427,7 @@ class Fleet(EngineClient):
         route = self._routes.pop(entry.request.request_id, None)
         if route is not None:
             self.router.ended(route)
+            self._waiting.ended(entry.request.tenant)
 
     def _forget(self, request_id: str, is_aborted: bool = False) -> OpenRequest | None:
         entry = super()._forget(request_id, is_aborted)

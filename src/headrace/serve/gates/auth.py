@@ -123,11 +123,15 @@ class KeyRing:
             raise RequestError("api_key", HIDDEN, "another for each holder: one of them is given twice")
         return cls(keys, limits, storage)
 
+    @property
+    def holders(self) -> set[str]:
+        """The names of all who may use the models."""
+        return {key.name for key in self.keys if key.classes & {"infer", "admin"}}
+
     def storage_shares(self, whole: int) -> dict[str, int]:
         """Return the bytes that each holder may store, by name: the holder's bound, or an equal share of the rest of
         `whole` after all bounds. Raises `RequestError` if there is no rest."""
-        names = {key.name for key in self.keys if key.classes & {"infer", "admin"}}
-        sharing = names - self.storage.keys()
+        sharing = self.holders - self.storage.keys()
         rest = whole - sum(self.storage.values())
         if rest < len(sharing) or rest < 0:
             bound = f"at least {whole - rest + len(sharing)}: what single keys may store, and some for each other key"
