@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from headrace.text.stops import StopFinder
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer_bytes import TokenizerFile, byte_letters
 from headrace.text.tokenizer_library import Coder, Lexicon
+from headrace.text.tokenizer_plain import MAX_GROWTH, MAX_LITERAL, MAX_STEPS, replacing
 from headrace.text.tokenizer_sides import ROLES
 
 
@@ -183,6 +185,11 @@ class Tokenizer:
         """Return the text of a token that was added to the vocabulary (as special tokens are), else None."""
         return self._added.get(token_id)
 
+    def close(self) -> None:
+        """End its process, if it has one."""
+        if self.process is not None:
+            self.process.close()
+
     def to_json(self) -> str:
         """Return the tokenizer in the format of tokenizer.json, without roles and templates."""
         return self._coder.to_json()
@@ -325,6 +332,15 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
     known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "ByteLevel", "WordPiece"}
     if not known.issuperset(kinds) or any(s["type"] == "Replace" and "String" not in s["pattern"] for s in steps):
         raise CheckpointError(f"tokenizer.json: a decoder of {', '.join(kinds)} is not supported")
+    # A token takes at most `MAX_GROWTH` times its bytes, whatever the decoder does (S-10).
+    factors = [replacing(step) for step in steps if step["type"] == "Replace"]
+    growth = math.prod(factor or MAX_GROWTH + 1 for factor in factors)
+    starts = [step["start"] for step in steps if step["type"] == "Strip"]
+    if growth > MAX_GROWTH or len(steps) > MAX_STEPS or max(starts, default=0) > MAX_LITERAL:
+        raise CheckpointError(
+            f"tokenizer.json: a decoder of {len(steps)} steps that makes a token more than {MAX_GROWTH} times as long, "
+            f"has more than {MAX_STEPS} steps, or removes more than {MAX_LITERAL} letters is not supported"
+        )
     letters = {letter: byte for byte, letter in enumerate(byte_letters())}
 
     def bytes_of(token: str, first: bool, added: bool) -> bytes:

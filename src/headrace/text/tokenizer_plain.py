@@ -30,26 +30,25 @@ _LINE_ENDS = str.maketrans({"\r": r"\r", "\n": r"\n"})
 
 _TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BEFORE, _SUFFIX = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT4 = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+"
 _OF_FILES = (
-    # GPT-2, and the digits of StarCoder, Falcon and DeepSeek.
+    # GPT-2, and the digits of StarCoder and Falcon.
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"\d",
     r"\d{1,3}",
     "[0-9][0-9][0-9]",
-    # GPT-4 (Phi-4, OLMo 2), and as GLM-4 and Llama 3 spell it.
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    # GPT-4 (Phi-4, OLMo 2).
+    _GPT4 + r"\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    _GPT4 + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     # GPT-4o (gpt-oss, Llama 4, Phi-4-mini).
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}?"
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_SUFFIX}?|{_BEFORE}{_UPPER}+{_LOWER}*{_SUFFIX}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _TAIL,
     # Qwen 3.5.
-    _ENDING + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _TAIL,
+    rf"{_SUFFIX}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*" + _TAIL,
     # DeepSeek V3.
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*".replace(
-        r"\"", '"'
-    )
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     + _TAIL,
 )
 _QUADRATIC = frozenset((r"\s+$",))
@@ -71,12 +70,16 @@ def spec_of(library: tokenizers.Tokenizer) -> dict[str, Any]:
     parts = ("normalizer", "pre_tokenizer", "post_processor")
     flags = ("content", "single_word", "lstrip", "rstrip")
     return {
-        **{name: None if (part := getattr(library, name)) is None else json.loads(part.__getstate__()) for name in parts},
+        **{name: _state(getattr(library, name)) for name in parts},
         "model": {"type": type(model).__name__, **{name: getattr(model, name, None) for name in names}},
         "added_tokens": [
             {flag: getattr(token, flag) for flag in flags} for token in library.get_added_tokens_decoder().values()
         ],
     }
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def oddity(spec: Mapping[str, Any], max_token_bytes: int | None) -> str | None:
