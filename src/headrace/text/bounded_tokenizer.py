@@ -61,15 +61,15 @@ Job = Load | Encode | Export
 
 class Loaded(msgspec.Struct):
     """The tokenizer in the files. `refusal`: the reason why it can not be loaded, and `oddity`: the name of the part
-    that is not plain; a plain tokenizer has no further data here. `tokens`: by their ids; `more_ids`: the ids of tokens
-    that are not at their place there."""
+    that is not plain; a plain tokenizer has no further data here. `ids`: by tokens; `spellings`: the tokens by their
+    ids, where they are spelled otherwise."""
 
     refusal: str | None = None
     oddity: str | None = None
     digest: bytes = b""
     lexicon: Lexicon | None = None
-    tokens: list[str | None] = []
-    more_ids: dict[str, int] = {}
+    ids: dict[str, int] = {}
+    spellings: dict[int, str | None] = {}
 
 
 class Encoded(msgspec.Struct):
@@ -87,8 +87,8 @@ class BoundedCoder:
 
     def __init__(self, process: BoundedProcess, loaded: Loaded) -> None:
         self.process = process
-        self._tokens = loaded.tokens
-        self._ids = {token: i for i, token in enumerate(loaded.tokens) if token is not None} | loaded.more_ids
+        self._ids = loaded.ids
+        self._tokens = {i: token for token, i in loaded.ids.items()} | loaded.spellings
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises `RequestError` for a text that takes too much, and `ChildFailedError`."""
@@ -105,7 +105,7 @@ class BoundedCoder:
         return reply.token_ids
 
     def id_to_token(self, token_id: int) -> str | None:
-        return self._tokens[token_id] if token_id < len(self._tokens) else None
+        return self._tokens.get(token_id)
 
     def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import tokenizers
 
 from headrace import gguf
 from headrace.protocol.errors import HeadraceError, NativeCallError, RequestError
@@ -25,7 +26,6 @@ from headrace.text import bounded_tokenizer, tokenizer_library
 from headrace.text.bounded import MAX_FRAME_BYTES, address_space, confine, read_frame, serve, write_frame
 from headrace.text.bounded_tokenizer import Encode, Encoded, Greeting, Job, Load, Loaded
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.tokenizer_library import LibraryCoder
 from headrace.text.tokenizer_plain import oddity, spec_of
 
 MOVED = "the files hold another tokenizer now: restart the server for it"
@@ -70,7 +70,7 @@ def load(path: Path) -> tuple[Loaded, Tokenizer | None]:
         if part is None:
             return Loaded(), tokenizer
         loaded = Loaded(None, part, hashlib.sha256(coder.to_json().encode()).digest(), lexicon)
-        _add_tokens(loaded, coder, lexicon.vocab_size)
+        _add_tokens(loaded, coder.library)
         if (size := len(msgspec.msgpack.encode(loaded))) > MAX_FRAME_BYTES:
             refusal = (
                 f"{path}: the tokenizer has {size} bytes of tokens and templates; at most {MAX_FRAME_BYTES} are read"
@@ -83,10 +83,10 @@ def load(path: Path) -> tuple[Loaded, Tokenizer | None]:
         return Loaded(f"{path}: the tokenizer can not be loaded: {error or type(error).__name__}"), None
 
 
-def _add_tokens(loaded: Loaded, coder: LibraryCoder, vocab_size: int) -> None:
-    loaded.tokens = [coder.id_to_token(token_id) for token_id in range(vocab_size)]
-    vocab = coder.library.get_vocab(with_added_tokens=True)
-    loaded.more_ids = {token: token_id for token, token_id in vocab.items() if loaded.tokens[token_id] != token}
+def _add_tokens(loaded: Loaded, library: tokenizers.Tokenizer) -> None:
+    loaded.ids = library.get_vocab(with_added_tokens=True)
+    tokens = {token_id: token for token, token_id in loaded.ids.items()}
+    loaded.spellings = {i: token for i in tokens if (token := library.id_to_token(i)) != tokens[i]}
 
 
 def encode(tokenizer: Tokenizer, job: Encode) -> Encoded:
