@@ -19,6 +19,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import tokenizer_child
 from tests.support.tokenizers import DATA, MADE, REAL, made_byte_level, made_scored
 from tests.text.test_hostile_tokenizers import TEXTS
 
@@ -29,23 +30,13 @@ from headrace.text.inputs import spellings
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tokenizer_plain import MAX_GROWTH, oddity, spec_of
 
+ROOT = Path(__file__).resolve().parents[2]
 Spec = dict[str, Any]
 Change = Callable[[Spec], object]
 BYTE_LEVEL: Spec = json.loads(made_byte_level().to_json())
 SCORED: Spec = json.loads(made_scored().to_json())
 Q16 = {"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 16}
 GROWING = {"type": "Sequence", "normalizers": [Q16] * 5}
-# The program, with lower bounds, and without plain tokenizers if the environment says so.
-CHILD = """
-import os, sys
-from headrace.text import bounded_tokenizer, tokenizer_sandbox
-bounded_tokenizer.MAX_LOAD_SECONDS = float(os.environ.get("LOAD_SECONDS", 3.0))
-bounded_tokenizer.MAX_LOAD_MEMORY = 400 * 2**20
-bounded_tokenizer.MAX_MEMORY = 200 * 2**20
-if "NOTHING_IS_PLAIN" in os.environ:
-    tokenizer_sandbox.oddity = lambda spec, most: "a test"
-tokenizer_sandbox.main(0.5)
-"""
 
 
 def splitting(regex: str, behavior: str = "Isolated") -> Change:
@@ -76,10 +67,9 @@ def library(spec: Spec, *changes: Change) -> tokenizers.Tokenizer:
 
 
 @pytest.fixture(autouse=True)
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer_child.py").write_text(CHILD)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(bounded_tokenizer, "SANDBOX", "tokenizer_child")
+def child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setattr(bounded_tokenizer, "SANDBOX", tokenizer_child.NAME)
 
 
 @pytest.fixture

@@ -88,7 +88,8 @@ class BoundedCoder:
     def __init__(self, process: BoundedProcess, loaded: Loaded) -> None:
         self.process = process
         self._ids = loaded.ids
-        self._tokens = {i: token for token, i in loaded.ids.items()} | loaded.spellings
+        self._tokens: dict[int, str | None] = {i: token for token, i in loaded.ids.items()}
+        self._tokens |= loaded.spellings
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises `RequestError` for a text that takes too much, and `ChildFailedError`."""
