@@ -29,9 +29,6 @@ from headrace.text.tokenizer_sides import (
     text_of,
 )
 
-# A text of at least so many characters is encoded as a batch of one: only the call for batches releases the
-# interpreter's lock, so that other threads run while a megabyte is tokenised.
-LONG_TEXT = 4096
 MAX_GAPS = 2**20
 """The most unused ids between the ids of tokens; each takes eight bytes."""
 
@@ -78,15 +75,17 @@ class Coder(Protocol):
 
 
 class LibraryCoder:
-    """Turns text into token ids in this process."""
+    """Turns text into token ids in this process. A text of `long_text` characters is encoded as a batch of one: only
+    the call for batches releases the interpreter's lock, so that other threads run while a megabyte is tokenised."""
 
     process: BoundedProcess | None = None
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         self.library = library
+        self.long_text = 4096
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < LONG_TEXT:
+        if len(text) < self.long_text:
             ids: list[int] = self.library.encode(text, add_special_tokens=add_special_tokens).ids
         else:
             [encoding] = self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -86,7 +86,7 @@ def oddity(spec: Mapping[str, Any], max_token_bytes: int | None) -> str | None:
     """Return the name of a part that is not on the lists, or None: the tokenizer is plain. `max_token_bytes`: see
     `Lexicon`; where it is known, the context bounds a text, too."""
     growth = 1
-    for name, kinds in (("normalizer", _NORMALIZERS), ("pre_tokenizer", _PRE_TOKENIZERS)):
+    for name, kinds in (("normalizer", NORMALIZERS), ("pre_tokenizer", SPLITTERS)):
         steps = flat(spec[name])
         if len(steps) > MAX_STEPS:
             return f"a {name} of {len(steps)} steps"
@@ -157,14 +157,14 @@ def _spelled(regex: str) -> str:
 
 
 # By type: the factor by which a step makes a text longer, or None.
-_NORMALIZERS: dict[str, Callable[[Mapping[str, Any]], int | None]] = {
+NORMALIZERS: dict[str, Callable[[Mapping[str, Any]], int | None]] = {
     # Three bytes for one, at most.
     "NFC": lambda step: 3,
     # Before each text between added tokens.
     "Prepend": lambda step: 1 + size if (size := len(step["prepend"].encode())) <= MAX_LITERAL else None,
     "Replace": replacing,
 }
-_PRE_TOKENIZERS: dict[str, Callable[[Mapping[str, Any]], int | None]] = {
+SPLITTERS: dict[str, Callable[[Mapping[str, Any]], int | None]] = {
     # A letter of two bytes for a byte; a space before each piece.
     "ByteLevel": lambda step: 4 if step["add_prefix_space"] else 2,
     "Metaspace": lambda step: 1 + len(step["replacement"].encode()),

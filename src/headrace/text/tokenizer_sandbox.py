@@ -7,11 +7,6 @@ They are loaded and used here, in a process with a bound on both. The first fram
 
 from __future__ import annotations
 
-import os
-
-# The library must start no threads: the process may not.
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
 import hashlib
 import signal
 import sys
@@ -41,7 +36,8 @@ def main(max_cpu_seconds: float) -> None:
     path = Path(greeting.path)
     # A GGUF file is mapped with its weights.
     mapped = sum(file.stat().st_size for file in gguf.files_of(path) if file.is_file()) if path.is_file() else 0
-    confine(address_space() + mapped + bounded_tokenizer.MAX_LOAD_MEMORY)
+    max_memory = address_space() + mapped + bounded_tokenizer.MAX_LOAD_MEMORY
+    confine(max_memory)
     signal.setitimer(signal.ITIMER_PROF, bounded_tokenizer.MAX_LOAD_SECONDS)
     loaded, tokenizer = load(path)
     signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -58,13 +54,15 @@ def main(max_cpu_seconds: float) -> None:
         reply = encode(tokenizer, job) if isinstance(job, Encode) else Encoded(json=tokenizer.to_json())
         return msgspec.msgpack.encode(reply)
 
-    serve(answer, max_cpu_seconds, address_space() + bounded_tokenizer.MAX_MEMORY)
+    serve(answer, max_cpu_seconds, min(max_memory, address_space() + bounded_tokenizer.MAX_MEMORY))
 
 
 def load(path: Path) -> tuple[Loaded, Tokenizer | None]:
     """Load the tokenizer in `path`; None with a refusal."""
     try:
         lexicon, coder = tokenizer_library.load(path)
+        # A batch would need threads, which the process can not start.
+        coder.long_text = sys.maxsize
         tokenizer = Tokenizer(lexicon, coder)
         part = oddity(spec_of(coder.library), lexicon.max_token_bytes)
         if part is None:
