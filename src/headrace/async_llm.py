@@ -20,6 +20,7 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo, Stats
+from headrace.text import bounded_tokenizer
 from headrace.text.beams import BeamSearchOutput, beam_output
 from headrace.text.inputs import Prompt, RequestOptions, new_request_id, seed_source
 from headrace.text.outputs import RequestOutput, request_output
@@ -53,7 +54,7 @@ class AsyncLLM:
         if client is None:
             client = InprocClient(lambda: build_engine(config)) if in_process else ProcessClient(config, ServerConfig())
         if tokenizer is None and not config.skip_tokenizer_init:
-            tokenizer = Tokenizer.load_if_present(
+            tokenizer = bounded_tokenizer.load_if_present(
                 hub.resolve_tokenizer(config.model, config.tokenizer, config.revision)
             )
         self._front = TextClient(client, tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import pytest
 from headrace.engine import fair_worker, tenants
 from headrace.engine.fair_worker import FairWorker
 from headrace.engine.tenants import Tenant, acting_as
-from headrace.protocol.errors import EngineDeadError
+from headrace.protocol.errors import EngineDeadError, RequestError
 from headrace.text import sandbox
 from headrace.text.bounded import BoundedProcess
 
@@ -74,6 +75,48 @@ def test_R_31_who_has_gone_is_not_worked_for(process: BoundedProcess) -> None:
         return done
 
     assert asyncio.run(run()) == [0, 1, 3]
+
+
+def logged_by_loop(process: BoundedProcess) -> list[object]:
+    """What the loop reports after the job of a caller who has gone has failed."""
+
+    async def run() -> list[object]:
+        reports: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
+        worker, free, done = FairWorker(process), threading.Event(), threading.Event()
+
+        def fail() -> None:
+            free.wait(20)
+            done.set()
+            raise RequestError("text", "private words", "another")
+
+        call = asyncio.create_task(worker.run(fail))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        free.set()
+        await until(done.is_set)
+        await worker.run(lambda: None)
+        del call
+        gc.collect()
+        worker.close()
+        return reports
+
+    return asyncio.run(run())
+
+
+def test_S_22_the_error_of_a_caller_who_has_gone_is_not_logged(process: BoundedProcess) -> None:
+    assert logged_by_loop(process) == []
+
+
+def test_S_22_control_an_error_that_is_left_alone_is_logged(
+    process: BoundedProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(worker: FairWorker, work: Callable[[], object]) -> object:
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, work))
+
+    monkeypatch.setattr(FairWorker, "run", run)
+    assert "private words" in str(logged_by_loop(process))
 
 
 def test_R_31_closing_refuses_who_waits(process: BoundedProcess) -> None:

@@ -172,7 +172,7 @@ class Course:
         return "read"
 
     def _tokenizer(self, file: GGUF) -> None:
-        result = guarded(lambda _: Tokenizer(*tokenizer_gguf.read_metadata(file)), Path("fuzzed"))
+        result = guarded(lambda _: Tokenizer.of(*tokenizer_gguf.read_metadata(file)), Path("fuzzed"))
         result.decode(result.encode("a bc"))
 
     def _model(self, file: GGUF, reading: Reading) -> None:

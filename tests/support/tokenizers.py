@@ -43,7 +43,7 @@ SPECIALS = ["<|begin|>", "<|end|>", "<|user|>"]
 def _finish(plain: Plain) -> Tokenizer:
     plain.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     plain.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    return Tokenizer(TokenizerFile(plain), {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}, {})
+    return Tokenizer.of(TokenizerFile(plain), {"bos_token": SPECIALS[0], "eos_token": SPECIALS[1]}, {})
 
 
 @functools.cache

@@ -122,10 +122,10 @@ def vocabulary_source(config: EngineConfig) -> Callable[[int, list[int]], Any] |
 
     def load(width: int, eos_token_ids: list[int]) -> Any:
         from headrace.grammar.vocabulary import Vocabulary
-        from headrace.text.tokenizer import Tokenizer
+        from headrace.text import bounded_tokenizer
 
         path = hub.resolve_tokenizer(config.model, config.tokenizer, config.revision)
-        tokenizer = Tokenizer.load(path)
+        tokenizer = bounded_tokenizer.load(path)
         vocabulary = Vocabulary.of(
             tokenizer.token_bytes, tokenizer.is_special, tokenizer.vocab_size, width, eos_token_ids
         )

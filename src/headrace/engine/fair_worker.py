@@ -3,7 +3,7 @@
 A caller with many jobs delays another by one job (as long as `text.bounded` lets one run). A job whose caller has gone
 leaves the queue; one that runs is left to the process's own bounds. An idle process gets a ping now and then, so that
 one that stands still is replaced before a call needs it, and the probes show it. Knows no jobs. Held by
-`generation.TextClient` for grammars and by `serve.call.service` for templates; used from one event loop.
+`generation.TextClient` for grammars and texts, and by `serve.call.service` for templates; used from one event loop.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FairWorker:
             await self._turn()
         self._is_busy = True
         job = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        job.add_done_callback(self._ended)
+        job.add_done_callback(self._end)
         return await asyncio.shield(job)
 
     def close(self) -> None:
@@ -84,9 +84,9 @@ class FairWorker:
                 self._next()
             raise
 
-    def _ended(self, job: asyncio.Future[Any]) -> None:
+    def _end(self, job: asyncio.Future[Any]) -> None:
         if not job.cancelled():
-            # Seen, though the caller may have left: asyncio would log the error else.
+            # The error of a job whose caller has gone is not logged: it may name the caller's text.
             job.exception()
         self._next()
 

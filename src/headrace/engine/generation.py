@@ -32,6 +32,7 @@ from headrace.text.grammars import GrammarChecker
 from headrace.text.inputs import (
     Prompt,
     RequestOptions,
+    is_text,
     make_requests,
     prompt_ids,
     prompt_size,
@@ -142,6 +143,9 @@ class TextClient:
         self.marks = THINK
         self._grammars: GrammarChecker | None = None
         self.worker: FairWorker | None = None
+        # Encodes text in the tokenizer's process, if it has one.
+        process = None if tokenizer is None else tokenizer.process
+        self.encoder = None if process is None else FairWorker(process)
 
     @property
     def grammars(self) -> GrammarChecker:
@@ -164,9 +168,15 @@ class TextClient:
         return await in_time(worker.run(lambda: grammars.check(params)), "its grammar was built")
 
     def close(self) -> None:
-        """End the work on grammars."""
-        if self.worker is not None:
-            self.worker.close()
+        """End the work on grammars and texts."""
+        for worker in (self.worker, self.encoder):
+            if worker is not None:
+                worker.close()
+
+    async def encoding(self, size: int, work: Callable[[], T]) -> T:
+        """Return `work()`, which encodes text of `size` characters: by the tokenizer's process in the caller's turn, or
+        else as `off_loop` does."""
+        return await (off_loop(size, work) if self.encoder is None else self.encoder.run(work))
 
     def check_room(self, num_prompts: int, params: SamplingParams, beam: BeamSearchParams | None = None) -> None:
         """Raise the errors that `open` would raise now for so many prompts, however short (`RequestError`,
@@ -198,7 +208,8 @@ class TextClient:
         )
         # A call may have hundreds of prompts that are short enough to be done here: others run between two of them.
         await asyncio.sleep(0)
-        return await in_time(off_loop(prompt_size(prompt), work), "its prompt was tokenised")
+        run = self.encoding if is_text(prompt) else off_loop
+        return await in_time(run(prompt_size(prompt), work), "its prompt was tokenised")
 
     async def open(
         self,
@@ -235,10 +246,15 @@ class TextClient:
         else:
             num_answers, num_returned, per_request = params.best_of or params.n, params.n, 1
 
+        complete = params
+        if params.bad_words or params.dry_multiplier > 0.0 or params.thinking_token_budget is not None:
+            # Once: its texts are the same for all prompts.
+            salt = options.cache_salt
+            work = functools.partial(with_token_ids, params, self.tokenizer, self.info.vocab_size, self.marks, salt)
+            complete = await in_time(self.encoding(LARGE_TEXT, work), "its texts were tokenised")
+
         def prepare() -> tuple[list[Request], list[RequestState]]:
             groups = []
-            # Once: its texts are the same for all prompts.
-            complete = with_token_ids(params, self.tokenizer, self.info.vocab_size, self.marks, options.cache_salt)
             for token_ids in prompts:
                 if beam is not None:
                     groups.append([make_search(token_ids, beam, complete, self.info, options)])
@@ -252,8 +268,7 @@ class TextClient:
             ]
             return [request for group in groups for request in group], states
 
-        has_texts = params.bad_words or params.dry_multiplier > 0.0
-        size = LARGE_TEXT if has_texts else num_tokens + REQUEST_SIZE * len(prompts) * num_answers
+        size = num_tokens + REQUEST_SIZE * len(prompts) * num_answers
         requests, states = await in_time(off_loop(size, prepare), "its prompts were checked")
         stream = self.client.submit(requests, arrival, deadline())
         generation = Generation(stream, states, num_answers, self.observer, num_returned, per_request)

@@ -2,7 +2,7 @@
 
 A frozen process sends nothing and computes nothing; one with long work sends nothing either, but computes. The first is
 ended after `timeout` seconds, the second after ten times as many. The class reads no clock and no process:
-`engine.replica` (for the engine) and `text.bounded` (for templates and grammars) call `tick` with the result of
+`engine.replica` (for the engine) and `text.bounded` (for templates, grammars and texts) call `tick` with the result of
 `usage`.
 """
 

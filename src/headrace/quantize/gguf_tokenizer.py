@@ -155,7 +155,7 @@ def _ends(tokenizer: Tokenizer, directory: Path) -> dict[str, Value]:
 
 def _verify(tokenizer: Tokenizer, fields: dict[str, Value]) -> None:
     """Read the metadata back and compare. Raises `CheckpointError` for the first text with other token ids."""
-    back = Tokenizer(*tokenizer_gguf.read_metadata(GGUF(header({"general.architecture": "none"} | fields, []))))
+    back = Tokenizer.of(*tokenizer_gguf.read_metadata(GGUF(header({"general.architecture": "none"} | fields, []))))
     words = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i)]
     texts = [*_SAMPLES, *("".join(words[i : i + 50]) for i in range(0, len(words), 50))]
     special = [token for i in range(tokenizer.vocab_size) if (token := tokenizer.added_token(i)) and len(token) > 1]

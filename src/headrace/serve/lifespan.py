@@ -147,7 +147,7 @@ class Lifespan:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._default is not None:
-                # First, for it ends the calls that wait for templates and grammars.
+                # First, for it ends the calls that wait for templates, grammars and texts.
                 self._default.served.close()
             for close in self.at_end:
                 await asyncio.to_thread(close)

@@ -37,6 +37,7 @@ from headrace.serve.call.call import ModelDefaults
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.service import RENDER_OPTIONS, ServedModel
+from headrace.text import bounded_tokenizer
 from headrace.text.bounded import BoundedProcess
 from headrace.text.inputs import seed_source
 from headrace.text.named_templates import template_of
@@ -156,8 +157,11 @@ class RunningModel:
         if old is None or engine is None:
             return
         path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
-        new = await asyncio.to_thread(Tokenizer.load_if_present, path)
-        if new is None or not await asyncio.to_thread(old.is_same, new):
+        new = await asyncio.to_thread(bounded_tokenizer.load_if_present, path)
+        is_same = new is not None and await asyncio.to_thread(old.is_same, new)
+        if new is not None:
+            await asyncio.to_thread(new.close)
+        if not is_same:
             raise CheckpointError(f"{path} has another tokenizer or chat template now: restart the server for it")
 
     def memory(self) -> int:
@@ -169,7 +173,8 @@ class RunningModel:
     async def close(self, at_once: bool = False) -> None:
         """End its engine, `at_once` in mid-step, and its other processes."""
         # A model that stays loaded renders its templates in a process that other models share.
-        processes = [] if self.served.stays_loaded else [worker.process for worker in self.served.workers]
+        workers = [self.served.front.encoder] if self.served.stays_loaded else self.served.workers
+        processes = [worker.process for worker in workers if worker is not None]
         self.served.close()
         await self.client.close(at_once)
         self._explainers.retire(self.explainer, await asyncio.to_thread(self.explainer.calls.decoded))
@@ -278,7 +283,7 @@ def load_text(engine: EngineConfig, server: ServerConfig, process: BoundedProces
     if engine.skip_tokenizer_init:
         return ModelText()
     path = hub.resolve_tokenizer(engine.model, engine.tokenizer, engine.revision)
-    tokenizer = Tokenizer.load_if_present(path)
+    tokenizer = bounded_tokenizer.load_if_present(path)
     if tokenizer is None:
         logger.warning("the model has no tokenizer: prompts must be token ids")
         return ModelText()

@@ -5,7 +5,8 @@ a bound on processor time for each job and on memory for all. They exchange fram
 (4-byte length, little-endian). A job that exceeds its bounds is the caller's fault. A process that stands still, is
 ended from outside or sends a torn frame is no fault of the caller: a watchdog kills it, and the job is tried once more
 in a new process. Knows no jobs; `templates` and `sandbox` render chat templates with it, `grammars` and
-`grammar_sandbox` build grammars, and `engine.fair_worker` shares it among the server's callers.
+`grammar_sandbox` build grammars, `bounded_tokenizer` and `tokenizer_sandbox` turn text into tokens, and
+`engine.fair_worker` shares it among the server's callers.
 """
 
 from __future__ import annotations
@@ -238,13 +239,24 @@ def write_frame(stream: BinaryIO, body: bytes) -> None:
 def serve(
     answer: Callable[[bytes], bytes], max_cpu_seconds: float, max_memory: int, max_data: int | None = None
 ) -> None:
-    """Answer jobs until stdin ends, without writing files or starting processes from now on. An empty frame is a ping.
-
-    A job that exceeds its processor time ends the process, by SIGPROF's default action. `max_memory`: bytes of address
-    space of the whole process. `max_data`: bytes of its own memory, in which mapped files do not count.
-    """
+    """Answer jobs until stdin ends, under the bounds of `confine`. An empty frame is a ping. A job that exceeds its
+    processor time ends the process."""
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
+    confine(max_memory, max_data)
+    while (body := read_frame(stdin)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)
+        reply = answer(body) if body else b""
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        write_frame(stdout, reply)
+
+
+def confine(max_memory: int, max_data: int | None = None) -> None:
+    """Write no files and start no processes from now on, and let SIGPROF, the timer's signal, end the process.
+
+    `max_memory`: bytes of address space of the whole process; a later call may lower it. `max_data`: bytes of its own
+    memory, in which mapped files do not count.
+    """
     # A stopped process does not notice the end of its input.
     die_with_parent()
     _limit(resource.RLIMIT_AS, max_memory)
@@ -254,11 +266,12 @@ def serve(
         _limit(kind, 0)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while (body := read_frame(stdin)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_seconds)
-        reply = answer(body) if body else b""
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        write_frame(stdout, reply)
+
+
+def address_space() -> int:
+    """Return the bytes of address space that this process has."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 def _limit(kind: int, most: int) -> None:

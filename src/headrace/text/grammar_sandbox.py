@@ -17,7 +17,7 @@ from headrace.grammar.compile import build_matcher, compile_grammar, only_whites
 from headrace.grammar.vocabulary import Vocabulary, make_tokenizer
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
-from headrace.text.bounded import read_frame, serve, write_frame
+from headrace.text.bounded import address_space, read_frame, serve, write_frame
 from headrace.text.grammars import Verdict
 
 MAX_MEMORY = 256 * 2**20
@@ -38,9 +38,7 @@ def main(max_cpu_seconds: float) -> None:
     def answer(body: bytes) -> bytes:
         return msgspec.msgpack.encode(_try(tokenizer, body))
 
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        used = int(statm.read().split()[0]) * resource.getpagesize()
-    serve(answer, max_cpu_seconds, used + MAX_MEMORY)
+    serve(answer, max_cpu_seconds, address_space() + MAX_MEMORY)
 
 
 def _try(tokenizer: llguidance.LLTokenizer, body: bytes) -> Verdict:

@@ -74,6 +74,11 @@ def prompt_size(prompt: Prompt) -> int:
     return len(prompt) if isinstance(prompt, Sequence) else 0
 
 
+def is_text(prompt: Prompt) -> bool:
+    """Return whether a prompt is to be tokenised."""
+    return isinstance(prompt, str) or (isinstance(prompt, dict) and "prompt_token_ids" not in prompt)
+
+
 def prompt_ids(
     prompt: Prompt,
     tokenizer: Tokenizer | None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.protocol.errors import CheckpointError
-from headrace.text.tokenizer import Tokenizer
+from headrace.text import bounded_tokenizer
 
 MAX_SHARE = 100
 """Of so many ids one may stand for another token: reserved tokens get new names from one version to the next."""
@@ -16,8 +16,12 @@ MAX_SHARE = 100
 def check(path: Path, draft_path: Path) -> bool:
     """Raise `CheckpointError` unless the ids of two tokenizers stand for the same tokens, as far as both have them.
     Return False where one of the models has no tokenizer."""
-    draft = Tokenizer.load_if_present(draft_path)
-    target = None if draft is None else Tokenizer.load_if_present(path)
+    draft = bounded_tokenizer.load_if_present(draft_path)
+    target = None if draft is None else bounded_tokenizer.load_if_present(path)
+    for tokenizer in (draft, target):
+        if tokenizer is not None:
+            # Its lexicon is enough.
+            tokenizer.close()
     if target is None or draft is None:
         return False
     shared = [

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.text import bounded_tokenizer
 from headrace.text.templates import ChatTemplate, new_process
 from headrace.text.tokenizer import Tokenizer
 
@@ -56,8 +57,11 @@ def token_ids(path: Path) -> list[int]:
 @functools.lru_cache(8)
 def _token_ids(path: Path, _mark: str, _time: int) -> tuple[int, ...]:
     try:
-        tokenizer = Tokenizer.load_if_present(path)
-        return () if tokenizer is None else tuple(encoded(tokenizer))
+        tokenizer = bounded_tokenizer.load_if_present(path)
+        if tokenizer is None:
+            return ()
+        with closing(tokenizer):
+            return tuple(encoded(tokenizer))
     except HeadraceError as error:
         logger.warning("int8 activations are judged on fixed tokens, as the tokenizer is not read: %s", error)
         return ()

@@ -3,42 +3,29 @@
 Each token stands for bytes, which depend only on whether it is the first token. The text is all these bytes, decoded as
 UTF-8, with U+FFFD for ill-formed ones. So the text of a stream is always a prefix of the result of `decode` for all
 tokens. Finds stop strings. Knows no HTTP, no engine, no tensors; called by the server's routes, `LLM`
-and `AsyncLLM`. `tokenizer_files` and `tokenizer_gguf` read the files of tokenizers.
+and `AsyncLLM`. `tokenizer_library` builds them of their files.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
-import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, processors
-
 from headrace.protocol.errors import CheckpointError, NativeCallError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.text import tokenizer_files, tokenizer_gguf
+from headrace.text import tokenizer_files, tokenizer_library
+from headrace.text.bounded import BoundedProcess
 from headrace.text.stops import StopFinder
 from headrace.text.templates import ChatTemplate
-from headrace.text.tokenizer_bytes import TokenizerFile, byte_letters, side_file
-from headrace.text.tokenizer_sides import (
-    ROLES,
-    add_listed,
-    added_token,
-    chat_templates,
-    listed_as_special,
-    named_tokens,
-    text_of,
-)
-
-# A text of at least so many characters is encoded as a batch of one: only the call for batches releases the
-# interpreter's lock, so that other threads run while a megabyte is tokenised.
-LONG_TEXT = 4096
-MAX_GAPS = 2**20
-"""The most unused ids between the ids of tokens; each takes eight bytes."""
+from headrace.text.tokenizer_bytes import TokenizerFile, byte_letters
+from headrace.text.tokenizer_library import Coder, Lexicon
+from headrace.text.tokenizer_plain import MAX_GROWTH, MAX_LITERAL, MAX_STEPS, replacing
+from headrace.text.tokenizer_sides import ROLES
 
 
 @contextlib.contextmanager
@@ -56,70 +43,42 @@ def native(what: str) -> Iterator[None]:
 class Tokenizer:
     """A model's tokenizer, with the ids of its special tokens and its chat templates.
 
-    `special_tokens` maps bos_token, eos_token, image_token ... to their text, for templates. `chat_templates` has the
-    default
-    template under "default"; some models have a second one, "tool_use".
+    The attributes are those of `Lexicon`. `process`: the bounded process in which `encode` does its work; None: it does
+    it here. All other methods work here, with the lexicon alone.
     """
 
-    def __init__(self, file: TokenizerFile, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
-        """`config` is the contents of tokenizer_config.json, which override the tokenizer's own file."""
-        self._tokenizer = file.tokenizer
-        if hasattr(model := self._tokenizer.model, "_resize_cache"):
-            # All callers would share its cache of words, and one could time another's text by it (S-24). It saves
-            # nothing on plain text.
-            model._resize_cache(0)
-        self.chat_templates = chat_templates
-        self.response_template: Any = config.get("response_template")
-        """The template by which transformers reads the model's answers (see `tools.response_templates`); None: there is
-        none."""
-        texts = {role: text_of(config.get(role)) for role in ROLES}
-        texts["bos_token"] = texts["bos_token"] or file.bos_token
-        texts["eos_token"] = texts["eos_token"] or file.eos_token
-        self.special_tokens: dict[str, str] = {
-            role: text for role, text in {**named_tokens(config), **texts}.items() if text
-        }
-        self._add_tokens(config)
+    def __init__(self, lexicon: Lexicon, coder: Coder) -> None:
+        self._coder = coder
+        self.process: BoundedProcess | None = coder.process
+        self.chat_templates = lexicon.chat_templates
+        self.response_template = lexicon.response_template
+        self.special_tokens = lexicon.special_tokens
+        self.begin_of_chats = lexicon.begin_of_chats
+        self.vocab_size = lexicon.vocab_size
+        self.max_token_bytes = lexicon.max_token_bytes
         self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
             self._role_id(role) for role in ROLES[:4]
         )
-        self.begin_of_chats = ""
-        """Text that goes before a rendered chat which does not begin with it."""
-        self._set_ends(file, config)
-        self._added = {i: token.content for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        self._special |= {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab.values()) + 1
-        if self.vocab_size > len(vocab) + MAX_GAPS:
-            raise CheckpointError(
-                f"a token has the id {self.vocab_size - 1}; {len(vocab)} tokens leave at most {MAX_GAPS} ids unused"
-            )
-        self.max_token_bytes = tokenizer_files.max_token_bytes(self._tokenizer, vocab)
-        """The most bytes of a text that one token stands for; None where the number is not known."""
-        decoder = self._tokenizer.decoder
-        self._bytes_of = _bytes_of(None if decoder is None else json.loads(decoder.__getstate__()))
+        self._added = lexicon.added
+        self._special = lexicon.special
+        self._bytes_of = _bytes_of(lexicon.decoder)
         self._inner: list[bytes | None] = [None] * self.vocab_size
 
     @classmethod
+    def of(cls, file: TokenizerFile, config: dict[str, Any], chat_templates: dict[str, str]) -> Tokenizer:
+        """Return the tokenizer of a file. `config` is the contents of tokenizer_config.json, which override the
+        file's."""
+        return cls(*tokenizer_library.build(file, config, chat_templates))
+
+    @classmethod
     def load(cls, path: Path | str) -> Tokenizer:
-        """Load the tokenizer of a model's directory, or of a file.
+        """Load the tokenizer of a model's directory, or of a file, into this process, whatever it does with text;
+        `bounded_tokenizer.load` is for servers.
 
         Raises `CheckpointError` if there is none, if it is not supported, or if it is larger than 64 MiB (except for a
         GGUF file, of which the tokenizer is only a part).
         """
-        path = Path(path)
-        if path.suffix == ".gguf" and path.is_file():
-            return tokenizer_files.guarded(lambda file: cls(*tokenizer_gguf.read(file)), path)
-        directory = path if path.is_dir() else path.parent
-        file = tokenizer_files.read(path)
-        config = side_file(directory / "tokenizer_config.json")
-        for role, text in side_file(directory / "special_tokens_map.json").items():
-            config.setdefault(role, text)
-        if not file.is_whole:
-            add_listed(config, side_file(directory / "added_tokens.json"))
-        implied = {} if file.chat_template is None else {"default": file.chat_template}
-        return tokenizer_files.guarded(
-            lambda folder: cls(file, config, chat_templates(folder, config) or implied), directory
-        )
+        return cls(*tokenizer_library.load(Path(path)))
 
     @classmethod
     def load_if_present(cls, path: Path | str) -> Tokenizer | None:
@@ -129,7 +88,7 @@ class Tokenizer:
     def is_same(self, other: Tokenizer) -> bool:
         """Return whether another tokenizer and its chat templates give the same results. May take a while."""
         mine, theirs = ((t.special_tokens, t.chat_templates, t.response_template) for t in (self, other))
-        return mine == theirs and bool(self._tokenizer.to_str() == other._tokenizer.to_str())
+        return mine == theirs and self.to_json() == other.to_json()
 
     @property
     def chat_template(self) -> str | None:
@@ -166,7 +125,8 @@ class Tokenizer:
         this vocabulary; and `NativeCallError`.
         """
         try:
-            return self._encode(text, add_special_tokens)
+            with native("the tokenizer"):
+                return self._coder.encode(text, add_special_tokens)
         except (UnicodeEncodeError, TypeError):
             raise RequestError("text", text, "Unicode text without lone surrogates") from None
         except Exception as error:
@@ -174,15 +134,6 @@ class Tokenizer:
             if type(error) is not Exception:
                 raise
             raise RequestError("text", text, f"text that the model has tokens for ({error})") from error
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        with native("the tokenizer"):
-            if len(text) < LONG_TEXT:
-                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-            else:
-                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-                ids = encoding.ids
-            return ids
 
     def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -207,7 +158,7 @@ class Tokenizer:
         if not first and (data := self._inner[token_id]) is not None:
             return data
         with native("the tokenizer"):
-            token = self._tokenizer.id_to_token(token_id)
+            token = self._coder.id_to_token(token_id)
         data = b"" if token is None else self._bytes_of(token, first, token_id in self._added)
         if not first:
             self._inner[token_id] = data
@@ -216,13 +167,11 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None."""
         with native("the tokenizer"):
-            token: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < 2**32 else None
-        return token
+            return self._coder.id_to_token(token_id) if 0 <= token_id < 2**32 else None
 
     def token_to_id(self, token: str) -> int | None:
         with native("the tokenizer"):
-            token_id: int | None = self._tokenizer.token_to_id(token)
-        return token_id
+            return self._coder.token_to_id(token)
 
     def is_special(self, token_id: int) -> bool:
         """Return whether `skip_special_tokens` leaves this token out."""
@@ -236,62 +185,18 @@ class Tokenizer:
         """Return the text of a token that was added to the vocabulary (as special tokens are), else None."""
         return self._added.get(token_id)
 
+    def close(self) -> None:
+        """End its process, if it has one."""
+        if self.process is not None:
+            self.process.close()
+
     def to_json(self) -> str:
         """Return the tokenizer in the format of tokenizer.json, without roles and templates."""
-        text: str = self._tokenizer.to_str()
-        return text
+        return self._coder.to_json()
 
     def _role_id(self, role: str) -> int | None:
         text = self.special_tokens.get(role)
         return None if text is None else self.token_to_id(text)
-
-    def _add_tokens(self, config: dict[str, Any]) -> None:
-        """Add the tokens of tokenizer_config.json that the tokenizer's own file lacks, at the ids of
-        tokenizer_config.json, whose flags count for the others too. Tokens of the vocabulary that have a role are
-        special, as in transformers."""
-        listed = config.get("added_tokens_decoder") or {}
-        if not isinstance(listed, dict):
-            raise CheckpointError("tokenizer_config.json: added_tokens_decoder is not an object")
-        roles = {text: AddedToken(text, special=True) for text in self.special_tokens.values()}
-        present = self._tokenizer.get_added_tokens_decoder()
-        # What the file marks as special stays so.
-        self._special = {token_id for token_id, token in present.items() if token.special}
-        tokens = {int(token_id): added_token(entry) for token_id, entry in listed.items()} or present
-        # Where both name a token for an id, the file's counts.
-        tokens = {i: tokens[i] for i in sorted(tokens) if i not in present or present[i].content == tokens[i].content}
-        for token in tokens.values():
-            token.special = token.special or token.content in roles
-        self._tokenizer.add_tokens(list(tokens.values()))
-        for token_id, token in tokens.items():
-            if self.token_to_id(token.content) != token_id:
-                raise CheckpointError(
-                    f"tokenizer_config.json puts {token.content!r} at {token_id}, "
-                    f"but the tokenizer has it at {self.token_to_id(token.content)}"
-                )
-        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        roles |= listed_as_special(config)
-        in_vocabulary = [text for text in roles if text not in known and self.token_to_id(text) is not None]
-        self._tokenizer.add_tokens([roles[text] for text in in_vocabulary])
-
-    def _set_ends(self, file: TokenizerFile, config: dict[str, Any]) -> None:
-        """Make `encode` add begin and end of text as the tokenizer's file does, or where that file is not whole by
-        tokenizer_config.json (as transformers has it)."""
-        if file.is_whole:
-            return
-        ids = self._tokenizer.encode("", add_special_tokens=True).ids
-        adds_bos = bool(ids and ids[0] == self.bos_token_id) or file.adds_bos
-        adds_eos = len(ids) > 0 and ids[-1] == self.eos_token_id and (len(ids) > 1 or not adds_bos)
-        want_bos = config.get("add_bos_token", adds_bos) and self.bos_token_id is not None
-        want_eos = config.get("add_eos_token", adds_eos) and self.eos_token_id is not None
-        if file.begins_chats and want_bos:
-            self.begin_of_chats = self.special_tokens["bos_token"]
-        if (want_bos, want_eos) == (adds_bos and not file.adds_bos, adds_eos):
-            return
-        begin = [self.special_tokens["bos_token"]] if want_bos else []
-        end = [self.special_tokens["eos_token"]] if want_eos else []
-        self._tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*begin, "$A", *end], special_tokens=[(text, self.token_to_id(text)) for text in {*begin, *end}]
-        )
 
 
 class TextRules(NamedTuple):
@@ -427,6 +332,15 @@ def _bytes_of(spec: dict[str, Any] | None) -> Callable[[str, bool, bool], bytes]
     known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "ByteLevel", "WordPiece"}
     if not known.issuperset(kinds) or any(s["type"] == "Replace" and "String" not in s["pattern"] for s in steps):
         raise CheckpointError(f"tokenizer.json: a decoder of {', '.join(kinds)} is not supported")
+    # A token takes at most `MAX_GROWTH` times its bytes, whatever the decoder does (S-10).
+    factors = [replacing(step) for step in steps if step["type"] == "Replace"]
+    growth = math.prod(factor or MAX_GROWTH + 1 for factor in factors)
+    starts = [step["start"] for step in steps if step["type"] == "Strip"]
+    if growth > MAX_GROWTH or len(steps) > MAX_STEPS or max(starts, default=0) > MAX_LITERAL:
+        raise CheckpointError(
+            f"tokenizer.json: a decoder of {len(steps)} steps that makes a token more than {MAX_GROWTH} times as long, "
+            f"has more than {MAX_STEPS} steps, or removes more than {MAX_LITERAL} letters is not supported"
+        )
     letters = {letter: byte for byte, letter in enumerate(byte_letters())}
 
     def bytes_of(token: str, first: bool, added: bool) -> bytes:

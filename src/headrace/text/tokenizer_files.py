@@ -140,7 +140,7 @@ def max_token_bytes(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -
         None if part is None else json.loads(part.__getstate__())
         for part in (tokenizer.normalizer, tokenizer.pre_tokenizer)
     ]
-    changes, splits = (_flat(step) for step in steps)
+    changes, splits = (flat(step) for step in steps)
     is_byte_level = any(step["type"] == "ByteLevel" for step in splits) and type(tokenizer.model) is models.BPE
     falls_back = getattr(tokenizer.model, "byte_fallback", False)
     all_bytes = byte_letters() if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
@@ -167,12 +167,12 @@ _LOSSLESS = frozenset(("ByteLevel", "Split", "Metaspace", "Digits", "Punctuation
 """Kinds of pre-tokenizers that keep every byte, if their behaviour is not to remove some."""
 
 
-def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+def flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return a normalizer's or pre-tokenizer's steps without their sequences."""
     if step is None:
         return []
     inner = step.get("normalizers", step.get("pretokenizers"))
-    return [step] if inner is None else [each for part in inner for each in _flat(part)]
+    return [step] if inner is None else [each for part in inner for each in flat(part)]
 
 
 def _keeps_length(step: dict[str, Any]) -> bool:

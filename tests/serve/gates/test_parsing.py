@@ -233,7 +233,7 @@ def break_down(live: Live, patch: pytest.MonkeyPatch, place: str, error: Callabl
     if place == "template":
         patch.setattr("headrace.text.templates.ChatTemplate.rendering", Native(None, "x", error).fail)
     else:
-        patch.setattr(tokenizer, "_tokenizer", Native(tokenizer._tokenizer, place, error))
+        patch.setattr(tokenizer, "_coder", Native(tokenizer._coder, place, error))
         patch.setattr(tokenizer, "_inner", [None] * tokenizer.vocab_size)
 
 

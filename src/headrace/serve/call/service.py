@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from headrace.engine import context
 from headrace.engine.fair_worker import FairWorker
-from headrace.engine.generation import Generation, TextClient, in_time, off_loop
+from headrace.engine.generation import Generation, TextClient, in_time
 from headrace.engine.tenants import salted
 from headrace.protocol import bounds
 from headrace.protocol.beam import KEPT
@@ -141,15 +141,18 @@ class ServedModel:
 
     @property
     def workers(self) -> list[FairWorker]:
-        """The workers of the processes that render templates and build grammars, without those that were not needed
-        yet."""
-        return [worker for worker in (self._renderer, self.front.worker) if worker is not None]
+        """The workers of the processes that render templates, build grammars and encode text, without those that were
+        not needed yet."""
+        return [worker for worker in self._by_task.values() if worker is not None]
+
+    @property
+    def _by_task(self) -> dict[str, FairWorker | None]:
+        return {"templates": self._renderer, "grammars": self.front.worker, "tokenizers": self.front.encoder}
 
     @property
     def num_helper_faults(self) -> dict[str, int]:
         """The number of failures of these processes, after which they were started again, by their task."""
-        workers = {"templates": self._renderer, "grammars": self.front.worker}
-        return {name: 0 if worker is None else worker.process.num_faults for name, worker in workers.items()}
+        return {task: 0 if worker is None else worker.process.num_faults for task, worker in self._by_task.items()}
 
     def close(self) -> None:
         """End the work of these processes."""
@@ -302,7 +305,7 @@ class ServedModel:
         bounds.check("text", text, field)
         tokenizer = self.tokenizer
         work = functools.partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await in_time(off_loop(len(text), work), "it was tokenised")
+        return await in_time(self.front.encoding(len(text), work), "it was tokenised")
 
     async def warm_up(self) -> None:
         """Render a first chat, so that the templates' process runs before a request needs it."""

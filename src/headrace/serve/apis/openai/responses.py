@@ -14,7 +14,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -90,6 +90,7 @@ class ResponseAnswer(Readable):
         entry.cuts = self.output.cuts
         self.change = asyncio.Event()
         self.explain: Explain = no_explanations
+        self.encoding: Callable[[int, Callable[[], int]], Awaitable[int]] = off_loop
         self._num_reasoning = 0
         self._logprobs: list[ChatTokenLogprob] = []
         # The readers of the response: the answer itself, and the streams of one in the background.
@@ -175,12 +176,14 @@ class ResponseAnswer(Readable):
         return events
 
     async def _count_reasoning(self) -> None:
-        """Count the tokens of the reasoning, whose text is tokenised again: its cut into pieces must not matter."""
+        """Count the tokens of the reasoning, whose text is tokenised again: its cut into pieces must not matter. There
+        are 0 where the tokenizer takes too long."""
         texts = [item.part.text for item in self.output.items if item.type == "reasoning"]
         tokenizer = self.answer.tokenizer
         if texts and tokenizer is not None:
             count = lambda: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # noqa: E731
-            self._num_reasoning = await off_loop(sum(map(len, texts)), count)
+            with contextlib.suppress(HeadraceError):
+                self._num_reasoning = await self.encoding(sum(map(len, texts)), count)
 
     async def _finish(self) -> list[Event]:
         """Close the response: its status, its usage, its place in the store. Returns the events that close items."""
@@ -276,7 +279,7 @@ class Responses:
         response = response_object(model.name, request, chat, response_id)
         entry = replay.StoredResponse(response=response, input=items, history=history)
         answer = ResponseAnswer(self, request, chat, entry, tools)
-        answer.explain = model.explain
+        answer.explain, answer.encoding = model.explain, model.front.encoding
         if stored:
             try:
                 if not request.background:
