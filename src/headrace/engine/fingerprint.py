@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 
 from headrace import hub
-from headrace.checkpoint.packed import damage_of
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.step import EngineInfo
 
@@ -36,6 +35,9 @@ def fingerprint_of(config: EngineConfig, info: EngineInfo) -> str:
         "drafts": None if spec is None or spec.mode != "rejection" else spec,
     }
     if not config.verify_packed:
+        # It imports numpy, which the server's process does without.
+        from headrace.checkpoint.packed import damage_of
+
         # Loads that compare them take no other bytes than were written.
         facts["damage"] = damage_of(path)
     if config.hf_overrides:
