@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from headrace.cli import conversation
+from headrace.cli.bench.serve import authorization
 from headrace.cli.chat import Local, Remote
 from headrace.cli.conversation import Conversation, Message
 from headrace.protocol.config import EngineConfig
@@ -178,6 +179,14 @@ def test_elsewhere_text_is_written_as_it_comes(capsys: pytest.CaptureFixture[str
         page.write("**bold**\n\n")
         page.write("more")
     assert capsys.readouterr().out == "**bold**\n\nmore\n"
+
+
+def test_of_several_keys_of_the_environment_the_first_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_API_KEY", " first second ")
+    assert authorization(None) == {"Authorization": "Bearer first"}
+    assert authorization("another") == {"Authorization": "Bearer another"}
+    monkeypatch.setenv("HEADRACE_API_KEY", " ")
+    assert authorization(None) == {}
 
 
 @pytest.mark.parametrize(("key", "words"), [(None, "it needs a key"), ("wrong", "its key was not accepted")])

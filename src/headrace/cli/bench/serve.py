@@ -79,9 +79,9 @@ def arrival_times(count: int, request_rate: float, burstiness: float, seed: int)
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """Return the headers that send a key: `api_key`, or else the value of HEADRACE_API_KEY."""
-    key = api_key or env.api_key()
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    """Return the headers that send a key: `api_key`, or else the first in HEADRACE_API_KEY."""
+    keys = [api_key] if api_key else (env.api_key() or "").split()
+    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
 def first_model(base_url: str, headers: dict[str, str], seconds: float = 0.0) -> dict[str, Any]:
