@@ -22,7 +22,6 @@ from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.config import (
     DTYPES,
     KV_DTYPES,
-    POLICIES,
     QUANTIZATIONS,
     WHILE_LOADING,
     EngineConfig,
@@ -30,6 +29,7 @@ from headrace.protocol.config import (
     human_int,
 )
 from headrace.protocol.errors import RequestError
+from headrace.protocol.kinds import POLICIES
 from headrace.protocol.parameters import MAX_INT32, PARAMETERS
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import METHODS, SpeculativeConfig, speculative_config

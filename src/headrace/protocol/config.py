@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
-from headrace.protocol.kinds import ROUTERS
+from headrace.protocol.kinds import POLICIES, ROUTERS
 from headrace.protocol.speculation import SpeculativeConfig, speculative_config
 
 LOG_FORMATS = ("text", "json")
@@ -24,7 +24,6 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "f
 ACTIVATIONS = ("auto", "int8", "16bit", "fp8")
 KV_ALIASES = {"fp8": "fp8_e4m3"}
 MAX_REPLICAS = 64
-POLICIES = ("fcfs", "priority", "fair")
 MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""
 QUANTIZATIONS = (
