@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -57,12 +58,49 @@ SPLITS = tuple(
 )
 
 
+GROWTH = 2**28
+"""Bytes by which one case may raise a worker's peak of resident memory, and a live process its own."""
+NAME = "hostile"
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "aaaa x"}], "max_tokens": 2, "seed": 1}
+MAX_REFUSAL = 8_000
+"""Letters of a refusal, which may quote a short value."""
+PYTHON = re.compile(r"Traceback|File \"|\b[A-Z]\w*(Error|Exception)\b|<class |object at 0x|internal error")
+"""What no client should read."""
+
+
 class Case(NamedTuple):
     """A mutated folder: its `kind`, the file that was changed in it, and how."""
 
     kind: str
     file: str
     how: str
+
+
+# -- the judgement of replies -------------------------------------------------------------------------------------
+
+
+def fault_of(case: Case, status: int, text: str) -> str:
+    """What is wrong with a reply, or nothing."""
+    if status < 400:
+        return "" if is_json(text) else f"{status} with a body that is no JSON: {text[:200]}"
+    if len(text) > MAX_REFUSAL:
+        return f"{status} with {len(text):,} letters: {text[:200]}"
+    # A template's own error is quoted as it is.
+    text = text.partition("; it says: ")[0]
+    if (match := PYTHON.search(text)) is not None:
+        return f"{status} with {match[0]!r}: {text[:300]}"
+    stem = Path(case.file).name.split(".")[0]
+    if not any(word in text for word in (Path(case.file).name, stem, "template", "tokenizer", ": ")):
+        return f"{status} names neither file nor field: {text[:300]}"
+    return ""
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+        return True
+    except ValueError:
+        return False
 
 
 # -- mutations ---------------------------------------------------------------------------------------------------

@@ -19,10 +19,8 @@ import contextlib
 import json
 import logging
 import os
-import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,14 +32,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import httpx
 import psutil
 from bench.tied import tied
-from tests.campaigns import hostile
-from tests.campaigns.hostile import Case
+from tests.campaigns import hostile, hostile_server
+from tests.campaigns.hostile import CHAT, GROWTH, NAME, Case, fault_of
 from tests.support.gated import Server, serving
 from tests.support.server import write_tokenizer
-from tests.support.serving import free_port
 
 from headrace.engine.build import build_engine
 from headrace.engine.library.model_folder import ModelFolder
@@ -52,43 +48,12 @@ from headrace.text.tokenizer import Tokenizer
 
 MEMORY = 3_500_000_000
 """Bytes of address space of a worker, of which torch takes one thousand million."""
-GROWTH = 2**28
-"""Bytes by which one case may raise a worker's peak of resident memory, and a live process its own."""
 CPU_S = 20.0
 """Seconds of processor time of one case, in a worker."""
 STILL_S = 60.0
-PROBE_S = 0.3
 ENOUGH = 1000
-NAME = "hostile"
-CHAT = {"model": NAME, "messages": [{"role": "user", "content": "aaaa x"}], "max_tokens": 2, "seed": 1}
-PYTHON = re.compile(r"Traceback|File \"|\b[A-Z]\w*(Error|Exception)\b|<class |object at 0x|internal error")
-"""What no client should read."""
-LIVE_KINDS = ("tokenizer", "config", "header", "index", "template", "settings", "gguf")
-"""Kinds that a server with the flags of `Live` reads."""
 PLANTS = ("", "key-error", "spin", "memory", "leak")
 """Faults that are planted as a control: each has to be noticed."""
-
-
-def fault_of(case: Case, status: int, text: str) -> str:
-    """What is wrong with a reply, or nothing."""
-    if status < 400:
-        return "" if is_json(text) else f"{status} with a body that is no JSON: {text[:200]}"
-    # A template's own error is quoted as it is.
-    text = text.partition("; it says: ")[0]
-    if (match := PYTHON.search(text)) is not None:
-        return f"{status} with {match[0]!r}: {text[:300]}"
-    stem = Path(case.file).name.split(".")[0]
-    if not any(word in text for word in (Path(case.file).name, stem, "template", "tokenizer", ": ")):
-        return f"{status} names neither file nor field: {text[:300]}"
-    return ""
-
-
-def is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-        return True
-    except ValueError:
-        return False
 
 
 # -- in a worker -----------------------------------------------------------------------------------------------------
@@ -99,11 +64,11 @@ class Faults(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[0] is not None:
-            self.found.append(f"a traceback in the log: {record.exc_info[0].__name__}: {record.exc_info[1]}"[:300])
+            self.lines.append(f"a traceback in the log: {record.exc_info[0].__name__}: {record.exc_info[1]}"[:300])
 
 
 @contextlib.contextmanager
@@ -224,7 +189,7 @@ async def work(base: Path, numbers: range, seed: int, kinds: list[str]) -> None:
                     kind = kinds[number % len(kinds)]
                     print(json.dumps({"begins": number, "kind": kind}), flush=True)
                     target = place / "stored" if kind == "stored" else root / NAME
-                    before, faults.found = peak(), []
+                    before, faults.lines = peak(), []
                     case = hostile.mutate(base, target, kind, seed, number)
                     if kind == "stored":
                         problems = await restored(base, target, tokenizer, root, case)
@@ -233,7 +198,7 @@ async def work(base: Path, numbers: range, seed: int, kinds: list[str]) -> None:
                     if (grown := peak() - before) > GROWTH:
                         problems.append(f"memory grew by {grown:,} bytes")
                     shutil.rmtree(target)
-                    print(json.dumps({"ends": number, "case": case, "problems": problems + faults.found}), flush=True)
+                    print(json.dumps({"ends": number, "case": case, "problems": problems + faults.lines}), flush=True)
         process.close()
 
 
@@ -330,150 +295,6 @@ def through_workers(
     return counts, problems
 
 
-# -- with a server of its own ----------------------------------------------------------------------------------------
-
-
-class Probes(threading.Thread):
-    """Asks a server for /health/live all the time, and notes the longest wait."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(daemon=True)
-        self.url, self.longest, self.num, self.is_over = url, 0.0, 0, threading.Event()
-        self.failures: list[str] = []
-
-    def run(self) -> None:
-        with httpx.Client(timeout=30) as client:
-            while not self.is_over.wait(0.02):
-                begin = time.monotonic()
-                try:
-                    client.get(self.url + "/health/live")
-                except httpx.HTTPError as error:
-                    self.failures.append(f"a probe fails: {type(error).__name__}")
-                    return
-                self.longest, self.num = max(self.longest, time.monotonic() - begin), self.num + 1
-
-
-class Live:
-    """`headrace serve` with the built-in model and an empty models folder."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, port = root, free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [str(Path(sys.executable).parent / "headrace"), "serve", "builtin", "--port", str(port)]
-        command += ["--models-dir", str(root), "--kv-cache-memory-bytes", "32000000", "--num-threads", "1"]
-        command += ["--crash-report-dir", str(root.parent / "reports"), "--shutdown-delay", "0", "--device", "cpu"]
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(tied(command), stdout=self.log, stderr=self.log, env=environment)
-        self.client = httpx.Client(base_url=self.url, timeout=120)
-        end = time.monotonic() + 120
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(httpx.HTTPError):
-                if self.client.get("/health/ready").status_code == 200:
-                    break
-            time.sleep(0.05)
-
-    def answer(self) -> str:
-        """The text of the built-in model, which nothing of this may change."""
-        body = {"model": "builtin", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-        reply = self.client.post("/v1/completions", json=body)
-        return (
-            str(reply.json()["choices"][0]["text"]) if reply.status_code == 200 else f"{reply.status_code} {reply.text}"
-        )
-
-    def memory(self) -> int:
-        """The resident bytes of the largest process."""
-        sizes = [0]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            server = psutil.Process(self.process.pid)
-            for process in [server, *server.children(recursive=True)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    sizes.append(process.memory_info().rss)
-        return max(sizes)
-
-    def lag(self) -> float:
-        """The longest lag of the event loop that its metric has a bucket for, in seconds."""
-        bounds = {}
-        for line in self.client.get("/metrics").text.splitlines():
-            if line.startswith("headrace:event_loop_lag_seconds_bucket") and (
-                match := re.search(r'le="([^"]+)"', line)
-            ):
-                bounds[float(match[1].replace("+Inf", "inf"))] = float(line.rsplit(" ", 1)[1])
-        return next((bound for bound in sorted(bounds) if bounds[bound] == max(bounds.values())), 0.0)
-
-    def ask(self, case: Case) -> list[str]:
-        problems = []
-        for method, path, body in (
-            ("GET", "/v1/models", None), ("GET", "/api/tags", None), ("POST", "/api/show", {"model": NAME}),
-            ("POST", "/v1/chat/completions", CHAT), ("POST", "/tokenize", {"model": NAME, "prompt": "aaaa x"}),
-            ("DELETE", "/api/delete", {"model": NAME}),
-        ):  # fmt: skip
-            try:
-                reply = self.client.request(method, path, json=body)
-            except httpx.HTTPError as error:
-                problems.append(f"{method} {path}: {type(error).__name__}, exit {self.process.poll()}")
-                continue
-            if method != "DELETE" and (fault := fault_of(case, reply.status_code, reply.text)):
-                problems.append(f"{method} {path}: {fault}")
-        return problems
-
-    def end(self) -> list[str]:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            status = self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
-        self.log.seek(0)
-        text = self.log.read().decode("utf-8", "replace")
-        self.log.close()
-        self.client.close()
-        problems = [] if status == 0 else [f"the server ends with status {status}"]
-        at = text.find("Traceback")
-        return problems + ([f"a traceback in the log: {text[at : at + 1500][-700:]}"] if at >= 0 else [])
-
-
-def through_server(base: Path, num: int, seed: int, kinds: list[str]) -> tuple[Counter[str], list[str]]:
-    """Drop `num` cases into the models folder of a server, one after the other."""
-    counts: Counter[str] = Counter()
-    if not num:
-        return counts, []
-    problems = []
-    is_quiet = os.getloadavg()[0] < 0.5 * (os.cpu_count() or 1)
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch) / "models"
-        root.mkdir()
-        live = Live(root)
-        expected, size = live.answer(), live.memory()
-        probes = Probes(live.url)
-        probes.start()
-        for number in range(num):
-            kind = kinds[number % len(kinds)]
-            new = Path(scratch) / "new"
-            case = hostile.mutate(base, new, kind, seed, 10**9 + number)
-            new.rename(root / NAME)
-            label = f"live {kind} {seed}/{number} ({case.file}, {case.how})"
-            before = live.lag()
-            probes.longest = 0.0
-            problems += [f"{label}: {each}" for each in live.ask(case)]
-            # A probe may be late because the machine is busy; then the server's own measure decides.
-            if probes.longest > PROBE_S and (is_quiet or live.lag() > max(PROBE_S, before)):
-                problems.append(f"{label}: a probe took {probes.longest:.2f} s")
-            if (grown := live.memory() - size) > 2 * GROWTH:
-                problems.append(f"{label}: a process grew by {grown:,} bytes")
-            if (text := live.answer()) != expected:
-                problems.append(f"{label}: the other model says {text!r}")
-            shutil.rmtree(root / NAME, ignore_errors=True)
-            counts["live cases"] += 1
-            if live.process.poll() is not None:
-                break
-        probes.is_over.set()
-        probes.join(60)
-        counts["probes"] += probes.num
-        problems += probes.failures + live.end()
-    return counts, problems
-
-
 def run_campaign(size: tuple[int, int], seed: int, kinds: list[str] | None = None, plant: str = "") -> dict[str, Any]:
     """So many cases through workers, and so many through a server of its own."""
     kinds = kinds or list(hostile.KINDS)
@@ -481,7 +302,9 @@ def run_campaign(size: tuple[int, int], seed: int, kinds: list[str] | None = Non
         base = Path(folder)
         hostile.sound(base)
         counts, problems = through_workers(base, size[0], seed, kinds, plant)
-        more, others = through_server(base, size[1], seed, [kind for kind in kinds if kind in LIVE_KINDS])
+        more, others = hostile_server.through_server(
+            base, size[1], seed, [kind for kind in kinds if kind in hostile_server.KINDS]
+        )
     result = {name.replace(" ", "_"): count for name, count in sorted((counts + more).items())}
     problems += others
     by_kind = Counter(each.split()[1 if each.startswith("live") else 0] for each in problems)

@@ -84,7 +84,7 @@ class Walk:
         reply = await self.server.call(f"{method} {path}{query}", body, seconds=600.0)
         after, status = self.server.lifespan.state, reply.status_code
         self.counts[f"status {status}"] += 1
-        wanted = self.table[name].get(before)
+        expected = self.table[name].get(before)
         # The engine is loaded, and has made no token yet.
         is_between = before is State.LOADING and self.server.client.is_started
         if status == 500 and "request_killed_engine" in reply.text and self.counts["kills"] >= 3:
@@ -96,11 +96,11 @@ class Walk:
             is_quiet
             and not is_between
             and before is after
-            and wanted is not None
-            and not wanted[1]
-            and status != wanted[0]
+            and expected is not None
+            and not expected[1]
+            and status != expected[0]
         ):
-            self.problems.append(f"{name}{query} in {before}: {status}, and the table has {wanted[0]}")
+            self.problems.append(f"{name}{query} in {before}: {status}, and the table has {expected[0]}")
 
     def begin(self, name: str, query: str = "", body: Any = None) -> None:
         """Call a route, and go on meanwhile."""

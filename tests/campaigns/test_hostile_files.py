@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.campaigns import hostile, hostile_files
+from tests.campaigns import hostile, hostile_files, hostile_server
 from tests.campaigns.hostile import Case
 
 CASE = Case("config", "config.json", "number")
@@ -45,11 +45,19 @@ def test_a_mutation_can_be_made_again(base: Path, tmp_path: Path) -> None:
         (500, '{"error": "internal error; the server\'s log has more"}', True),
         (400, '{"error": "Traceback (most recent call last) of config.json"}', True),
         (400, "no", True),
+        (400, '{"error": "config.json: ' + "x" * 9_000 + '"}', True),
         (400, '{"error": "messages: the template says; it says: TypeError: no loader"}', False),
     ],
 )
 def test_replies_are_judged_by_their_words(status: int, text: str, is_fault: bool) -> None:
-    assert bool(hostile_files.fault_of(CASE, status, text)) is is_fault
+    assert bool(hostile.fault_of(CASE, status, text)) is is_fault
+
+
+def test_a_late_probe_is_the_servers_fault_on_a_quiet_machine_or_where_its_loop_lags() -> None:
+    assert hostile_server.is_late(0.4, True, 0.01, 0.01)
+    assert hostile_server.is_late(0.4, False, 0.01, 0.5)
+    assert not hostile_server.is_late(0.4, False, 0.5, 0.5)
+    assert not hostile_server.is_late(0.2, True, 0.01, 0.5)
 
 
 def test_hostile_settings_and_entries_are_refused_in_words(base: Path) -> None:

@@ -12,8 +12,8 @@ from tests.support import remote
 from tests.support.server import HTTP, Live
 from tests.support.short_lived import link, lives
 
+from headrace.engine import replica
 from headrace.engine.client import EngineClient
-from headrace.engine.replica import Replica
 from headrace.fleet.engines.client import Fleet
 from headrace.protocol import frames
 from headrace.protocol.config import ServerConfig
@@ -69,11 +69,7 @@ def test_one_that_fails_with_an_error_is_not_started_again(tmp_path: Path) -> No
 def test_control_without_a_second_start_the_first_death_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def launch(self: Replica) -> bool:
-        await self._launch()
-        return True
-
-    monkeypatch.setattr(Replica, "_is_launched", launch)
+    monkeypatch.setattr(replica, "EngineLostError", KeyError)
 
     async def go() -> None:
         with pytest.raises(EngineLostError):
@@ -104,7 +100,7 @@ def test_replicas_are_started_again_each_for_itself(tmp_path: Path) -> None:
         fleet = Fleet([link(file, num) for num, file in enumerate(files)], max_restarts=1)
         await fleet.start()
         assert [lives(file) for file in files] == [1, 2]
-        assert [replica.is_alive for replica in fleet.replicas] == [True, True]
+        assert [each.is_alive for each in fleet.replicas] == [True, True]
         await fleet.close()
 
     asyncio.run(go())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 import socket
 import subprocess
@@ -301,6 +302,17 @@ def test_S_44_only_frames_of_hosts_are_taken() -> None:
         seats.seat_of(b"x")
     with pytest.raises(TransportError):
         seats.seated_of(b"x")
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 0.0])
+def test_S_44_absurd_numbers_of_another_host_are_refused(seconds: float) -> None:
+    with pytest.raises(TransportError, match=r"terms of a welcome: .*timeout"):
+        seats.seated_of(seats.encode(seats.Seated(seconds)))
+    with pytest.raises(TransportError, match=r"seat of a rank: .*weights"):
+        seats.seat_of(seats.encode(seats.Seat(b"x", 1, 2, "w" * 5000)))
+    for num_bytes in (-1, 2**60):
+        with pytest.raises(msgspec.DecodeError, match="weight_bytes"):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(Loaded(num_bytes)), type=Loaded)
 
 
 def test_S_44_a_rank_takes_no_path_from_another_host() -> None:

@@ -36,12 +36,12 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_every_route_that_watches_or_changes_the_server_has_a_row() -> None:
-    wanted = {"POST /v1/completions", "GET /v1/models", "GET /api/ps"}
+    expected = {"POST /v1/completions", "GET /v1/models", "GET /api/ps"}
     for operation in routing.operations(application()):
         is_page = is_public(operation.path) and operation.path != "/health/live"
         if not (is_page or operation.unserved) and class_of(operation.method, operation.path) != "infer":
-            wanted.add(f"{operation.method} {operation.path}")
-    assert {name.replace(":path}", "}") for name in wanted} == set(TABLE)
+            expected.add(f"{operation.method} {operation.path}")
+    assert {name.replace(":path}", "}") for name in expected} == set(TABLE)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -177,7 +177,6 @@ def test_control_an_order_in_a_wrong_state_is_noticed(monkeypatch: pytest.Monkey
 
     async def fall_asleep(self: Sleep) -> None:
         self.state = State.SLEEPING
-        await self._end()
 
     monkeypatch.setattr(Sleep, "fall_asleep", fall_asleep)
     monkeypatch.setattr(walks, "PATIENCE_S", 1.0)

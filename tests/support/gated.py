@@ -74,11 +74,10 @@ class GatedLink:
     def die(self) -> None:
         """End the engine as a SIGKILL does, also one that loads."""
         self.was_killed = True
-        inner, self._inner = self._inner, None
+        # Its thread ends with the link; nothing comes of it any more.
+        self._inner = None
         on_lost, self._on_lost = self._on_lost, None
         self._end.set()
-        if inner is not None:
-            inner._inbox.put(None)
         if on_lost is not None:
             on_lost("killed")
 

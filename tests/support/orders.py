@@ -47,9 +47,9 @@ def rows() -> dict[str, dict[State, tuple[int, bool]]]:
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     for line in lines:
         names, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
-        found = [CELL.fullmatch(cell) for cell in cells]
-        assert all(found), line
-        row = {s: (int(each[1]), bool(each[2])) for s, each in zip(STATES, found, strict=True) if each is not None}
+        matches = [CELL.fullmatch(cell) for cell in cells]
+        assert all(matches), line
+        row = {s: (int(each[1]), bool(each[2])) for s, each in zip(STATES, matches, strict=True) if each is not None}
         for name in re.findall(r"`([^`]+)`", names):
             assert name not in table, name
             table[name] = row

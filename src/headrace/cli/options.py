@@ -22,7 +22,6 @@ from headrace.protocol.bounds import BOUNDS
 from headrace.protocol.config import (
     DTYPES,
     KV_DTYPES,
-    POLICIES,
     QUANTIZATIONS,
     WHILE_LOADING,
     EngineConfig,
@@ -30,6 +29,7 @@ from headrace.protocol.config import (
     human_int,
 )
 from headrace.protocol.errors import RequestError
+from headrace.protocol.kinds import POLICIES
 from headrace.protocol.parameters import MAX_INT32, PARAMETERS
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import METHODS, SpeculativeConfig, speculative_config
@@ -83,7 +83,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_num_batched_tokens": "Tokens computed in one step: the budget that chunks long prompts.",
         "enable_chunked_prefill": "Cut long prompts to the token budget of a step, so that they delay no others.",
         "long_prefill_token_threshold": "Most tokens of one prompt in one step; 0: only the budget limits them.",
-        "scheduling_policy": f"Order of requests: {', '.join(POLICIES)}. fair gives each holder of keys an equal share "
+        "scheduling_policy": f"Order of requests: auto, {', '.join(POLICIES)}. fair gives each holder of keys an equal share "
         "of what runs; auto is fair where keys have several holders, else fcfs.",
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
         "record_schedule": "File to write the scheduler's decisions to, for headrace replay. It holds the token ids of "

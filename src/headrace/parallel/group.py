@@ -18,7 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """From a rank: it has loaded its weights, `weight_bytes` in all."""
 
-    weight_bytes: int
+    weight_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
-from headrace.protocol.kinds import ROUTERS
+from headrace.protocol.kinds import POLICIES, ROUTERS
 from headrace.protocol.speculation import SpeculativeConfig, speculative_config
 
 LOG_FORMATS = ("text", "json")
@@ -25,7 +25,6 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "fp8", "f
 ACTIVATIONS = ("auto", "int8", "16bit", "fp8")
 KV_ALIASES = {"fp8": "fp8_e4m3"}
 MAX_REPLICAS = 64
-POLICIES = ("auto", "fcfs", "priority", "fair")
 MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""
 QUANTIZATIONS = (
@@ -116,7 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(self, 0, "num_threads", "long_prefill_token_threshold")
         if self.num_threads > MAX_NUM_THREADS:
             raise RequestError("num_threads", self.num_threads, f"an integer from 0 to {MAX_NUM_THREADS}")
-        _member("scheduling_policy", self.scheduling_policy, POLICIES)
+        _member("scheduling_policy", self.scheduling_policy, ("auto", *POLICIES))
         if not 0 < self.distributed_timeout < float("inf"):
             raise RequestError("distributed_timeout", self.distributed_timeout, "above 0 seconds")
         _at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_record_bytes")

@@ -19,3 +19,5 @@ class CacheKind(msgspec.Struct, frozen=True):
 
 ROUTERS = ("round-robin", "least-work", "prefix")
 """Ways to choose the replica of a request (`fleet.router`)."""
+POLICIES = ("fcfs", "priority", "fair")
+"""Orders of waiting requests (`core.queue`)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import msgspec
@@ -12,12 +13,13 @@ from tests.engine.test_client import request
 from tests.support import fake
 from tests.support.remote import child, front, listening, until
 
-from headrace.engine.links import InprocLink
+from headrace.engine.links import InprocLink, OnLost, OnMessage
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.remote import facts, wire
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.kinds import CacheKind
 from headrace.protocol.step import EngineInfo
+from headrace.secure.channel import pack
 from headrace.secure.handshake import HandshakeError, is_final
 
 INFO = fake.build(EngineConfig(model="fake")).info
@@ -82,9 +84,14 @@ def test_S_42_a_front_takes_no_engine_with_such_numbers(is_checked: bool, monkey
         monkeypatch.setattr(facts, "check", lambda loaded: None)
 
     async def go() -> str:
-        async with listening(child()) as (port, server):
-            await server.until_loaded()
-            server._info = msgspec.structs.replace(INFO, max_model_len=-1)
+        engine = child()
+        start = engine.start
+
+        async def lie(on_message: OnMessage, on_lost: OnLost) -> EngineInfo:
+            return msgspec.structs.replace(await start(on_message, on_lost), max_model_len=-1)
+
+        engine.start = lie  # type: ignore[method-assign]
+        async with listening(engine) as (port, _):
             link = front(port)
             refusal = ""
             try:
@@ -107,7 +114,7 @@ def test_S_42_a_processor_time_that_is_none_ends_the_connection(seconds: float) 
             await link.start(lambda message: None, lost.append)
             await until(lambda: server.served)
             assert server.served is not None
-            server._send(server.served, wire.Beat((seconds, False)))
+            server.served.send(pack(wire.Sent(time.monotonic(), wire.Beat((seconds, False)))))
             await until(lambda: lost)
             await link.close()
         return lost[0]

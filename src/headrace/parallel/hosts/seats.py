@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
 import msgspec
 
@@ -29,13 +30,13 @@ class Seat(msgspec.Struct, frozen=True):
     host_id: bytes
     rank: int
     world: int
-    weights: str
+    weights: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Seated(msgspec.Struct, frozen=True):
     """From rank 0, the terms of its welcome: the seconds after which it counts a silent rank as lost."""
 
-    timeout: float
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class Unfit(msgspec.Struct, frozen=True, tag="unfit"):
@@ -68,16 +69,16 @@ def seat_of(data: bytes) -> Seat:
     """Decode a seat. Raises `TransportError`."""
     try:
         return _seat.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise TransportError("not the seat of a rank") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransportError(f"not the seat of a rank: {error}") from None
 
 
 def seated_of(data: bytes) -> Seated:
     """Decode the terms of a welcome. Raises `TransportError`."""
     try:
         return _seated.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise TransportError("not the terms of a welcome") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransportError(f"not the terms of a welcome: {error}") from None
 
 
 def note_frame(note: Note) -> bytes:
