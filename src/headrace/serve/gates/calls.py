@@ -252,7 +252,7 @@ class CallGate:
                 preflight = self._headers.check(scope, headers)
                 if preflight is None:
                     call.enter_context(acting_as(self._keys.tenant(scope)))
-                    call.enter_context(within(_seconds(headers, self._most), arrival_time))
+                    call.enter_context(within(time_of_call(headers, self._most), arrival_time))
                 else:
                     reply = preflight
             except HeadraceError as error:
@@ -325,7 +325,7 @@ def context_of(headers: Headers, path: str) -> CallContext:
     return CallContext(ids[0] if ids else str(uuid.uuid4()), bool(ids), path, trace)
 
 
-def _seconds(headers: Headers, most: float) -> float | None:
+def time_of_call(headers: Headers, most: float) -> float | None:
     """Return the seconds that a call may take: the value of its header, at most `most`; None for no bound. Raises
     `RequestError`."""
     values = headers.get(TIMEOUT.encode(), [])
