@@ -47,6 +47,12 @@ class Two(Bench):
         return [name for name in self.output.finished if name[0] == holder]
 
     @property
+    def waiting(self) -> set[str]:
+        """The holders of waiting requests."""
+        queue = self.scheduler.waiting
+        return {queue[index].request_id[0] for index in range(len(queue))}
+
+    @property
     def num_preemptions(self) -> int:
         return self.scheduler.counters.num_preemptions
 
@@ -88,7 +94,7 @@ def test_R_10_two_that_want_all_get_a_half_each_and_disturb_one_another_no_more(
         bench.step()
     assert (len(bench.runs("a")), len(bench.runs("b"))) == (4, 4)
     assert bench.num_preemptions == 4
-    while {seq.request_id[0] for seq in bench.scheduler.waiting._seqs} == {"a", "b"}:
+    while bench.waiting == {"a", "b"}:
         assert {
             len(bench.runs(holder) + ended) for holder, ended in (("a", bench.just("a")), ("b", bench.just("b")))
         } == {4}

@@ -16,10 +16,10 @@ def send(dispatcher: Dispatcher[str], *names: str) -> None:
 
 def go(dispatcher: Dispatcher[str], room: int) -> list[str]:
     """The requests that go to a replica with so much room, in their order."""
-    gone: list[str] = []
-    for item, _ in dispatcher.dispatch(lambda index: len(gone) < room, lambda item: [0]):
-        gone.append(item)
-    return gone
+    items: list[str] = []
+    for item, _ in dispatcher.dispatch(lambda index: len(items) < room, lambda item: [0]):
+        items.append(item)
+    return items
 
 
 def test_R_10_the_only_request_of_a_holder_goes_at_once() -> None:

@@ -281,4 +281,4 @@ def test_R_13_a_call_has_an_hour_unless_a_flag_says_otherwise(
 ) -> None:
     bound = ServerConfig().max_request_timeout if most is None else most
     headers = {} if text is None else {HEADER.lower().encode(): [text.encode()]}
-    assert calls._seconds(headers, bound) == seconds
+    assert calls.time_of_call(headers, bound) == seconds

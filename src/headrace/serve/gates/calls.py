@@ -259,7 +259,7 @@ class CallGate:
                     # First, so that what is refused costs its caller none of its rate.
                     self._life.overload.check(work_of(scope["method"], scope["path"]))
                     call.enter_context(acting_as(self._keys.tenant(scope)))
-                    call.enter_context(within(_seconds(headers, self._most), arrival_time))
+                    call.enter_context(within(time_of_call(headers, self._most), arrival_time))
                 else:
                     reply = preflight
             except HeadraceError as error:
@@ -333,7 +333,7 @@ def context_of(headers: Headers, path: str) -> CallContext:
     return CallContext(ids[0] if ids else str(uuid.uuid4()), bool(ids), path, trace)
 
 
-def _seconds(headers: Headers, most: float) -> float | None:
+def time_of_call(headers: Headers, most: float) -> float | None:
     """Return the seconds that a call may take: the value of its header, at most `most`; None for no bound. Raises
     `RequestError`."""
     values = headers.get(TIMEOUT.encode(), [])
