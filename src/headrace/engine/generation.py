@@ -268,7 +268,8 @@ class TextClient:
             ]
             return [request for group in groups for request in group], states
 
-        size = num_tokens + REQUEST_SIZE * len(prompts) * num_answers
+        # The ids of texts may be many.
+        size = num_tokens + REQUEST_SIZE * len(prompts) * num_answers if complete is params else LARGE_TEXT
         requests, states = await in_time(off_loop(size, prepare), "its prompts were checked")
         stream = self.client.submit(requests, arrival, deadline())
         generation = Generation(stream, states, num_answers, self.observer, num_returned, per_request)
