@@ -76,7 +76,8 @@ class Shedding:
     def shown(self) -> dict[str, Any]:
         """Return the state for the page."""
         overload = self.overload
-        return {"state": overload.state.word, "pressures": dict(overload.pressures), "why": overload.why}
+        words = {"state": overload.state.word, "why": overload.why, "refused": overload.refused}
+        return {**words, "pressures": dict(overload.pressures)}
 
     def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

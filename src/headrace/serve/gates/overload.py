@@ -104,6 +104,13 @@ class Overload:
         name = max(self.pressures, key=lambda each: self.pressures[each], default="")
         return f"its {WORDS[name]} is at {self.pressures[name]:.0%} of the bound" if name else "no resource is measured"
 
+    @property
+    def refused(self) -> str:
+        """The largest class of calls that is refused now, in words; empty if none is."""
+        return max(
+            ((least, work.value) for work, least in REFUSED_FROM.items() if self.state >= least), default=(0, "")
+        )[1]
+
     def refuses(self, work: Work) -> bool:
         """Return whether calls of this class are refused now."""
         return self.state >= REFUSED_FROM[work]

@@ -32,12 +32,6 @@ function Key({ error }) {
   </form>`;
 }
 
-const REFUSED = {
-  no_later_work: "batches, files and background work are refused",
-  no_answers: "new answers are refused",
-  probes_only: "all but probes and administrators are refused",
-};
-
 function Header({ current }) {
   const { state, overload, error, isRecorded } = useLive();
   const isRefused = [401, 403].includes(error?.status);
@@ -52,7 +46,7 @@ function Header({ current }) {
   return html`<header>
     <span class="brand">headrace</span>
     <span class="status" role="status">${state && `${state.model} · `}${status}</span>
-    ${REFUSED[overload?.state] && !error && html`<span class="overload" role="alert">overloaded: ${overload.why}; ${REFUSED[overload.state]}</span>`}
+    ${overload?.refused && !error && html`<span class="overload" role="alert">overloaded: ${overload.why}; ${overload.refused} are refused</span>`}
     <nav aria-label="Views">
       ${link("/", "chat", "Chat")}
       ${VIEWS.map(([name, title]) => link(`/inspect#${name}`, name, title))}

@@ -164,8 +164,7 @@ function useFollow() {
 export function Chat() {
   const redraw = useRedraw();
   const { models, defaults, error } = useServer();
-  const [stored] = useState(conversations);
-  const [all, setAll] = useState(stored.all);
+  const [stored] = useState(conversations), [all, setAll] = useState(stored.all);
   const [current, setCurrent] = useState(() => all[0] ?? newConversation());
   const [status, setStatus] = useState("");
   // What stops the answer of each conversation that has one coming.

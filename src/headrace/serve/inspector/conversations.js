@@ -20,15 +20,13 @@ function fits(value, form) {
   if (typeof form === "object") return isObject(value) && Object.entries(form).every(([name, each]) => fits(value[name], each));
   return typeof value === typeof form;
 }
-const orNull = (form) => (value) => value === null || fits(value, form);
-const mapOf = (form) => (value) => isObject(value) && Object.values(value).every((each) => fits(each, form));
+const orNull = (form) => (value) => value === null || fits(value, form), mapOf = (form) => (value) => isObject(value) && Object.values(value).every((each) => fits(each, form));
 const ANSWER = {
   content: "", reasoning: "", ids: [0], promptIds: [0], bins: [0], numKept: 0, knobs: mapOf(orNull(0)), seed: orNull(0), finish: "", error: orNull(""),
   note: orNull(""), usage: orNull({ prompt_tokens: 0, completion_tokens: 0 }), times: orNull({ sent: 0, first: orNull(0), last: orNull(0) }),
   explain: orNull({ latency: 0, split: "", sentences: [""], parts: [{ name: "", seconds: 0 }], prefix_cache: [{ num_cached_tokens: 0, sentence: "" }] }),
 };
-const QUESTION = { role: (value) => value === "user", content: "" };
-const CONVERSATION = { ...newConversation(), knobs: mapOf(""), messages: [(value) => fits(value, value.role === "assistant" ? ANSWER : QUESTION)] };
+const CONVERSATION = { ...newConversation(), knobs: mapOf(""), messages: [(value) => fits(value, value.role === "assistant" ? ANSWER : { role: (role) => role === "user", content: "" })] };
 
 /** Return the conversation under a name, or null if the entry holds none. */
 function read(name) {
