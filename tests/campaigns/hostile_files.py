@@ -308,7 +308,7 @@ def run_campaign(size: tuple[int, int], seed: int, kinds: list[str] | None = Non
     result = {name.replace(" ", "_"): count for name, count in sorted((counts + more).items())}
     problems += others
     by_kind = Counter(each.split()[1 if each.startswith("live") else 0] for each in problems)
-    return result | {"by_kind": dict(by_kind), "violations": len(problems), "examples": problems[:60]}
+    return result | {"by_kind": dict(by_kind), "violations": len(problems), "examples": problems[:20]}
 
 
 def main() -> int:

@@ -128,6 +128,21 @@ def test_control_without_the_check_such_a_batch_holds_up_all(
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("text", [b"\xb4", b'{"filename": "\xb4"}', b"[" * 3000, b"", b"[]"])
+def test_metadata_that_are_no_text_do_not_end_the_server(
+    text: bytes, tokenizer: Tokenizer, root: Path, tmp_path: Path
+) -> None:
+    async def go() -> None:
+        folder = tmp_path / "kept"
+        [first] = await stored(tokenizer, root, folder, "files", 1)
+        (folder / "files" / f"{first}.json").write_bytes(text)
+        async with serving(tokenizer, root, storage_dir=str(folder)) as server:
+            assert (await server.call(f"GET /v1/files/{first}")).status_code == 404
+            assert (await server.call("GET /v1/files")).status_code == 200
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("body", [b"{", b"{}\n", b'{"id": "a"}', b'["', b"\x00\n", b"[" * 3000])
 def test_a_damaged_conversation_is_not_found_and_can_be_deleted(
     body: bytes, tokenizer: Tokenizer, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

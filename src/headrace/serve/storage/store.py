@@ -334,7 +334,7 @@ class Store:
             text = (folder / f"{entry_id}.json").read_bytes()
             metadata = msgspec.json.decode(text)
             entry_name = getattr(msgspec.convert(metadata, self._kind), "id", entry_id)
-        except (OSError, msgspec.DecodeError, RecursionError) as error:
+        except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
             logger.warning("%s in %s is left out: %s", entry_id, folder, error)
             return
         if not stat.S_ISREG(status.st_mode) or entry_name != entry_id:

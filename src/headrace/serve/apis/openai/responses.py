@@ -472,7 +472,7 @@ class Responses:
             raise NotFoundError("response", response_id)
         try:
             return msgspec.json.decode(self.store.body(response_id), type=kind)
-        except (FileNotFoundError, msgspec.DecodeError) as error:
+        except (FileNotFoundError, ValueError, msgspec.DecodeError, RecursionError) as error:
             logger.warning("the stored response %s can not be read: %s", response_id, error)
             raise NotFoundError("response", response_id) from error
 
