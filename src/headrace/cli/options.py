@@ -83,8 +83,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_num_batched_tokens": "Tokens computed in one step: the budget that chunks long prompts.",
         "enable_chunked_prefill": "Cut long prompts to the token budget of a step, so that they delay no others.",
         "long_prefill_token_threshold": "Most tokens of one prompt in one step; 0: only the budget limits them.",
-        "scheduling_policy": f"Order of requests: auto, {', '.join(POLICIES)}. fair gives each holder of keys an equal share "
-        "of what runs; auto is fair where keys have several holders, else fcfs.",
+        "scheduling_policy": f"Order of requests: auto, {', '.join(POLICIES)}. fair gives each holder of keys an equal "
+        "share of what runs; auto is fair where keys have several holders, else fcfs.",
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
         "record_schedule": "File to write the scheduler's decisions to, for headrace replay. It holds the token ids of "
         "prompts and answers, so keep it private. The four files before it are kept as FILE.1 to FILE.4.",

@@ -1,4 +1,4 @@
-"""`python -m bench.tokenizers`: what the bounded process of a tokenizer that is not plain costs a text.
+"""`python -m bench.encoding`: what the bounded process of a tokenizer that is not plain costs a text.
 
 The built-in model's tokenizer gets a normalizer that is not on the list of plain ones, and encodes the same text here
 and in its process, as the server calls both. Prints one JSON object: the medians and 99th percentiles in milliseconds,
@@ -58,7 +58,7 @@ async def measured(count: int, here: Tokenizer, there: Tokenizer, text: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.tokenizers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.encoding", description=__doc__)
     parser.add_argument("-n", type=int, default=3000, help="texts (default: %(default)s)")
     parser.add_argument("--characters", type=int, default=240, help="of a text (default: %(default)s)")
     args = parser.parse_args()
