@@ -288,4 +288,25 @@ RELIABILITY = [
         "NUM_TRIES = 1\n",
         "text/test_bounded.py::test_R_31_a_fault_of_the_process_is_mended",
     ),
+    Removal(
+        "R-32",
+        SRC + "serve/lifespan.py",
+        "        if (state := self.state) not in (*SERVING, *states):\n            raise refusal(state)\n",
+        "",
+        "serve/test_states.py::test_each_route_in_each_state_replies_as_the_table_says",
+    ),
+    Removal(
+        "R-33",
+        SRC + "engine/replica.py",
+        "        if self._is_closing or self._is_spent():\n            times =",
+        "        if True:\n            times =",
+        "engine/test_first_start.py::test_a_killed_engine_is_started_again_and_answers",
+    ),
+    Removal(
+        "R-34",
+        SRC + "serve/storage/store.py",
+        "        except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:\n",
+        "        except OSError as error:\n",
+        "serve/storage/test_damaged.py::test_a_damaged_entry_is_left_out_and_the_others_are_served",
+    ),
 ]
