@@ -46,8 +46,8 @@ class Trace:
 
 
 async def run(trace: Trace) -> set[str]:
-    """Return the files that each of several requests passes; what is loaded once in the background is in one alone, and
-    what runs without a request is left out."""
+    """Return the files that each of several requests passes; what is loaded in the background is loaded by then, and what
+    runs without a request is left out."""
     engine, server = EngineConfig(model="builtin"), ServerConfig()
     text = load_text(engine, server)
     cores: list[EngineCore] = []
@@ -64,6 +64,9 @@ async def run(trace: Trace) -> set[str]:
     ):
         while (await client.get("/health/ready")).status_code != 200:
             await asyncio.sleep(0.01)
+        # Its answer waits for all that is loaded in the background.
+        reply = await client.post("/v1/chat/completions", json=BODY | {"structured_outputs": {"regex": "a+"}})
+        reply.raise_for_status()
         trace.start()
         await asyncio.sleep(IDLE_S)
         # An engine without work prepares for the next request, at a time that depends on the machine.
