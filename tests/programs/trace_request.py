@@ -46,8 +46,8 @@ class Trace:
 
 
 async def run(trace: Trace) -> set[str]:
-    """Return the files that each of several requests passes; what is loaded in the background is loaded by then, and what
-    runs without a request is left out."""
+    """Return the files that each of several requests passes. What is loaded in the background is loaded by then, and
+    what runs without a request is left out."""
     engine, server = EngineConfig(model="builtin"), ServerConfig()
     text = load_text(engine, server)
     cores: list[EngineCore] = []
