@@ -3,7 +3,8 @@
 Each program is a random world of the simulation under the policy fair, where some holders send answers, groups and beam
 searches without end. Now and then a holder who has nothing else sends one request for one token, which fits into an
 equal share. It must end within k + 1 steps, of k holders, and the steps that its prompt takes at an equal part of the
-step's tokens. It makes no difference whether it can run ahead where steps overlap. All that the simulation checks holds too.
+step's tokens. It makes no difference whether it can run ahead where steps overlap. All that
+the simulation checks holds too.
 """
 
 from __future__ import annotations
