@@ -7,12 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from tests.core.test_overlap import Pair
 from tests.programs.sim.bench import Bench
 from tests.programs.sim.simulation import Violation
 from tests.programs.sim.waits import Program, run_programs
 
 from headrace.core.shares import MAX_NUMBERS, Shares
+from headrace.core.steps import Flight
+from headrace.core.tables import BlockTables
 from headrace.protocol.beam import BeamSearchParams
+from headrace.protocol.kinds import CacheKind
+from headrace.protocol.step import ScheduledBatch
 
 SIZES = {"max_num_seqs": 8, "num_blocks": 64, "max_num_batched_tokens": 64}
 
@@ -248,6 +253,88 @@ def test_R_10_no_short_request_waits_longer_than_the_law_says(first: int) -> Non
     counts, violations = run_programs(first, 6, 0)
     assert not violations
     assert counts["requests"] >= 6
+
+
+# -- steps that overlap ------------------------------------------------------------------------------------------
+
+
+def chunks_beside_answers(num_slots: int = 0, **inputs: Any) -> tuple[int, int]:
+    """Three answers of one holder go on beside a long prompt of another. In how many steps was a token of the answers
+    computed, and in how many some of the prompt, until the prompt's end?"""
+    kinds = (CacheKind(), CacheKind(is_state=True)) if num_slots else (CacheKind(),)
+    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "enable_prefix_caching": False, "kinds": kinds}
+    more = (num_slots,) if num_slots else ()
+    bench = Two(runs_ahead=lambda params: params.logprobs is None, more_blocks=more, **sizes)
+    bench.flood(3, max_tokens=60)
+    pair = Pair(bench)
+    batches: list[list[str]] = []
+
+    def start(batch: ScheduledBatch) -> None:
+        pair.start(batch)
+        batches.append([seq.request_id for seq in bench.scheduler.flight])
+
+    for number in range(60):
+        if number == 5:
+            bench.send("b", num_prompt=100, max_tokens=1, **inputs)
+            batches.clear()
+        if not pair.flight:
+            start(bench.scheduler.schedule())
+        if (ahead := bench.scheduler.schedule_ahead()) is not None:
+            start(ahead)
+        pair.finish()
+        if "b" in bench.finished:
+            pair.drain()
+            return sum("a0" in names for names in batches), sum("b" in names for names in batches)
+    raise AssertionError("the prompt did not end")
+
+
+CASES: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "a third slot": ({"num_slots": 10}, BlockTables, "has_room"),
+    "a prompt that can not run ahead": ({"logprobs": 0}, Flight, "has_room"),
+}
+"""By the reason for which a prompt could be left out of each second step: the sizes, and what prevents that."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_R_10_no_step_goes_ahead_of_a_prompt_without_it(name: str) -> None:
+    num_steps, num_chunks = chunks_beside_answers(**CASES[name][0])
+    # The steps in flight when it comes may be without it.
+    assert num_chunks <= num_steps <= num_chunks + 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_R_10_control_steps_ahead_leave_a_prompt_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, owner, member = CASES[name]
+    right = getattr(owner, member)
+    is_tables = owner is BlockTables
+    monkeypatch.setattr(owner, member, lambda self, _: True if is_tables else right(self, False))
+    num_steps, num_chunks = chunks_beside_answers(**inputs)
+    assert num_steps > num_chunks + 3
+
+
+def both_start_beside_a_copy() -> bool:
+    """In a cache of two blocks a prompt of one holder ends within a cached block, and another holder wants a block."""
+    bench = Two(num_blocks=2, max_model_len=8, eos_token_ids=[])
+    bench.send("a0", num_prompt=4, max_tokens=1)
+    bench.drain()
+    bench.send("a1", num_prompt=3, max_tokens=2)
+    bench.send("b", num_prompt=3, max_tokens=1)
+    return bench.step().keys() == {"a1", "b"}
+
+
+def test_R_10_a_copied_block_takes_none_that_another_claims() -> None:
+    assert both_start_beside_a_copy()
+
+
+def test_R_10_control_a_copied_block_delays_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shares, "num_spare", property(lambda self: 1, lambda self, num: None), raising=False)
+    assert not both_start_beside_a_copy()
+
+
+@pytest.mark.parametrize("seed", [653, 1787, 7139, 8888])
+def test_R_10_programs_that_broke_the_law(seed: int) -> None:
+    """By a prompt that could not run ahead, twice by a third slot, and by a copied block."""
+    run_all([seed])
 
 
 def run_all(seeds: Iterable[int]) -> None:

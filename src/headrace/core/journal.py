@@ -137,8 +137,7 @@ class Journal:
         self._seq_ids[request.request_id] = seq_id
         num_prompt = len(request.prompt_token_ids)
         num_known = num_prompt + len(request.resume_token_ids)
-        times = arrival_times(times, now)
-        self._arrivals.append(Arrival(seq_id, request.request_id, num_prompt, num_known, times))
+        self._arrivals.append(Arrival(seq_id, request.request_id, num_prompt, num_known, arrival_times(times, now)))
         self._scheduler.cache.now = int(1e6 * now)
 
     def plan(self, batch: ScheduledBatch) -> None:
@@ -153,14 +152,8 @@ class Journal:
         scheduler = self._scheduler
         notes, pool = scheduler.notes, scheduler.pool
         scheduled, seq_ids, head = self._plans.pop(batch.step_id)
-        step = Step(
-            batch.step_id,
-            (output.start_time, scheduled, computed, output.end_time),
-            seq_ids,
-            batch.starts,
-            batch.lens,
-            head=head,
-        )
+        times = output.start_time, scheduled, computed, output.end_time
+        step = Step(batch.step_id, times, seq_ids, batch.starts, batch.lens, head=head)
         if batch.drafts:
             step.guesses = [(i, len(d.token_ids), len(result.read(i).further)) for i, d in batch.drafts.items()]
         if result.rows:

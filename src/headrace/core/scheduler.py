@@ -67,8 +67,7 @@ class Scheduler:
         # The last sequence that lacked blocks to start, and how many there were of each kind then.
         self._refused: tuple[Sequence | None, list[int]] = None, []
         # Sequences in the system when the last step was scheduled, if that step is empty.
-        self.num_stalled = 0
-        self.num_added = self.num_finished = 0
+        self.num_stalled = self.num_added = self.num_finished = 0
         self.counters = Stats(num_blocks=options.num_blocks)
         self.drafts = Drafts(self.tables, self.counters, options.speculates)
 
@@ -93,8 +92,7 @@ class Scheduler:
         self.sequences[seq.request_id] = seq
         self.shares.holders[request.tenant] += 1
         self.num_added += 1
-        finish = finish_of(seq, self.eos_token_ids) if request.resume_token_ids else None
-        if finish:
+        if request.resume_token_ids and (finish := finish_of(seq, self.eos_token_ids)):
             self._end(seq, finish)
         else:
             self.waiting.add(seq)
@@ -153,7 +151,7 @@ class Scheduler:
         step after this one is chosen without.
         """
         waits = self._runs_ahead is None or self._is_short or self.searches.open or self.drafts.enabled
-        if waits or not self.steps.has_room():
+        if waits or not self.steps.has_room(self.shares.are_equal):
             return None
         ready, chunks, num_guesses = self._choose()
         return self._build(ready, chunks, num_guesses) if ready or chunks else None
@@ -167,6 +165,9 @@ class Scheduler:
         wide = [s for s in running if s.gap > 1] if len(ready) < num_running else []
         # A state takes a slot for each token.
         edge = ready if has_state else [s for s in ready if not (s.num_computed + s.num_ahead) % size]
+        if self.steps and self.shares.are_equal and not self.tables.has_room([*edge, *wide]):
+            # Some would have no room in each second step, and the others get more than their shares.
+            return [], [], 0
         if edge and not self.tables.grow_by_one(edge):
             for seq in edge:
                 if seq.status is Status.RUNNING:
@@ -226,8 +227,7 @@ class Scheduler:
         self._retire()
         if batch.drafts:
             self.drafts.settle(batch, flight, result)
-        rows: Iterable[Row]
-        rows = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
+        rows: Iterable[Row] = zip(flight, batch.lens, batch.samples, result.token_ids, strict=True)
         failed: set[int] = set()
         beams: dict[str, BeamResult] = {}
         errors: dict[int, str] = result.column("error") if result.rows else {}
@@ -246,10 +246,9 @@ class Scheduler:
             if sampled:
                 seq.tokens.append(token)
                 seqs.append(seq)
-                if num + 1 >= seq.max_len or token in seq.stop_ids:
-                    finish = finish_of(seq, self.eos_token_ids)
-                    if finish:
-                        ends.append((seq, finish))
+                may_end = num + 1 >= seq.max_len or token in seq.stop_ids
+                if may_end and (finish := finish_of(seq, self.eos_token_ids)):
+                    ends.append((seq, finish))
             elif seq.pooling and num == len(seq.tokens):
                 # A pooled sequence samples nothing, and ends with its prompt.
                 ends.append((seq, STOP))
@@ -375,9 +374,11 @@ class Scheduler:
             search = self.searches.get(seq) if seq.is_beam else None
             num_seqs = 1 if search is None else search.width
             demand = promised if search is None else self.searches.with_reserve(promised, search)
-            length = self._admit(seq, budget, demand) if num_seqs <= room and self.shares.fits(seq) else 0
+            may_copy = not claims or self.shares.num_spare > 0
+            length = self._admit(seq, budget, demand, may_copy) if num_seqs <= room and self.shares.fits(seq) else 0
             if not length:
                 break
+            self.shares.num_spare -= seq.num_computed % self.block_size > 0
             waiting.remove(seq)
             chunks.append((seq, length))
             room -= num_seqs
@@ -392,7 +393,7 @@ class Scheduler:
         # Nobody is preempted for a claim while a step is in flight.
         self._is_short = bool(claims and self.steps)
 
-    def _admit(self, seq: Sequence, budget: int, promised: list[int]) -> int:
+    def _admit(self, seq: Sequence, budget: int, promised: list[int], may_copy: bool) -> int:
         """Start `seq` with its first blocks. Returns the length of its first chunk, 0 if it has to wait."""
         if seq.num_preemptions >= MAX_PREEMPTIONS:
             # Protected: once running, never preempted again. So all of those must fit together at their longest.
@@ -405,8 +406,9 @@ class Scheduler:
             return 0
         prefix = self.tables.find_shared(seq)
         verdict = self.tables.verdict(seq, prefix.num)  # before it evicts the blocks that it did not find
-        length = self._start(seq, prefix, budget, promised)
-        if not length and (part := prefix.num % self.block_size):
+        part = prefix.num % self.block_size
+        length = self._start(seq, prefix, budget, promised) if may_copy or not part else 0
+        if not length and part:
             # A copy of the half-matching block takes one block more than to compute it again; that may be missing.
             prefix = self.tables.find_shared(seq, prefix.num - part)
             length = self._start(seq, prefix, budget, promised)

@@ -7,6 +7,8 @@ before all others, and sequences of the holder that is farthest above its share 
 queue's order first. A holder that is within its share never gives way, so two that want all get a half each, and then
 disturb one another no more. So with k holders a request that fits into its holder's share starts within k + 1 steps.
 
+Where steps overlap, none that would leave out a prompt is chosen, so that its holder has its part of each step.
+
 A request that is larger than a share runs in what others leave. Knows sequences and numbers, and no clock. Called by
 the scheduler alone, which preempts and starts.
 """
@@ -47,6 +49,8 @@ class Shares:
         self._vocab_size, self._is_fair = vocab_size, is_fair
         # Places, log-probabilities of sampled tokens, and blocks of each kind.
         self._all = [max_num_seqs, MAX_NUMBERS, *(kind.pool.num_blocks for kind in tables.all_kinds)]
+        # Blocks that are left once all claims run, for the copies that some of them begin with.
+        self.num_spare = 0
         # What each holder may still compute in the step that is chosen: rows, and log-probabilities of prompts.
         self._rows: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
@@ -93,6 +97,7 @@ class Shares:
         nobody is above the share of what they lack."""
         usages = {holder: self._usage(holder) for holder in self.holders}
         totals = [sum(column) for column in zip(*usages.values(), *map(self._need, claims), strict=True)]
+        self.num_spare = min(map(int.__sub__, self._all[2:], totals[2:]))
         for index, (num, share) in enumerate(zip(self._all, self._share(), strict=True)):
             holder = max(usages, key=lambda each: usages[each][index])
             if totals[index] > num and usages[holder][index] > share:

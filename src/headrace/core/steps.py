@@ -145,13 +145,14 @@ class Flight:
     def __bool__(self) -> bool:
         return bool(self.steps)
 
-    def has_room(self) -> bool:
+    def has_room(self, are_equal: bool) -> bool:
         """Whether a step may be scheduled while one is in flight: if at least half of its sequences can go on, since
-        the others then get a token in every second step."""
+        the others then get a token in every second step; where holders' shares are equal, also all prompts."""
         if len(self.steps) != 1:
             return False
-        seqs = self.steps[0].seqs
-        return 2 * sum(seq.runs_ahead for seq in seqs) >= len(seqs)
+        stays, samples = [not seq.runs_ahead for seq in self.steps[0].seqs], self.steps[0].batch.samples
+        # A chunk that samples nothing has more of its prompt to come.
+        return 2 * sum(stays) <= len(stays) and not (are_equal and any(map(int.__gt__, stays, samples)))
 
     def begin(self, batch: ScheduledBatch, seqs: list[Sequence], num_older_pins: list[int]) -> None:
         """Add a step. The pins beyond `num_older_pins` are its own."""

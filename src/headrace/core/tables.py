@@ -100,6 +100,12 @@ class BlockTables:
         for kind in self.all_kinds:
             promised[kind.index] += max(0, kind.peak(seq, seq.num_computed) - kind.num_held(seq))
 
+    def has_room(self, seqs: list[Sequence]) -> bool:
+        """Whether there are blocks and slots for the next tokens of all `seqs`, of each as many as a step may have."""
+        stops = [seq.num_computed + seq.num_ahead + min(seq.gap, self.max_chunk) for seq in seqs]
+        num = sum(self.pool.blocks_for(stop) - len(seq.tables[0]) for seq, stop in zip(seqs, stops, strict=True))
+        return all(kind.pool.num_available >= (len(seqs) if kind.is_state else num) for kind in self.all_kinds)
+
     def holds(self, seq: Sequence, num: int) -> bool:
         """Whether `seq` has blocks for `num` positions, and a slot for the state after them."""
         return len(seq.tables[0]) * self.pool.block_size >= num and (self.state is None or num in seq.states)

@@ -3,7 +3,8 @@
 Each program is a random world of the simulation under the policy fair, where some holders send answers, groups and beam
 searches without end. Now and then a holder who has nothing else sends one request for one token, which fits into an
 equal share. It must end within k + 1 steps, of k holders, and the steps that its prompt takes at an equal part of the
-step's tokens. All that the simulation checks holds too.
+step's tokens. It makes no difference whether it can run ahead where steps overlap. All that
+the simulation checks holds too.
 """
 
 from __future__ import annotations
@@ -63,20 +64,21 @@ class Program(Simulation):
 
     def run_probes(self) -> list[tuple[int, int]]:
         """Return the waits of some probes, each sent after so many steps of the others."""
-        for _ in range(NUM_PROBES):
+        for number in range(NUM_PROBES):
             for _ in range(self.rng.randint(1, NUM_STEPS)):
                 self.step()
-            self._probe()
+            # Where steps overlap, the second one is none that may run ahead.
+            self._probe(logprobs=1 if number else None)
         self.drain()
         return self.waits
 
-    def _probe(self) -> None:
+    def _probe(self, logprobs: int | None) -> None:
         num = self._draw_prompt()
         if not num:
             return
         name, bound = self._name(), self.num_holders + 1 + self._prefill(num)
         prompt = [self.rng.randrange(self.world.vocab_size) for _ in range(num)]
-        params = SamplingParams(seed=1, max_tokens=1)
+        params = SamplingParams(seed=1, max_tokens=1, logprobs=logprobs)
         who = {"tenant": "probe", "cache_salt": "probe"}
         self._add("probe", Request(request_id=name, prompt_token_ids=prompt, params=params, **who))
         for num_steps in range(1, bound + 1):
@@ -98,13 +100,13 @@ class Program(Simulation):
 
     def _prefill(self, num: int) -> int:
         """The steps of a prompt at an equal part of the tokens that single tokens and guesses leave of a step."""
-        scheduler = self.scheduler
+        scheduler, tables = self.scheduler, self.scheduler.tables
         left = scheduler.max_num_batched_tokens - scheduler.max_num_seqs
         if self.world.guess_share:
             left //= 2
-        part = max(1, min(left // self.num_holders, scheduler.chunk_limit, scheduler.tables.max_chunk))
-        # A chunk ends where a state is kept.
-        return -(-num // part) + 2 * scheduler.tables.has_state
+        part = max(1, min(left // self.num_holders, scheduler.chunk_limit, tables.max_chunk))
+        # A chunk ends where a state is kept: after a known prefix, and after the last whole block.
+        return -(-num // part) + 2 * (tables.has_state and tables.enable_prefix_caching)
 
 
 def run_program(seed: int) -> tuple[int, list[tuple[int, int]], Counter[str], str]:
