@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import count, repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.campaigns import hostile, hostile_files, hostile_server
@@ -53,11 +59,48 @@ def test_replies_are_judged_by_their_words(status: int, text: str, is_fault: boo
     assert bool(hostile.fault_of(CASE, status, text)) is is_fault
 
 
-def test_a_late_probe_is_the_servers_fault_on_a_quiet_machine_or_where_its_loop_lags() -> None:
-    assert hostile_server.is_late(0.4, True, 0.01, 0.01)
-    assert hostile_server.is_late(0.4, False, 0.01, 0.5)
-    assert not hostile_server.is_late(0.4, False, 0.5, 0.5)
-    assert not hostile_server.is_late(0.2, True, 0.01, 0.5)
+class Slow(BaseHTTPRequestHandler):
+    """Answers its first call late."""
+
+    num = 0
+
+    def do_GET(self) -> None:
+        Slow.num += 1
+        if Slow.num == 1:
+            time.sleep(2 * hostile_server.PROBE_S)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_late_probe_is_the_servers_fault_unless_it_waits_for_a_core(
+    is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = count(step=10) if is_busy else repeat(0)
+    monkeypatch.setattr(hostile_server, "run_delay", lambda *pids: next(steps))
+    Slow.num = 0
+    with HTTPServer(("127.0.0.1", 0), Slow) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        probes = hostile_server.Probes(f"http://127.0.0.1:{server.server_port}", os.getpid())
+        probes.start()
+        while probes.num < 2 and probes.is_alive():
+            time.sleep(0.01)
+        probes.is_over.set()
+        probes.join(30)
+        server.shutdown()
+    assert probes.failures == []
+    assert (probes.longest > hostile_server.PROBE_S) is not is_busy
+
+
+def test_the_wait_for_a_core_is_measured() -> None:
+    before = hostile_server.run_delay(os.getpid())
+    assert hostile_server.run_delay(os.getpid()) >= before >= 0.0
+    assert hostile_server.run_delay(2**30) == 0.0, "a process that is gone"
 
 
 def test_hostile_settings_and_entries_are_refused_in_words(base: Path) -> None:
