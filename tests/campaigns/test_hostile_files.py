@@ -33,11 +33,14 @@ def test_a_mutation_can_be_made_again(base: Path, tmp_path: Path) -> None:
             for name in ("one", "two"):
                 folder = tmp_path / f"{kind}-{number}-{name}"
                 cases.append(hostile.mutate(base, folder, kind, 1, number))
-                texts.append((folder / cases[-1].file).read_bytes())
+                path = folder / cases[-1].file
+                texts.append(path.read_bytes() if path.is_file() else b"")
             assert cases[0] == cases[1]
             assert texts[0] == texts[1]
             sound = base / hostile.KINDS[kind][0] / cases[0].file
-            changed[kind] += texts[0] != sound.read_bytes()
+            changed[kind] += texts[0] != sound.read_bytes() or len(list(folder.iterdir())) > len(
+                list(sound.parent.iterdir())
+            )
     assert all(changed[kind] >= 3 for kind in hostile.KINDS if kind != "stored"), changed
 
 
@@ -98,8 +101,7 @@ def test_a_late_probe_is_the_servers_fault_unless_it_waits_for_a_core(
 
 
 def test_the_wait_for_a_core_is_measured() -> None:
-    before = hostile_server.run_delay(os.getpid())
-    assert hostile_server.run_delay(os.getpid()) >= before >= 0.0
+    assert hostile_server.run_delay(os.getpid()) >= 0.0
     assert hostile_server.run_delay(2**30) == 0.0, "a process that is gone"
 
 
