@@ -54,6 +54,7 @@ def test_a_mutation_can_be_made_again(base: Path, tmp_path: Path) -> None:
         (500, '{"error": "internal error; the server\'s log has more"}', True),
         (400, '{"error": "Traceback (most recent call last) of config.json"}', True),
         (400, "no", True),
+        (400, "lm_head.weight is missing from the checkpoint", False),
         (400, '{"error": "config.json: ' + "x" * 9_000 + '"}', True),
         (400, '{"error": "messages: the template says; it says: TypeError: no loader"}', False),
     ],

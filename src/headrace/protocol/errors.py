@@ -103,9 +103,7 @@ class CheckpointError(HeadraceError):
 
     def __init__(self, message: str) -> None:
         text = message.encode("utf-8", "backslashreplace").decode()
-        if len(text) > self.most_letters:
-            text = f"{text[:700]} ... {text[-290:]}"
-        super().__init__(text)
+        super().__init__(text if len(text) <= self.most_letters else f"{text[:700]} ... {text[-290:]}")
 
 
 class NativeCallError(HeadraceError):
