@@ -59,6 +59,8 @@ SPLITS = tuple(
 )
 
 
+MAX_GROWN = 2**27
+"""Bytes of a list that a mutation makes."""
 GROWTH = 2**28
 """Bytes by which one case may raise a worker's peak of resident memory, and a live process its own."""
 NAME = "hostile"
@@ -140,7 +142,12 @@ def json_text(value: Any, rng: random.Random) -> tuple[bytes, str]:
                 place = f"@@{rng.randrange(10**9)}@@"
                 holder[key] = place
             case "grow":
-                holder[key] = [holder[key]] * rng.choice((2, 100, 20_000))
+                num = rng.choice((2, 100, 20_000))
+                try:
+                    most = MAX_GROWN // len(json.dumps(holder[key]))
+                except (ValueError, RecursionError):
+                    return b"[]", "recursive"
+                holder[key] = [holder[key]] * max(2, min(num, most))
             case "twice" if isinstance(holder, dict):
                 holder[f"{key}\x00twice"] = rng.choice(NUMBERS)
             case "new" if isinstance(holder, dict):

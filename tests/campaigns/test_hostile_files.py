@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections import Counter
@@ -42,6 +43,15 @@ def test_a_mutation_can_be_made_again(base: Path, tmp_path: Path) -> None:
                 list(sound.parent.iterdir())
             )
     assert all(changed[kind] >= 3 for kind in hostile.KINDS if kind != "stored"), changed
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_a_mutation_takes_bounded_memory(is_bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "WORDS", ("",))
+    monkeypatch.setattr(hostile, "PLACES", ("1",))
+    monkeypatch.setattr(hostile, "MAX_GROWN", 10_000 if is_bounded else 10**9)
+    sizes = [len(hostile.json_text({"a": ["x" * 100]}, random.Random(f"{seed}"))[0]) for seed in range(60)]
+    assert (max(sizes) < 500_000) is is_bounded
 
 
 @pytest.mark.parametrize(
