@@ -59,7 +59,7 @@ SPLITS = tuple(
 )
 
 
-MAX_GROWN = 2**27
+MAX_GROWN = 2**26
 """Bytes of a list that a mutation makes."""
 GROWTH = 2**28
 """Bytes by which one case may raise a worker's peak of resident memory, and a live process its own."""
@@ -144,10 +144,11 @@ def json_text(value: Any, rng: random.Random) -> tuple[bytes, str]:
             case "grow":
                 num = rng.choice((2, 100, 20_000))
                 try:
-                    most = MAX_GROWN // len(json.dumps(holder[key]))
+                    part = json.dumps(holder[key])
                 except (ValueError, RecursionError):
                     return b"[]", "recursive"
-                holder[key] = [holder[key]] * max(2, min(num, most))
+                # Copies: a later change is one of a single place.
+                holder[key] = [json.loads(part) for _ in range(max(2, min(num, MAX_GROWN // len(part))))]
             case "twice" if isinstance(holder, dict):
                 holder[f"{key}\x00twice"] = rng.choice(NUMBERS)
             case "new" if isinstance(holder, dict):
