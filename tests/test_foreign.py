@@ -46,6 +46,24 @@ def test_S_28_what_is_no_object_is_refused_by_name(data: bytes) -> None:
         foreign.parse_object(data, "the file", LIMITS)
 
 
+@pytest.mark.parametrize("text", [r"\ud83d", r"\ude00", r"\ud83dx\ude00", r"\ud83d\ud83d\ude00", r"\uD83D\\\uDE00"])
+@pytest.mark.parametrize("form", ['{"a": ["b", "%s"]}', '{"a": {"%s": 1}}'])
+def test_S_28_half_a_surrogate_pair_is_refused(text: str, form: str) -> None:
+    """Python's parser takes it, and a text with it can be neither sent nor stored."""
+    data = (form % text).encode()
+    assert json.loads(data), "it is JSON"
+    with pytest.raises(
+        CheckpointError, match=r"^the file has half a surrogate pair in the text '.*; it must be Unicode"
+    ):
+        foreign.parse_object(data, "the file", LIMITS)
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", r"\uD83D\uDE00", r"\\ud83d", r"\ud7ff\ue000", "\U0001f600"])
+def test_S_28_control_whole_pairs_are_read(text: str) -> None:
+    data = f'{{"a": "{text}"}}'.encode()
+    assert foreign.parse_object(data, "it", LIMITS) == json.loads(data)
+
+
 def test_S_28_infinity_is_read_for_it_is_in_configs() -> None:
     """Mamba's configs have it; each field says whether it may be infinite."""
     assert foreign.parse_object(b'{"a": Infinity}', "it", LIMITS) == {"a": float("inf")}

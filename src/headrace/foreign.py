@@ -43,6 +43,10 @@ HEADER = Limits(100_000_000, 2**21, 2**20, 2**22, digits=20)
 2^63. The bytes are those that the format allows."""
 
 
+HALVES = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Finds an escape of half of a surrogate pair; the other half is well there, in most files."""
+
+
 class JSONSizeError(ValueError):
     """JSON that exceeds a limit. `value` says what it has, `bound` what it must be."""
 
@@ -74,6 +78,25 @@ def check_size(data: bytes, limits: Limits) -> None:
         brackets = brackets.replace(b"[]", b"")
     if b"[]" in brackets or brackets.count(b"[") > limits.depth:
         raise JSONSizeError("deeply nested JSON", f"JSON at most {limits.depth} levels deep")
+
+
+def broken_text(value: Any) -> str | None:
+    """Return a text or key in a JSON value that has half of a surrogate pair, which only an escape can spell and which
+    can not be encoded; None if there is none."""
+    items = [value]
+    while items:
+        item = items.pop()
+        if isinstance(item, dict):
+            items += item
+            items += item.values()
+        elif isinstance(item, list):
+            items += item
+        elif isinstance(item, str):
+            try:
+                item.encode()
+            except UnicodeEncodeError:
+                return item
+    return None
 
 
 def _check_count(number: int, most: int, what: str) -> None:
@@ -121,6 +144,8 @@ def parse_object(
         raise CheckpointError(f"{name} has {error.value}; it must be {error.bound}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is not JSON: {error}") from error
+    if HALVES.search(data) and (text := broken_text(value)) is not None:
+        raise CheckpointError(f"{name} has half a surrogate pair in the text {text!r:.80}; it must be Unicode")
     if not isinstance(value, dict):
         raise CheckpointError(f"{name} holds {type(value).__name__}, not an object")
     return value

@@ -6,6 +6,7 @@ A mutation is a function of (seed, number): any can be made again. Called by `ho
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -58,11 +59,13 @@ SPLITS = tuple(
 )
 
 
+MAX_GROWN = 2**26
+"""Bytes of a list that a mutation makes."""
 GROWTH = 2**28
 """Bytes by which one case may raise a worker's peak of resident memory, and a live process its own."""
 NAME = "hostile"
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "aaaa x"}], "max_tokens": 2, "seed": 1}
-MAX_REFUSAL = 8_000
+MAX_REFUSAL = 2_000
 """Letters of a refusal, which may quote a short value."""
 PYTHON = re.compile(r"Traceback|File \"|\b[A-Z]\w*(Error|Exception)\b|<class |object at 0x|internal error")
 """What no client should read."""
@@ -89,8 +92,9 @@ def fault_of(case: Case, status: int, text: str) -> str:
     text = text.partition("; it says: ")[0]
     if (match := PYTHON.search(text)) is not None:
         return f"{status} with {match[0]!r}: {text[:300]}"
+    # A tensor's name is a field of a header or an index.
     stem = Path(case.file).name.split(".")[0]
-    if not any(word in text for word in (Path(case.file).name, stem, "template", "tokenizer", ": ")):
+    if not any(word in text for word in (Path(case.file).name, stem, "template", "tokenizer", ".weight", ": ")):
         return f"{status} names neither file nor field: {text[:300]}"
     return ""
 
@@ -138,7 +142,13 @@ def json_text(value: Any, rng: random.Random) -> tuple[bytes, str]:
                 place = f"@@{rng.randrange(10**9)}@@"
                 holder[key] = place
             case "grow":
-                holder[key] = [holder[key]] * rng.choice((2, 100, 20_000))
+                num = rng.choice((2, 100, 20_000))
+                try:
+                    part = json.dumps(holder[key])
+                except (ValueError, RecursionError):
+                    return b"[]", "recursive"
+                # Copies: a later change is one of a single place.
+                holder[key] = [json.loads(part) for _ in range(max(2, min(num, MAX_GROWN // len(part))))]
             case "twice" if isinstance(holder, dict):
                 holder[f"{key}\x00twice"] = rng.choice(NUMBERS)
             case "new" if isinstance(holder, dict):
@@ -258,6 +268,26 @@ def mutate_bytes(path: Path, rng: random.Random) -> str:
     return how
 
 
+def mutate_place(path: Path, rng: random.Random) -> str:
+    """Something else in a file's place, or a file beside it whose name is odd."""
+    how = rng.choice(("pipe", "folder", "circle", "device", "nowhere", "name", "twin"))
+    if how in ("name", "twin"):
+        name = rng.choice((b"\xff", b"\xed\xa0\x80", b"a\nb", b"\x1b[31m", b"%s{0}", b"x" * 200))
+        odd = Path(os.fsdecode(os.fsencode(path.parent) + b"/" + name + os.fsencode(path.suffix)))
+        odd.write_bytes(path.read_bytes() if how == "name" else path.read_bytes()[:9])
+        return how
+    path.unlink()
+    match how:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case _:
+            path.symlink_to({"circle": path.name, "device": "/dev/zero", "nowhere": "absent"}[how])
+    return how
+
+
+PLACED = ("config.json", "tokenizer.json", "model.safetensors", "headrace.json", "generation_config.json")
 Mutator = Callable[[Path, random.Random], str]
 KINDS: dict[str, tuple[str, tuple[tuple[str, Mutator], ...]]] = {
     "tokenizer": ("plain", (("tokenizer.json", mutate_tokenizer),)),
@@ -268,6 +298,7 @@ KINDS: dict[str, tuple[str, tuple[tuple[str, Mutator], ...]]] = {
     "settings": ("plain", (("headrace.json", mutate_json),)),
     "gguf": ("gguf", (("model.gguf", mutate_bytes),)),
     "packed": ("packed", (("*.packed", mutate_bytes), ("*.packed.measured", mutate_json))),
+    "place": ("plain", tuple((name, mutate_place) for name in PLACED)),
     "drafter": ("drafter", (("drafter/config.json", mutate_json), ("drafter/model.safetensors", mutate_header))),
     "stored": ("stored", (("*/*.json", mutate_json), ("*/*.bin", mutate_bytes))),
 }

@@ -84,7 +84,18 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a nested config": (config_of(NESTED), "deeply nested"),
     "a config of 9 MiB": (config_of('{"a": "' + "x" * 9 * 2**20 + '"}'), "at most 8388608 are read"),
     "a config of many lists": (config_of('{"a": [' + "[]," * 2**17 + "0]}"), "lists and objects"),
-    "a text that is none": (config_of('{"model_type": "\\ud800"}'), "can not be read"),
+    "a text that is none": (config_of('{"model_type": "\\ud800"}'), "config.json has half a surrogate pair"),
+    "a system message that is no text": (other("headrace.json", '{"system": "\\ud800"}'), "headrace.json has half"),
+    "a number beyond all floats": (shaped("1e999"), "w has shape"),
+    "a setting of 100,000 letters": (other("headrace.json", '{"%s": 1}' % ("a" * 100_000)), "headrace.json: .*aaa"),
+    "a tensor of 100,000 letters": (
+        lambda folder: write(folder, b'{"%s":1}' % (b"a" * 100_000)),
+        "does not have dtype",
+    ),
+    "a dtype of 100,000 letters": (
+        lambda folder: write(folder, SOUND.replace(b"F32", b"F" * 100_000)),
+        "w has dtype .* expected one of F64",
+    ),
     "a nested generation_config": (other("generation_config.json", NESTED), "generation_config.json has deeply nested"),
     "a nested headrace.json": (other("headrace.json", NESTED), "headrace.json has deeply nested"),
     "a nested quantize_config": (other("quantize_config.json", NESTED), "quantize_config.json has deeply nested"),
@@ -113,10 +124,24 @@ def test_S_28_a_model_that_can_not_be_read_has_a_reason_and_disturbs_no_other(
     make(tmp_path / "bad")
     with pytest.raises(CheckpointError, match=words) as caught:
         reader.facts(tmp_path / "bad")
-    assert len(str(caught.value)) < 1000, "a reason is a sentence"
+    assert len(str(caught.value)) <= 1000, "a reason is a sentence"
     process = reader.process.pid
     assert reader.facts(write(tmp_path / "good")).num_parameters == 6
     assert (reader.process.pid, reader.process.num_faults) == (process, 0), "the process went on"
+
+
+def test_S_28_a_name_that_is_no_text_disturbs_nothing(reader: FactsReader, tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.txt")).write_bytes(b"")
+    facts = reader.facts(folder)
+    assert (facts.num_parameters, len(facts.digest)) == (6, 64)
+    place = Path(os.fsdecode(os.fsencode(folder) + b"/\xff.safetensors"))
+    (folder / "model.safetensors").rename(place)
+    assert reader.facts(folder).num_parameters == 6
+    place.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"safetensors is not a readable safetensors file") as caught:
+        reader.facts(folder)
+    assert str(caught.value).encode(), "the reason can be sent"
 
 
 def test_S_28_control_numbers_that_fit_are_read(reader: FactsReader, tmp_path: Path) -> None:

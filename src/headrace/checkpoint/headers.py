@@ -71,7 +71,7 @@ def parse(data: Callable[[int, int], bytes], size: int, path: Path) -> Header:
     end = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != end:
-            raise _broken(path, f"{name} begins at byte {entry.begin}, expected {end}: a hole or an overlap")
+            raise _broken(path, f"{name:.80} begins at byte {entry.begin}, expected {end}: a hole or an overlap")
         end = entry.end
     if end != size:
         raise _broken(path, f"its tensors end at byte {end}, the file has {size}")
@@ -105,22 +105,21 @@ def _read(file: Any, begin: int, end: int) -> bytes:
 
 def _entry(name: str, value: Any, base: int, path: Path) -> Entry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _broken(path, f"{name} does not have dtype, shape and data_offsets")
+        raise _broken(path, f"{name:.80} does not have dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in SIZES:
-        raise _broken(path, f"{name} has dtype {dtype!r}, expected one of {', '.join(SIZES)}")
+        raise _broken(path, f"{name:.80} has dtype {dtype!r:.80}, expected one of {', '.join(SIZES)}")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise _broken(path, f"{name:.80} has shape {reprlib.repr(shape)} and data_offsets {reprlib.repr(offsets)}")
     begin, end = offsets
     num_bytes = math.prod(shape) * SIZES[dtype]
     if end - begin != num_bytes:
-        raise _broken(path, f"{name} has {end - begin} bytes, its shape makes them {num_bytes}")
+        raise _broken(path, f"{name:.80} has {end - begin} bytes, its shape makes them {num_bytes}")
     return Entry(dtype, tuple(shape), base + begin, base + end)
 
 
 def _broken(path: Path, why: str) -> CheckpointError:
-    # A name in it may have all the bytes of the header.
-    return CheckpointError(f"{path} is not a readable safetensors file: {why:.500}")
+    return CheckpointError(f"{path} is not a readable safetensors file: {why}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def read_config(directory: Path, known: Sequence[str]) -> dict[str, Any]:
         if "auto_map" in config:
             logger.info("config.json has auto_map; headrace runs its own %s and no code of the checkpoint", model_type)
         return config
-    reason = f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(known)}"
+    reason = f"config.json: model_type {model_type!r:.80} is not supported; supported are {', '.join(known)}"
     if "auto_map" in config:
         reason += ". The checkpoint brings code of its own (auto_map), and headrace never runs a checkpoint's code"
     raise CheckpointError(reason)

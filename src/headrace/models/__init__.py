@@ -87,6 +87,6 @@ def find(model_type: object) -> Any:
     known = names()
     if not isinstance(model_type, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type) or model_type not in known:
         raise CheckpointError(
-            f"config.json: model_type {model_type!r} is not supported; supported are {', '.join(known)}"
+            f"config.json: model_type {model_type!r:.80} is not supported; supported are {', '.join(known)}"
         )
     return importlib.import_module(f"headrace.models.{model_type}")

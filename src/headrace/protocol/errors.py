@@ -93,9 +93,17 @@ class ModelNotFoundError(HeadraceError):
 
 
 class CheckpointError(HeadraceError):
-    """A checkpoint that headrace refuses to read, with the reason and a remedy."""
+    """A checkpoint that headrace refuses to read, with the reason and a remedy.
+
+    Its message may quote what strangers wrote: it is text that can be sent, and the middle of a long one is left out.
+    """
 
     code = "bad_checkpoint"
+    most_letters = 1000
+
+    def __init__(self, message: str) -> None:
+        text = message.encode("utf-8", "backslashreplace").decode()
+        super().__init__(text if len(text) <= self.most_letters else f"{text[:700]} ... {text[-290:]}")
 
 
 class NativeCallError(HeadraceError):

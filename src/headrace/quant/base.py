@@ -322,7 +322,7 @@ def find_format(config: Any) -> Format:
     names = ", ".join(name.replace("_", "-") for name in modules)
     place = config.get("stated_in", "quantization_config")
     raise CheckpointError(
-        f"{place}: quant_method {method!r} is not supported; take the model unquantised, as GGUF, or by one of {names}"
+        f"{place}: quant_method {method!r:.80} is not supported; take the model unquantised, as GGUF, or one of {names}"
     )
 
 

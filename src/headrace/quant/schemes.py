@@ -224,7 +224,7 @@ def parse(name: str) -> Quantization:
 def find_method(config: Any) -> str:
     """Return the `quant_method` of config.json's `quantization_config`, or "none". Raises `CheckpointError`."""
     if config is not None and not isinstance(config, dict):
-        raise CheckpointError(f"quantization_config is {config!r}, expected an object")
+        raise CheckpointError(f"quantization_config is {config!r:.80}, expected an object")
     method = "none" if config is None else str(config.get("quant_method"))
     return SAME_METHODS.get(method, method)
 

@@ -180,7 +180,7 @@ def _add_tokens(library: tokenizers.Tokenizer, config: dict[str, Any], special_t
     for token_id, token in tokens.items():
         if library.token_to_id(token.content) != token_id:
             raise CheckpointError(
-                f"tokenizer_config.json puts {token.content!r} at {token_id}, "
+                f"tokenizer_config.json puts {token.content!r:.80} at {token_id}, "
                 f"but the tokenizer has it at {library.token_to_id(token.content)}"
             )
     known = {token.content for token in library.get_added_tokens_decoder().values()}

@@ -78,7 +78,7 @@ def load(path: Path) -> tuple[Loaded, Tokenizer | None]:
     except HeadraceError as error:
         return Loaded(str(error)), None
     except (MemoryError, RecursionError, ValueError, TypeError) as error:
-        return Loaded(f"{path}: the tokenizer can not be loaded: {error or type(error).__name__}"), None
+        return Loaded(f"{path}: the tokenizer can not be loaded: {str(error) or 'its memory does not suffice'}"), None
 
 
 def _add_tokens(loaded: Loaded, library: tokenizers.Tokenizer) -> None:

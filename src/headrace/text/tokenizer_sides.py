@@ -5,7 +5,6 @@ Called by `tokenizer`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,11 +65,6 @@ def add_listed(config: dict[str, Any], listed: dict[str, Any]) -> None:
     config["added_tokens_decoder"] = decoder
 
 
-def _is_unicode(text: str) -> bool:
-    """Return whether `text` has no lone surrogate; JSON can spell one."""
-    return text.isascii() or not re.search("[\ud800-\udfff]", text)
-
-
 def chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the templates by name, from all places of transformers' history; chat_template.jinja overrides."""
     templates: dict[str, str] = {}
@@ -82,8 +76,8 @@ def chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
         elif source is not None:
             raise CheckpointError(f"chat_template is {source!r:.80}, expected a text or a list of named texts")
     for name, template in templates.items():
-        if not isinstance(name, str) or not isinstance(template, str) or not _is_unicode(template):
-            raise CheckpointError(f"chat_template {name!r:.80} is {template!r:.80}, expected Unicode text under a name")
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise CheckpointError(f"chat_template {name!r:.80} is {template!r:.80}, expected a text under a name")
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     single = directory / "chat_template.jinja"

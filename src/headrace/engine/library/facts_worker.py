@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.engine.library.model_facts import ModelFacts, facts_of
-from headrace.protocol.errors import HeadraceError
+from headrace.protocol.errors import CheckpointError, HeadraceError
 from headrace.text.bounded import serve
 
 MAX_CPU_SECONDS = 10.0
@@ -21,8 +21,6 @@ MAX_MEMORY = 2**30
 """Bytes of the process's own memory. Mapped files do not count."""
 MAX_ADDRESS_SPACE = 2**41
 MAX_REPLY_BYTES = 8 * 2**20
-MAX_REASON = 1000
-"""Characters of a reason."""
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
@@ -51,7 +49,7 @@ def answer(body: bytes) -> bytes:
         RecursionError,
     ) as failure:  # of files that change meanwhile, or of text
         error = f"{path} can not be read: {failure}"
-    return msgspec.msgpack.encode(Reply(error=error[:MAX_REASON].encode("utf-8", "replace").decode()))
+    return msgspec.msgpack.encode(Reply(error=str(CheckpointError(error))))
 
 
 if __name__ == "__main__":

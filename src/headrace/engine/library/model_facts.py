@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ def digest_of(path: Path) -> str:
     """Return the SHA-256 of names, sizes and times of a model's files: it changes whenever one of them does."""
     stats = [(each, each.stat()) for each in files_of(path)]
     lines = [f"{each.name} {stat.st_size} {stat.st_mtime_ns}" for each, stat in stats]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256(os.fsencode("\n".join(lines))).hexdigest()
 
 
 def facts_of(path: Path) -> ModelFacts:

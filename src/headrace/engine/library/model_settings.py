@@ -93,7 +93,7 @@ def advised_params(model: str, revision: str | None) -> dict[str, Any]:
             hub.check_field(path, ours, params[ours], theirs)
     closes = advised.get("disable_additional_properties", False)
     if not isinstance(closes, bool):
-        raise CheckpointError(f"{path}: disable_additional_properties: {closes!r} must be true or false")
+        raise CheckpointError(f"{path}: disable_additional_properties: {closes!r:.80} must be true or false")
     if closes:
         params["disable_additional_properties"] = True
     if params:

@@ -68,7 +68,7 @@ def _unpacked(tensors: Tensors, name: str, rows: int, columns: int) -> NDArray[n
     packing = bytes(letters[:16].tolist()).decode("ascii", "replace")
     if packing not in PACKINGS or letters.size > 16:
         raise CheckpointError(
-            f"{name}.packing, shape {list(letters.shape)}, is {packing!r}, expected one of {', '.join(PACKINGS)}"
+            f"{name}.packing, shape {list(letters.shape)}, is {packing!r:.80}, expected one of {', '.join(PACKINGS)}"
         )
     per_item, bits = PACKINGS[packing]
     kind = np.dtype("<i4" if packing.endswith("32") else "u1")

@@ -201,8 +201,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise RequestError("body", body[:60].decode("utf-8", "replace"), f"valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise RequestError("body", type(value).__name__, "a JSON object")
-    if b"\\ud" in body or b"\\uD" in body:
-        _check_texts(value)
+    if foreign.HALVES.search(body) and (text := foreign.broken_text(value)) is not None:
+        raise RequestError("body", text, "text without half a surrogate pair")
     return value
 
 
@@ -235,24 +235,3 @@ def _float(text: str) -> float:
     if not math.isfinite(value):
         raise RequestError("body", text, "JSON with numbers that fit a double")
     return value
-
-
-def _check_texts(value: Any) -> None:
-    """Check all texts and keys: half a surrogate pair cannot be encoded, and tokenizers fail on it."""
-    items = [value]
-    while items:
-        item = items.pop()
-        if isinstance(item, dict):
-            items += item
-            items += item.values()
-        elif isinstance(item, list):
-            items += item
-        elif isinstance(item, str):
-            _check_text(item)
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError("body", text[error.start : error.end], "text without half a surrogate pair") from error

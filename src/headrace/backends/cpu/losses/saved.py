@@ -53,7 +53,7 @@ class SavedLosses:
                 raise CheckpointError("it has been changed or damaged")
             return losses, set(noisy)
         except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s is not used: %s", self._path, error)
+            logger.warning("%s is not used: %.500s", self._path, error)
             return {}, set()
 
     def _facts(self, text: str) -> dict[str, str | int]:
