@@ -188,4 +188,7 @@ def _locked(target: Path) -> Iterator[int]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise HeadraceError(f"{target} is being written by another run") from error
-        yield file.fileno()
+        try:
+            yield file.fileno()
+        finally:
+            disk.unlock(file.fileno())

@@ -7,8 +7,15 @@ through this module, so the tests record them here, and try every state that a c
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from pathlib import Path
+
+
+def unlock(descriptor: int) -> None:
+    """Release the lock of `flock` now. To close the descriptor is not enough: a child that was forked and has not begun
+    its program yet holds a copy of it, and with it the lock."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def create(path: Path, data: bytes) -> None:

@@ -132,6 +132,7 @@ class Store:
     def close(self) -> None:
         """Release the folder's lock. May be called twice."""
         if self._lock is not None:
+            disk.unlock(self._lock)
             os.close(self._lock)
             self._lock = None
 
