@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench.tied import tied
 
 from headrace.protocol.errors import HeadraceError
 from headrace.serve.storage import batch_file, disk
@@ -39,7 +40,7 @@ def test_a_body_in_memory_is_what_was_written(num_pieces: int, more: int, monkey
 def child_with_all_descriptors() -> Iterator[None]:
     """A child that has what a fork leaves in it until its program begins."""
     inherited = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
-    child = subprocess.Popen(["sleep", "600"], pass_fds=[number for number in inherited if number > 2])
+    child = subprocess.Popen(tied(["sleep", "600"]), pass_fds=[number for number in inherited if number > 2])
     try:
         yield
     finally:
