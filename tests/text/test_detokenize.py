@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.support.tokenizers import MADE, REAL, made_byte_level, made_scored, tokenizer
 
@@ -155,6 +155,7 @@ def test_decode_is_what_tokenizers_gives(name: str, data: st.DataObject) -> None
 def test_round_trip(name: str, text: str) -> None:
     if name in ("word_piece", "metaspace"):
         pytest.skip("can not spell every text")
+    assume("▁" not in text)  # SentencePiece writes a space so, and can not tell the two apart
     tok = tokenizer(name)
     ids = tok.encode(text, add_special_tokens=False)
     # TinyStories-656K has neither all characters nor bytes.
