@@ -70,7 +70,7 @@ def main() -> None:
             load_s = round(time.perf_counter() - start, 2)
             here = Tokenizer.load(path)
             figures = asyncio.run(measured(args.n, here, there, text))
-    print(json.dumps({"bench": "tokenizers", "n": args.n, "characters": len(text), "load_s": load_s, **figures}))
+    print(json.dumps({"bench": "encoding", "n": args.n, "characters": len(text), "load_s": load_s, **figures}))
 
 
 if __name__ == "__main__":
