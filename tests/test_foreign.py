@@ -108,3 +108,12 @@ def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
     assert foreign.read_object(tmp_path / "config.json", LIMITS)
     with pytest.raises(CheckpointError, match="absent is missing"):
         foreign.read_object(tmp_path / "absent", LIMITS)
+
+
+def test_runs_of_digits_are_measured_in_one_pass() -> None:
+    """A regex for the digits above the bound would read each of these runs from each of its digits: for minutes."""
+    limits = LIMITS._replace(num_bytes=2**24, values=10_000, digits=4300)
+    data = b"[" + b",".join([b"9" * 4300] * 1900) + b"]"
+    foreign.check_size(data, limits)
+    with pytest.raises(foreign.JSONSizeError, match="more than 4300 digits"):
+        foreign.check_size(data[:-1] + b",1" + b"9" * 4300 + b"]", limits)
