@@ -94,7 +94,7 @@ class Shares:
 
     def victim(self, claims: Iterable[Sequence]) -> Sequence | None:
         """Return the sequence that has to give way so that there is room for all of `claims`; None if there is, or if
-        nobody is above the share of what they lack."""
+        no holder is above its share of what they lack."""
         usages = {holder: self._usage(holder) for holder in self.holders}
         totals = [sum(column) for column in zip(*usages.values(), *map(self._need, claims), strict=True)]
         self.num_spare = min(map(int.__sub__, self._all[2:], totals[2:]))
