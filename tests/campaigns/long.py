@@ -172,7 +172,7 @@ def run_campaign(num_tokens: int, seed: int) -> dict[str, Any]:
         with closing(core):
             program: Any = core.executor.program  # type: ignore[attr-defined]
             stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in program.cache.layers)
-            stored //= program.cache.num_blocks * program.cache.block_size
+            stored //= program.num_blocks * program.block_size
             program.tape = tape = TimedTape(program.tape)
             counts = []
             for index, idle in enumerate(IDLE):
