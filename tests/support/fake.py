@@ -59,7 +59,8 @@ def build(
     executor = SimulatedExecutor(
         num_blocks, config.block_size, oracle or Oracle(vocab_size, [EOS]), Behaviour(delay=delay)
     )
-    return EngineCore(scheduler, executor, info, time.monotonic, check_every=8)
+    # A check reads every block.
+    return EngineCore(scheduler, executor, info, time.monotonic, check_every=max(8, num_blocks // 256))
 
 
 def command(delay: float = 0.0, vocab_size: int = VOCAB_SIZE) -> tuple[str, ...]:
