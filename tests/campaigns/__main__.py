@@ -235,7 +235,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         faults_of_replicas,
     ),
     "C-5-children": Campaign(
-        "faults of the processes of templates and grammars, and of the server",
+        "faults of the processes of templates, grammars and tokenizers, and of the server",
         {"commit": 40, "nightly": 500, "release": 5000},
         faults_of_children,
     ),

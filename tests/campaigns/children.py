@@ -1,8 +1,9 @@
-"""The campaign of faults of the other processes (C-5-children): the template and the grammar process, and the server.
+"""The campaign of faults of the other processes (C-5-children): those of templates, grammars and tokenizers, and the server.
 
 `python -m tests.campaigns.children --faults 100 --seed 1` starts `headrace serve` and strikes, one after another:
-`kill` (SIGKILL), `stop` (SIGSTOP), `torn` (half a reply, then the end) and `slow` (a byte in half a second). Both
-processes are struck in one round, and calls that need them come at once. Every call without a deadline must have the
+`kill` (SIGKILL), `stop` (SIGSTOP), `torn` (half a reply, then the end) and `slow` (a byte in half a second). All
+processes are struck in one round, and calls that need them come at once. The model's tokenizer is one that is not used
+in the server's own process. Every call without a deadline must have the
 text of the undisturbed run; one with a deadline may instead be a 408 within `SLACK_S` of it; no call is a 400 or a 500.
 The probes must be red within the watchdog's time where a process stands still, and green at the end.
 
@@ -18,6 +19,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,13 +37,17 @@ import psutil
 from bench.tied import tied
 from tests.support.serving import gauge
 
+from headrace import builtin
 from headrace.text.bounded import WATCHDOG_S
 
 # To make a client loads the certificates, which takes longer than a call.
 HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, timeout=60)
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "torn": signal.SIGUSR1, "slow": signal.SIGUSR2}
-CHILDREN = {"template": "headrace.text.sandbox", "grammar": "headrace.text.grammar_sandbox"}
+CHILDREN = {
+    "template": "headrace.text.sandbox", "grammar": "headrace.text.grammar_sandbox",
+    "tokenizer": "headrace.text.tokenizer_sandbox",
+}  # fmt: skip
 STANDING = ("stop", "slow")
 KINDS_OF_EIGHT = ("kill", "torn", "kill", "stop", "torn", "slow", "kill", "torn")
 SLACK_S = 1.0
@@ -112,6 +118,8 @@ class Campaign:
                 "/v1/chat/completions",
                 body | {"messages": [{"role": "user", "content": "Say something. " * 9}]},
             )
+        elif child == "tokenizer":
+            path, body = "/v1/completions", body | {"prompt": "Tell me something. " * 9}
         else:
             # No verdict on it is cached.
             form = {"enum": ["yes", "no"], "description": str(self.noise.random())}
@@ -193,7 +201,7 @@ class Campaign:
         stored = HTTP.post(f"{server.url}/v1/responses", json={"input": "Hello", "max_output_tokens": 4}, timeout=60)
         response_id = stored.json()["id"]
         children = psutil.Process(server.process.pid).children(recursive=True)
-        stopped = self.noise.choice(["template", "grammar", ""])
+        stopped = self.noise.choice([*CHILDREN, ""])
         if stopped:
             server.child(stopped).send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(4) as pool:
@@ -224,12 +232,21 @@ class Campaign:
         return result | {"violations": len(self.problems), "examples": self.problems[:5]}
 
 
+def with_odd_tokenizer(model: str, folder: Path) -> str:
+    """Make a copy of a model in `folder` whose tokenizer has a step more, which changes no text of the campaign."""
+    shutil.copytree(builtin.directory() if model == "builtin" else model, folder)
+    path = folder / "tokenizer.json"
+    step = {"type": "Replace", "pattern": {"Regex": "q{99}"}, "content": ""}
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"normalizer": step}), "utf-8")
+    return str(folder)
+
+
 def run_campaign(
     num: int, seed: int, model: str = "builtin", kinds: tuple[str, ...] = KINDS_OF_EIGHT, with_server: bool = True
 ) -> dict[str, Any]:
     """So many faults, those of the server beside them."""
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(model, Path(folder))
+        server = Server(with_odd_tokenizer(model, Path(folder) / "model"), Path(folder))
         try:
             campaign = Campaign(server, seed)
             num_rounds = 0
@@ -237,7 +254,8 @@ def run_campaign(
                 # Standing processes are struck together: the round waits once.
                 kind = kinds[num_rounds % len(kinds)]
                 other = kind if kind not in STANDING else campaign.noise.choice(STANDING)
-                strikes = {"template": kind, "grammar": other}
+                third = kind if kind not in STANDING else campaign.noise.choice(STANDING)
+                strikes = {"template": kind, "grammar": other, "tokenizer": third}
                 campaign.round(dict(list(strikes.items())[: max(1, num - campaign.counts["faults"])]))
                 num_rounds += 1
                 if with_server and num_rounds % SERVER_ROUNDS == 0:

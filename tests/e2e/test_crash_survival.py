@@ -28,11 +28,12 @@ def test_R_01_R_02_streams_survive_the_engines_death() -> None:
 
 
 def test_R_31_calls_survive_the_other_processes_faults() -> None:
-    """The processes of templates and grammars are stopped, and tear a reply; SIGTERM comes beside a stopped one."""
-    report = children.run_campaign(4, 1, shallow(), ("stop", "torn"), with_server=False)
+    """The processes of templates, grammars and tokenizers are stopped, and tear a reply; SIGTERM comes beside a stopped
+    one."""
+    report = children.run_campaign(6, 1, shallow(), ("stop", "torn"), with_server=False)
     assert not report["violations"], json.dumps(report["examples"], indent=1)
-    assert report["faults"] == 4
-    assert report["calls"] >= 16
+    assert report["faults"] == 6
+    assert report["calls"] >= 24
 
 
 WHOLE = Told(200, {0: {"text": "ab", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -0.25]}}}, "", True)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from headrace.text import bounded
 
-MODULES = ("headrace.text.sandbox", "headrace.text.grammar_sandbox")
+MODULES = ("headrace.text.sandbox", "headrace.text.grammar_sandbox", "headrace.text.tokenizer_sandbox")
 
 
 def misbehave() -> None:
