@@ -127,6 +127,17 @@ def test_a_tokenizer_json_decides_the_ends(saved: Path) -> None:
         assert Tokenizer.load(folder).encode(text) == [named.bos_token_id, *plain.encode(text)]
 
 
+def test_dropout_of_the_training_is_left_out(saved: Path) -> None:
+    text = "Once upon a time there was a little village. " * 3
+    whole = Tokenizer.load(saved).encode(text)
+    spec = json.loads((saved / "tokenizer.json").read_text("utf-8"))
+    spec["model"]["dropout"] = 0.5
+    (saved / "tokenizer.json").write_text(json.dumps(spec), "utf-8")
+    assert {tuple(Tokenizer.load(saved).encode(text)) for _ in range(8)} == {tuple(whole)}
+    library = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    assert len({tuple(library.encode(text).ids) for _ in range(8)}) > 1, "the file's dropout does nothing"
+
+
 def test_special_tokens_map_fills_what_the_config_leaves_out(saved: Path) -> None:
     write_json(
         saved,

@@ -131,6 +131,9 @@ def build(file: TokenizerFile, config: dict[str, Any], templates: dict[str, str]
         # All callers would share its cache of words, and one could time another's text by it (S-24). It saves
         # nothing on plain text.
         model._resize_cache(0)
+    if getattr(model, "dropout", None):
+        # BPE-dropout (Provilkov et al. 2020, section 3.2) draws other tokens for the same text each time: for training.
+        model.dropout = None
     texts = {role: text_of(config.get(role)) for role in ROLES}
     texts["bos_token"] = texts["bos_token"] or file.bos_token
     texts["eos_token"] = texts["eos_token"] or file.eos_token
