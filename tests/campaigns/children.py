@@ -1,4 +1,4 @@
-"""The campaign of faults of the other processes (C-5-children): those of templates, grammars and tokenizers, and the server.
+"""The campaign of faults of the other processes (C-5-children): of templates, grammars and tokenizers, and the server.
 
 `python -m tests.campaigns.children --faults 100 --seed 1` starts `headrace serve` and strikes, one after another:
 `kill` (SIGKILL), `stop` (SIGSTOP), `torn` (half a reply, then the end) and `slow` (a byte in half a second). All
