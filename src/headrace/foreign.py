@@ -25,7 +25,7 @@ _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 class Limits(NamedTuple):
     """Bounds on one piece of JSON. texts: with the keys of objects. containers: lists and objects. digits: of a number,
-    in a row."""
+    in a row. escapes: so many backslashes count as a text (0: none do)."""
 
     num_bytes: int
     texts: int
@@ -33,6 +33,7 @@ class Limits(NamedTuple):
     values: int
     depth: int = 64
     digits: int = 128
+    escapes: int = 0
 
 
 CONFIG = Limits(8 * MIB, 2**18, 2**16, 2**20)
@@ -63,10 +64,14 @@ def check_size(data: bytes, limits: Limits) -> None:
     call here is one pass over bytes, of some milliseconds. Bytes that are not JSON are left to the parser, which stops
     there.
     """
+    # Each escape is a piece of its text to the parser.
+    num_texts = data.count(b"\\") // limits.escapes if limits.escapes else 0
+    counted = f"texts and keys ({limits.escapes} escapes count as one)" if num_texts else "texts and keys"
+    _check_count(num_texts, limits.texts, counted)
     if b"\\" in data:
         # Without escaped quotes, every second piece between quotes is outside of texts.
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    _check_count(data.count(b'"') // 2, limits.texts, "texts and keys")
+    _check_count(num_texts + data.count(b'"') // 2, limits.texts, counted)
     outside = b"".join(data.split(b'"')[::2])
     num_containers = outside.count(b"[") + outside.count(b"{")
     _check_count(num_containers, limits.containers, "lists and objects")

@@ -53,6 +53,7 @@ within `MOST_S` as well."""
 UNITS = (
     b"1", b"9" * 4300, b"1e9", b"0.1234567890123456789", b"null", b"[]", b"{}", b'{"":1}', b'{"a":1,"b":2}', b'""',
     b'"abcdefgh"', '"é€😀"'.encode(), b'"\\n\\n\\n\\n"', b'"\\u4e61\\ud83d\\ude00"', b'"\\\\\\""', b'"[[[["',
+    b'"' + b"\\n" * 16 + b'"', b'"' + b"\\u4e61" * 16 + b'"', b'"' + b"\\n" * 65536 + b'"',
     b"[" * 60 + b"]" * 60, b'{"a":' * 60 + b"1" + b"}" * 60, b'"' + b"x" * 65536 + b'"', b" " * 4096 + b"1",
 )  # fmt: skip
 
@@ -67,7 +68,8 @@ def body_of(recipe: Recipe, bounded: bool = True) -> bytes:
         unit, part = UNITS[index], share / total
         most = [part * (limits.MAX_BODY_BYTES - 64) / (len(unit) + 1)]
         if bounded:
-            lists, texts = unit.count(b"[") + unit.count(b"{"), unit.count(b'"') / 2
+            lists, texts = unit.count(b"[") + unit.count(b"{"), unit.replace(b'\\"', b"").count(b'"') / 2
+            texts += unit.count(b"\\") / limits.ESCAPES
             most += [part * limits.MAX_CONTAINERS / (lists or 1e-9), part * limits.MAX_TEXTS / (texts or 1e-9)]
             most.append(part * limits.MAX_VALUES / (unit.count(b",") + lists + 1))
         parts += [unit] * max(1, int(min(most)) - 2)

@@ -26,7 +26,8 @@ MAX_KEYS = 10_000
 MAX_VALUES = 2**20
 """Values in one body: numbers, texts, lists, objects, true, false and null."""
 MAX_TEXTS = 2**18
-"""Texts in one body, with the keys of objects."""
+"""Texts in one body, with the keys of objects, and a text more for every `ESCAPES` escapes."""
+ESCAPES = 2
 MAX_CONTAINERS = 2**15
 """Lists and objects in one body, the body itself too."""
 MAX_DIGITS = 4300
@@ -208,7 +209,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def check_size(body: bytes) -> None:
     """Raise `RequestError` for JSON with too many values or levels, before anything is parsed."""
-    limits = foreign.Limits(MAX_BODY_BYTES, MAX_TEXTS, MAX_CONTAINERS, MAX_VALUES, MAX_DEPTH, MAX_DIGITS)
+    limits = foreign.Limits(MAX_BODY_BYTES, MAX_TEXTS, MAX_CONTAINERS, MAX_VALUES, MAX_DEPTH, MAX_DIGITS, ESCAPES)
     try:
         foreign.check_size(body, limits)
     except foreign.JSONSizeError as error:
