@@ -100,6 +100,7 @@ std::vector<Limit> measure_limits(int num, double seconds, int64_t most_bytes) {
         Reading reading = {nullptr, (const char*)data, size, 1, std::vector<uint64_t>((size_t)num * 16)};
         team_run(num, touch_part, &reading);
         for (const HrProbe* probe : probes) {
+            if (!probe->read) continue;
             reading.probe = probe;
             double once = timed(num, read_part, &reading);
             reading.passes = std::max(1, (int)(seconds / PIECES / once));

@@ -142,6 +142,11 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
 
 struct Avx2 {
     enum { max_rows = 4, unpacks = 0 };
+    template <int mode, int codes>
+    static bool linear(const Linear& p, HrTask* task) {
+        drive<Avx2, mode, codes>(p, task);
+        return true;
+    }
     static constexpr int64_t ahead(int) { return 4096; }
 
     template <int mode, int codes, bool stream>
