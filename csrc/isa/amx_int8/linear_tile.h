@@ -7,8 +7,9 @@
  * always as signed bytes, [quad of inputs][block][output][input], with the scales as floats. Activations are packed as
  * [block][tile of rows][scaled run of inputs][chunk][row][input], then the scales [run][row], then the products of scale and
  * sum. A run is a group, or with two levels the inputs that share a scale of the last; a chunk is what a tile multiplies at
- * once. The products of up to four runs wait in memory while those of the next four are made, and are added to the float
- * sums in between: the tile unit and the vector units work side by side. */
+ * once. The sums of a few runs are written to memory and then added to the float sums. A block, the sums and the tile's
+ * activations share the L1 cache: with more than 12 KiB of sums or of weights each takes about a third more time.
+ */
 #pragma once
 #include "isa/avx512_vnni/linear_tile.h"
 #include "isa/amx_int8/tiles.h"
@@ -16,8 +17,8 @@
 
 namespace HR_NS {
 
-constexpr int TILE = 16, ROWS = 2 * TILE, RUNS = 4;
-constexpr int64_t ACTIVATIONS = 4 << 20; /* bytes of scratch */
+constexpr int TILE = 16, ROWS = 2 * TILE;
+constexpr int64_t ACTIVATIONS = 4 << 20, NEAR = 1400 << 10; /* bytes of scratch: at most, and of those that stay in the L2 cache */
 
 /* The inputs of a chunk: the greatest number of whole quads that fits a tile and divides the run; 0 if none is worth it. */
 HR_INLINE int64_t chunk_of(int64_t run) { return run % 64 == 0 ? 64 : run % 32 == 0 ? 32 : run == 16 ? 16 : 0; }
@@ -29,110 +30,112 @@ HR_INLINE int64_t inputs_of_run(const Linear& p) {
 
 /* How the inputs are cut. */
 struct Cut {
-    int64_t run, chunk, runs;            /* inputs of a run and of a chunk; runs of a row */
-    int64_t block, run_bytes, row_bytes; /* runs of a block; bytes of a run's codes for 32 outputs; activations of a row */
+    int64_t run, chunk;           /* inputs */
+    int64_t runs, block, step;    /* runs of a row, of a block, and at most of those that are added together */
+    int64_t run_bytes, row_bytes; /* of a run's codes for 32 outputs; of a row's activations */
 };
 
 template <int mode>
 HR_INLINE Cut cut_of(const Linear& p) {
-    constexpr int64_t INPUTS = 512;
     Cut c;
     c.run = inputs_of_run<mode>(p), c.chunk = chunk_of(c.run), c.runs = p.l.groups * subs_of(mode);
-    c.block = at_least(subs_of(mode), INPUTS / c.run / subs_of(mode) * subs_of(mode));
+    c.step = c.run < 128 ? 4 : 3;
+    c.block = at_least(subs_of(mode), at_least(1, (c.run < 128 ? 256 : 384) / c.run));
     c.run_bytes = c.run * HR_PANEL;
     c.row_bytes = c.runs * (c.run + (with_min(mode) ? 8 : 4));
     return c;
 }
 
-/* The products of up to four runs, and where they are added. */
-struct Sums {
-    alignas(64) int32_t of[RUNS][4][TILE][HR_LANES]; /* [run][2 * (tile of rows) + block] */
-};
-struct Waiting {
-    const Sums* sums;
-    const float *sa, *products; /* [run][32] of rows */
-    const float *d, *m;         /* [run][32] of outputs */
-    float* acc;                 /* [row][32] */
-    int runs, rows;
-};
-
-/* Rows first ... last - 1 of what waits. */
-template <int mode, int runs>
-HR_INLINE void add_runs(const Waiting& w, int first, int last) {
-    __m512 d[runs][2], m[runs][2];
-    _Pragma("GCC unroll 4") for (int i = 0; i < runs; i++) HR_BLOCKS {
-        d[i][b] = mode == HR_MODE_CHANNEL ? _mm512_setzero_ps() : _mm512_load_ps(w.d + i * HR_PANEL + b * 16);
-        m[i][b] = with_min(mode) ? _mm512_load_ps(w.m + i * HR_PANEL + b * 16) : _mm512_setzero_ps();
-    }
-    for (int r = first; r < last; r++) {
-        __m512 y[2];
-        HR_BLOCKS y[b] = _mm512_load_ps(w.acc + r * HR_PANEL + b * 16);
-        _Pragma("GCC unroll 4") for (int i = 0; i < runs; i++) {
-            const __m512 sa = _mm512_set1_ps(w.sa[i * ROWS + r]);
-            const __m512 product = with_min(mode) ? _mm512_set1_ps(w.products[i * ROWS + r]) : sa;
-            HR_BLOCKS {
-                const __m512 isum = _mm512_cvtepi32_ps(_mm512_load_si512(w.sums->of[i][r / TILE * 2 + b][r % TILE]));
-                if (mode == HR_MODE_CHANNEL) y[b] = _mm512_fmadd_ps(isum, sa, y[b]);
-                else y[b] = _mm512_fmadd_ps(_mm512_mul_ps(isum, sa), d[i][b], y[b]);
-                if (with_min(mode)) y[b] = _mm512_fmadd_ps(product, m[i][b], y[b]);
-            }
-        }
-        HR_BLOCKS _mm512_store_ps(w.acc + r * HR_PANEL + b * 16, y[b]);
-    }
-}
-template <int mode>
-HR_INLINE void add_waiting(const Waiting& w, int first, int last) {
-    switch (w.runs) {
-        case 1: return add_runs<mode, 1>(w, first, last);
-        case 2: return add_runs<mode, 2>(w, first, last);
-        case 3: return add_runs<mode, 3>(w, first, last);
-        case 4: return add_runs<mode, 4>(w, first, last);
-    }
-}
-
-/* One run of a tile of rows by a panel. */
-template <bool both>
-HR_INLINE void multiply_run(const uint8_t* w, const uint8_t* a, const Cut& c, int32_t (*to)[TILE][HR_LANES]) {
-    const int64_t rows = both ? ROWS : TILE;
-    zero_tile<0>(), zero_tile<1>();
-    if (both) zero_tile<2>(), zero_tile<3>();
-    for (int64_t k = 0; k < c.run; k += c.chunk, w += c.chunk * HR_PANEL, a += c.chunk * rows) {
-        load_tile<4>(a, c.chunk), load_tile<6>(w, 2 * HR_LINE);
-        multiply_tiles<0, 4, 6>();
-        load_tile<7>(w + HR_LINE, 2 * HR_LINE);
-        multiply_tiles<1, 4, 7>();
-        if (!both) continue;
-        load_tile<5>(a + c.chunk * TILE, c.chunk);
-        multiply_tiles<2, 5, 6>(), multiply_tiles<3, 5, 7>();
-    }
-    store_tile<0>(to[0], HR_LINE), store_tile<1>(to[1], HR_LINE);
-    if (both) store_tile<2>(to[2], HR_LINE), store_tile<3>(to[3], HR_LINE);
-}
+/* The integer sums of a run, [2 * (tile of rows) + block][row][output]. */
+typedef int32_t Sums[4][TILE][HR_LANES];
 
 /* A block of weights as bytes and floats. */
 struct Block {
     int8_t* codes;
-    float *d, *m;
+    float *d, *m; /* [run][32] */
     int64_t runs;
+    bool first, last; /* of the row */
 };
 
-/* Makes the products of a tile of rows with a block, and adds those that waited. */
-template <int mode>
-static void tile_of_rows(const Block& b, const Cut& c, const uint8_t* a, int rows, float* acc, Waiting& waiting, Sums*& next, Sums*& other) {
-    const int64_t width = rows > TILE ? ROWS : TILE;
-    const float* scales = (const float*)(a + b.runs * c.run * width);
-    for (int64_t i = 0; i < b.runs; i += RUNS) {
-        const int runs = (int)at_most(RUNS, b.runs - i);
-        for (int j = 0; j < runs; j++) {
-            const uint8_t* w = (const uint8_t*)b.codes + (i + j) * c.run_bytes;
-            const uint8_t* from = a + (i + j) * c.run * width;
-            if (width == ROWS) multiply_run<true>(w, from, c, next->of[j]);
-            else multiply_run<false>(w, from, c, next->of[j]);
-            add_waiting<mode>(waiting, waiting.rows * j / runs, waiting.rows * (j + 1) / runs);
+/* A tile of rows: what it is multiplied with, and where it goes. */
+struct TileOfRows {
+    const uint8_t* codes;
+    const float *sa, *products; /* [run][32] */
+    float* acc;                 /* [row][32] */
+    int rows;
+};
+
+/* Adds runs i ... i + runs - 1 of a block. */
+template <int mode, int runs>
+HR_INLINE void add_runs(const Sums* sums, const Block& block, const TileOfRows& t, int64_t i) {
+    __m512 d[runs][2], m[runs][2];
+    const bool fresh = block.first && i == 0;
+    _Pragma("GCC unroll 4") for (int j = 0; j < runs; j++) HR_BLOCKS {
+        d[j][b] = mode == HR_MODE_CHANNEL ? _mm512_setzero_ps() : _mm512_load_ps(block.d + (i + j) * HR_PANEL + b * 16);
+        m[j][b] = with_min(mode) ? _mm512_load_ps(block.m + (i + j) * HR_PANEL + b * 16) : _mm512_setzero_ps();
+    }
+    /* Plain pointers and few of them: gcc computes each index of an array anew. */
+    const int32_t* sum = sums[0][0][0];
+    const float *sa = t.sa + i * ROWS, *products = t.products + i * ROWS;
+    float* acc = t.acc;
+    for (int64_t left = t.rows; left > 0; left -= TILE, sum += TILE * HR_LANES)
+        for (int64_t r = at_most(TILE, left); r > 0; r--, sum += HR_LANES, acc += HR_PANEL, sa++, products++) {
+            __m512 y[2];
+            HR_BLOCKS y[b] = fresh ? _mm512_setzero_ps() : _mm512_load_ps(acc + b * 16);
+            _Pragma("GCC unroll 4") for (int j = 0; j < runs; j++) {
+                const __m512 scale = _mm512_set1_ps(sa[j * ROWS]);
+                const __m512 product = with_min(mode) ? _mm512_set1_ps(products[j * ROWS]) : scale;
+                HR_BLOCKS {
+                    const __m512 isum = _mm512_cvtepi32_ps(_mm512_load_si512(sum + (4 * j + b) * TILE * HR_LANES));
+                    if (mode == HR_MODE_CHANNEL) y[b] = _mm512_fmadd_ps(isum, scale, y[b]);
+                    else y[b] = _mm512_fmadd_ps(_mm512_mul_ps(isum, scale), d[j][b], y[b]);
+                    if (with_min(mode)) y[b] = _mm512_fmadd_ps(product, m[j][b], y[b]);
+                }
+            }
+            HR_BLOCKS _mm512_store_ps(acc + b * 16, y[b]);
         }
-        waiting = {next, scales + i * ROWS, scales + (b.runs + i) * ROWS, b.d + i * HR_PANEL, b.m + i * HR_PANEL, acc, runs, rows};
-        Sums* const filled = next;
-        next = other, other = filled;
+}
+
+/* Half of a tile's sums. One half is written to memory while the tile unit is at work on the other. */
+template <int half>
+HR_INLINE void store_half(Sums& to) {
+    store_tile<2 * half>(to[2 * half], HR_LINE), store_tile<2 * half + 1>(to[2 * half + 1], HR_LINE);
+}
+
+/* A run of a tile of rows by a panel: its first half to `to`, and the second half of the run before, if any, to `before`. */
+HR_INLINE void multiply_run(const uint8_t* w, const uint8_t* a, const Cut& c, Sums& to, Sums* before) {
+    zero_tile<0>(), zero_tile<1>();
+    for (int64_t k = 0; k < c.run; k += c.chunk, w += c.chunk * HR_PANEL, a += c.chunk * ROWS) {
+        load_tile<4>(a, c.chunk), load_tile<6>(w, 2 * HR_LINE);
+        multiply_tiles<0, 4, 6>();
+        load_tile<7>(w + HR_LINE, 2 * HR_LINE);
+        multiply_tiles<1, 4, 7>();
+        if (k == 0) {
+            if (before) store_half<1>(*before);
+            zero_tile<2>(), zero_tile<3>();
+        }
+        load_tile<5>(a + c.chunk * TILE, c.chunk);
+        multiply_tiles<2, 5, 6>(), multiply_tiles<3, 5, 7>();
+    }
+    store_half<0>(to);
+}
+
+/* A tile of rows by a block. */
+template <int mode>
+static void multiply_block(const Block& block, const Cut& c, const TileOfRows& t, Sums* sums) {
+    for (int64_t i = 0; i < block.runs;) {
+        const int runs = (int)at_most(c.step, block.runs - i);
+        for (int j = 0; j < runs; j++)
+            multiply_run((const uint8_t*)block.codes + (i + j) * c.run_bytes, t.codes + (i + j) * c.run * ROWS, c, sums[j],
+                         j ? &sums[j - 1] : nullptr);
+        store_half<1>(sums[runs - 1]);
+        switch (runs) {
+            case 1: add_runs<mode, 1>(sums, block, t, i); break;
+            case 2: add_runs<mode, 2>(sums, block, t, i); break;
+            case 3: add_runs<mode, 3>(sums, block, t, i); break;
+            case 4: add_runs<mode, 4>(sums, block, t, i); break;
+        }
+        i += runs;
     }
 }
 
@@ -141,7 +144,7 @@ template <int mode, int kind>
 static void open_block(const Linear& p, const Cut& c, const uint8_t* w, int64_t first, int64_t last, Block& to) {
     const int64_t subs = subs_of(mode);
     const __m512i offset = _mm512_set1_epi8((char)p.offset);
-    to.runs = (last - first) * subs;
+    to.runs = (last - first) * subs, to.first = first == 0, to.last = last == p.l.groups;
     float *d = to.d, *m = to.m;
     for (int64_t g = first; g < last; g++) {
         const uint8_t* header = w + (g - first) * p.l.group_bytes;
@@ -182,12 +185,11 @@ static void open_block(const Linear& p, const Cut& c, const uint8_t* w, int64_t 
  * sums are not read. */
 template <int mode>
 static uint8_t* pack_rows(const Linear& p, const Cut& c, int64_t row, int n, int64_t first, int64_t last, uint8_t* to) {
-    const int64_t width = n > TILE ? ROWS : TILE;
     for (int64_t i = first; i < last; i++)
-        for (int64_t k = 0; k < c.run; k += c.chunk, to += width * c.chunk) {
+        for (int64_t k = 0; k < c.run; k += c.chunk, to += ROWS * c.chunk) {
             const int64_t at = i * c.run + k;
             if (at >= p.ld_q) { /* a last group that ends before its chunks */
-                memset(to, 0, (size_t)(width * c.chunk));
+                memset(to, 0, (size_t)(ROWS * c.chunk));
                 continue;
             }
             const int8_t* q = p.q + row * p.ld_q + at;
@@ -205,16 +207,27 @@ static uint8_t* pack_rows(const Linear& p, const Cut& c, int64_t row, int n, int
     return to + (with_min(mode) ? 8 : 4) * runs * ROWS;
 }
 
+/* The lines that a tile will be written to, and those of the residual. */
+HR_INLINE void fetch_rows(const Linear& p, int64_t row, int n, int64_t panel) {
+    for (int r = 0; r < n; r++) {
+        const float* out = p.out + (row + r) * p.ld_out + panel * HR_PANEL;
+        __builtin_prefetch(out, 1), __builtin_prefetch(out + 16, 1);
+        if (!p.residual || p.residual == p.out) continue;
+        const float* residual = p.residual + (row + r) * p.ld_res + panel * HR_PANEL;
+        __builtin_prefetch(residual), __builtin_prefetch(residual + 16);
+    }
+}
+
 template <int mode, int kind>
 static void on_tiles(const Linear& p, const Cut& c, HrTask* task) {
     const int64_t panels = hr_num_panels(p.num_out);
-    const int64_t fit = at_least(ROWS, ACTIVATIONS / (c.row_bytes + 4 * HR_PANEL) / ROWS * ROWS);
-    const int64_t chunks = (p.rows + fit - 1) / fit;
+    const int64_t tiles = (p.rows + ROWS - 1) / ROWS, near = at_least(1, NEAR / ROWS / c.row_bytes);
+    const int64_t chunks = (tiles + near - 1) / near, fit = (tiles + chunks - 1) / chunks * ROWS;
     const int64_t groups = c.block / subs_of(mode); /* of a block */
 
     Sums* sums = (Sums*)task->scratch;
     Block block;
-    block.codes = (int8_t*)(sums + 2);
+    block.codes = (int8_t*)(sums + c.step);
     block.d = (float*)(block.codes + c.block * c.run_bytes), block.m = block.d + c.block * HR_PANEL;
     float* acc = block.m + c.block * HR_PANEL;
     TileShapes shapes = {};
@@ -242,21 +255,19 @@ static void on_tiles(const Linear& p, const Cut& c, HrTask* task) {
                 for (int64_t r = 0; r < rows; r += ROWS)
                     to = pack_rows<mode>(p, c, row + r, (int)at_most(ROWS, rows - r), i, at_most(c.runs, i + c.block), to);
         }
-        memset(acc, 0, (size_t)rows * HR_PANEL * 4);
         const uint8_t* a = codes;
         const uint8_t* w = p.weights + panel * p.l.panel_bytes;
         for (int64_t g = 0; g < p.l.groups; g += groups, w += groups * p.l.group_bytes) {
             open_block<mode, kind>(p, c, w, g, at_most(p.l.groups, g + groups), block);
-            Waiting waiting = {};
-            Sums *next = sums, *other = sums + 1;
-            for (int64_t r = 0; r < rows; r += ROWS) {
+            for (int64_t r = 0; r < rows; r += ROWS, a += block.runs * (c.run + (with_min(mode) ? 8 : 4)) * ROWS) {
                 const int n = (int)at_most(ROWS, rows - r);
-                tile_of_rows<mode>(block, c, a, n, acc + r * HR_PANEL, waiting, next, other);
-                a += block.runs * (c.run * (n > TILE ? ROWS : TILE) + (with_min(mode) ? 8 : 4) * ROWS);
+                if (block.last) fetch_rows(p, row + r, n, panel);
+                const float* scales = (const float*)(a + block.runs * c.run * ROWS);
+                const TileOfRows t = {a, scales, scales + block.runs * ROWS, acc + r * HR_PANEL, n};
+                multiply_block<mode>(block, c, t, sums);
+                if (block.last) finish<mode>(p, row + r, n, panel, t.acc);
             }
-            add_waiting<mode>(waiting, 0, waiting.rows);
         }
-        finish<mode>(p, row, (int)rows, panel, acc);
     }
     release_tiles();
 }
