@@ -79,12 +79,13 @@ def test_amx_is_tried_before_it_serves(native: ModuleType) -> None:
         assert not native.features()["amx_int8"]
 
 
-# What an unprivileged process can forbid itself: the request for the registers of the tiles (number 0x1023 of arch_prctl).
+# An unprivileged process can forbid itself a call: the request for the tiles' registers (number 0x1023 of arch_prctl).
 REFUSED = """
 import ctypes, struct, sys
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2
 LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-rules = [(LOAD, 0, 0, 0), (EQUAL, 0, 3, 158), (LOAD, 0, 0, 16), (EQUAL, 0, 1, 0x1023), (RETURN, 0, 0, 0x50000 | 22), (RETURN, 0, 0, 0x7FFF0000)]
+rules = [(LOAD, 0, 0, 0), (EQUAL, 0, 3, 158), (LOAD, 0, 0, 16), (EQUAL, 0, 1, 0x1023)]
+rules += [(RETURN, 0, 0, 0x50000 | 22), (RETURN, 0, 0, 0x7FFF0000)]
 code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
 held = ctypes.create_string_buffer(code)
 program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(held)))
