@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="builtin")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--activations", default="int8")
     parser.add_argument("--rows", type=int, default=1, help="sequences of one row (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=0, help="rows of one prompt instead")
     parser.add_argument("--context", type=int, default=128, help="positions before them (default: %(default)s)")
@@ -106,6 +107,7 @@ def main() -> None:
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         num_threads=args.threads,
+        activations=args.activations,
     )
     program = build_runner(config)[0].program
     if not isinstance(program, TapedProgram):

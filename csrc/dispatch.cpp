@@ -53,7 +53,10 @@ CpuWords read_cpu() {
 }
 
 uint64_t features() {
-    static const uint64_t bits = decide(read_cpu());
+    static const uint64_t bits = [] {
+        const uint64_t said = decide(read_cpu());
+        return said & HR_CPU_AMX_INT8 && !amx_runs() ? said & ~(uint64_t)HR_CPU_AMX_INT8 : said;
+    }();
     return bits;
 }
 

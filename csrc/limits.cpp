@@ -85,7 +85,12 @@ std::vector<Limit> measure_limits(int num, double seconds, int64_t most_bytes) {
 #define X(isa) probes.push_back(&hr_##isa::probe);
     HR_ISAS(X)
 #undef X
-    probes.resize(tables().size()); /* both are in rising order, and a machine has all below its best */
+    const auto runs = [](const HrProbe* probe) {
+        for (const HrKernelTable* table : tables())
+            if (!strcmp(table->isa, probe->isa)) return true;
+        return false;
+    };
+    probes.erase(std::remove_if(probes.begin(), probes.end(), [&](const HrProbe* probe) { return !runs(probe); }), probes.end());
 
     int64_t free_bytes = (int64_t)sysconf(_SC_PAGESIZE) * sysconf(_SC_PHYS_PAGES) / 2;
 #if defined(_SC_AVPHYS_PAGES)
@@ -100,6 +105,7 @@ std::vector<Limit> measure_limits(int num, double seconds, int64_t most_bytes) {
         Reading reading = {nullptr, (const char*)data, size, 1, std::vector<uint64_t>((size_t)num * 16)};
         team_run(num, touch_part, &reading);
         for (const HrProbe* probe : probes) {
+            if (!probe->read) continue;
             reading.probe = probe;
             double once = timed(num, read_part, &reading);
             reading.passes = std::max(1, (int)(seconds / PIECES / once));

@@ -165,7 +165,10 @@ def main() -> None:
     journal = opened(args, workshop) if args.report else measure(args, workshop, say)
     about = next(sample["head"] for sample in journal.samples if sample.get("work") == "run")
     cpu = about["host"]["cpu"]
-    where = f"{cpu['name']}, {cpu['cores_allowed']} cores, commit {about['commit']}, {about['date']}"
+    # Two threads of one core have its units between them. (A virtual machine may not be told.)
+    each = cpu["cores_logical"] // (cpu["cores_physical"] or cpu["cores_logical"])
+    threads = f"{cpu['cores_allowed']} threads, {each} on a core"
+    where = f"{cpu['name']}, {threads}, commit {about['commit']}, {about['date']}"
     for shape in SHAPES.values():
         if not figures.tallies(journal.samples, shape.name):
             continue

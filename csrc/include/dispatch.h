@@ -21,6 +21,8 @@ struct CpuWords {
 uint64_t decide(const CpuWords& words);
 CpuWords read_cpu();
 uint64_t features(); /* of this machine */
+/* Asks the system for the tile registers of this process and tries them in a child process. */
+bool amx_runs();
 
 /* Tables that this machine can run, in rising order. */
 const std::vector<const HrKernelTable*>& tables();

@@ -105,30 +105,39 @@ HR_INLINE int64_t begin_of(int64_t i, int64_t panels, int64_t threads, int64_t l
     }
 }
 
+/* The scale of a row's run i of inputs, and the sum of its codes: of a group, or with two levels of what shares the last. */
+struct Scale {
+    float scale;
+    int32_t sum;
+};
+template <int mode>
+HR_INLINE Scale scale_of(const Linear& p, int64_t row, int64_t i) {
+    constexpr bool half = mode == HR_MODE_K16 || mode == HR_MODE_K16_MIN; /* the activations have a scale for each 32 */
+    const int64_t at = row * p.ld_s + (half ? i / 2 : i);
+    Scale s = {p.scales[at] * p.unit, p.sums[at]};
+    if (!half) return s;
+    s.sum = 0;
+    for (int k = 0; k < 16; k++) s.sum += p.q[row * p.ld_q + 16 * i + k];
+    return s;
+}
+
 /* Rows row ... row + n - 1 of groups first ... last - 1, to `to`. Returns the end. */
 template <class Isa, int mode>
 static uint8_t* pack_tile(const Linear& p, int64_t row, int n, int64_t first, int64_t last, uint8_t* to) {
     constexpr int64_t subs = subs_of(mode);
     for (int64_t i = first * subs; i < last * subs; i++) {
-        /* With two levels the activations have a scale for each 32. */
-        const int64_t g = mode == HR_MODE_K16 || mode == HR_MODE_K16_MIN ? i / 2 : i;
         const int8_t* q = p.q + row * p.ld_q + i * (is_k(mode) ? 8 * sub_octs(mode) : p.l.group);
         for (int r = 0; r < n; r++) {
-            const float sa = p.scales[(row + r) * p.ld_s + g] * p.unit;
-            int32_t sum = p.sums[(row + r) * p.ld_s + g];
-            if (mode == HR_MODE_K16 || mode == HR_MODE_K16_MIN) {
-                sum = 0;
-                for (int k = 0; k < 16; k++) sum += q[r * p.ld_q + k];
-            }
-            const int32_t from = (int32_t)(0u - (uint32_t)p.offset * (uint32_t)sum);
-            memcpy(to + 4 * r, &from, 4), memcpy(to + 4 * (n + r), &sa, 4);
+            const Scale s = scale_of<mode>(p, row + r, i);
+            const int32_t from = (int32_t)(0u - (uint32_t)p.offset * (uint32_t)s.sum);
+            memcpy(to + 4 * r, &from, 4), memcpy(to + 4 * (n + r), &s.scale, 4);
             if (with_min(mode)) {
-                const float product = (float)sum * sa;
+                const float product = (float)s.sum * s.scale;
                 memcpy(to + 4 * (2 * n + r), &product, 4);
             }
         }
         to += (with_min(mode) ? 12 : 8) * n;
-        const int64_t octs = is_k(mode) ? sub_octs(mode) : at_most(p.l.group_octs, p.l.octs - g * p.l.group_octs);
+        const int64_t octs = is_k(mode) ? sub_octs(mode) : at_most(p.l.group_octs, p.l.octs - i * p.l.group_octs);
         Isa::pack_codes(q, p.ld_q, n, 2 * octs, to);
         to += 8 * octs * n;
     }
@@ -279,7 +288,7 @@ static void many_rows(const Linear& p, HrTask* task) {
 }
 
 template <class Isa, int mode, int kind>
-static void linear(const Linear& p, HrTask* task) {
+static void drive(const Linear& p, HrTask* task) {
     if (p.rows <= 0) return;
     if (p.rows <= Isa::max_rows) few_rows<Isa, mode, kind>(p, task, 0, (int)p.rows);
     else many_rows<Isa, mode, kind>(p, task);

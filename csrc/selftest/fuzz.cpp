@@ -104,7 +104,7 @@ int64_t trial(const Named& named, uint64_t seed) {
     int64_t runs = 1;
     if (problem.op == HR_OP_linear_w) as_unpacked(problem, expected);
     for (const HrKernelTable* table : tables) {
-        if (!table->op[problem.op]) continue;
+        if (!table->op[problem.op] && problem.op != HR_OP_linear_each) continue;
         const int threads = (int)problem.random.whole(1, 5);
         if (table == tables[0] && (threads == 1 || problem.random.next() % 4)) continue;
         runs++;

@@ -113,7 +113,8 @@ def test_the_limits_are_measured_and_shown(capsys: pytest.CaptureFixture[str]) -
     if module is None:
         pytest.skip("no native core")
     rows = doctor.limits(seconds=0.01, most_bytes=2**24)
-    assert {(row["what"], row["isa"]) for row in rows} >= {("read", isa) for isa in module.isas()}
+    # Those that only multiply have no loads of their own.
+    assert {row["isa"] for row in rows if row["what"] == "read"} == set(module.isas()) - {"avx_vnni", "amx_int8"}
     assert {row["threads"] for row in rows} == {1, module.num_threads()}
     assert all(row["least"] <= row["rate"] <= row["most"] for row in rows)
     assert all(max(row["most"] for row in rows if row["what"] == what) > 0 for what in {row["what"] for row in rows})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -65,6 +67,41 @@ def test_without_osxsave_xcr0_says_nothing(native: ModuleType) -> None:
 )
 def test_a_missing_bit_takes_what_needs_it(native: ModuleType, word: str, bit: int, lost: set[str]) -> None:
     assert found(native, **{word: WORDS[word] & ~(1 << bit)}) == ALL - lost
+
+
+def test_amx_is_tried_before_it_serves(native: ModuleType) -> None:
+    """The word of the processor and of the system is not enough: a product of tiles is made in a child process."""
+    if "amx_int8" in native.isas():
+        assert {op for op, isa in native.served().items() if isa == "amx_int8"} == {
+            "linear_i4", "linear_i5", "linear_i6", "linear_i8", "linear_k"
+        }  # fmt: skip
+    else:
+        assert not native.features()["amx_int8"]
+
+
+# An unprivileged process can forbid itself a call: the request for the tiles' registers (number 0x1023 of arch_prctl).
+REFUSED = """
+import ctypes, struct, sys
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 38, 22, 2
+LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
+rules = [(LOAD, 0, 0, 0), (EQUAL, 0, 3, 158), (LOAD, 0, 0, 16), (EQUAL, 0, 1, 0x1023)]
+rules += [(RETURN, 0, 0, 0x50000 | 22), (RETURN, 0, 0, 0x7FFF0000)]
+code = b"".join(struct.pack("HBBI", *rule) for rule in rules)
+held = ctypes.create_string_buffer(code)
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(held)))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(PR_SET_SECCOMP, FILTER, program):
+    sys.exit(77)
+from headrace import _native
+print(*_native.isas())
+"""
+
+
+def test_a_system_that_refuses_the_tiles_is_served_without(native: ModuleType) -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=100)
+    if done.returncode == 77:
+        pytest.skip("this system has no filter of calls")
+    assert done.stdout.split() == [isa for isa in native.isas() if isa != "amx_int8"], done.stderr
 
 
 def test_scalar_serves_everything(native: ModuleType) -> None:

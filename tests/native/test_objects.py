@@ -19,6 +19,7 @@ FORBIDDEN = {
     "_native": rf"%(?:[yz]mm{HIGH})",
     "isa_scalar": rf"%(?:[yz]mm{HIGH})",
     "isa_avx2": rf"%(?:zmm{HIGH})",
+    "isa_avx_vnni": rf"%(?:zmm{HIGH})",
 }
 
 
@@ -64,7 +65,7 @@ def test_no_register_of_a_higher_isa(target: str) -> None:
     assert not [line for path in objects(target) for line in alien_instructions(path, FORBIDDEN[target])]
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx512_vnni"])
+@pytest.mark.parametrize("isa", ["scalar", "avx2", "avx_vnni", "avx512_vnni", "amx_int8"])
 def test_an_isa_defines_nothing_outside_its_namespace(isa: str) -> None:
     paths = objects(f"isa_{isa}")
     assert any(path.name.startswith("table.cpp") for path in paths)

@@ -1,12 +1,9 @@
 #include "generic/ops.h"
 #include "isa/avx2/linear_tile.h"
+#include "isa/linear_forms.h"
 
 namespace HR_NS {
 
-void linear_i5(const HrArgs_linear_i5* a, HrTask* task) {
-    const HrLayout l = hr_layout_i(5, a->num_in, a->group, a->form);
-    if (a->form == HR_FORM_MIN) linear<Avx2, HR_MODE_MIN, HR_CODES_5>(as_linear(a, task, l, 0, nullptr), task);
-    else linear<Avx2, HR_MODE_GROUP, HR_CODES_5>(as_linear(a, task, l, 16, nullptr), task);
-}
+void linear_i5(const HrArgs_linear_i5* a, HrTask* task) { linear_of<Avx2>(a, task); }
 
 }  // namespace HR_NS

@@ -1,4 +1,5 @@
 /* The tiles of the linear layers of integer codes in AVX2: up to 4 rows by 2 blocks of 16 outputs, one block at a time.
+ * Compiled a second time with HR_ISA_AVX_VNNI, whose vpdpbusd adds four products of unsigned and signed bytes to 32 bits.
  *
  * vpmaddubsw adds two products of unsigned and signed bytes in 16 bits and saturates. Of int4 codes, 2 * 15 * 127 fits
  * twice over, and so does 2 * 63 * 127 of 6 bits and all below. Of int8 codes, and those out of a book, the sign goes to the activation: 2 * 128 * 127 = 32512 just fits. */
@@ -10,6 +11,15 @@ namespace HR_NS {
 
 HR_INLINE __m256i half_line(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 HR_INLINE __m256i all_quad(const uint8_t* p) { return _mm256_set1_epi32(*(const int32_t*)p); }
+
+#ifdef HR_ISA_AVX_VNNI
+/* All codes are unsigned; what they are too great by is in what the sums start from. As assembly, as in avx512_vnni. */
+constexpr bool has_dot = true;
+HR_INLINE void dot4(__m256i& acc, __m256i w, __m256i a) { asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(a)); }
+#else
+constexpr bool has_dot = false;
+HR_INLINE void dot4(__m256i&, __m256i, __m256i) {}
+#endif
 
 #define HR_ROWS _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
 #define HR_HALVES _Pragma("GCC unroll 2") for (int h = 0; h < 2; h++)
@@ -54,7 +64,7 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
             for (int b = 0; b < 2; b++) {
                 const uint8_t *x = bits < 4 ? w : w + 64 * b, *y = a + lead;
                 __m256i c[R][2];
-                HR_ROWS HR_HALVES c[r][h] = small ? all_quad(a + 4 * r) : _mm256_setzero_si256();
+                HR_ROWS HR_HALVES c[r][h] = small || has_dot ? all_quad(a + 4 * r) : _mm256_setzero_si256();
                 for (int64_t n = 0; n < octs; n++, y += 8 * R) {
                     const int64_t half = n % step;
                     if (small) {
@@ -82,6 +92,10 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                         HR_ROWS {
                             const __m256i p = all_quad(y + 4 * r), q = all_quad(y + 4 * (R + r));
                             HR_HALVES {
+                                if (has_dot) {
+                                    dot4(c[r][h], first[h], p), dot4(c[r][h], second[h], q);
+                                    continue;
+                                }
                                 const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(first[h], p),
                                                                      _mm256_maddubs_epi16(second[h], q));
                                 c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
@@ -100,11 +114,15 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
                                 } else {
                                     code[h] = _mm256_xor_si256(half_line(x + 32 * h), flip);
                                 }
-                                size[h] = _mm256_abs_epi8(code[h]);
+                                size[h] = has_dot ? _mm256_xor_si256(code[h], flip) : _mm256_abs_epi8(code[h]);
                             }
                             HR_ROWS {
                                 const __m256i p = all_quad(y + 4 * (R * i + r));
                                 HR_HALVES {
+                                    if (has_dot) {
+                                        dot4(c[r][h], size[h], p);
+                                        continue;
+                                    }
                                     const __m256i sum = _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(p, code[h]));
                                     c[r][h] = _mm256_add_epi32(c[r][h], _mm256_madd_epi16(sum, ones));
                                 }
@@ -142,6 +160,11 @@ __attribute__((noinline)) static void tile_of(const Span& s) {
 
 struct Avx2 {
     enum { max_rows = 4, unpacks = 0 };
+    template <int mode, int codes>
+    static bool linear(const Linear& p, HrTask* task) {
+        drive<Avx2, mode, codes>(p, task);
+        return true;
+    }
     static constexpr int64_t ahead(int) { return 4096; }
 
     template <int mode, int codes, bool stream>

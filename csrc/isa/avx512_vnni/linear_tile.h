@@ -218,6 +218,11 @@ HR_INLINE void transpose(__m512i* x) {
 
 struct Avx512 {
     enum { max_rows = 12, unpacks = 1 };
+    template <int mode, int codes>
+    static bool linear(const Linear& p, HrTask* task) {
+        drive<Avx512, mode, codes>(p, task);
+        return true;
+    }
     /* Few rows wait for memory, so into the first level of cache, just ahead. More rows give it time, but would fill
      * the first level with what is not needed yet. */
     static constexpr int64_t ahead(int rows) { return rows <= HELD ? 4096 : 12288; }
