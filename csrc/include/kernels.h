@@ -97,9 +97,11 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_Q_FIELDS(P, I, F) P(int8_t*, q) I(ld_q) P(float*, scales) P(int32_t*, sums) I(ld_s) I(group)
 
 /* out[r] = table[ids[r]] (widened) * scale; the product is left out for scale == 1. K-quants widened are code * (d * scale of
- * the code) + dm * minimum: only the sum is not exact. */
-#define HR_FIELDS_embedding(P, I, F) \
-    I(dim) P(const int32_t*, ids) P(const void*, table) I(type) I(width) F(scale) P(float*, out) I(ld_out)
+ * the code) + dm * minimum: only the sum is not exact. Where `file` is not -1, the table lies there from byte `place` on, and
+ * rows are read from the descriptor: a mapping would keep 2 MiB in memory for each of them where the page cache has such
+ * pages. Rows that can not be read are NaN. */
+#define HR_FIELDS_embedding(P, I, F)                                                                                  \
+    I(dim) P(const int32_t*, ids) P(const void*, table) I(file) I(place) I(type) I(width) F(scale) P(float*, out) I(ld_out)
 
 /* out[r] = x[rows[r]] */
 #define HR_FIELDS_select_rows(P, I, F) \

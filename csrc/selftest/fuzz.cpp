@@ -186,7 +186,7 @@ int64_t packing(const std::string& name, uint64_t seed) {
     if (k || f) {
         for (int64_t i = 0; i < num_out; i++) ids[(size_t)i] = (int32_t)i;
         HrArgs_embedding a = {};
-        a.ids = ids.data(), a.table = codes, a.type = flag, a.scale = 1;
+        a.ids = ids.data(), a.table = codes, a.file = -1, a.type = flag, a.scale = 1;
         a.width = a.ld_out = num_in, a.out = expected;
         hr::Tape tape(hr::choose("scalar"));
         tape.add(HR_OP_embedding, &a, sizeof a);

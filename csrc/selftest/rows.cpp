@@ -61,6 +61,7 @@ void embedding(Problem& p) {
     if (a.type == 3) a.type = p.random.whole(HR_K_Q2, HR_K_Q6);
     a.ids = p.wholes(rows, 0, vocab - 1);
     a.table = a.type < HR_K_Q2 ? stored(p, a.type, vocab * a.width) : k_blocks(p, a.type, vocab * a.width);
+    a.file = -1;
     OUT(a.width);
     p.take(HR_OP_embedding, a);
 }

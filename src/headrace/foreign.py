@@ -8,9 +8,11 @@ texts, lists and digits, not by the bytes alone. Knows no formats. Called by eve
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import stat
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -109,6 +111,24 @@ def broken_text(value: Any) -> str | None:
 def _check_count(number: int, most: int, what: str) -> None:
     if number > most:
         raise JSONSizeError(f"{number} {what}", f"JSON with at most {most} {what}")
+
+
+class Mapped(mmap.mmap):
+    """A regular file's bytes, mapped, and its descriptor, by which a few bytes are read without a page of the mapping:
+    that may be 2 MiB. Raises as `open_regular`, and OSError or ValueError for a file that can not be mapped."""
+
+    descriptor: int
+
+    def __new__(cls, path: Path) -> Mapped:
+        with open_regular(path) as file:
+            mapped = super().__new__(cls, file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped.descriptor = os.dup(file.fileno())
+        weakref.finalize(mapped, os.close, mapped.descriptor)
+        return mapped
+
+    def part(self, begin: int, end: int) -> bytes:
+        """Return bytes, by a read of the file."""
+        return os.pread(self.descriptor, end - begin, begin)
 
 
 def open_regular(path: Path) -> BinaryIO:

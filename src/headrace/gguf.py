@@ -413,10 +413,8 @@ def _check_split(file: GGUF, number: int, paths: list[Path]) -> None:
 
 def _open(path: Path) -> GGUF:
     try:
-        with foreign.open_regular(path) as file:
-            # An empty file cannot be mapped.
-            empty = not file.seek(0, 2)
-            data: bytes | mmap.mmap = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # An empty file cannot be mapped.
+        data: bytes | mmap.mmap = foreign.Mapped(path) if path.stat().st_size else b""
     except OSError as error:
         raise CheckpointError(f"{path} can not be opened: {error}") from error
     return GGUF(data, path.name)

@@ -47,13 +47,10 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with foreign.open_regular(path) as file:
-                self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.buffer = foreign.Mapped(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-        self.entries, self.metadata, self.header = headers.parse(
-            lambda begin, end: self.buffer[begin:end], len(self.buffer), path
-        )
+        self.entries, self.metadata, self.header = headers.parse(self.buffer.part, len(self.buffer), path)
 
     def array(self, name: str) -> NDArray[Any]:
         """Return a read-only view of the mapping, of the type in `VIEWS`; a copy where it is not aligned."""

@@ -147,7 +147,7 @@ class PackedFile:
         self._memory: memoryview | None = None
 
     def table(self, name: str) -> NDArray[Any]:
-        """Return an embedding table, mapped: only the rows that are looked up come into memory."""
+        """Return an embedding table, mapped."""
         self._file.advise(TABLE + name, mmap.MADV_RANDOM)
         return self._file.array(TABLE + name)
 

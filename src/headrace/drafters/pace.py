@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 
-SHARE = 0.01  # Greatest share of all time that tries of the other choice may lose.
+SHARE = 0.005  # Greatest share of all time that tries of the other choice may lose.
 MARGIN = 1.03  # Drafting must look this much better than none: estimates err by some per cent.
 EVERY = 8  # Steps for which a decision holds: making one takes longer than a look-up.
 SAMPLES = 9  # Measurements that count for one number of rows: enough to outweigh disturbances.
@@ -29,9 +29,10 @@ WINDOW = 256  # Measurements after which one is forgotten: the machine's speed c
 CHANGE = 1.25  # Where most measurements are off by this factor, the machine has become slower or faster.
 FADE = 0.95  # Weight of past acceptances at each new draft: the last 20 or so count.
 WEIGHT = 4.0  # Weight, in drafts, of all sequences' rate in the estimate of one: a new sequence starts from it.
-FIRST_RATE = 0.7  # Acceptance of a drafter without measurements: good enough to be tried.
+FIRST_RATE = 0.5  # Acceptance of a drafter without measurements.
 PROBE_DEPTH = 3  # Tokens drafted for one sequence while resting: cheap, and a rise of acceptance shows.
 MAX_REST = 2048  # Most steps between two probes, however much the last one lost.
+MIN_REST = 32  # The same after the first probe; the second may be followed by eight times as many.
 
 
 class Curve:
@@ -96,6 +97,7 @@ class Pace:
         self._depths, self._gain = dict[int, int](), 1.0
         # The step of the next try of the other choice; plain steps still to take; seconds lost by the current probe.
         self._try_step = self._num_plain = 0
+        self._most_rest = MIN_REST
         self._lost: float | None = None
         self._had_drafts, self._most_rows = False, 0
         self._num_requested = self._num_made = 1.0
@@ -154,9 +156,11 @@ class Pace:
             was_drafting = any(self._depths.values())
             self._choose(limits, num_seqs)
             if any(self._depths.values()) != was_drafting:
-                self._try_step = self._step + EVERY
+                self._try_step, self._most_rest = self._step + EVERY, MIN_REST
             elif self._lost is not None:
-                self._try_after(self._lost / float(self.step_seconds.at(num_seqs)))
+                self._try_after(self._lost / float(self.step_seconds.at(num_seqs)), self._most_rest)
+                # One measurement may be an accident: a long rest follows several probes that lost.
+                self._most_rest = min(8 * self._most_rest, MAX_REST)
             self._lost = None
         if self._step < self._try_step:
             return [min(most, self._depths[seq_id]) for seq_id, most in limits]
@@ -169,19 +173,24 @@ class Pace:
         depth = self.num_drafts if self.whole else PROBE_DEPTH
         return [min(most, depth) if seq_id == self._likeliest else 0 for seq_id, most in limits]
 
-    def rest(self, seconds: float) -> int:
-        """Return for how many steps there is nothing to draft. The decision took `seconds`, which count too."""
-        if not self._depths or any(self._depths.values()) or self._lost is not None or self._num_plain:
+    def rest(self, num_seqs: int, seconds: float) -> int:
+        """Return for how many steps of `num_seqs` sequences, or half, there is nothing to draft. The decision took
+        `seconds`, which count too."""
+        if any(self._depths.values()) or self._lost is not None or self._num_plain:
             return 0
+        if not self._depths or not self.step_seconds.knows(num_seqs):
+            # Until such a step is measured without prompts, each question is in vain.
+            return EVERY - 1
         self.plan_seconds.add(self._num_seqs, seconds)
         num_lost = float(self.plan_seconds.at(self._num_seqs) / self.step_seconds.at(self._num_seqs))
-        self._try_step = min(self._try_step + int(num_lost / SHARE), self._step + MAX_REST)
+        self._try_step = min(self._try_step + int(num_lost / SHARE), self._step + self._most_rest)
         return max(0, self._try_step - self._step - 1)
 
-    def _try_after(self, num_lost: float) -> None:
-        """Put off the next try until the time of `num_lost` steps is `SHARE` of all; after a gain not at all."""
+    def _try_after(self, num_lost: float, most: int = MAX_REST) -> None:
+        """Put off the next try until the time of `num_lost` steps is `SHARE` of all, `most` steps at most; after a gain
+        not at all."""
         num_steps = max(EVERY, math.ceil(num_lost / SHARE)) if num_lost >= 0.0 else 0
-        self._try_step = self._step + min(num_steps, MAX_REST)
+        self._try_step = self._step + min(num_steps, most)
 
     def _choose(self, limits: Sequence[tuple[int, int]], num_seqs: int) -> None:
         """Choose the depth for each sequence, by the rule of this module, one level of one sequence after the other."""
@@ -200,8 +209,8 @@ class Pace:
         drafting = self.draft_seconds.at(np.cumsum(levels == 0)) * self._num_requested / self._num_made
         seconds = self.step_seconds.at(num_seqs + num_rows) + deepest * drafting
         speeds = (len(limits) + np.cumsum(chances.flat[order])) / seconds
-        # At most about twice the rows of any step before: beyond that nothing is measured.
-        speeds[num_rows > 2 * self._most_rows + max(4, self.nodes(1))] = 0.0
+        # At most twice the rows of any step before: beyond that nothing is measured. So the first draft is a try.
+        speeds[num_rows > 2 * self._most_rows] = 0.0
         best = int(np.argmax(speeds))
         self._gain = float(speeds[best] * self.step_seconds.at(num_seqs)) / len(limits)
         num_levels = np.bincount(places[: best + 1], minlength=len(limits)) * (self._gain > MARGIN)

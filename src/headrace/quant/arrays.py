@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.foreign import Mapped
+
 Array = Any
 """A numpy array, or a torch tensor."""
 
@@ -32,6 +34,17 @@ def type_name(values: Array) -> str:
     if isinstance(dtype, np.dtype):
         return dtype.names[0] if dtype.names else dtype.name
     return str(dtype).removeprefix("torch.")
+
+
+def place_of(values: NDArray[Any]) -> tuple[int, int] | None:
+    """Return the descriptor of the file that is mapped as these values, and their first byte there; None for others."""
+    owner: Any = values
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    owner = owner.obj if isinstance(owner, memoryview) else owner
+    if not isinstance(owner, Mapped):
+        return None
+    return owner.descriptor, values.ctypes.data - np.frombuffer(owner, np.uint8, 1).ctypes.data
 
 
 def blocks_of(raw: NDArray[np.uint8], kind: str, size: int) -> NDArray[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -275,6 +277,7 @@ def test_embedding(isa: str) -> None:
                     5,
                     ids=ids,
                     table=stored,
+                    file=-1,
                     type=kind,
                     width=width,
                     scale=scale,
@@ -283,6 +286,30 @@ def test_embedding(isa: str) -> None:
                 )
                 assert same(out[:, :width], values[ids] * np.float32(scale))
                 assert untouched(out, width)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_embedding_of_a_table_in_a_file(isa: str, num_threads: int, tmp_path: Path) -> None:
+    """Also rows that are read in several pieces; rows behind the end of the file are NaN, and no other row is."""
+    ids = np.array([3, 0, 10, 3, 7], np.int32)
+    for width in (1, 37, 4096, 9001):
+        for kind, dtype in ((F32, np.float32), (F16, np.float16)):
+            table = normals(1, 11, width).astype(dtype)
+            path = tmp_path / "table"
+            path.write_bytes(b"\x01" * 24 + table.tobytes())
+            with path.open("rb") as file:
+                values: Values = {"ids": ids, "file": file.fileno(), "place": 24, "type": kind, "width": width}
+                values |= {"scale": 1.0}
+                out = padded(5, width)
+                call("embedding", isa, 5, num_threads=num_threads, **values, out=out, ld_out=out.shape[1])
+                assert same(out[:, :width], table[ids].astype(np.float32))
+                assert untouched(out, width)
+                os.truncate(path, 24 + table.nbytes - table.itemsize)  # the last number of row 10
+                call("embedding", isa, 5, num_threads=num_threads, **values, out=out, ld_out=out.shape[1])
+                assert np.isnan(out[2, width - 1])
+                others = [0, 1, 3, 4]
+                assert same(out[others, :width], table[ids[others]].astype(np.float32))
 
 
 @pytest.mark.parametrize("isa", ISAS)

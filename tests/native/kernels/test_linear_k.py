@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -196,19 +197,25 @@ def test_rows_of_a_table_are_the_files_numbers(isa: str, kind: str) -> None:
     weights, ids = Weights(kind, 50, 1024), np.array([0, 49, 7, 7, 20], np.int32)
     shifted = np.zeros(weights.raw.size + 1, np.uint8)
     shifted[1:] = weights.raw.ravel()
+    descriptor = os.memfd_create("table")
+    os.write(descriptor, shifted.tobytes())
     for factor in (1.0, 0.75):
         for num_threads in (1, 2):
-            out = padded(5, 1024)
             values: dict[str, Any] = {
                 "ids": ids,
-                "table": shifted[1:],
                 "type": weights.code,
                 "width": 1024,
                 "scale": factor,
             }
-            call("embedding", isa, 5, num_threads=num_threads, **values, out=out, ld_out=out.shape[1])
-            assert untouched(out, 1024)
-            assert same(out[:, :1024].copy(), weights.floats()[ids] * np.float32(factor))
+            for place in ({"table": shifted[1:], "file": -1}, {"file": descriptor, "place": 1}):
+                out = padded(5, 1024)
+                call("embedding", isa, 5, num_threads=num_threads, **values, **place, out=out, ld_out=out.shape[1])
+                assert untouched(out, 1024)
+                assert same(out[:, :1024].copy(), weights.floats()[ids] * np.float32(factor))
+    os.ftruncate(descriptor, shifted.size - 1)
+    call("embedding", isa, 5, **values, **place, out=out, ld_out=out.shape[1])
+    assert np.isnan(out[1, 768:1024]).all()  # the last block of the last row
+    os.close(descriptor)
 
 
 def test_bits_of_a_weight_and_the_name_of_the_layout_are_pinned() -> None:

@@ -32,7 +32,7 @@ from headrace.backends.neighbours import neighbours_of
 from headrace.backends.shares import Seat
 from headrace.backends.step import Chunks, StepSizes
 from headrace.protocol.errors import RequestError
-from headrace.quant.arrays import floats, type_name
+from headrace.quant.arrays import floats, place_of, type_name
 from headrace.quant.schemes import F8_SCHEMES, K_BLOCK, K_TYPES, SCHEMES, Scheme, native_flag
 
 
@@ -72,13 +72,13 @@ class Cpu:
         return wide.copy() if is_weight and wide is values else wide
 
     def table(self, values: NDArray[Any]) -> Table:
-        """Return the table as it is stored; of a mapped one, only the rows that are looked up come into memory."""
+        """Return the table as it is stored; of a mapped one, rows are read from the file."""
         if type_name(values) not in TYPE_CODES or not values.flags.c_contiguous:
             values = np.ascontiguousarray(floats(values))
         dtype, (height, width) = type_name(values), values.shape
         if dtype in K_TYPES:
             width *= K_BLOCK
-        return Table(values.ctypes.data, TYPE_CODES[dtype], height, width, values)
+        return Table(values.ctypes.data, *(place_of(values) or (-1, 0)), TYPE_CODES[dtype], height, width, values)
 
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory that is read fast. Raises MemoryError."""

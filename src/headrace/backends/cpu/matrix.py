@@ -160,9 +160,12 @@ class CpuStack:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """An embedding table [height, width] as it is stored. `owner` keeps the memory (an array, a mapping) alive."""
+    """An embedding table [height, width] as it is stored: at `data` in memory, and where that is the mapping of a file,
+    from byte `place` of the descriptor `file` (else -1). `owner` keeps the memory (an array, a mapping) alive."""
 
     data: int
+    file: int
+    place: int
     type_code: int
     height: int
     width: int

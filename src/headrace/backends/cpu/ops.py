@@ -108,8 +108,8 @@ class CpuOps:
 
     def embedding(self, ids: NDArray[np.int32], table: Table, scale: float = 1.0) -> Value:
         out = self.graph.value(table.width, 0)
-        fields = {"ids": ids, "table": table.data, "type": table.type_code, "width": table.width}
-        fields |= {"scale": rounded(scale, self.dtype), "out": out.buffer, "ld_out": out.ld}
+        fields = {"ids": ids, "table": table.data, "file": table.file, "place": table.place, "type": table.type_code}
+        fields |= {"width": table.width, "scale": rounded(scale, self.dtype), "out": out.buffer, "ld_out": out.ld}
         self.graph.put("embedding", out.dim, out, fields)
         return out
 
