@@ -63,9 +63,8 @@ def step(program: TapedProgram) -> list[int]:
     states = {"states_in": [-1, -1], "states_out": [(69, 0), (98, 1)]}
     program.forward(Chunks([0, 0], [tokens[0][:70], tokens[1][:29]], tables[:2], **states), [])
     states = {"states_in": [0, 1, -1], "states_out": [(0, 2), (5, 3), (11, 4), (30, 5)]}
-    num_rows = program.inputs.fill(Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables, **states))
-    program.logit_rows[:3] = [0, 11, num_rows - 1]
-    return [num_rows, 3, 3]
+    chunks = Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables, **states)
+    return program.fill(chunks, [0, 8, sum(map(len, chunks.token_ids)) - 1])
 
 
 @pytest.mark.sampled(19)

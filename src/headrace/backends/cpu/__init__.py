@@ -137,7 +137,10 @@ class Cpu:
         neighbours = neighbours_of(model)
         features = None if neighbours is None else neighbours.take(NUM_SEQS * length, model.feature_size)
         _, hidden = probe.hidden_rows(
-            Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables, states_in=[-1] * NUM_SEQS), features
+            Chunks(
+                [0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables, states_in=[-1] * NUM_SEQS
+            ).all_read(),
+            features,
         )
         if neighbours is not None:
             neighbours.give(hidden)

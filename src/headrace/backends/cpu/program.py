@@ -7,6 +7,7 @@ tables; must not know requests. Called by `runner.runner`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
@@ -18,8 +19,10 @@ from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.ranks import RankOps
+from headrace.backends.cpu.reads.narrow import narrow
 from headrace.backends.cpu.tape import Tape
-from headrace.backends.graph import LOGITS, ROWS, SEQS, Value
+from headrace.backends.graph import LOGITS, READ, ROWS, SEQS, UNREAD, Value
+from headrace.backends.reads import ReadRows
 from headrace.backends.step import Chunks, HostLogits, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
@@ -34,11 +37,13 @@ F32 = NDArray[np.float32]
 
 class TapeOptions(NamedTuple):
     """How a tape runs: on `num_threads` (0: the number that suits the model), by the kernels of `isa` ("": the best).
-    check: compute each record of a step with torch_ref too, and log the differences."""
+    check: compute each record of a step with torch_ref too, and log the differences. reads_all: compute all rows to
+    the end, whatever is read."""
 
     num_threads: int
     isa: str = ""
     check: bool = False
+    reads_all: bool = False
 
 
 class TapedProgram:
@@ -79,8 +84,13 @@ class TapedProgram:
         streams: list[Value] = []
         hidden = ops.whole(model.forward(self.inputs, cache.layers, streams if layers else None))
         self._streams = [ops.whole(streams[layer]) for layer in layers]
+        self._narrowed = None if options.reads_all else narrow(ops, hidden, self.inputs)
+        self.num_stored = 0
+        if self._narrowed is not None:
+            hidden, self.num_stored = self._narrowed.hidden, self._narrowed.num_stored
+        self._read, self._is_read = ReadRows(Chunks([], [], [])), False
         fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
-        graph.put("finite", ROWS, None, fields)
+        graph.put("finite", hidden.dim, None, {"rows": None, "bound": math.inf} | fields)
         self.num_forward = len(graph.nodes)
         logits = ops.whole(model.logits(hidden, self.logit_rows))
         # Logits lie outside the arena: the caller reads them after the run.
@@ -90,12 +100,15 @@ class TapedProgram:
             graph.keep_outside(features.buffer, self._features)
         best = {"ids": self._best_ids, "values": self._best_values, "finite": self._finite_logits, "k": 1}
         graph.put("top_k", LOGITS, None, {"x": self._logits, "ld_x": logits.ld, "width": logits.width} | best)
+        # Features are those of the rows that are read, unless all of them are streams from before the cut.
+        self._observes_read = not layers or any(value.dim == READ for value in self._streams)
         # The hidden states stay until the next step, for `logits` of other rows.
         for value in (hidden, *self._streams):
             graph.read(value)
         graph.drop_unread()
         self.hidden = hidden
-        self.tape = Tape(graph, {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks}, isa)
+        self._most = {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks, READ: max_rows, UNREAD: max_rows}
+        self.tape = Tape(graph, self._most, isa)
         ops.begin()
         self._ops, self._isa = ops, isa
         self._final: tuple[Tape, NDArray[np.float32]] | None = None
@@ -104,63 +117,70 @@ class TapedProgram:
         self.cache.copy_blocks(pairs, kind)
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], HostLogits]:
-        num_rows = self.fill(chunks, features)
-        num_chunks = len(chunks.starts)
-        self.logit_rows[: len(rows)] = rows
-        dims = [num_rows, num_chunks, len(rows)]
+        dims = self.fill(chunks, rows, features)
         if self._check:
             self._verify(dims)
-        else:
+        elif self._is_read:
             self.tape.run(dims, self.num_threads)
-        return self._are_finite(num_rows, num_chunks), self.last_logits(len(rows))
+        else:
+            self.tape.run_range(0, self.num_stored, dims, self.num_threads)
+        return self._are_finite(), self.last_logits(len(rows))
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
-        """Compute the chunks, without logits. Return whether the hidden states of each chunk are finite, and the hidden
-        states [R, H] before the final norm, valid until the next call."""
-        num_rows, num_chunks = self.fill(chunks, features), len(chunks.starts)
-        self.tape.run_range(0, self.num_forward, [num_rows, num_chunks, 0], self.num_threads)
-        return self._are_finite(num_rows, num_chunks), self.hidden_states_of(num_rows)
+        """Compute the chunks, without logits. Return whether the rows of each chunk are finite, and the hidden states
+        [R, H] before the final norm of the rows that are read, by their places, valid until the next call."""
+        dims = self.fill(chunks, (), features)
+        self.tape.run_range(0, self.num_forward if self._is_read else self.num_stored, dims, self.num_threads)
+        return self._are_finite(), self.hidden_states_of(self._read.num_read)
 
     def hidden_states_of(self, num_rows: int) -> F32:
-        """Return the hidden states [R, H] of the first rows of the last call, as they lie in memory."""
+        """Return the hidden states [R, H] at the first places of the last call, as they lie in memory."""
         return self.tape.floats(self.hidden.buffer, num_rows)[:, : self.hidden.width]
 
     def logits_of(self, hidden: F32, rows: list[int]) -> HostLogits:
         """Return the logits of some rows of hidden states [R, H], which replace the last call's hidden states."""
+        self._read = ReadRows(Chunks([0], [[0] * len(hidden)], []).all_read())
         self.hidden_states_of(len(hidden))[:] = hidden
         return self.logits(rows)
 
-    def fill(self, chunks: Chunks, features: F32 | None = None) -> int:
-        """Write the inputs of a step and return its number of rows."""
+    def fill(self, chunks: Chunks, rows: Sequence[int], features: F32 | None = None) -> list[int]:
+        """Write the inputs of a step with the logits of `rows`, and return the sizes of its dimensions."""
         num_rows = self.inputs.fill(chunks)
         if features is not None:
             self._features[:num_rows, : self.model.feature_size] = features
-        return num_rows
+        if self._narrowed is None:
+            chunks = chunks.all_read()
+        self._read = read = ReadRows(chunks, rows, with_observed=self._observes_read)
+        if self._narrowed is not None:
+            self._narrowed.fill(chunks.starts, read)
+        self.logit_rows[: len(rows)] = read.places(rows)
+        # Sizes that operators write are left from earlier layers where no row is read.
+        self._is_read = read.num_read > 0
+        return [num_rows, len(chunks.starts), len(rows), read.num_read, read.num_unread]
 
-    def _are_finite(self, num_rows: int, num_chunks: int) -> list[bool]:
-        if self._finite_rows[:num_rows].all():
-            return [True] * num_chunks
-        begin = self.inputs.row_begin
-        return [bool(self._finite_rows[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
+    def _are_finite(self) -> list[bool]:
+        read = self._read
+        unread = () if read.is_whole or self._narrowed is None else self._narrowed.sound(read.num_unread)
+        return read.all_of_chunks(self._finite_rows[: read.num_read], unread)
 
     def _verify(self, dims: list[int]) -> None:
         """Run the step record by record, instead of and not after a whole run: a state that is written in place would
         advance twice."""
         from headrace.backends.cpu.verify import verify  # it imports torch
 
-        for difference in verify(self.tape, dims):
+        for difference in verify(self.tape, dims, None if self._is_read else self.num_stored):
             logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
 
     def logits(self, rows: list[int]) -> HostLogits:
-        self.logit_rows[: len(rows)] = rows
-        dims = [0, 0, len(rows)]
+        self.logit_rows[: len(rows)] = self._read.places(rows)
+        dims = [0, 0, len(rows), 0, 0]
         self.tape.run_range(self.num_forward, len(self.tape.nodes), dims, self.num_threads)
         return self.last_logits(len(rows))
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         tape, out = self._final = self._final or self._record_final()
-        self.logit_rows[: len(rows)] = rows
-        tape.run([0, 0, len(rows)], self.num_threads)
+        self.logit_rows[: len(rows)] = self._read.places(rows)
+        tape.run([0, 0, len(rows), 0, 0], self.num_threads)
         return out[: len(rows), : self.hidden.width]
 
     def _record_final(self) -> tuple[Tape, NDArray[np.float32]]:
@@ -174,13 +194,17 @@ class TapedProgram:
         out = aligned(4 * most * final.ld).view(np.float32).reshape(most, final.ld)
         graph.keep_outside(source.buffer, self.tape.floats(self.hidden.buffer, self.max_rows))
         graph.keep_outside(final.buffer, out)
-        tape = Tape(graph, {ROWS: self.max_rows, SEQS: most, LOGITS: most}, self._isa)
+        tape = Tape(graph, self._most, self._isa)
         ops.begin()
         return tape, out
 
     def features(self, rows: list[int]) -> F32:
         if self._streams:
-            parts = [self.tape.floats(value.buffer, self.max_rows)[rows, : value.width] for value in self._streams]
+            self._read.check(rows)
+            parts = []
+            for value in self._streams:
+                places = self._read.places(rows) if value.dim == READ else rows
+                parts.append(self.tape.floats(value.buffer, self.max_rows)[places, : value.width])
             return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         most = self.max_logits
         parts = [self.hidden_states(rows[i : i + most]).copy() for i in range(0, len(rows), most)]
