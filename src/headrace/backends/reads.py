@@ -41,6 +41,7 @@ class ReadRows:
             self.firsts[chunk] = min(self.firsts[chunk], row)
         counts = (end - first for first, end in zip(self.firsts, self.ends, strict=True))
         self.begins = [0, *itertools.accumulate(counts)]
+        self.is_whole = self.num_read == self.num_rows
 
     @property
     def num_read(self) -> int:

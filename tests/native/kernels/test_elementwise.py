@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -337,3 +338,6 @@ def test_numbers_below_a_bound(isa: str) -> None:
         assert result.tolist() == [1, 0, 1, 0, 1, 0]
         with np.errstate(over="ignore"):
             assert result.tolist() == np.isfinite(x.astype(np.float16)).all(axis=1).tolist()
+        rows, some = np.array([5, 4, 1], np.int32), np.full(3, 9, np.int32)
+        call("finite", isa, 3, rows=rows, x=x, ld_x=width, width=width, bound=65520.0, finite=some)
+        assert some.tolist() == [0, 1, 0]

@@ -88,7 +88,7 @@ class TapedProgram:
         self.num_stored = 0
         if self._narrowed is not None:
             hidden, self.num_stored = self._narrowed.hidden, self._narrowed.num_stored
-        self._read, self._is_read = ReadRows(Chunks([], [], [])), False
+        self.read, self._is_read = ReadRows(Chunks([], [], [])), False
         fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
         graph.put("finite", hidden.dim, None, {"rows": None, "bound": math.inf} | fields)
         self.num_forward = len(graph.nodes)
@@ -131,7 +131,7 @@ class TapedProgram:
         [R, H] before the final norm of the rows that are read, by their places, valid until the next call."""
         dims = self.fill(chunks, (), features)
         self.tape.run_range(0, self.num_forward if self._is_read else self.num_stored, dims, self.num_threads)
-        return self._are_finite(), self.hidden_states_of(self._read.num_read)
+        return self._are_finite(), self.hidden_states_of(self.read.num_read)
 
     def hidden_states_of(self, num_rows: int) -> F32:
         """Return the hidden states [R, H] at the first places of the last call, as they lie in memory."""
@@ -139,7 +139,7 @@ class TapedProgram:
 
     def logits_of(self, hidden: F32, rows: list[int]) -> HostLogits:
         """Return the logits of some rows of hidden states [R, H], which replace the last call's hidden states."""
-        self._read = ReadRows(Chunks([0], [[0] * len(hidden)], []).all_read())
+        self.read = ReadRows(Chunks([0], [[0] * len(hidden)], []).all_read())
         self.hidden_states_of(len(hidden))[:] = hidden
         return self.logits(rows)
 
@@ -150,7 +150,7 @@ class TapedProgram:
             self._features[:num_rows, : self.model.feature_size] = features
         if self._narrowed is None:
             chunks = chunks.all_read()
-        self._read = read = ReadRows(chunks, rows, with_observed=self._observes_read)
+        self.read = read = ReadRows(chunks, rows, with_observed=self._observes_read)
         if self._narrowed is not None:
             self._narrowed.fill(chunks.starts, read)
         self.logit_rows[: len(rows)] = read.places(rows)
@@ -159,7 +159,7 @@ class TapedProgram:
         return [num_rows, len(chunks.starts), len(rows), read.num_read, read.num_unread]
 
     def _are_finite(self) -> list[bool]:
-        read = self._read
+        read = self.read
         unread = () if read.is_whole or self._narrowed is None else self._narrowed.sound(read.num_unread)
         return read.all_of_chunks(self._finite_rows[: read.num_read], unread)
 
@@ -172,14 +172,14 @@ class TapedProgram:
             logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
 
     def logits(self, rows: list[int]) -> HostLogits:
-        self.logit_rows[: len(rows)] = self._read.places(rows)
+        self.logit_rows[: len(rows)] = self.read.places(rows)
         dims = [0, 0, len(rows), 0, 0]
         self.tape.run_range(self.num_forward, len(self.tape.nodes), dims, self.num_threads)
         return self.last_logits(len(rows))
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         tape, out = self._final = self._final or self._record_final()
-        self.logit_rows[: len(rows)] = self._read.places(rows)
+        self.logit_rows[: len(rows)] = self.read.places(rows)
         tape.run([0, 0, len(rows), 0, 0], self.num_threads)
         return out[: len(rows), : self.hidden.width]
 
@@ -200,10 +200,10 @@ class TapedProgram:
 
     def features(self, rows: list[int]) -> F32:
         if self._streams:
-            self._read.check(rows)
+            self.read.check(rows)
             parts = []
             for value in self._streams:
-                places = self._read.places(rows) if value.dim == READ else rows
+                places = self.read.places(rows) if value.dim == READ else rows
                 parts.append(self.tape.floats(value.buffer, self.max_rows)[places, : value.width])
             return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         most = self.max_logits

@@ -396,8 +396,10 @@ def _top_k(view: View) -> Expected:
 
 
 def _select(view: View) -> Expected:
+    """The bits: codes are copied too, and what lies behind the last column."""
     rows = view.ints("rows")
-    return {"out": view.ops.select(view.rows(view["width"], num_rows=int(rows.max()) + 1), rows)}
+    bits = view.array("x", np.int32, int(rows.max()) + 1, view["ld_x"])[:, : view["width"]]
+    return {"out": view.ops.select(torch.from_numpy(bits.copy()), rows)}
 
 
 def _permute(view: View) -> Expected:

@@ -102,13 +102,13 @@ def narrow(ops: CpuOps | RankOps, hidden: Value, inputs: StepRows) -> Narrowed |
             raise ValueError(f"{node.op} behind the last write: are its rows computed each by itself?")
     if any(buffer.dim != ROWS for buffer in crossing):
         raise ValueError("a value of other than a step's rows crosses the last write")
-    result = Narrowed(inputs)
+    result, lives = Narrowed(inputs), {buffer: buffer.last for buffer in crossing}
     del graph.nodes[last + 1 :]
     check(ops, nodes[last], crossing, result)
     result.num_stored = len(graph.nodes)
     moved: dict[Any, Any] = {}
     for buffer in crossing:
-        width, copy = buffer.row_bytes // 4, Buffer(buffer.row_bytes, READ, len(graph.nodes), buffer.last)
+        width, copy = buffer.row_bytes // 4, Buffer(buffer.row_bytes, READ, len(graph.nodes), lives[buffer])
         fields = {"rows": result.rows, "x": graph.touch(buffer), "ld_x": width, "width": width}
         graph.put("select_rows", READ, None, fields | {"out": copy, "ld_out": width})
         moved[buffer] = copy
