@@ -62,7 +62,7 @@ def spy_on_head(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[list[in
 
         def call(*args: Any) -> None:
             if num_rows := args[at][LOGITS]:
-                seen.append(program.read.rows()[program.logit_rows[:num_rows]].tolist())
+                seen.append(program.reads.read.rows()[program.logit_rows[:num_rows]].tolist())
             real(*args)
 
         return call

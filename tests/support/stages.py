@@ -124,9 +124,7 @@ def results(program: Any, vocab_size: int) -> list[Any]:
     tables = [[9, 2, 20, 5, 14], [3, 17, 8, 11, 1], [30, 4, 6, 19, 28]]
     noise, result, done = np.random.default_rng(7), list[Any](), [0, 0, 0]
 
-    def call(
-        lengths: Sequence[int], copies: Sequence[tuple[int, int]] = (), later: Sequence[int] = ()
-    ) -> None:
+    def call(lengths: Sequence[int], copies: Sequence[tuple[int, int]] = (), later: Sequence[int] = ()) -> None:
         turn = len(result)
         ids = [noise.integers(0, vocab_size, num).tolist() for num in lengths]
         reads = [-1 if not at else 3 * s + (turn + 1) % 2 for s, at in enumerate(done)] if has_states else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,11 +65,6 @@ class ReadRows:
         """Return the other rows, ascending."""
         return _ranges([0, *self.ends[:-1]], self.firsts)
 
-    def between(self, first: int, last: int) -> list[int]:
-        """Return the rows first ... last - 1 that are read, counted from `first`."""
-        rows = self.rows()
-        return [int(row) - first for row in rows[(first <= rows) & (rows < last)]]
-
     def places(self, rows: Sequence[int]) -> list[int]:
         """Return the places of some rows. Raises ValueError for a row that is not read."""
         self.check(rows)
@@ -82,15 +78,15 @@ class ReadRows:
             places.append(self.begins[chunk] + row - self.firsts[chunk])
         return places
 
-    def all_of_chunks(self, read: Sequence[int], unread: Sequence[int]) -> list[bool]:
+    def all_of_chunks(self, read: NDArray[Any], unread: NDArray[Any]) -> list[bool]:
         """Return for each chunk whether all numbers of its rows are true: `read` has those of the rows that are read,
         by place, `unread` those of the others, ascending."""
         num = len(self.ends)
-        if all(read) and all(unread):
+        if read.all() and unread.all():
             return [True] * num
         others = [0, *(end - stop for end, stop in zip(self.ends, self.begins[1:], strict=True))]
         return [
-            all(read[self.begins[c] : self.begins[c + 1]]) and all(unread[others[c] : others[c + 1]])
+            bool(read[self.begins[c] : self.begins[c + 1]].all() and unread[others[c] : others[c + 1]].all())
             for c in range(num)
         ]
 

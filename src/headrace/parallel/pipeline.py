@@ -145,6 +145,7 @@ def cut(chunks: Chunks, world: int) -> list[Piece]:
             [[tables[c] for c in ids] for tables in chunks.more_tables],
             reads,
             writes,
+            [row - first for row in chunks.later if first <= row < last],
         )
         return Piece(ids[0], part)
 
@@ -181,23 +182,21 @@ class PipelinedProgram:
             raise ValueError("ranks compute no drafters, which alone take features")
         call_id = self._others.begin()
         self._others.send(Forward.of(call_id, chunks, []))
-        pieces = cut(chunks, self._world)
-        self._read = None
+        read = ReadRows(chunks, rows)
+        pieces = cut(chunks._replace(later=read.rows().tolist()), self._world)
+        self._read = None if len(pieces) == 1 else read
         if len(pieces) == 1:
             return self._program.forward(chunks, rows, self._taken(call_id, 0, num_rows_of(chunks)))
-        self._read = read = ReadRows(chunks, rows)
         # The program keeps the hidden states of its last call: at the end all pieces' states are put back into it.
         hidden = np.empty((read.num_read, self.model.hidden_size), np.float32)
-        are_finite, row, place = [True] * len(chunks.starts), 0, 0
+        are_finite, place = [True] * len(chunks.starts), 0
         for number, piece in enumerate(pieces):
-            num_rows = num_rows_of(piece.chunks)
-            passed = self._taken(call_id, number, num_rows)
-            of_piece = read.between(row, row + num_rows)
-            finite, states = self._program.hidden_rows(piece.chunks._replace(later=of_piece), passed)
-            hidden[place : place + len(of_piece)] = states
+            passed = self._taken(call_id, number, num_rows_of(piece.chunks))
+            finite, states = self._program.hidden_rows(piece.chunks, passed)
+            hidden[place : place + len(states)] = states
             for c, is_finite in enumerate(finite, piece.first):
                 are_finite[c] &= is_finite
-            row, place = row + num_rows, place + len(of_piece)
+            place += len(states)
         return are_finite, self._program.logits_of(hidden, read.places(rows))
 
     def _taken(self, call_id: int, piece: int, num_rows: int) -> F32:

@@ -47,8 +47,7 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
 
     @classmethod
     def of(cls, call_id: int, chunks: Chunks, rows: list[int]) -> Forward:
-        *fields, later, _ = chunks
-        return cls(call_id, *fields, list(later), rows)
+        return cls(call_id, *chunks[:7], list(chunks.later), rows)
 
     def chunks(self) -> Chunks:
         _, *fields, _ = msgspec.structs.astuple(self)

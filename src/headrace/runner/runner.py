@@ -219,8 +219,7 @@ class Runner:
         scored: list[tuple[Piece, int]] = []
         pooled: list[tuple[Piece, int]] = []
         copies: list[tuple[int, int]] = []
-        later: list[int] = []
-        observed: list[int] = []
+        later, observed = list[int](), list[int]()
         row = 0
         for piece in pieces:
             i, size = piece.chunk_id, len(piece.token_ids)

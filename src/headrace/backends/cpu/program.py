@@ -7,7 +7,6 @@ tables; must not know requests. Called by `runner.runner`.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
@@ -19,10 +18,10 @@ from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.ranks import RankOps
-from headrace.backends.cpu.reads.narrow import narrow
+from headrace.backends.cpu.reads.final import FinalTape
+from headrace.backends.cpu.reads.narrow import Reads
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import LOGITS, READ, ROWS, SEQS, UNREAD, Value
-from headrace.backends.reads import ReadRows
 from headrace.backends.step import Chunks, HostLogits, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
@@ -77,20 +76,14 @@ class TapedProgram:
             lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, sizes, features
         )  # fmt: skip
         self.logit_rows = np.zeros(max_chunks, np.int32)
-        self._finite_rows = np.zeros(max_rows, np.int32)
         self._finite_logits = np.zeros(max_chunks, np.int32)
         self._best_ids = np.zeros(max_chunks, np.int32)
         self._best_values = np.zeros(max_chunks, np.float32)
         streams: list[Value] = []
         hidden = ops.whole(model.forward(self.inputs, cache.layers, streams if layers else None))
         self._streams = [ops.whole(streams[layer]) for layer in layers]
-        self._narrowed = None if options.reads_all else narrow(ops, hidden, self.inputs)
-        self.num_stored = 0
-        if self._narrowed is not None:
-            hidden, self.num_stored = self._narrowed.hidden, self._narrowed.num_stored
-        self.read, self._is_read = ReadRows(Chunks([], [], [])), False
-        fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
-        graph.put("finite", hidden.dim, None, {"rows": None, "bound": math.inf} | fields)
+        self.reads = Reads(ops, hidden, self._streams, self.inputs, cuts=not options.reads_all)
+        self.hidden = hidden = self.reads.hidden
         self.num_forward = len(graph.nodes)
         logits = ops.whole(model.logits(hidden, self.logit_rows))
         # Logits lie outside the arena: the caller reads them after the run.
@@ -100,18 +93,15 @@ class TapedProgram:
             graph.keep_outside(features.buffer, self._features)
         best = {"ids": self._best_ids, "values": self._best_values, "finite": self._finite_logits, "k": 1}
         graph.put("top_k", LOGITS, None, {"x": self._logits, "ld_x": logits.ld, "width": logits.width} | best)
-        # Features are those of the rows that are read, unless all of them are streams from before the cut.
-        self._observes_read = not layers or any(value.dim == READ for value in self._streams)
         # The hidden states stay until the next step, for `logits` of other rows.
         for value in (hidden, *self._streams):
             graph.read(value)
         graph.drop_unread()
-        self.hidden = hidden
         self._most = {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks, READ: max_rows, UNREAD: max_rows}
         self.tape = Tape(graph, self._most, isa)
         ops.begin()
         self._ops, self._isa = ops, isa
-        self._final: tuple[Tape, NDArray[np.float32]] | None = None
+        self._final: FinalTape | None = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         self.cache.copy_blocks(pairs, kind)
@@ -120,18 +110,18 @@ class TapedProgram:
         dims = self.fill(chunks, rows, features)
         if self._check:
             self._verify(dims)
-        elif self._is_read:
+        elif dims[READ]:
             self.tape.run(dims, self.num_threads)
         else:
-            self.tape.run_range(0, self.num_stored, dims, self.num_threads)
-        return self._are_finite(), self.last_logits(len(rows))
+            self.tape.run_range(0, self.reads.num_stored, dims, self.num_threads)
+        return self.reads.are_finite(), self.last_logits(len(rows))
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
         """Compute the chunks, without logits. Return whether the rows of each chunk are finite, and the hidden states
         [R, H] before the final norm of the rows that are read, by their places, valid until the next call."""
         dims = self.fill(chunks, (), features)
-        self.tape.run_range(0, self.num_forward if self._is_read else self.num_stored, dims, self.num_threads)
-        return self._are_finite(), self.hidden_states_of(self.read.num_read)
+        self.tape.run_range(0, self.num_forward if dims[READ] else self.reads.num_stored, dims, self.num_threads)
+        return self.reads.are_finite(), self.hidden_states_of(dims[READ])
 
     def hidden_states_of(self, num_rows: int) -> F32:
         """Return the hidden states [R, H] at the first places of the last call, as they lie in memory."""
@@ -139,7 +129,7 @@ class TapedProgram:
 
     def logits_of(self, hidden: F32, rows: list[int]) -> HostLogits:
         """Return the logits of some rows of hidden states [R, H], which replace the last call's hidden states."""
-        self.read = ReadRows(Chunks([0], [[0] * len(hidden)], []).all_read())
+        self.reads.replace(len(hidden))
         self.hidden_states_of(len(hidden))[:] = hidden
         return self.logits(rows)
 
@@ -148,63 +138,37 @@ class TapedProgram:
         num_rows = self.inputs.fill(chunks)
         if features is not None:
             self._features[:num_rows, : self.model.feature_size] = features
-        if self._narrowed is None:
-            chunks = chunks.all_read()
-        self.read = read = ReadRows(chunks, rows, with_observed=self._observes_read)
-        if self._narrowed is not None:
-            self._narrowed.fill(chunks.starts, read)
-        self.logit_rows[: len(rows)] = read.places(rows)
-        # Sizes that operators write are left from earlier layers where no row is read.
-        self._is_read = read.num_read > 0
-        return [num_rows, len(chunks.starts), len(rows), read.num_read, read.num_unread]
-
-    def _are_finite(self) -> list[bool]:
-        read = self.read
-        unread = () if read.is_whole or self._narrowed is None else self._narrowed.sound(read.num_unread)
-        return read.all_of_chunks(self._finite_rows[: read.num_read], unread)
+        num_read = self.reads.fill(chunks, rows)
+        self.logit_rows[: len(rows)] = self.reads.places(rows)
+        return [num_rows, len(chunks.starts), len(rows), num_read, num_rows - num_read]
 
     def _verify(self, dims: list[int]) -> None:
         """Run the step record by record, instead of and not after a whole run: a state that is written in place would
         advance twice."""
         from headrace.backends.cpu.verify import verify  # it imports torch
 
-        for difference in verify(self.tape, dims, None if self._is_read else self.num_stored):
+        for difference in verify(self.tape, dims, None if dims[READ] else self.reads.num_stored):
             logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
 
     def logits(self, rows: list[int]) -> HostLogits:
-        self.logit_rows[: len(rows)] = self.read.places(rows)
+        self.logit_rows[: len(rows)] = self.reads.places(rows)
         dims = [0, 0, len(rows), 0, 0]
         self.tape.run_range(self.num_forward, len(self.tape.nodes), dims, self.num_threads)
         return self.last_logits(len(rows))
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
-        tape, out = self._final = self._final or self._record_final()
-        self.logit_rows[: len(rows)] = self.read.places(rows)
-        tape.run([0, 0, len(rows), 0, 0], self.num_threads)
-        return out[: len(rows), : self.hidden.width]
-
-    def _record_final(self) -> tuple[Tape, NDArray[np.float32]]:
-        """Record select and final norm on a second tape, which reads the hidden states of the last step: on the step's
-        tape they would run in each step, and few callers need them."""
-        ops, most = self._ops, self.max_logits
-        ops.begin()
-        graph = ops.graph
-        source = graph.outside(self.hidden.width, ROWS, self.hidden.buffer.row_bytes)
-        final = ops.whole(self.model.final(source, self.logit_rows))
-        out = aligned(4 * most * final.ld).view(np.float32).reshape(most, final.ld)
-        graph.keep_outside(source.buffer, self.tape.floats(self.hidden.buffer, self.max_rows))
-        graph.keep_outside(final.buffer, out)
-        tape = Tape(graph, self._most, self._isa)
-        ops.begin()
-        return tape, out
+        if self._final is None:
+            states = self.tape.floats(self.hidden.buffer, self.max_rows)
+            self._final = FinalTape(self._ops, self.model, self.hidden, states, self.logit_rows, self._most, self._isa)
+        self.logit_rows[: len(rows)] = self.reads.places(rows)
+        return self._final.run(len(rows), self.num_threads)
 
     def features(self, rows: list[int]) -> F32:
         if self._streams:
-            self.read.check(rows)
-            parts = []
-            for value in self._streams:
-                places = self.read.places(rows) if value.dim == READ else rows
-                parts.append(self.tape.floats(value.buffer, self.max_rows)[places, : value.width])
+            parts = [
+                self.tape.floats(value.buffer, self.max_rows)[self.reads.places_in(value, rows), : value.width]
+                for value in self._streams
+            ]
             return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         most = self.max_logits
         parts = [self.hidden_states(rows[i : i + most]).copy() for i in range(0, len(rows), most)]
@@ -213,7 +177,7 @@ class TapedProgram:
     def close(self) -> None:
         self.tape.close()
         if self._final is not None:
-            self._final[0].close()
+            self._final.close()
             self._final = None
         self.cache.layers = []
 

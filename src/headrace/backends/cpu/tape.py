@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.cpu.memory import aligned
-from headrace.backends.graph import LOGITS, OWN_PAIRS, PAIRS, READ, ROWS, SEQS, UNREAD, Buffer, Graph, Node
+from headrace.backends.graph import Buffer, Graph, Node
 from headrace.backends.native import pack, record, require_native
 
-DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits", READ: "read", UNREAD: "unread", PAIRS: "pairs"}
-DIM_NAMES |= {OWN_PAIRS: "own pairs"}
+DIM_NAMES = ("rows", "seqs", "logits", "read", "unread", "pairs", "own pairs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,8 @@ class Tape:
 
     def floats(self, buffer: Buffer, num_rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the first rows of a buffer as float32, a view."""
-        size = buffer.row_bytes * num_rows
-        return self.arena[buffer.offset : buffer.offset + size].view(np.float32).reshape(num_rows, buffer.row_bytes // 4)
+        raw = self.arena[buffer.offset : buffer.offset + buffer.row_bytes * num_rows]
+        return raw.view(np.float32).reshape(num_rows, buffer.row_bytes // 4)
 
     def _resolved(self, node: Node) -> dict[str, Any]:
         return {name: self.resolve(value) for name, value in node.fields.items()}
