@@ -35,7 +35,7 @@ def fill(program: TapedProgram, rows: int, prompt: int, context: int) -> list[in
         tables = [[(s * each + i) % program.num_blocks for i in range(each)] for s in range(rows)]
         chunks = Chunks([context] * rows, [[7]] * rows, tables)
     ends = itertools.accumulate(map(len, chunks.token_ids))
-    return program.fill(chunks, [end - 1 for end in ends])
+    return program.fill(chunks.all_read(), [end - 1 for end in ends])
 
 
 def by_kind(times: list[OpTime]) -> dict[str, tuple[int, float, int, int]]:

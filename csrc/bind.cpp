@@ -96,7 +96,7 @@ int op_of(const string& name) {
 int64_t add(hr::Tape& tape, const string& op, nb::bytes args) { return tape.add(op_of(op), args.data(), args.size()); }
 
 void set_dims(hr::Tape& tape, const vector<int64_t>& dims) {
-    if (dims.size() != HR_DIM_FREE) throw std::invalid_argument("dims are five: rows, sequences, logits, rows read and unread");
+    if (dims.size() != HR_DIM_FREE) throw std::invalid_argument("dims are three: rows, sequences, logits");
     for (size_t i = 0; i < dims.size(); i++)
         if (dims[i] < 0) throw std::invalid_argument("dims must not be negative");
     for (size_t i = 0; i < dims.size(); i++) tape.dims()[i] = dims[i];

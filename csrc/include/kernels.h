@@ -45,8 +45,8 @@ enum { HR_I8_MIN = 1 }; /* added to a weight_group, a multiple of 8: minima besi
 enum { HR_KIND_I4 = 0, HR_KIND_I6 = 1, HR_KIND_I8 = 2, HR_KIND_K = 3, HR_KIND_F8 = 4, HR_KIND_I3 = 5, HR_KIND_I2 = 6, HR_KIND_I5 = 7 };
 /* GGUF's K-quants, by their number of bits: forms of k, and types of tables (rows as they lie in the file). */
 enum { HR_K_Q2 = 12, HR_K_Q3 = 13, HR_K_Q4 = 14, HR_K_Q5 = 15, HR_K_Q6 = 16 };
-/* `dims`: of the ROWS those that are READ after the step, and the UNREAD others; those from FREE on are written by operators. */
-enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_READ = 3, HR_DIM_UNREAD = 4, HR_DIM_FREE = 5, HR_DIM_PAIRS = 5, HR_DIM_OWN_PAIRS = 6, HR_NUM_DIMS = 7 };
+/* `dims`: those from FREE on are written by operators. */
+enum { HR_DIM_ROWS = 0, HR_DIM_SEQS = 1, HR_DIM_LOGITS = 2, HR_DIM_FREE = 3, HR_DIM_PAIRS = 3, HR_DIM_OWN_PAIRS = 4, HR_NUM_DIMS = 5 };
 enum { HR_MAX_EXPERTS = 8192, HR_MAX_KEY_DIM = 8192 };
 enum { HR_LANES = 16, HR_SPAN = 128 };
 enum { HR_MAX_GROUP = 1 << 17 };                                      /* inputs with one scale: 127 * 128 of each fit int32 */
@@ -66,7 +66,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 /* The rows of a step. Chunk c is rows row_begin[c] ... row_begin[c+1]-1 of one sequence, at positions start[c], ...;
  * its block ids are blocks[table_begin[c]], ... Position p lies in slot blocks[p / block_size] * block_size + p %
- * block_size. num_chunks is dims[HR_DIM_SEQS]. For operators with HR_DIM_READ a chunk is its rows that are read, perhaps none. */
+ * block_size. num_chunks is dims[HR_DIM_SEQS]. For attention a chunk may have no rows. */
 
 /* KV cache of one layer. Slots come in tiles of 16: with t = slot / 16, i = slot % 16,
  *     key   (slot, h, d) at k[((t * kv_heads + h) * head_dim + d) * 16 + i]

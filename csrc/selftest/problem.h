@@ -46,7 +46,7 @@ struct Random {
 
 struct Problem {
     int op = -1;
-    std::vector<int64_t> dims = {1, 1, 1, 1, 1};
+    std::vector<int64_t> dims = {1, 1, 1};
     std::vector<char> args;
     std::vector<std::unique_ptr<Buffer>> buffers;
     Random random;

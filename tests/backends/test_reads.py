@@ -17,8 +17,9 @@ from headrace import models
 from headrace.backends.cpu.cache import KVCache, numbers
 from headrace.backends.cpu.program import TapedProgram, TapeOptions
 from headrace.backends.cpu.reads import narrow
-from headrace.backends.cpu.reads.narrow import BY_ROW, WRITERS, Reads
-from headrace.backends.graph import READ, UNREAD, Graph
+from headrace.backends.cpu.reads.narrow import BY_ROW, WRITERS, Cut, Reads
+from headrace.backends.cpu.tape import Tape
+from headrace.backends.graph import ROWS, Graph
 from headrace.backends.native import require_native
 from headrace.backends.reads import ReadRows
 from headrace.backends.step import Chunks, StepSizes
@@ -97,10 +98,11 @@ def played(program: TapedProgram) -> list[bytes]:
 @pytest.mark.parametrize("model_type", models.names())
 def test_no_bit_of_what_is_read_changes(model_type: str, form: str, directories: dict[str, Path]) -> None:
     narrowed, whole = pair_of(directories[model_type], form)
-    dims = {node.dim for node in narrowed.tape.nodes}
-    assert {READ, UNREAD} <= dims, "something is left out"
-    assert not {READ, UNREAD} & {node.dim for node in whole.tape.nodes}
-    assert played(narrowed) == played(whole)
+    expected = played(whole)
+    assert whole.reads.is_whole
+    assert played(narrowed) == expected
+    narrowed.fill(Chunks([0], [[1, 2, 3]], [[0]], states_in=[-1] if narrowed.kinds[-1].is_state else []), [2])
+    assert (narrowed.reads.is_whole, narrowed.reads.num_read) == (False, 1)
 
 
 @pytest.mark.parametrize("layers", [(0, 2), (1,), (2,)])
@@ -115,19 +117,20 @@ def test_streams_of_the_rows_that_are_observed(
 def test_streams_from_before_the_cut_cost_no_row_behind_it(directories: dict[str, Path]) -> None:
     program, _ = pair_of(directories["llama"], "float32", (0, 1))
     chunks = Chunks([0], [[1, 2, 3]], [[0]], observed=[0, 1, 2])
-    assert program.fill(chunks, [2])[READ:] == [1, 2]
+    program.fill(chunks, [2])
+    assert program.reads.num_read == 1
     program, _ = pair_of(directories["llama"], "float32", (2,))
-    assert program.fill(chunks, [2])[READ:] == [3, 0]
+    program.fill(chunks, [2])
+    assert program.reads.num_read == 3
 
 
 def wrong_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as if the rows that are read were a chunk's first ones."""
     right = Reads.fill
 
-    def fill(reads: Reads, chunks: Chunks, rows: Any) -> int:
-        num = right(reads, chunks, rows)
-        reads.inputs.start[: len(chunks.starts)] = chunks.starts
-        return num
+    def fill(reads: Reads, chunks: Chunks, rows: Any, num_rows: int) -> None:
+        right(reads, chunks, rows, num_rows)
+        reads._here.start[: len(chunks.starts)] = chunks.starts
 
     monkeypatch.setattr(Reads, "fill", fill)
 
@@ -144,7 +147,7 @@ def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plan(graph: Graph, most: dict[int, int]) -> int:
         for node in graph.nodes:
-            if node.op == "select_rows" and node.dim == READ:
+            if node.op == "select_rows" and node.dim == ROWS:
                 out = node.fields["out"]
                 out.last = out.first + 1
         return right(graph, most)
@@ -167,15 +170,25 @@ def test_a_call_that_is_not_read_ends_behind_the_last_write(
     directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, _ = pair_of(directories["mixtral"], "float32")
-    stops: list[int] = []
-    right = program.tape.run_range
-    monkeypatch.setattr(program.tape, "run_range", lambda *args: (stops.append(args[1]), right(*args)))
+    seen: list[list[str]] = []
+    second: Any = program.reads._tape
+    for tape in (program.tape, second):
+
+        def run_range(first: int, last: int, *args: Any, tape: Tape = tape, right: Any = tape.run_range) -> None:
+            seen.append([node.op for node in tape.nodes[first:last]])
+            right(first, last, *args)
+
+        monkeypatch.setattr(tape, "run_range", run_range)
     program.forward(Chunks([0], [[1, 2, 3]], [[0]]), [])
-    last = max(i for i, node in enumerate(program.tape.nodes) if node.op == "rope_store")
-    assert stops == [program.reads.num_stored]
-    behind = [node.op for node in program.tape.nodes[last + 1 : stops[0]]]
-    assert set(behind) == {"finite"}
-    assert {"attention", "route", "moe_group"} <= {node.op for node in program.tape.nodes[stops[0] :]}
+    stored, checked = seen
+    assert stored.count("rope_store") == 2
+    assert (stored[-1], stored.count("attention")) == ("rope_store", 1)
+    assert set(checked) == {"finite"}
+    program.forward(Chunks([3], [[4, 5, 6]], [[0]]), [2])
+    assert seen[2:4] == [stored, checked]
+    assert {"attention", "route", "moe_group", "finite"} <= set(seen[4])
+    assert seen[5][-1] == "top_k"
+    assert len(seen) == 6
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -303,5 +316,5 @@ def answers(**options: Any) -> list[Any]:
 )
 def test_an_engine_says_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     result = answers(**options)
-    monkeypatch.setattr(narrow, "narrow", lambda ops, reads: False)
+    monkeypatch.setattr(Cut, "of", lambda *args: None)
     assert answers(**options) == result

@@ -18,7 +18,7 @@ from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.cpu.verify import REFERENCE, Difference, verify
-from headrace.backends.graph import UNREAD, Node
+from headrace.backends.graph import Node
 from headrace.backends.native import require_native
 from headrace.backends.step import Chunks
 
@@ -55,7 +55,7 @@ def program_of(directory: Path, cache: str = "float32", **options: Any) -> Taped
     return program  # type: ignore[no-any-return]
 
 
-def step(program: TapedProgram, *, reads_all: bool = False) -> list[int]:
+def step(program: TapedProgram) -> list[int]:
     """Compute a step of two sequences, and fill in the next: both go on and a third begins. Return its dims."""
     lengths = [71, 40, 33]
     tokens = [random_ids(n, program.vocab_size, i) for i, n in enumerate(lengths)]
@@ -63,9 +63,9 @@ def step(program: TapedProgram, *, reads_all: bool = False) -> list[int]:
     states = {"states_in": [-1, -1], "states_out": [(69, 0), (98, 1)]}
     program.forward(Chunks([0, 0], [tokens[0][:70], tokens[1][:29]], tables[:2], **states), [])
     states = {"states_in": [0, 1, -1], "states_out": [(0, 2), (5, 3), (11, 4), (30, 5)]}
-    chunks = Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables, **states)
-    rows = [0, 8, sum(map(len, chunks.token_ids)) - 1]
-    return program.fill(chunks.all_read() if reads_all else chunks, rows)
+    num_rows = program.inputs.fill(Chunks([70, 29, 0], [tokens[0][70:], tokens[1][29:], tokens[2]], tables, **states))
+    program.logit_rows[:3] = [0, 11, num_rows - 1]
+    return [num_rows, 3, 3]
 
 
 @pytest.mark.sampled(19)
@@ -101,7 +101,7 @@ def planted(program: TapedProgram, node: Node, field: str, value: Any) -> list[D
     node.fields[field] = value
     program.tape = Tape(program.tape.graph, program.tape.most)
     node.fields[field] = right
-    return verify(program.tape, step(program, reads_all=node.dim != UNREAD))
+    return verify(program.tape, step(program))
 
 
 def spoilt(weights: NDArray[np.uint8]) -> NDArray[np.uint8]:

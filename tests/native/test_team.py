@@ -28,7 +28,7 @@ def tape(num_records=20, to=out):
     return made
 def check(made, num_threads):
     out[:] = 0
-    made.run([8, 0, 0, 0, 0], num_threads)
+    made.run([8, 0, 0], num_threads)
     assert (out == len(made)).all(), out
 """
 
@@ -58,7 +58,7 @@ def test_an_idle_team_uses_no_cpu(native: ModuleType) -> None:
     x = np.ones((8, 32), np.float32)
     tape = native.Tape()
     record(tape, "softcap", dim=0, x=x.ctypes.data, ld_x=32, width=32, cap=1.0, out=x.ctypes.data, ld_out=32)
-    tape.run([8, 0, 0, 0, 0], 4)
+    tape.run([8, 0, 0], 4)
     time.sleep(0.05)
     assert busy_seconds(lambda: time.sleep(1.0)) < 0.1
     assert busy_seconds(lambda: spin(0.2)) > 0.1, "CPU time of a busy process is not seen"
@@ -115,7 +115,7 @@ def loop():
     mine = np.zeros_like(x)
     made = tape(20, mine)
     for turn in range(1, 101):
-        made.run([8, 0, 0, 0, 0], 1 + turn % 3)
+        made.run([8, 0, 0], 1 + turn % 3)
     right.append((mine == 2000).all())
 right = []
 threads = [threading.Thread(target=loop) for _ in range(3)]
@@ -156,7 +156,7 @@ def loop():
     sums = np.zeros_like(x)
     mine = tape(500, sums)
     while not stop:
-        mine.run([8, 0, 0, 0, 0], 2)
+        mine.run([8, 0, 0], 2)
 thread = threading.Thread(target=loop)
 thread.start()
 for _ in range(5):
@@ -182,7 +182,7 @@ def test_the_process_ends_while_a_daemon_computes() -> None:
 made = tape(500)
 def forever():
     while True:
-        made.run([8, 0, 0, 0, 0], 2)
+        made.run([8, 0, 0], 2)
 threading.Thread(target=forever, daemon=True).start()
 time.sleep(0.1)
 """

@@ -43,6 +43,12 @@ def poison_cache(runner: Runner, block_id: int | None = None) -> None:
         program.cache.layers[1].values[tile, :, lane] = math.nan
 
 
+def rows_at(reads: Any, places: Any) -> list[int]:
+    """The rows that lie at these places among those that are read."""
+    rows: list[int] = (places if reads.is_whole else reads._rows[places]).tolist()
+    return rows
+
+
 def spy_on_head(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The rows that go through the model's head from now on, call by call; calls with none are left out."""
     seen: list[list[int]] = []
@@ -62,7 +68,7 @@ def spy_on_head(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[list[in
 
         def call(*args: Any) -> None:
             if num_rows := args[at][LOGITS]:
-                seen.append(program.reads.read.rows()[program.logit_rows[:num_rows]].tolist())
+                seen.append(rows_at(program.reads, program.logit_rows[:num_rows]))
             real(*args)
 
         return call

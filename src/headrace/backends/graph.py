@@ -16,10 +16,9 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.backends.arena import Block, place
 
-ROWS, SEQS, LOGITS, READ, UNREAD, PAIRS, OWN_PAIRS = range(7)
-"""Dimensions that change from step to step, as csrc/include/kernels.h numbers them. READ and UNREAD are parts of ROWS
-(`reads.ReadRows`). PAIRS counts pairs of a row and one of its experts, OWN_PAIRS the pairs of one rank's experts:
-operators write both numbers during the step."""
+ROWS, SEQS, LOGITS, PAIRS, OWN_PAIRS = 0, 1, 2, 3, 4
+"""Dimensions that change from step to step, as csrc/include/kernels.h numbers them. PAIRS counts pairs of a row and one
+of its experts, OWN_PAIRS the pairs of one rank's experts: operators write both numbers during the step."""
 
 ALIGN = 64
 

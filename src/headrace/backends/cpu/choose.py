@@ -82,7 +82,7 @@ class Chooser:
         }
         for name, numbers in values.items():
             self._fields[name][: len(rows)] = numbers
-        self._tape.run([len(rows), 0, 0, 0, 0], self._num_threads)
+        self._tape.run([len(rows), 0, 0], self._num_threads)
         counts, totals = (self._fields[name][: len(rows)].tolist() for name in ("count", "total"))
         return [
             (self._ids[i, :count].astype(np.int64), self._scaled[i, :count].copy(), total)

@@ -7,6 +7,7 @@ tables; must not know requests. Called by `runner.runner`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from headrace.backends.cpu.ranks import RankOps
 from headrace.backends.cpu.reads.final import FinalTape
 from headrace.backends.cpu.reads.narrow import Reads
 from headrace.backends.cpu.tape import Tape
-from headrace.backends.graph import LOGITS, READ, ROWS, SEQS, UNREAD, Value
+from headrace.backends.graph import LOGITS, ROWS, SEQS, Value
 from headrace.backends.step import Chunks, HostLogits, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
@@ -36,8 +37,8 @@ F32 = NDArray[np.float32]
 
 class TapeOptions(NamedTuple):
     """How a tape runs: on `num_threads` (0: the number that suits the model), by the kernels of `isa` ("": the best).
-    check: compute each record of a step with torch_ref too, and log the differences. reads_all: compute all rows to
-    the end, whatever is read."""
+    check: compute each record of a step with torch_ref too, and log the differences; and, as with reads_all, all rows
+    to the end, whatever is read."""
 
     num_threads: int
     isa: str = ""
@@ -76,29 +77,35 @@ class TapedProgram:
             lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, sizes, features
         )  # fmt: skip
         self.logit_rows = np.zeros(max_chunks, np.int32)
+        self._finite_rows = np.zeros(max_rows, np.int32)
         self._finite_logits = np.zeros(max_chunks, np.int32)
         self._best_ids = np.zeros(max_chunks, np.int32)
         self._best_values = np.zeros(max_chunks, np.float32)
         streams: list[Value] = []
         hidden = ops.whole(model.forward(self.inputs, cache.layers, streams if layers else None))
         self._streams = [ops.whole(streams[layer]) for layer in layers]
-        self.reads = Reads(ops, hidden, self._streams, self.inputs, cuts=not options.reads_all)
-        self.hidden = hidden = self.reads.hidden
+        fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
+        graph.put("finite", ROWS, None, {"rows": None, "bound": math.inf} | fields)
         self.num_forward = len(graph.nodes)
         logits = ops.whole(model.logits(hidden, self.logit_rows))
         # Logits lie outside the arena: the caller reads them after the run.
         self._logits = aligned(4 * max_chunks * logits.ld).view(np.float32).reshape(max_chunks, logits.ld)
         graph.keep_outside(logits.buffer, self._logits)
-        if features is not None:
-            graph.keep_outside(features.buffer, self._features)
         best = {"ids": self._best_ids, "values": self._best_values, "finite": self._finite_logits, "k": 1}
         graph.put("top_k", LOGITS, None, {"x": self._logits, "ld_x": logits.ld, "width": logits.width} | best)
         # The hidden states stay until the next step, for `logits` of other rows.
         for value in (hidden, *self._streams):
             graph.read(value)
         graph.drop_unread()
-        self._most = {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks, READ: max_rows, UNREAD: max_rows}
+        self.hidden = hidden
+        self.reads = Reads(ops, hidden, self._streams, self.inputs, self._finite_rows, self.num_forward)
+        outside = {} if features is None else {features.buffer: self._features}
+        for buffer, array in outside.items():
+            graph.keep_outside(buffer, array)
+        self._most = {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks}
         self.tape = Tape(graph, self._most, isa)
+        if not (options.check or options.reads_all):
+            self.reads.bind(ops, self.tape, outside, isa)
         ops.begin()
         self._ops, self._isa = ops, isa
         self._final: FinalTape | None = None
@@ -110,18 +117,16 @@ class TapedProgram:
         dims = self.fill(chunks, rows, features)
         if self._check:
             self._verify(dims)
-        elif dims[READ]:
-            self.tape.run(dims, self.num_threads)
         else:
-            self.tape.run_range(0, self.reads.num_stored, dims, self.num_threads)
+            self.reads.run(self.tape, len(self.tape.nodes), dims, self.num_threads)
         return self.reads.are_finite(), self.last_logits(len(rows))
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
         """Compute the chunks, without logits. Return whether the rows of each chunk are finite, and the hidden states
         [R, H] before the final norm of the rows that are read, by their places, valid until the next call."""
-        dims = self.fill(chunks, (), features)
-        self.tape.run_range(0, self.num_forward if dims[READ] else self.reads.num_stored, dims, self.num_threads)
-        return self.reads.are_finite(), self.hidden_states_of(dims[READ])
+        dims = self.fill(chunks, [], features)
+        self.reads.run(self.tape, self.num_forward, dims, self.num_threads)
+        return self.reads.are_finite(), self.hidden_states_of(self.reads.num_read)
 
     def hidden_states_of(self, num_rows: int) -> F32:
         """Return the hidden states [R, H] at the first places of the last call, as they lie in memory."""
@@ -133,27 +138,26 @@ class TapedProgram:
         self.hidden_states_of(len(hidden))[:] = hidden
         return self.logits(rows)
 
-    def fill(self, chunks: Chunks, rows: Sequence[int], features: F32 | None = None) -> list[int]:
+    def fill(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> list[int]:
         """Write the inputs of a step with the logits of `rows`, and return the sizes of its dimensions."""
         num_rows = self.inputs.fill(chunks)
         if features is not None:
             self._features[:num_rows, : self.model.feature_size] = features
-        num_read = self.reads.fill(chunks, rows)
+        self.reads.fill(chunks, rows, num_rows)
         self.logit_rows[: len(rows)] = self.reads.places(rows)
-        return [num_rows, len(chunks.starts), len(rows), num_read, num_rows - num_read]
+        return [num_rows, len(chunks.starts), len(rows)]
 
     def _verify(self, dims: list[int]) -> None:
         """Run the step record by record, instead of and not after a whole run: a state that is written in place would
         advance twice."""
         from headrace.backends.cpu.verify import verify  # it imports torch
 
-        for difference in verify(self.tape, dims, None if dims[READ] else self.reads.num_stored):
+        for difference in verify(self.tape, dims):
             logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
 
     def logits(self, rows: list[int]) -> HostLogits:
         self.logit_rows[: len(rows)] = self.reads.places(rows)
-        dims = [0, 0, len(rows), 0, 0]
-        self.tape.run_range(self.num_forward, len(self.tape.nodes), dims, self.num_threads)
+        self.tape.run_range(self.num_forward, len(self.tape.nodes), [0, 0, len(rows)], self.num_threads)
         return self.last_logits(len(rows))
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
@@ -165,10 +169,7 @@ class TapedProgram:
 
     def features(self, rows: list[int]) -> F32:
         if self._streams:
-            parts = [
-                self.tape.floats(value.buffer, self.max_rows)[self.reads.places_in(value, rows), : value.width]
-                for value in self._streams
-            ]
+            parts = [self.reads.stream(self.tape, value, rows) for value in self._streams]
             return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         most = self.max_logits
         parts = [self.hidden_states(rows[i : i + most]).copy() for i in range(0, len(rows), most)]
@@ -176,6 +177,7 @@ class TapedProgram:
 
     def close(self) -> None:
         self.tape.close()
+        self.reads.close()
         if self._final is not None:
             self._final.close()
             self._final = None

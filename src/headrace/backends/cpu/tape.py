@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from headrace.backends.cpu.memory import aligned
-from headrace.backends.graph import Buffer, Graph, Node
+from headrace.backends.graph import LOGITS, OWN_PAIRS, PAIRS, ROWS, SEQS, Buffer, Graph, Node
 from headrace.backends.native import pack, record, require_native
 
-DIM_NAMES = ("rows", "seqs", "logits", "read", "unread", "pairs", "own pairs")
+DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits", PAIRS: "pairs", OWN_PAIRS: "own pairs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Tape:
             record(self._native, node.op, dim=node.dim, **self._resolved(node))
 
     def run(self, dims: list[int], num_threads: int = 0) -> None:
-        """Run one step: dims are [rows, seqs, logits, read, unread]. The GIL is released."""
+        """Run one step: dims are [rows, seqs, logits]. The GIL is released."""
         self._native.run(dims, num_threads)
 
     def run_range(self, first: int, last: int, dims: list[int], num_threads: int = 0) -> None:

@@ -1,10 +1,10 @@
 """`Reads` cuts a recorded forward pass behind its last write to memory that outlives the step.
 
 Keys, values and states are written of every row. What is computed from there on, such as the attention, the output and
-the MLP of the last layer, is needed of the rows alone whose logits, hidden states or features somebody reads: the
-records behind the cut get the dimension READ, and copies of the rows that are read of all values that cross it. An
-UNREAD row is judged by what it has written, and by the values that cross. Knows nodes and their fields; must not know
-models. Called by `program`.
+the MLP of the last layer, is needed of the rows alone whose logits, hidden states or features somebody reads. So the
+records behind the cut are on a second tape once more, for a call of which not all rows are read: there they read copies
+of these rows of all values that cross the cut. The other rows are judged by what they have written, and by the values
+that cross. Knows nodes and their fields; must not know models. Called by `program`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,8 @@ from headrace.backends.cpu.cache import TYPE_NAMES
 from headrace.backends.cpu.gathers import NO_CODES, NO_TARGETS
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.ranks import RankOps
-from headrace.backends.graph import READ, ROWS, UNREAD, Buffer, Node, Value
+from headrace.backends.cpu.tape import Tape
+from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
 from headrace.backends.reads import ReadRows
 from headrace.backends.step import Chunks, StepRows
 
@@ -41,138 +42,204 @@ BOUNDS = {"float16": 65520.0, "fp8_e5m2": 61440.0, "bfloat16": math.ldexp(511, 1
 
 
 class Reads:
-    """The rows that are read of each call, as the records behind the cut find them, and whether all rows are finite.
-
-    hidden: the hidden states of the rows that are read, by their places. num_stored: the number of records that a call
-    needs of which no row is read: sizes that operators write are then left from earlier layers.
-    """
+    """The rows that are read of each call: which of them, where they lie, how they are computed."""
 
     def __init__(
-        self, ops: CpuOps | RankOps, hidden: Value, streams: Sequence[Value], inputs: StepRows, *, cuts: bool
+        self,
+        ops: CpuOps | RankOps,
+        hidden: Value,
+        streams: Sequence[Value],
+        inputs: StepRows,
+        finite: Ints,
+        num_forward: int,
     ) -> None:
-        """For a forward pass that `ops` has recorded, which gives `hidden` and `streams`. cuts: without it, and where
-        nothing is written that outlives a step, all rows are read."""
+        """For the forward pass in the first `num_forward` records of `ops`, which gives `hidden` and `streams`, and
+        last for each row of hidden states whether it is `finite`."""
         most, num_chunks = inputs.max_rows, len(inputs.start)
-        self.rows, self.unread = np.arange(most, dtype=np.int32), np.zeros(most, np.int32)
-        self.inputs = replace(
+        self._rows, self._unread, self._ids = np.zeros(most, np.int32), np.zeros(most, np.int32), list(range(most))
+        self._every, self._hidden, self._finite = inputs, hidden, finite
+        self._here = replace(
             inputs, token_ids=np.zeros(most, np.int32), positions=np.zeros(most, np.int32),
             row_begin=np.zeros(num_chunks + 1, np.int32), start=np.zeros(num_chunks, np.int32),
         )  # fmt: skip
-        self.every, self.hidden, self.num_stored = inputs, hidden, 0
-        self.flags: list[Ints] = []
-        self.is_cut = cuts and narrow(ops, self)
-        graph, hidden, self._finite = ops.graph, self.hidden, np.zeros(most, np.int32)
-        fields = {"rows": None, "x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "bound": math.inf}
-        graph.put("finite", hidden.dim, None, fields | {"finite": self._finite})
+        self._flags: list[Ints] = []
+        self._tape: Tape | None = None
+        self._num_checks, self.num_stored, self._num_forward = 0, 0, num_forward
+        self._chunks, self.num_rows = Chunks([], [], []), 0
+        self._read: ReadRows | None = None
+        self._cut = Cut.of(ops.graph, ops.graph.nodes[: num_forward - 1], hidden)
+        behind = () if self._cut is None else self._cut.made
+        self._narrow_streams = {value.buffer for value in streams if value.buffer in behind}
         # Streams from before the cut are there of all rows.
-        self._with_observed = not streams or any(value.dim == READ for value in streams)
-        self.read = ReadRows(Chunks([], [], []))
-        self._is_plain = True
+        self._with_observed = not streams or bool(self._narrow_streams)
 
-    def fill(self, chunks: Chunks, rows: Sequence[int]) -> int:
-        """Write the rows that are read of a call whose inputs are written, and return their number."""
-        self.read = read = ReadRows(
-            chunks if self.is_cut else chunks.all_read(), rows, with_observed=self._with_observed
-        )
-        here, every, num, num_chunks = self.inputs, self.every, read.num_read, len(chunks.starts)
-        if not self.is_cut:
-            return num
-        here.row_begin[: num_chunks + 1] = read.begins
+    def bind(self, ops: CpuOps | RankOps, tape: Tape, outside: Mapping[Buffer, NDArray[Any]], isa: str) -> None:
+        """Make the second tape beside `tape`, which has the whole forward pass. outside: arrays of buffers that lie
+        outside its arena. Without it all rows of each call are computed to the end."""
+        cut, most = self._cut, len(self._ids)
+        if cut is None:
+            return
+        self.num_stored = cut.num_stored
+
+        def place(buffer: Buffer) -> NDArray[Any]:
+            array = outside.get(buffer)
+            return tape.floats(buffer, most) if array is None else array
+
+        graph = Graph(ops.graph.item_bytes)
+        graph.pairs_of_row = tape.graph.pairs_of_row
+        for buffer, column, ld, width, bound in cut.checks:
+            flags = np.zeros(most, np.int32)
+            fields = {"rows": self._unread, "x": place(buffer).reshape(-1)[column:], "ld_x": ld, "width": width}
+            graph.put("finite", ROWS, None, fields | {"bound": bound, "finite": flags})
+            if isinstance(ops, RankOps) and not self._flags:
+                # Each rank wrote some heads alone, and all of them must judge alike.
+                flags = gathered(graph, ops, flags)
+            self._flags.append(flags)
+        self._num_checks = len(graph.nodes)
+        moved: dict[Any, Any] = {}
+        for buffer in cut.crossing:
+            width, copy = buffer.row_bytes // 4, graph.buffer(buffer.row_bytes, ROWS)
+            fields = {"rows": self._rows, "x": place(buffer), "ld_x": width, "width": width}
+            graph.put("select_rows", ROWS, None, fields | {"out": copy, "ld_out": width})
+            moved[buffer] = copy
+        kept = {self._hidden.buffer, *self._narrow_streams}
+        for buffer in cut.made:
+            moved[buffer] = place(buffer) if buffer in kept else graph.buffer(buffer.row_bytes, buffer.dim)
+        by_row = ("token_ids", "positions", "row_begin", "start")
+        moved |= {id(getattr(self._every, name)): getattr(self._here, name) for name in by_row}
+        for node, before in cut.behind:
+            fields = {name: with_moved(value, moved) for name, value in before.items()}
+            graph.put(node.op, node.dim, None, fields, note=node.note, read_bytes=node.read_bytes, row_ops=node.row_ops)
+        hidden = self._hidden
+        fields = {"rows": None, "x": place(hidden.buffer), "ld_x": hidden.ld, "width": hidden.width}
+        graph.put("finite", ROWS, None, fields | {"bound": math.inf, "finite": self._finite})
+        for buffer in graph.buffers:
+            buffer.first = len(graph.nodes)
+        for node in graph.nodes:
+            for buffer in buffers_of(node.fields):
+                buffer.first, buffer.last = min(buffer.first, node.index), node.index
+        self._tape = Tape(graph, {ROWS: most, SEQS: len(self._here.start), LOGITS: 0}, isa)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of the last call are read, so that it is one run of the whole tape."""
+        return self._read is None
+
+    @property
+    def num_read(self) -> int:
+        return self.num_rows if self._read is None else self._read.num_read
+
+    def fill(self, chunks: Chunks, rows: Sequence[int], num_rows: int) -> None:
+        """Write the rows that are read of a call of `num_rows` rows whose inputs are written."""
+        self._chunks, self.num_rows, self._read = chunks, num_rows, None
+        if self._tape is None or rows == self._ids[:num_rows]:
+            return
+        read = ReadRows(chunks, rows, with_observed=self._with_observed)
         if read.is_whole:
-            if not self._is_plain:
-                self.rows[:] = np.arange(len(self.rows), dtype=np.int32)
-            here.start[:num_chunks] = chunks.starts
-            here.positions[:num], here.token_ids[:num] = every.positions[:num], every.token_ids[:num]
-        else:
-            rows_read, unread = read.rows(), read.unread()
-            self.rows[:num], self.unread[: len(unread)] = rows_read, unread
-            here.start[:num_chunks] = np.add(chunks.starts, np.subtract(read.firsts, every.row_begin[:num_chunks]))
-            here.positions[:num], here.token_ids[:num] = every.positions[rows_read], every.token_ids[rows_read]
-        self._is_plain = read.is_whole
-        return num
+            return
+        here, every, num, num_chunks = self._here, self._every, read.num_read, len(chunks.starts)
+        self._read, rows_read = read, read.rows()
+        self._rows[:num], self._unread[: read.num_unread] = rows_read, read.unread()
+        here.row_begin[: num_chunks + 1] = read.begins
+        here.start[:num_chunks] = np.add(chunks.starts, np.subtract(read.firsts, every.row_begin[:num_chunks]))
+        here.positions[:num], here.token_ids[:num] = every.positions[rows_read], every.token_ids[rows_read]
 
     def replace(self, num_rows: int) -> None:
         """Take the hidden states at the first places for those of a call of so many rows."""
-        self.read = ReadRows(Chunks([0], [[0] * num_rows], []).all_read())
+        self._chunks, self.num_rows, self._read = Chunks([0], [[0] * num_rows], []), num_rows, None
 
-    def places(self, rows: Sequence[int]) -> list[int]:
+    def run(self, tape: Tape, last: int, dims: list[int], num_threads: int) -> None:
+        """Compute the records before `last` of the whole tape, or where not all rows are read what stands for them."""
+        if self._read is None or self._tape is None:
+            tape.run(dims, num_threads) if last == len(tape.nodes) else tape.run_range(0, last, dims, num_threads)
+            return
+        num_read, num_chunks = self._read.num_read, dims[SEQS]
+        tape.run_range(0, self.num_stored, dims, num_threads)
+        self._tape.run_range(0, self._num_checks, [self._read.num_unread, 0, 0], num_threads)
+        if num_read:
+            self._tape.run_range(self._num_checks, len(self._tape.nodes), [num_read, num_chunks, 0], num_threads)
+        if last > self._num_forward and dims[LOGITS]:
+            tape.run_range(self._num_forward, last, [0, 0, dims[LOGITS]], num_threads)
+
+    def places(self, rows: Sequence[int]) -> Sequence[int]:
         """Return where rows lie among those that are read. Raises ValueError for another row."""
-        return self.read.places(rows)
-
-    def places_in(self, value: Value, rows: Sequence[int]) -> Sequence[int]:
-        """Return where rows lie in a value of the forward pass. Raises ValueError for a row that is not there."""
-        if value.dim == READ:
-            return self.read.places(rows)
-        self.read.check(rows)
+        if self._read is not None:
+            return self._read.places(rows)
+        if rows and not 0 <= min(rows) <= max(rows) < self.num_rows:
+            raise ValueError(f"rows {min(rows)} to {max(rows)} of a call with {self.num_rows} rows")
         return rows
+
+    def stream(self, tape: Tape, value: Value, rows: Sequence[int]) -> NDArray[np.float32]:
+        """Return rows of a stream. Raises ValueError for a row that is not there."""
+        if self._read is None or value.buffer in self._narrow_streams:
+            rows = self.places(rows)
+        else:
+            self._read.check(rows)
+        return tape.floats(value.buffer, len(self._ids))[rows, : value.width]
 
     def are_finite(self) -> list[bool]:
         """Return for each chunk of the last call whether its rows are finite: at the end, or where they were left."""
-        num = self.read.num_unread
+        read = self._read
+        if read is None:
+            if self._finite[: self.num_rows].all():
+                return [True] * len(self._chunks.starts)
+            read = ReadRows(self._chunks.all_read())
+        num = read.num_unread
         unread = np.ones(num, np.bool_)
-        for flags in self.flags if num else ():
+        for flags in self._flags if num else ():
             unread &= flags[:num].reshape(num, -1).all(axis=1)
-        return self.read.all_of_chunks(self._finite[: self.read.num_read], unread)
+        return read.all_of_chunks(self._finite[: read.num_read], unread)
+
+    def close(self) -> None:
+        if self._tape is not None:
+            self._tape.close()
 
 
-def narrow(ops: CpuOps | RankOps, reads: Reads) -> bool:
-    """Cut the graph of `ops`. Return False where nothing is written that outlives a step.
+Check = tuple[Buffer, int, int, int, float]
+"""A value that must be finite: where it lies, its first column, numbers from row to row, width, bound."""
 
-    Raises ValueError for a record behind the last write that is not known to compute its rows each by itself.
-    """
-    graph, hidden, inputs = ops.graph, reads.hidden, reads.every
-    nodes = list(graph.nodes)
-    last = max((node.index for node in nodes if is_write(node)), default=None)
-    if last is None:
-        return False
-    before, behind = nodes[: last + 1], nodes[last + 1 :]
-    known = {buffer for node in before for buffer in buffers_of(node.fields)}
-    used = dict.fromkeys(buffer for node in behind for buffer in buffers_of(node.fields))
-    used[hidden.buffer] = None
-    crossing = [buffer for buffer in used if buffer in known or buffer not in graph.buffers]
-    for node in behind:
-        if not (node.op in BY_ROW or node.op == "attention" or (node.op in WRITERS and not is_write(node))):
-            raise ValueError(f"{node.op} behind the last write: are its rows computed each by itself?")
-    if any(buffer.dim != ROWS for buffer in crossing):
-        raise ValueError("a value of other than a step's rows crosses the last write")
-    lives = {buffer: buffer.last for buffer in crossing}
-    del graph.nodes[last + 1 :]
-    check(ops, nodes[last], crossing, reads)
-    reads.num_stored = len(graph.nodes)
-    moved: dict[Any, Any] = {}
-    for buffer in crossing:
-        width, copy = buffer.row_bytes // 4, Buffer(buffer.row_bytes, READ, len(graph.nodes), lives[buffer])
-        fields = {"rows": reads.rows, "x": graph.touch(buffer), "ld_x": width, "width": width}
-        graph.put("select_rows", READ, None, fields | {"out": copy, "ld_out": width})
-        moved[buffer] = copy
-    shift = len(graph.nodes) - len(before)
-    for buffer in used:
-        if buffer in moved:
-            buffer = moved[buffer]
-            graph.buffers[buffer] = None
-        else:
-            buffer.first += shift
-            buffer.dim = READ if buffer.dim == ROWS else buffer.dim
-        buffer.last += shift
-    by_row = ("token_ids", "positions", "row_begin", "start")
-    moved |= {id(getattr(inputs, name)): getattr(reads.inputs, name) for name in by_row}
-    for node in behind:
-        node.index += shift
-        node.dim = READ if node.dim == ROWS else node.dim
-        node.fields = {name: with_moved(value, moved) for name, value in node.fields.items()}
-        graph.nodes.append(node)
-    if hidden.buffer in moved:
-        reads.hidden = replace(hidden, buffer=moved[hidden.buffer], node=None, codes={})
-    return True
+
+class Cut(NamedTuple):
+    """Where a forward pass is cut: the number of records before, copies of the fields of those behind, buffers that
+    cross, those that are made behind, and what is checked of a row that goes no further."""
+
+    num_stored: int
+    behind: list[tuple[Node, dict[str, Any]]]
+    crossing: list[Buffer]
+    made: list[Buffer]
+    checks: list[Check]
+
+    @classmethod
+    def of(cls, graph: Graph, nodes: Sequence[Node], hidden: Value) -> Cut | None:
+        """Return None where nothing is written that outlives a step, or nothing is computed behind.
+
+        Raises ValueError for a record behind the last write that is not known to compute its rows each by itself."""
+        last = max((node.index for node in nodes if is_write(node)), default=None)
+        if last is None:
+            return None
+        before, behind = nodes[: last + 1], nodes[last + 1 :]
+        known = {buffer for node in before for buffer in buffers_of(node.fields)}
+        if hidden.buffer in known:
+            return None
+        for node in behind:
+            if not (node.op in BY_ROW or node.op == "attention" or (node.op in WRITERS and not is_write(node))):
+                raise ValueError(f"{node.op} behind the last write: are its rows computed each by itself?")
+        used = dict.fromkeys(buffer for node in behind for buffer in buffers_of(node.fields))
+        crossing = [buffer for buffer in used if buffer in known or buffer not in graph.buffers]
+        if any(buffer.dim != ROWS for buffer in crossing):
+            raise ValueError("a value of other than a step's rows crosses the last write")
+        made = [buffer for buffer in used if buffer not in crossing]
+        fields = [(node, dict(node.fields)) for node in behind]
+        return cls(last + 1, fields, crossing, made, checks_of(graph, nodes[last], crossing))
 
 
 def is_write(node: Node) -> bool:
     return node.op in WRITERS and node.fields[WRITERS[node.op]] is not None
 
 
-def check(ops: CpuOps | RankOps, write: Node, crossing: Sequence[Buffer], reads: Reads) -> None:
-    """Record whether what each unread row wrote last, as the cache holds it, and the values that cross are finite."""
-    graph, fields = ops.graph, write.fields
+def checks_of(graph: Graph, write: Node, crossing: Sequence[Buffer]) -> list[Check]:
+    """Return what a row wrote last, as the cache holds it, and the values of numbers that cross."""
+    fields = write.fields
     names = ("heads", "kv_heads", "head_dim", "value_dim")
     heads, kv_heads, key_dim, value_dim = (fields.get(name, 0) for name in names)
     if write.op == "rope_store":
@@ -184,34 +251,21 @@ def check(ops: CpuOps | RankOps, write: Node, crossing: Sequence[Buffer], reads:
         width = fields["width"] if write.op == "conv" else heads * value_dim
     (buffer,) = buffers_of({"": given})
     column = given[2] if isinstance(given, tuple) else 0
-    put_check(ops, reads, ("column", buffer, column + first), ld, width, bound)
-    if isinstance(ops, RankOps):
-        # Each rank wrote some heads alone, and all of them must judge alike.
-        reads.flags[-1] = gathered(ops, reads.flags[-1])
+    checks: list[Check] = [(buffer, column + first, ld, width, bound)]
     widths: dict[Buffer, int] = {}
     for value in graph.values:
         widths[value.buffer] = max(widths.get(value.buffer, 0), value.column + value.width)
-    for other in crossing:
-        if other is not buffer and other in widths:
-            put_check(ops, reads, other, other.row_bytes // 4, widths[other], math.inf)
+    others = [other for other in crossing if other is not buffer and other in widths]
+    return checks + [(other, 0, other.row_bytes // 4, widths[other], math.inf) for other in others]
 
 
-def put_check(ops: CpuOps | RankOps, reads: Reads, x: Any, ld: int, width: int, bound: float) -> None:
-    flags = np.zeros(len(reads.rows), np.int32)
-    for buffer in buffers_of({"": x}):
-        ops.graph.touch(buffer)
-    fields = {"rows": reads.unread, "x": x, "ld_x": ld, "width": width, "bound": bound, "finite": flags}
-    ops.graph.put("finite", UNREAD, None, fields)
-    reads.flags.append(flags)
-
-
-def gathered(ops: RankOps, flags: Ints) -> Ints:
-    """Record a gather of one number for each unread row, and return those of all ranks [R, world]."""
+def gathered(graph: Graph, ops: RankOps, flags: Ints) -> Ints:
+    """Record a gather of one number for each row, and return those of all ranks [R, world]."""
     world = ops.plan.world
     every, spans = np.zeros((len(flags), world), np.int32), [(rank, 0, rank, 1) for rank in range(world)]
     fields = ops.gathers.fields(spans, world, 4 * world)
     fields |= {"x": flags, "ld_x": 1, "out": every, "ld_out": world} | NO_CODES | NO_TARGETS
-    ops.graph.put("gather", UNREAD, None, fields)
+    graph.put("gather", ROWS, None, fields)
     return every
 
 
@@ -228,7 +282,7 @@ def buffers_of(fields: Mapping[str, Any]) -> Iterator[Buffer]:
 
 
 def with_moved(value: Any, moved: Mapping[Any, Any]) -> Any:
-    """Return a field's value with other buffers, and other arrays of the step."""
+    """Return a field's value with other buffers, or arrays in their place, and other arrays of the step."""
     if isinstance(value, Buffer):
         return moved.get(value, value)
     if isinstance(value, np.ndarray):
@@ -237,5 +291,6 @@ def with_moved(value: Any, moved: Mapping[Any, Any]) -> Any:
         return value
     kind, what, rest = value
     if kind == "column":
-        return kind, moved.get(what, what), rest
+        target = moved.get(what, what)
+        return target.reshape(-1)[rest:] if isinstance(target, np.ndarray) else (kind, target, rest)
     return kind, what, [{name: with_moved(part, moved) for name, part in call.items()} for call in rest]
