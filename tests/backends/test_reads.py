@@ -130,7 +130,7 @@ def wrong_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fill(reads: Reads, chunks: Chunks, rows: Any, num_rows: int) -> None:
         right(reads, chunks, rows, num_rows)
-        reads._here.start[: len(chunks.starts)] = chunks.starts
+        reads.here.start[: len(chunks.starts)] = chunks.starts
 
     monkeypatch.setattr(Reads, "fill", fill)
 
@@ -171,7 +171,7 @@ def test_a_call_that_is_not_read_ends_behind_the_last_write(
 ) -> None:
     program, _ = pair_of(directories["mixtral"], "float32")
     seen: list[list[str]] = []
-    second: Any = program.reads._tape
+    second: Any = program.reads.second
     for tape in (program.tape, second):
 
         def run_range(first: int, last: int, *args: Any, tape: Tape = tape, right: Any = tape.run_range) -> None:

@@ -56,19 +56,19 @@ class Reads:
         """For the forward pass in the first `num_forward` records of `ops`, which gives `hidden` and `streams`, and
         last for each row of hidden states whether it is `finite`."""
         most, num_chunks = inputs.max_rows, len(inputs.start)
-        self._rows, self._unread, self._ids = np.zeros(most, np.int32), np.zeros(most, np.int32), list(range(most))
+        self.rows, self._unread, self._ids = np.zeros(most, np.int32), np.zeros(most, np.int32), list(range(most))
         self._every, self._hidden, self._finite = inputs, hidden, finite
-        self._here = replace(
+        self.here = replace(
             inputs, token_ids=np.zeros(most, np.int32), positions=np.zeros(most, np.int32),
             row_begin=np.zeros(num_chunks + 1, np.int32), start=np.zeros(num_chunks, np.int32),
         )  # fmt: skip
         self._flags: list[Ints] = []
-        self._tape: Tape | None = None
+        self.second: Tape | None = None
         self._num_checks, self.num_stored, self._num_forward = 0, 0, num_forward
         self._chunks, self.num_rows = Chunks([], [], []), 0
         self._read: ReadRows | None = None
         self._cut = Cut.of(ops.graph, ops.graph.nodes[: num_forward - 1], hidden)
-        behind = () if self._cut is None else self._cut.made
+        behind = () if self._cut is None else self._cut.inner
         self._narrow_streams = {value.buffer for value in streams if value.buffer in behind}
         # Streams from before the cut are there of all rows.
         self._with_observed = not streams or bool(self._narrow_streams)
@@ -99,14 +99,14 @@ class Reads:
         moved: dict[Any, Any] = {}
         for buffer in cut.crossing:
             width, copy = buffer.row_bytes // 4, graph.buffer(buffer.row_bytes, ROWS)
-            fields = {"rows": self._rows, "x": place(buffer), "ld_x": width, "width": width}
+            fields = {"rows": self.rows, "x": place(buffer), "ld_x": width, "width": width}
             graph.put("select_rows", ROWS, None, fields | {"out": copy, "ld_out": width})
             moved[buffer] = copy
-        kept = {self._hidden.buffer, *self._narrow_streams}
-        for buffer in cut.made:
-            moved[buffer] = place(buffer) if buffer in kept else graph.buffer(buffer.row_bytes, buffer.dim)
+        outputs = {self._hidden.buffer, *self._narrow_streams}
+        for buffer in cut.inner:
+            moved[buffer] = place(buffer) if buffer in outputs else graph.buffer(buffer.row_bytes, buffer.dim)
         by_row = ("token_ids", "positions", "row_begin", "start")
-        moved |= {id(getattr(self._every, name)): getattr(self._here, name) for name in by_row}
+        moved |= {id(getattr(self._every, name)): getattr(self.here, name) for name in by_row}
         for node, before in cut.behind:
             fields = {name: with_moved(value, moved) for name, value in before.items()}
             graph.put(node.op, node.dim, None, fields, note=node.note, read_bytes=node.read_bytes, row_ops=node.row_ops)
@@ -118,7 +118,7 @@ class Reads:
         for node in graph.nodes:
             for buffer in buffers_of(node.fields):
                 buffer.first, buffer.last = min(buffer.first, node.index), node.index
-        self._tape = Tape(graph, {ROWS: most, SEQS: len(self._here.start), LOGITS: 0}, isa)
+        self.second = Tape(graph, {ROWS: most, SEQS: len(self.here.start), LOGITS: 0}, isa)
 
     @property
     def is_whole(self) -> bool:
@@ -132,14 +132,14 @@ class Reads:
     def fill(self, chunks: Chunks, rows: Sequence[int], num_rows: int) -> None:
         """Write the rows that are read of a call of `num_rows` rows whose inputs are written."""
         self._chunks, self.num_rows, self._read = chunks, num_rows, None
-        if self._tape is None or rows == self._ids[:num_rows]:
+        if self.second is None or rows == self._ids[:num_rows]:
             return
         read = ReadRows(chunks, rows, with_observed=self._with_observed)
         if read.is_whole:
             return
-        here, every, num, num_chunks = self._here, self._every, read.num_read, len(chunks.starts)
+        here, every, num, num_chunks = self.here, self._every, read.num_read, len(chunks.starts)
         self._read, rows_read = read, read.rows()
-        self._rows[:num], self._unread[: read.num_unread] = rows_read, read.unread()
+        self.rows[:num], self._unread[: read.num_unread] = rows_read, read.unread()
         here.row_begin[: num_chunks + 1] = read.begins
         here.start[:num_chunks] = np.add(chunks.starts, np.subtract(read.firsts, every.row_begin[:num_chunks]))
         here.positions[:num], here.token_ids[:num] = every.positions[rows_read], every.token_ids[rows_read]
@@ -150,14 +150,14 @@ class Reads:
 
     def run(self, tape: Tape, last: int, dims: list[int], num_threads: int) -> None:
         """Compute the records before `last` of the whole tape, or where not all rows are read what stands for them."""
-        if self._read is None or self._tape is None:
+        if self._read is None or self.second is None:
             tape.run(dims, num_threads) if last == len(tape.nodes) else tape.run_range(0, last, dims, num_threads)
             return
         num_read, num_chunks = self._read.num_read, dims[SEQS]
-        tape.run_range(0, self.num_stored, dims, num_threads)
-        self._tape.run_range(0, self._num_checks, [self._read.num_unread, 0, 0], num_threads)
+        tape.run_range(0, self.num_stored, [self.num_rows, num_chunks, 0], num_threads)
+        self.second.run_range(0, self._num_checks, [self._read.num_unread, 0, 0], num_threads)
         if num_read:
-            self._tape.run_range(self._num_checks, len(self._tape.nodes), [num_read, num_chunks, 0], num_threads)
+            self.second.run_range(self._num_checks, len(self.second.nodes), [num_read, num_chunks, 0], num_threads)
         if last > self._num_forward and dims[LOGITS]:
             tape.run_range(self._num_forward, last, [0, 0, dims[LOGITS]], num_threads)
 
@@ -191,8 +191,8 @@ class Reads:
         return read.all_of_chunks(self._finite[: read.num_read], unread)
 
     def close(self) -> None:
-        if self._tape is not None:
-            self._tape.close()
+        if self.second is not None:
+            self.second.close()
 
 
 Check = tuple[Buffer, int, int, int, float]
@@ -201,12 +201,12 @@ Check = tuple[Buffer, int, int, int, float]
 
 class Cut(NamedTuple):
     """Where a forward pass is cut: the number of records before, copies of the fields of those behind, buffers that
-    cross, those that are made behind, and what is checked of a row that goes no further."""
+    cross, `inner` ones that are made behind, and what is checked of a row that goes no further."""
 
     num_stored: int
     behind: list[tuple[Node, dict[str, Any]]]
     crossing: list[Buffer]
-    made: list[Buffer]
+    inner: list[Buffer]
     checks: list[Check]
 
     @classmethod
@@ -228,9 +228,9 @@ class Cut(NamedTuple):
         crossing = [buffer for buffer in used if buffer in known or buffer not in graph.buffers]
         if any(buffer.dim != ROWS for buffer in crossing):
             raise ValueError("a value of other than a step's rows crosses the last write")
-        made = [buffer for buffer in used if buffer not in crossing]
+        inner = [buffer for buffer in used if buffer not in crossing]
         fields = [(node, dict(node.fields)) for node in behind]
-        return cls(last + 1, fields, crossing, made, checks_of(graph, nodes[last], crossing))
+        return cls(last + 1, fields, crossing, inner, checks_of(graph, nodes[last], crossing))
 
 
 def is_write(node: Node) -> bool:
@@ -243,14 +243,14 @@ def checks_of(graph: Graph, write: Node, crossing: Sequence[Buffer]) -> list[Che
     names = ("heads", "kv_heads", "head_dim", "value_dim")
     heads, kv_heads, key_dim, value_dim = (fields.get(name, 0) for name in names)
     if write.op == "rope_store":
-        given, ld, first = fields["x"], fields["ld_x"], heads * key_dim
+        source, ld, first = fields["x"], fields["ld_x"], heads * key_dim
         width = kv_heads * (key_dim + (0 if fields["v"] is None else value_dim))
         bound = BOUNDS.get(TYPE_NAMES[fields["kv_type"]], math.inf)
     else:
-        given, ld, first, bound = fields["out"], fields["ld_out"], 0, math.inf
+        source, ld, first, bound = fields["out"], fields["ld_out"], 0, math.inf
         width = fields["width"] if write.op == "conv" else heads * value_dim
-    (buffer,) = buffers_of({"": given})
-    column = given[2] if isinstance(given, tuple) else 0
+    (buffer,) = buffers_of({"": source})
+    column = source[2] if isinstance(source, tuple) else 0
     checks: list[Check] = [(buffer, column + first, ld, width, bound)]
     widths: dict[Buffer, int] = {}
     for value in graph.values:
