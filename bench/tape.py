@@ -8,6 +8,7 @@ call of its own against the tape's one call. Prints a table, or JSON lines for `
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -33,10 +34,8 @@ def fill(program: TapedProgram, rows: int, prompt: int, context: int) -> list[in
         each = -(-(context + 1) // size)
         tables = [[(s * each + i) % program.num_blocks for i in range(each)] for s in range(rows)]
         chunks = Chunks([context] * rows, [[7]] * rows, tables)
-    num_rows = program.inputs.fill(chunks)
-    num_logits = len(chunks.starts)
-    program.logit_rows[:num_logits] = program.inputs.row_begin[1 : num_logits + 1] - 1
-    return [num_rows, num_logits, num_logits]
+    ends = itertools.accumulate(map(len, chunks.token_ids))
+    return program.fill(chunks.all_read(), [end - 1 for end in ends])
 
 
 def by_kind(times: list[OpTime]) -> dict[str, tuple[int, float, int, int]]:

@@ -156,15 +156,17 @@ void spread(const HrArgs_spread* a, HrTask* task) {
 }
 
 void finite(const HrArgs_finite* a, HrTask* task) {
+    const V bound = set1((float)a->bound);
     share(task, task->dims[a->dim], a->width, a->width, 1, [&](int64_t row, int64_t, int64_t) {
-        const float* x = a->x + row * a->ld_x;
-        V poison[4] = {zero(), zero(), zero(), zero()};
+        const float* x = a->x + (a->rows ? a->rows[row] : row) * a->ld_x;
+        const M all = lt(zero(), set1(1.0f));
+        M fit[4] = {all, all, all, all};
         int64_t i = 0;
         for (; i + 64 <= a->width; i += 64)
-            for (int j = 0; j < 4; j++) poison[j] = fma(load(x + i + 16 * j), zero(), poison[j]);
+            for (int j = 0; j < 4; j++) fit[j] = both(fit[j], lt(abs(load(x + i + 16 * j)), bound));
         each_vector(i, a->width,
-                    [&](int64_t at, int64_t n) { poison[0] = fma(load_some(x + at, n), zero(), poison[0]); });
-        a->finite[row] = sound(add(add(poison[0], poison[1]), add(poison[2], poison[3])));
+                    [&](int64_t at, int64_t n) { fit[0] = both(fit[0], lt(abs(load_some(x + at, n)), bound)); });
+        a->finite[row] = bits(both(both(fit[0], fit[1]), both(fit[2], fit[3]))) == 0xffff;
     });
 }
 

@@ -16,7 +16,8 @@
  * l[i] += l[i+2], l[i] += l[i+1].
  *
  * A number that is not finite must come out as NaN or infinity again, never be clamped or masked into a sound one:
- * the runner looks at the last hidden state to find the request it belongs to.
+ * the runner looks at the last hidden state to find the request it belongs to, or where nobody reads that, at what the
+ * row put into the cache.
  */
 #ifndef HEADRACE_KERNELS_H
 #define HEADRACE_KERNELS_H
@@ -65,7 +66,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 /* The rows of a step. Chunk c is rows row_begin[c] ... row_begin[c+1]-1 of one sequence, at positions start[c], ...;
  * its block ids are blocks[table_begin[c]], ... Position p lies in slot blocks[p / block_size] * block_size + p %
- * block_size. num_chunks is dims[HR_DIM_SEQS]. */
+ * block_size. num_chunks is dims[HR_DIM_SEQS]. For attention a chunk may have no rows. */
 
 /* KV cache of one layer. Slots come in tiles of 16: with t = slot / 16, i = slot % 16,
  *     key   (slot, h, d) at k[((t * kv_heads + h) * head_dim + d) * 16 + i]
@@ -299,8 +300,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_softplus(P, I, F)                                                                                   \
     I(dim) P(const float*, x) I(ld_x) I(width) P(const float*, bias) P(const float*, factor) F(low) F(high) P(float*, out) I(ld_out)
 
-/* finite[r] = 1 if every x of the row is finite, else 0. */
-#define HR_FIELDS_finite(P, I, F) I(dim) P(const float*, x) I(ld_x) I(width) P(int32_t*, finite)
+/* finite[r] = 1 if every |x| of row rows[r], or without a list of row r, is less than `bound` (infinite: if every x is finite), else 0. */
+#define HR_FIELDS_finite(P, I, F) I(dim) P(const int32_t*, rows) P(const float*, x) I(ld_x) I(width) F(bound) P(int32_t*, finite)
 /* The k greatest of a row, greatest first, equal ones by lower index; ids, values [rows][k]; finite as above, except
  * that -infinity counts as finite here (a token that must never come). NaN: finite 0, ids and values unspecified. */
 #define HR_FIELDS_top_k(P, I, F) \

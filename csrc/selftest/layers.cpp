@@ -289,7 +289,8 @@ void attention(Problem& p) {
     int32_t *table_begin = p.make<int32_t>(seqs), *blocks = p.make<int32_t>(seqs * blocks_each);
     row_begin[0] = 0;
     for (int64_t s = 0; s < seqs; s++) {
-        const int64_t chunk = p.random.coin() ? 1 : p.random.size(2, p.random.rarely(32, 75, 40));
+        int64_t chunk = p.random.coin() ? 1 : p.random.size(2, p.random.rarely(32, 75, 40));
+        if (p.random.next() % 8 == 0 && (row_begin[s] || s + 1 < seqs)) chunk = 0; /* none of its rows is read */
         start[s] = (int32_t)p.random.whole(0, p.random.coin() ? std::min<int64_t>(20, longest - chunk) : longest - chunk);
         row_begin[s + 1] = row_begin[s] + (int32_t)chunk;
         table_begin[s] = (int32_t)(s * blocks_each);

@@ -222,6 +222,8 @@ void finite(Problem& p) {
     IN(a.width);
     const int64_t at = p.random.whole(0, rows - 1) * a.ld_x + p.random.whole(0, a.width - 1);
     if (p.random.coin()) ((float*)a.x)[at] = __builtin_inff();
+    if (p.random.coin()) a.rows = p.wholes(rows, 0, rows - 1);
+    a.bound = p.random.coin() ? 1.5 : __builtin_inf();
     a.finite = p.make<int32_t>(rows);
     p.take(HR_OP_finite, a);
 }

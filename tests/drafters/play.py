@@ -159,9 +159,10 @@ def stories(
         begin = 0
         while len(tokens) < num_prompt + num_tokens:
             answer = tokens[begin:]
-            _, logits = program.forward(Chunks([begin], [answer], [table]), [len(answer) - 1])
+            every = list(range(len(answer)))
+            _, logits = program.forward(Chunks([begin], [answer], [table], observed=every), every[-1:])
             best = logits.best[0]
-            rows.append(program.features(list(range(len(answer)))))
+            rows.append(program.features(every))
             begin = len(tokens)
             tokens.append(best)
         result.append(Story(tokens, num_prompt, np.concatenate(rows)))

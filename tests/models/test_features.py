@@ -59,7 +59,7 @@ def computed(program: Any, cuts: tuple[int, ...] = ()) -> tuple[np.ndarray[Any, 
         if end == LENGTHS[0]:
             chunks = Chunks([begin, 0], [tokens[0][begin:end], tokens[1]], tables, states_in=[before, -1])
         rows = list(range(sum(map(len, chunks.token_ids))))
-        _, result = program.forward(chunks, rows[-1:])
+        _, result = program.forward(chunks._replace(observed=rows), rows[-1:])
         logits.append(result.fetch().copy())
         features.append(program.features(rows))
     return np.concatenate(features), np.concatenate(logits)[-1:]

@@ -44,7 +44,7 @@ def runner(request: pytest.FixtureRequest, directory: Path) -> Runner:
 def computed(runner: Runner, chunks: Chunks) -> torch.Tensor:
     program = runner.program
     num_rows = sum(map(len, chunks.token_ids))
-    finite, _ = program.forward(chunks, [])
+    finite, _ = program.forward(chunks.all_read(), [])
     assert all(finite)
     most = min(program.max_logits, num_rows)
     pieces = [list(range(i, min(i + most, num_rows))) for i in range(0, num_rows, most)]

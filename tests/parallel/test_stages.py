@@ -243,7 +243,7 @@ class Stage:
         pass
 
     def hidden_rows(self, chunks: Chunks, features: Any) -> tuple[list[bool], Any]:
-        return [self.are_finite.pop(0)] * len(chunks.starts), features
+        return [self.are_finite.pop(0)] * len(chunks.starts), features[list(chunks.later)]
 
     def logits_of(self, hidden: Any, rows: list[int]) -> Any:
         return hidden
@@ -260,9 +260,10 @@ def test_a_chunk_is_finite_if_all_of_its_pieces_are(bad: int | None) -> None:
     def take(call_id: int, piece: int) -> HiddenRows:
         return HiddenRows(call_id, piece, 2, np.full((sizes[piece], 2), piece, "<f4").tobytes())
 
-    finite, hidden = PipelinedProgram(stage, stage, take, 2).forward(chunks, [63])
+    program = PipelinedProgram(stage, stage, take, 2)
+    finite, hidden = program.forward(chunks._replace(later=[30]), [63])
     assert finite == [bad is None]
-    assert hidden[:, 0].tolist() == [piece for piece, size in enumerate(sizes) for _ in range(size)]
+    assert hidden[:, 0].tolist() == [piece for piece, size in enumerate(sizes) for _ in range(size)][30:]
 
 
 # Messages.

@@ -135,7 +135,7 @@ def all_logits(runner: Runner, batch: ScheduledBatch, **states: Any) -> Tensor:
     program = runner.program
     stops = [sum(batch.lens[: i + 1]) for i in range(len(batch))]
     token_ids = [batch.token_ids[stop - n : stop] for stop, n in zip(stops, batch.lens, strict=True)]
-    finite, _ = program.forward(Chunks(batch.starts, token_ids, batch.block_tables, **states), [])
+    finite, _ = program.forward(Chunks(batch.starts, token_ids, batch.block_tables, **states).all_read(), [])
     assert all(finite)
     most = min(program.max_logits, stops[-1])
     pieces = [list(range(i, min(i + most, stops[-1]))) for i in range(0, stops[-1], most)]

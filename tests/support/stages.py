@@ -124,13 +124,13 @@ def results(program: Any, vocab_size: int) -> list[Any]:
     tables = [[9, 2, 20, 5, 14], [3, 17, 8, 11, 1], [30, 4, 6, 19, 28]]
     noise, result, done = np.random.default_rng(7), list[Any](), [0, 0, 0]
 
-    def call(lengths: Sequence[int], copies: Sequence[tuple[int, int]] = ()) -> None:
+    def call(lengths: Sequence[int], copies: Sequence[tuple[int, int]] = (), later: Sequence[int] = ()) -> None:
         turn = len(result)
         ids = [noise.integers(0, vocab_size, num).tolist() for num in lengths]
         reads = [-1 if not at else 3 * s + (turn + 1) % 2 for s, at in enumerate(done)] if has_states else []
         ends = np.cumsum(lengths) - 1
         writes = [(int(end), 3 * s + turn % 2) for s, end in enumerate(ends)] if has_states else []
-        chunks = Chunks(list(done), ids, tables, copies, (), reads, writes)
+        chunks = Chunks(list(done), ids, tables, copies, (), reads, writes, later=later)
         finite, logits = program.forward(chunks, ends.tolist())
         result.append((finite, logits.fetch().tobytes(), list(logits.best)))
         for s, num in enumerate(lengths):
@@ -141,7 +141,7 @@ def results(program: Any, vocab_size: int) -> list[Any]:
     for kind in range(len(program.kinds)):
         program.copy_blocks([(20, 21), (2, 22)] if not program.kinds[kind].is_state else [(1, 12)], kind)
     tables[0] = [9, 22, 21, 5, 14]
-    call([1, 1, 33], [(1, 23 * 16 + 4)])
+    call([1, 1, 33], [(1, 23 * 16 + 4)], [0, 3, 2, 34, 7])
     result.append(program.logits([0, 3]).fetch().tobytes())
     result.append(program.hidden_states([2, 34, 7]).tobytes())
     return result

@@ -49,7 +49,7 @@ def sum_over_ranks(self: RankOps, x: Any, matrix: Any) -> RankValue:
 
 def added(self: RankOps, product: Any, side_by_side: Layout) -> RankValue:
     """The sum of what the ranks have of rows, in their order."""
-    partial, width = self._gathers.columns(product, side_by_side), product.width
+    partial, width = self.gathers.columns(product, side_by_side), product.width
     total = self.graph.columns(partial, 0, width)
     for r in range(1, self.plan.world):
         total = self.graph.add(total, self.graph.columns(partial, r * width, width))

@@ -337,23 +337,26 @@ class Program(Protocol):
     def forward(
         self, chunks: Chunks, rows: list[int], features: NDArray[np.float32] | None = None
     ) -> tuple[list[bool], Logits]:
-        """Compute the chunks; return for each chunk whether its hidden states are finite, and the logits of `rows`.
+        """Compute the chunks; return for each chunk whether all is finite that it leaves behind: the hidden states of
+        the rows that are read (`reads.ReadRows`), and what the other rows keep. And return the logits of `rows`.
 
         `features` [R, F]: the further input of a model with a `feature_size` F; it is copied.
         """
         ...
 
     def logits(self, rows: list[int]) -> Logits:
-        """Return the logits of other rows of the last `forward`."""
+        """Return the logits of other rows of the last `forward`. Raises ValueError for a row that its chunks did not
+        announce (`Chunks.later`)."""
         ...
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         """Return the hidden states [S, H] of at most `max_logits` rows of the last `forward` after the final norm,
-        valid until the next call."""
+        valid until the next call. Raises ValueError as `logits` does."""
         ...
 
     def features(self, rows: list[int]) -> NDArray[np.float32]:
-        """Return a copy of the features (`feature_layers`) [S, F] of rows of the last `forward`."""
+        """Return a copy of the features (`feature_layers`) [S, F] of rows of the last `forward`. Raises ValueError for
+        a row of which there are none, since it was not announced (`Chunks.observed`)."""
         ...
 
     def close(self) -> None:

@@ -32,6 +32,8 @@ class Chunks(NamedTuple):
     all kinds have the same. Entry i covers block i, or is -1: behind the window of the chunk's first row, never read.
     states_in: for each chunk the slot of the state before its first row; -1: its sequence begins. states_out: (row,
     slot) in the rows' order: the state after that row goes to the slot. No chunk writes a slot that another one reads.
+    later: rows whose logits or hidden states will be asked for after the call, besides the rows of its own logits.
+    observed: rows whose features will be. Of other rows there are perhaps none (`reads.ReadRows`).
     """
 
     starts: list[int]
@@ -41,6 +43,12 @@ class Chunks(NamedTuple):
     more_tables: Sequence[Sequence[list[int]]] = ()
     states_in: Sequence[int] = ()
     states_out: Sequence[tuple[int, int]] = ()
+    later: Sequence[int] = ()
+    observed: Sequence[int] = ()
+
+    def all_read(self) -> Chunks:
+        """Return the same chunks, of which all rows will be asked for."""
+        return self._replace(later=range(sum(map(len, self.token_ids))))
 
 
 class Draw(NamedTuple):

@@ -60,8 +60,9 @@ class RowProgram:
         parts = []
         for i in range(0, len(features), MAX_ROWS):
             part = features[i : i + MAX_ROWS]
-            self._program.forward(Chunks([0], [[0] * len(part)], [[0]]), [], part)
-            parts.append(self._program.features(list(range(len(part)))))
+            rows = list(range(len(part)))
+            self._program.forward(Chunks([0], [[0] * len(part)], [[0]], observed=rows), [], part)
+            parts.append(self._program.features(rows))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def logits(self, features: F32) -> tuple[F32, list[bool]]:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Program
+from headrace.backends.reads import ReadRows
 from headrace.backends.step import Chunks
 from headrace.parallel.program import (
     Call,
@@ -144,6 +145,7 @@ def cut(chunks: Chunks, world: int) -> list[Piece]:
             [[tables[c] for c in ids] for tables in chunks.more_tables],
             reads,
             writes,
+            [row - first for row in chunks.later if first <= row < last],
         )
         return Piece(ids[0], part)
 
@@ -163,6 +165,8 @@ class PipelinedProgram:
 
     def __init__(self, program: StageProgram, others: OtherRanks, take: Take, world: int) -> None:
         self._program, self._others, self._take, self._world = program, others, take, world
+        # Of the last call, if it had several pieces: the program has its rows by their places.
+        self._read: ReadRows | None = None
         self.model = program.model
         self.vocab_size, self.block_size = program.vocab_size, program.block_size
         self.kinds, self.pool_sizes, self.num_blocks = program.kinds, program.pool_sizes, program.num_blocks
@@ -177,21 +181,23 @@ class PipelinedProgram:
         if features is not None:
             raise ValueError("ranks compute no drafters, which alone take features")
         call_id = self._others.begin()
-        self._others.send(Forward(call_id, *chunks, []))
-        pieces = cut(chunks, self._world)
+        self._others.send(Forward.of(call_id, chunks, []))
+        read = ReadRows(chunks, rows)
+        pieces = cut(chunks._replace(later=read.rows().tolist()), self._world)
+        self._read = None if len(pieces) == 1 else read
         if len(pieces) == 1:
             return self._program.forward(chunks, rows, self._taken(call_id, 0, num_rows_of(chunks)))
         # The program keeps the hidden states of its last call: at the end all pieces' states are put back into it.
-        hidden = np.empty((num_rows_of(chunks), self.model.hidden_size), np.float32)
-        are_finite, row = [True] * len(chunks.starts), 0
+        hidden = np.empty((read.num_read, self.model.hidden_size), np.float32)
+        are_finite, place = [True] * len(chunks.starts), 0
         for number, piece in enumerate(pieces):
-            num_rows = num_rows_of(piece.chunks)
-            passed = self._taken(call_id, number, num_rows)
-            finite, hidden[row : row + num_rows] = self._program.hidden_rows(piece.chunks, passed)
+            passed = self._taken(call_id, number, num_rows_of(piece.chunks))
+            finite, states = self._program.hidden_rows(piece.chunks, passed)
+            hidden[place : place + len(states)] = states
             for c, is_finite in enumerate(finite, piece.first):
                 are_finite[c] &= is_finite
-            row += num_rows
-        return are_finite, self._program.logits_of(hidden, rows)
+            place += len(states)
+        return are_finite, self._program.logits_of(hidden, read.places(rows))
 
     def _taken(self, call_id: int, piece: int, num_rows: int) -> F32:
         passed = self._take(call_id, piece)
@@ -200,10 +206,14 @@ class PipelinedProgram:
         return rows_of(passed, num_rows, self.model.feature_size)
 
     def logits(self, rows: list[int]) -> Logits:
-        return self._program.logits(rows)
+        return self._program.logits(self._places(rows))
 
     def hidden_states(self, rows: list[int]) -> F32:
-        return self._program.hidden_states(rows)
+        return self._program.hidden_states(self._places(rows))
+
+    def _places(self, rows: list[int]) -> list[int]:
+        """Return the rows of the last call as the program numbers them."""
+        return rows if self._read is None else self._read.places(rows)
 
     def features(self, rows: list[int]) -> F32:
         raise ValueError("ranks keep no features for drafters")
@@ -238,8 +248,8 @@ def give_rows(
     program: StageProgram, world: int, call: Forward, take: Take | None, give: Callable[[Passed], None]
 ) -> None:
     """Compute one call, piece by piece, and hand on the rows of each."""
-    call_id, *fields, _ = msgspec.structs.astuple(call)
-    for number, piece in enumerate(cut(Chunks(*fields), world)):
+    call_id = call.call_id
+    for number, piece in enumerate(cut(call.chunks(), world)):
         features = None
         if take is not None:
             passed = take(call_id, number)
@@ -248,7 +258,7 @@ def give_rows(
                 return
             features = rows_of(passed, num_rows_of(piece.chunks), program.model.feature_size)
         try:
-            _, hidden = program.hidden_rows(piece.chunks, features)
+            _, hidden = program.hidden_rows(piece.chunks.all_read(), features)
         except Exception as error:
             logger.warning("a call failed on this rank", exc_info=error)
             give(Fault(call_id, type(error).__name__, str(error)))

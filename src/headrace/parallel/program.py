@@ -32,7 +32,7 @@ class RankLostError(EngineDeadError):
 
 
 class Forward(msgspec.Struct, frozen=True, tag="forward"):
-    """`Program.forward`: the fields of `Chunks`, then the rows of logits."""
+    """`Program.forward`: the fields of `Chunks` but for `observed`, then the rows of logits."""
 
     call_id: int
     starts: list[int]
@@ -42,7 +42,16 @@ class Forward(msgspec.Struct, frozen=True, tag="forward"):
     more_tables: Sequence[Sequence[list[int]]]
     states_in: Sequence[int]
     states_out: Sequence[tuple[int, int]]
+    later: Sequence[int]
     rows: list[int]
+
+    @classmethod
+    def of(cls, call_id: int, chunks: Chunks, rows: list[int]) -> Forward:
+        return cls(call_id, *chunks[:7], list(chunks.later), rows)
+
+    def chunks(self) -> Chunks:
+        _, *fields, _ = msgspec.structs.astuple(self)
+        return Chunks(*fields)
 
 
 class LogitsOf(msgspec.Struct, frozen=True, tag="logits"):
@@ -151,7 +160,7 @@ class RankedProgram:
     ) -> tuple[list[bool], Logits]:
         if features is not None:
             raise ValueError("ranks compute no drafters, which alone take features")
-        self._others.send(Forward(self._others.begin(), *chunks, rows))
+        self._others.send(Forward.of(self._others.begin(), chunks, rows))
         with self._together():
             return self._program.forward(chunks, rows)
 
@@ -203,8 +212,7 @@ def make(program: Program, call: Call) -> None:
     """Make one call. Only rank 0 uses its results."""
     match call:
         case Forward():
-            _, *fields, rows = msgspec.structs.astuple(call)
-            program.forward(Chunks(*fields), rows)
+            program.forward(call.chunks(), call.rows)
         case LogitsOf(_, rows):
             program.logits(rows)
         case HiddenStatesOf(_, rows):

@@ -219,13 +219,18 @@ class Runner:
         scored: list[tuple[Piece, int]] = []
         pooled: list[tuple[Piece, int]] = []
         copies: list[tuple[int, int]] = []
+        later, observed = list[int](), list[int]()
         row = 0
         for piece in pieces:
             i, size = piece.chunk_id, len(piece.token_ids)
             if batch.params[i].prompt_logprobs is not None:
                 scored.append((piece, row))
+                later += range(row, row + num_scored(batch, piece))
             if i in batch.pooling:
                 pooled.append((piece, row))
+                later += range(row, row + size) if batch.pooling[i][0] != "last" else [row + size - 1] * piece.last
+            if record is not None and record.needs_features and batch.params[i].speculation:
+                observed += range(row, row + size)
             if piece.copies:
                 copies += [(row + place, slot) for place, slot in piece.copies]
             row += size
@@ -249,6 +254,8 @@ class Runner:
             copies,
             [[tables[piece.chunk_id] for piece in pieces] for tables in batch.more_tables],
             *states_of(batch, pieces),
+            later if logits_rows else later + rows,
+            observed,
         )
         finite, logits = self.program.forward(chunks, logits_rows)
         for piece, sound in zip(pieces, finite, strict=True):
@@ -366,7 +373,7 @@ class Runner:
         """Return log-probabilities of prompt tokens. Logits are computed for some rows at a time: for a whole prompt
         they are far larger than its text."""
         i = piece.chunk_id
-        num_rows = max(0, min(len(piece.token_ids), batch.num_prompts[i] - 1 - piece.start))
+        num_rows = num_scored(batch, piece)
         # The token after each row: the piece's own tokens, then the token that comes after the piece.
         next_token_ids = piece.token_ids[1 : num_rows + 1]
         if len(next_token_ids) < num_rows:
@@ -389,3 +396,8 @@ class Runner:
             return batch.next_token_ids[i]
         offset = sum(batch.lens[:i]) + piece.start - batch.starts[i] + len(piece.token_ids)
         return batch.token_ids[offset]
+
+
+def num_scored(batch: ScheduledBatch, piece: Piece) -> int:
+    """Return how many rows of a piece have a prompt token after them: the first ones."""
+    return max(0, min(len(piece.token_ids), batch.num_prompts[piece.chunk_id] - 1 - piece.start))

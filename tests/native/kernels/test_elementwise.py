@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -347,5 +348,23 @@ def test_finite(isa: str) -> None:
     for width in (1, 16, 37, 64, 200):
         x, result = normals(1, 6, width, spread=1e37), np.full(6, 9, np.int32)
         x[1, 0], x[3, width // 2], x[4, width - 1] = np.nan, np.inf, -np.inf
-        call("finite", isa, 6, x=x, ld_x=width, width=width, finite=result)
+        call("finite", isa, 6, x=x, ld_x=width, width=width, bound=math.inf, finite=result)
         assert result.tolist() == [1, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_numbers_below_a_bound(isa: str) -> None:
+    """A bound of its own: the first number that rounds to infinity in float16."""
+    below = np.nextafter(np.float32(65520), np.float32(0))
+    for width in (1, 16, 37, 64, 200):
+        x, result = normals(1, 6, width, spread=1e4), np.full(6, 9, np.int32)
+        x = x.clip(-60000, 60000)
+        x[1, 0], x[2, width - 1], x[3, width // 2], x[4, width - 1] = 65520, below, -65520, -below
+        x[5, width // 2] = np.nan
+        call("finite", isa, 6, x=x, ld_x=width, width=width, bound=65520.0, finite=result)
+        assert result.tolist() == [1, 0, 1, 0, 1, 0]
+        with np.errstate(over="ignore"):
+            assert result.tolist() == np.isfinite(x.astype(np.float16)).all(axis=1).tolist()
+        rows, some = np.array([5, 4, 1], np.int32), np.full(3, 9, np.int32)
+        call("finite", isa, 3, rows=rows, x=x, ld_x=width, width=width, bound=65520.0, finite=some)
+        assert some.tolist() == [0, 1, 0]

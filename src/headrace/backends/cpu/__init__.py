@@ -136,9 +136,9 @@ class Cpu:
         tables = [[i] for i in range(NUM_SEQS)]
         neighbours = neighbours_of(model)
         features = None if neighbours is None else neighbours.take(NUM_SEQS * length, model.feature_size)
-        _, hidden = probe.hidden_rows(
-            Chunks([0] * NUM_SEQS, probe_tokens(probe.vocab_size, length), tables, states_in=[-1] * NUM_SEQS), features
-        )
+        tokens = probe_tokens(probe.vocab_size, length)
+        chunks = Chunks([0] * NUM_SEQS, tokens, tables, states_in=[-1] * NUM_SEQS)
+        _, hidden = probe.hidden_rows(chunks.all_read(), features)
         if neighbours is not None:
             neighbours.give(hidden)
         stores, looks = ([n.fields for n in probe.tape.nodes if n.op == op] for op in ("rope_store", "attention"))

@@ -30,12 +30,12 @@ class Gathers:
 
     def columns(self, x: Value, layout: Layout) -> Value:
         """Return the whole rows of which each rank has the columns that `layout` gives it."""
-        fields = self._fields(self._spans(layout), layout.width, 4 * layout.width)
+        fields = self.fields(self._spans(layout), layout.width, 4 * layout.width)
         return self._floats(x, layout.width, x.dim, fields)
 
     def rows(self, x: Value, first: NDArray[np.int32]) -> Value:
         """Return all pairs, of which each rank has some whole rows: this rank's are x, numbered from first[0] on."""
-        fields = self._fields([(self._seat.plan.rank, 0, 0, x.width)], x.width, 4 * x.width) | {"from": first}
+        fields = self.fields([(self._seat.plan.rank, 0, 0, x.width)], x.width, 4 * x.width) | {"from": first}
         return self._floats(x, x.width, PAIRS, fields)
 
     def codes(self, x: Value, layout: Layout, group: int) -> Value:
@@ -45,7 +45,7 @@ class Gathers:
         whole = graph.outside(width, x.dim)
         num_groups = -(-width // group)
         target = whole.codes[group] = new_codes(graph, x.dim, padded(width), num_groups, group)
-        fields = self._fields(self._spans(layout), width, width + 8 * num_groups) | source.fields()
+        fields = self.fields(self._spans(layout), width, width + 8 * num_groups) | source.fields()
         fields |= {"x": None, "ld_x": 0, "out": None, "ld_out": 0}
         fields |= {"to_q": target.q, "ld_to_q": target.ld_q}
         fields |= {"to_scales": target.scales, "to_sums": target.sums, "ld_to_s": target.ld_s}
@@ -65,7 +65,7 @@ class Gathers:
     def _spans(self, layout: Layout) -> list[tuple[int, int, int, int]]:
         return [(rank, *span) for rank in range(self._seat.plan.world) for span in layout.spans(rank)]
 
-    def _fields(self, spans: list[tuple[int, int, int, int]], width: int, row_bytes: int) -> dict[str, Any]:
+    def fields(self, spans: list[tuple[int, int, int, int]], width: int, row_bytes: int) -> dict[str, Any]:
         if row_bytes > self._seat.most_row_bytes:
             raise CheckpointError(
                 f"rows of {width} numbers: the memory that ranks share has room for "

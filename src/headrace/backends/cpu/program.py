@@ -7,6 +7,7 @@ tables; must not know requests. Called by `runner.runner`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.ranks import RankOps
+from headrace.backends.cpu.reads.final import FinalTape
+from headrace.backends.cpu.reads.narrow import Reads
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Value
 from headrace.backends.step import Chunks, HostLogits, StepSizes, make_step_rows
@@ -34,11 +37,13 @@ F32 = NDArray[np.float32]
 
 class TapeOptions(NamedTuple):
     """How a tape runs: on `num_threads` (0: the number that suits the model), by the kernels of `isa` ("": the best).
-    check: compute each record of a step with torch_ref too, and log the differences."""
+    check: compute each record of a step with torch_ref too, and log the differences; and, as with reads_all, all rows
+    to the end, whatever is read."""
 
     num_threads: int
     isa: str = ""
     check: bool = False
+    reads_all: bool = False
 
 
 class TapedProgram:
@@ -80,14 +85,12 @@ class TapedProgram:
         hidden = ops.whole(model.forward(self.inputs, cache.layers, streams if layers else None))
         self._streams = [ops.whole(streams[layer]) for layer in layers]
         fields = {"x": graph.read(hidden), "ld_x": hidden.ld, "width": hidden.width, "finite": self._finite_rows}
-        graph.put("finite", ROWS, None, fields)
+        graph.put("finite", ROWS, None, {"rows": None, "bound": math.inf} | fields)
         self.num_forward = len(graph.nodes)
         logits = ops.whole(model.logits(hidden, self.logit_rows))
         # Logits lie outside the arena: the caller reads them after the run.
         self._logits = aligned(4 * max_chunks * logits.ld).view(np.float32).reshape(max_chunks, logits.ld)
         graph.keep_outside(logits.buffer, self._logits)
-        if features is not None:
-            graph.keep_outside(features.buffer, self._features)
         best = {"ids": self._best_ids, "values": self._best_values, "finite": self._finite_logits, "k": 1}
         graph.put("top_k", LOGITS, None, {"x": self._logits, "ld_x": logits.ld, "width": logits.width} | best)
         # The hidden states stay until the next step, for `logits` of other rows.
@@ -95,53 +98,54 @@ class TapedProgram:
             graph.read(value)
         graph.drop_unread()
         self.hidden = hidden
-        self.tape = Tape(graph, {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks}, isa)
+        self.reads = Reads(ops, hidden, self._streams, self.inputs, self._finite_rows, self.num_forward)
+        outside = {} if features is None else {features.buffer: self._features}
+        for buffer, array in outside.items():
+            graph.keep_outside(buffer, array)
+        self._most = {ROWS: max_rows, SEQS: max_chunks, LOGITS: max_chunks}
+        self.tape = Tape(graph, self._most, isa)
+        if not (options.check or options.reads_all):
+            self.reads.bind(ops, self.tape, outside, isa)
         ops.begin()
         self._ops, self._isa = ops, isa
-        self._final: tuple[Tape, NDArray[np.float32]] | None = None
+        self._final: FinalTape | None = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         self.cache.copy_blocks(pairs, kind)
 
     def forward(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> tuple[list[bool], HostLogits]:
-        num_rows = self.fill(chunks, features)
-        num_chunks = len(chunks.starts)
-        self.logit_rows[: len(rows)] = rows
-        dims = [num_rows, num_chunks, len(rows)]
+        dims = self.fill(chunks, rows, features)
         if self._check:
             self._verify(dims)
         else:
-            self.tape.run(dims, self.num_threads)
-        return self._are_finite(num_rows, num_chunks), self.last_logits(len(rows))
+            self.reads.run(self.tape, len(self.tape.nodes), dims, self.num_threads)
+        return self.reads.are_finite(), self.last_logits(len(rows))
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
-        """Compute the chunks, without logits. Return whether the hidden states of each chunk are finite, and the hidden
-        states [R, H] before the final norm, valid until the next call."""
-        num_rows, num_chunks = self.fill(chunks, features), len(chunks.starts)
-        self.tape.run_range(0, self.num_forward, [num_rows, num_chunks, 0], self.num_threads)
-        return self._are_finite(num_rows, num_chunks), self.hidden_states_of(num_rows)
+        """Compute the chunks, without logits. Return whether the rows of each chunk are finite, and the hidden states
+        [R, H] before the final norm of the rows that are read, by their places, valid until the next call."""
+        dims = self.fill(chunks, [], features)
+        self.reads.run(self.tape, self.num_forward, dims, self.num_threads)
+        return self.reads.are_finite(), self.hidden_states_of(self.reads.num_read)
 
     def hidden_states_of(self, num_rows: int) -> F32:
-        """Return the hidden states [R, H] of the first rows of the last call, as they lie in memory."""
+        """Return the hidden states [R, H] at the first places of the last call, as they lie in memory."""
         return self.tape.floats(self.hidden.buffer, num_rows)[:, : self.hidden.width]
 
     def logits_of(self, hidden: F32, rows: list[int]) -> HostLogits:
         """Return the logits of some rows of hidden states [R, H], which replace the last call's hidden states."""
+        self.reads.replace(len(hidden))
         self.hidden_states_of(len(hidden))[:] = hidden
         return self.logits(rows)
 
-    def fill(self, chunks: Chunks, features: F32 | None = None) -> int:
-        """Write the inputs of a step and return its number of rows."""
+    def fill(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> list[int]:
+        """Write the inputs of a step with the logits of `rows`, and return the sizes of its dimensions."""
         num_rows = self.inputs.fill(chunks)
         if features is not None:
             self._features[:num_rows, : self.model.feature_size] = features
-        return num_rows
-
-    def _are_finite(self, num_rows: int, num_chunks: int) -> list[bool]:
-        if self._finite_rows[:num_rows].all():
-            return [True] * num_chunks
-        begin = self.inputs.row_begin
-        return [bool(self._finite_rows[begin[i] : begin[i + 1]].all()) for i in range(num_chunks)]
+        self.reads.fill(chunks, rows, num_rows)
+        self.logit_rows[: len(rows)] = self.reads.places(rows)
+        return [num_rows, len(chunks.starts), len(rows)]
 
     def _verify(self, dims: list[int]) -> None:
         """Run the step record by record, instead of and not after a whole run: a state that is written in place would
@@ -152,35 +156,20 @@ class TapedProgram:
             logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
 
     def logits(self, rows: list[int]) -> HostLogits:
-        self.logit_rows[: len(rows)] = rows
-        dims = [0, 0, len(rows)]
-        self.tape.run_range(self.num_forward, len(self.tape.nodes), dims, self.num_threads)
+        self.logit_rows[: len(rows)] = self.reads.places(rows)
+        self.tape.run_range(self.num_forward, len(self.tape.nodes), [0, 0, len(rows)], self.num_threads)
         return self.last_logits(len(rows))
 
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
-        tape, out = self._final = self._final or self._record_final()
-        self.logit_rows[: len(rows)] = rows
-        tape.run([0, 0, len(rows)], self.num_threads)
-        return out[: len(rows), : self.hidden.width]
-
-    def _record_final(self) -> tuple[Tape, NDArray[np.float32]]:
-        """Record select and final norm on a second tape, which reads the hidden states of the last step: on the step's
-        tape they would run in each step, and few callers need them."""
-        ops, most = self._ops, self.max_logits
-        ops.begin()
-        graph = ops.graph
-        source = graph.outside(self.hidden.width, ROWS, self.hidden.buffer.row_bytes)
-        final = ops.whole(self.model.final(source, self.logit_rows))
-        out = aligned(4 * most * final.ld).view(np.float32).reshape(most, final.ld)
-        graph.keep_outside(source.buffer, self.tape.floats(self.hidden.buffer, self.max_rows))
-        graph.keep_outside(final.buffer, out)
-        tape = Tape(graph, {ROWS: self.max_rows, SEQS: most, LOGITS: most}, self._isa)
-        ops.begin()
-        return tape, out
+        if self._final is None:
+            states = self.tape.floats(self.hidden.buffer, self.max_rows)
+            self._final = FinalTape(self._ops, self.model, self.hidden, states, self.logit_rows, self._most, self._isa)
+        self.logit_rows[: len(rows)] = self.reads.places(rows)
+        return self._final.run(len(rows), self.num_threads)
 
     def features(self, rows: list[int]) -> F32:
         if self._streams:
-            parts = [self.tape.floats(value.buffer, self.max_rows)[rows, : value.width] for value in self._streams]
+            parts = [self.reads.stream(self.tape, value, rows) for value in self._streams]
             return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         most = self.max_logits
         parts = [self.hidden_states(rows[i : i + most]).copy() for i in range(0, len(rows), most)]
@@ -188,8 +177,9 @@ class TapedProgram:
 
     def close(self) -> None:
         self.tape.close()
+        self.reads.close()
         if self._final is not None:
-            self._final[0].close()
+            self._final.close()
             self._final = None
         self.cache.layers = []
 

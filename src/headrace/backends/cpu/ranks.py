@@ -36,7 +36,7 @@ class RankOps(SplitOps):
 
     def __init__(self, inner: CpuOps, seat: Seat) -> None:
         super().__init__(seat.plan)
-        self.inner, self._gathers = inner, Gathers(inner, seat)
+        self.inner, self.gathers = inner, Gathers(inner, seat)
         # Whether the expert whose layers are about to be made is this rank's; None: no expert's layers are made.
         self._has_expert: bool | None = None
         self._layouts: dict[CpuMatrix | CpuStack, Layout] = {}
@@ -123,7 +123,7 @@ class RankOps(SplitOps):
     # Products, and their operands.
 
     def gathered(self, x: Value, layout: Layout) -> Value:
-        return self._gathers.columns(x, layout)
+        return self.gathers.columns(x, layout)
 
     def picked(self, x: Value, bounds: Sequence[Bounds]) -> Value:
         columns = np.concatenate([np.arange(begin, end, dtype=np.int32) for begin, end in bounds])
@@ -138,7 +138,7 @@ class RankOps(SplitOps):
         if x.split is not None and len(groups) == 1 and is_plain and not needs_floats:
             (group,), (local, layout) = groups, x.split
             if group not in x.coded and layout.is_grouped(group):
-                x.coded[group] = self._gathers.codes(local, layout, group)
+                x.coded[group] = self.gathers.codes(local, layout, group)
             if group in x.coded:
                 return x.coded[group]
         return self.whole(x)
@@ -162,7 +162,7 @@ class RankOps(SplitOps):
         num_pairs = len(self.pairs or ())
         share = None
         if self.plan.whole_experts:
-            share = Share(self.plan.experts(layer.router.num_out), self._gathers.rows)
+            share = Share(self.plan.experts(layer.router.num_out), self.gathers.rows)
             if any(matrix.layout is not None for matrix in (*first, *second)):
                 raise ValueError(f"{first[0].local.name}: the model file does not say which expert has it (`cut`)")
         mixture = Experts(self.inner, layer.routing, layer.router.num_out, share)
@@ -181,8 +181,8 @@ class RankOps(SplitOps):
             if layout is not None:
                 wide = self.graph.columns(pair.wide, pair.column, pair.narrow.width)
                 pair = pair._replace(
-                    narrow=self._gathers.columns(pair.narrow, layout),
-                    wide=self._gathers.columns(wide, layout),
+                    narrow=self.gathers.columns(pair.narrow, layout),
+                    wide=self.gathers.columns(wide, layout),
                     column=0,
                 )
             last = len(self.graph.nodes) - 1

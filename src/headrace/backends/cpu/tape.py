@@ -98,8 +98,8 @@ class Tape:
 
     def floats(self, buffer: Buffer, num_rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the first rows of a buffer as float32, a view."""
-        size = buffer.row_bytes * num_rows
-        return self.arena[buffer.offset : buffer.offset + size].view(np.float32).reshape(num_rows, -1)
+        raw = self.arena[buffer.offset : buffer.offset + buffer.row_bytes * num_rows]
+        return raw.view(np.float32).reshape(num_rows, buffer.row_bytes // 4)
 
     def _resolved(self, node: Node) -> dict[str, Any]:
         return {name: self.resolve(value) for name, value in node.fields.items()}

@@ -29,6 +29,7 @@ from headrace.backends.cuda.replay import Replay
 from headrace.backends.cuda.staging import Mark, Staging, to_host
 from headrace.backends.cuda.tape import StepTensors, Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Value
+from headrace.backends.reads import ReadRows
 from headrace.backends.step import Chunks, Draw, StepRows, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
@@ -82,7 +83,8 @@ class StartedCall:
 
 
 class CudaProgram:
-    """`DrawingProgram` of the cuda backend. All but the weights is on the cache's device: "meta" to plan memory.
+    """`DrawingProgram` of the cuda backend. All but the weights is on the cache's device: "meta" to plan memory. All
+    rows are computed to the end, and those that are read are given.
 
     Args:
         max_len: positions of a sequence at most.
@@ -115,6 +117,7 @@ class CudaProgram:
         # Ids and flags lie together: one copy brings them to the host.
         self._best = torch.zeros(2, max_chunks, dtype=torch.int32, device=device)
         streams: list[Value] = []
+        self._read = ReadRows(Chunks([], [], []))
         self._hidden = ops.whole(model.forward(image, cache.layers, streams if layers else None))
         self._streams = [ops.whole(streams[layer]) for layer in layers]
         ops.finite(self._hidden, self._finite_rows)
@@ -190,20 +193,21 @@ class CudaProgram:
 
     def hidden_rows(self, chunks: Chunks, features: F32 | None = None) -> tuple[list[bool], F32]:
         """Compute the chunks, without logits: whether the rows of each are finite, and the hidden states [R, H] before
-        the final norm."""
+        the final norm of the rows that are read."""
         num_rows = self._place(chunks, [], features)
         self._body.run(num_rows)
         hidden: F32 = self.tape.value(self._hidden, num_rows).float().cpu().numpy()
-        return self._are_finite(num_rows, len(chunks.starts)), hidden
+        return self._are_finite(num_rows, len(chunks.starts)), hidden[self._read.rows()]
 
     def logits_of(self, hidden: F32, rows: list[int]) -> DeviceLogits:
         """Return the logits of some rows of hidden states [R, H]. From now on they are the logits of the last call."""
+        self._read = ReadRows(Chunks([0], [[0] * len(hidden)], []).all_read())
         self.tape.value(self._hidden, len(hidden)).copy_(torch.tensor(hidden))
         return self.logits(rows)
 
     def _place(self, chunks: Chunks, rows: list[int], features: F32 | None) -> int:
         """Send a step's inputs to the device. Returns the number of rows."""
-        num_rows = self._fill(chunks)
+        num_rows, self._read = self._fill(chunks), ReadRows(chunks, rows)
         if features is not None:
             self._features[:num_rows, : features.shape[1]] = torch.tensor(features, device=self._device)
         self._send(rows, bool(chunks.copies))
@@ -262,11 +266,13 @@ class CudaProgram:
         return num_rows
 
     def logits(self, rows: list[int]) -> DeviceLogits:
+        self._read.places(rows)
         self._send(rows)
         self.head.run(len(rows))
         return self._take(len(rows))
 
     def hidden_states(self, rows: list[int]) -> F32:
+        self._read.places(rows)
         self._send(rows)
         replay, out = self._final
         replay.run(len(rows))
@@ -296,6 +302,7 @@ class CudaProgram:
 
     def features(self, rows: list[int]) -> F32:
         if self._streams:
+            self._read.places(rows)
             index = torch.tensor(rows, dtype=torch.int64, device=self._device)
             parts = [self.tape.value(value, self.max_rows)[index] for value in self._streams]
             features: F32 = torch.cat(parts, 1).float().cpu().numpy()

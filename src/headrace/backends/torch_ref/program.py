@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.backends.base import SetUp
 from headrace.backends.key_means import LENGTH, NUM_SEQS, probe_tokens
+from headrace.backends.reads import ReadRows
 from headrace.backends.states import StateCache
 from headrace.backends.step import Chunks, HostLogits, num_block_kinds
 from headrace.backends.torch_ref.batch import make_forward_batch
@@ -28,7 +29,7 @@ UNBOUNDED = 2**31
 
 
 class EagerProgram:
-    """`Program` of torch_ref, over a cache for each layer."""
+    """`Program` of torch_ref, over a cache for each layer. It computes all rows, and gives those that are read."""
 
     max_rows = UNBOUNDED
     max_logits = UNBOUNDED
@@ -42,6 +43,7 @@ class EagerProgram:
         self.num_threads = set_up.num_threads
         self.vocab_size: int = model.vocab_size
         self._hidden: Tensor | None = None
+        self._read = ReadRows(Chunks([], [], []))
         self._layers, self._streams = layers, [torch.empty(0)] * len(layers)
 
     def measure_keys(self, max_len: int) -> None:
@@ -96,6 +98,7 @@ class EagerProgram:
             batch = make_forward_batch(chunks, self.block_size, self.ops.device, num_block_kinds(self.kinds))
             if features is not None:
                 batch.features = torch.from_numpy(features).to(self.ops.device, self.ops.dtype)
+            self._read = ReadRows(chunks, rows)
             streams: list[Tensor] = []
             self._hidden = hidden = self.model.forward(batch, self.caches, streams if self._layers else None)
             self._streams = [streams[layer] for layer in self._layers]
@@ -113,6 +116,7 @@ class EagerProgram:
     def hidden_states(self, rows: list[int]) -> NDArray[np.float32]:
         if not rows or self._hidden is None:
             return np.empty((0, self.model.hidden_size), np.float32)
+        self._read.places(rows)
         row_ids = torch.tensor(rows, device=self._hidden.device)
         hidden: NDArray[np.float32] = self.model.final(self._hidden, row_ids).float().cpu().numpy()
         return hidden
@@ -121,6 +125,7 @@ class EagerProgram:
     def features(self, rows: list[int]) -> NDArray[np.float32]:
         if not self._layers:
             return self.hidden_states(rows)
+        self._read.places(rows)
         row_ids = torch.tensor(rows, dtype=torch.int64, device=self.ops.device)
         features: NDArray[np.float32] = torch.cat([x[row_ids] for x in self._streams], dim=1).float().cpu().numpy()
         return features
@@ -131,6 +136,7 @@ class EagerProgram:
     def _logits(self, rows: list[int]) -> HostLogits:
         if not rows or self._hidden is None:
             return HostLogits(np.empty((0, self.vocab_size), np.float32), [], [])
+        self._read.places(rows)
         row_ids = torch.tensor(rows, device=self._hidden.device)
         logits = self.model.logits(self._hidden, row_ids).float()
         # -inf forbids a token; a row of -inf alone is not finite.

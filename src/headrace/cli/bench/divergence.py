@@ -123,7 +123,7 @@ def lockstep(programs: Sequence[Program], token_ids: Sequence[int]) -> Iterator[
         piece = list(token_ids[start : start + most_rows])
         for program in programs:
             table = list(range(-(-(start + len(piece)) // program.block_size)))
-            finite, _ = program.forward(Chunks([start], [piece], [table]), [])
+            finite, _ = program.forward(Chunks([start], [piece], [table]).all_read(), [])
             if not all(finite):
                 raise HeadraceError("the model's hidden states are not finite")
         for first in range(0, len(piece), most):

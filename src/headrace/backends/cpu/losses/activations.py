@@ -28,6 +28,7 @@ from headrace.backends.cpu.ops import CpuOps
 from headrace.backends.cpu.products import FLOAT_KINDS, Pair
 from headrace.backends.cpu.program import TapedProgram, TapeOptions
 from headrace.backends.cpu.ranks import RankOps
+from headrace.backends.graph import ROWS
 from headrace.backends.key_means import NUM_SEQS, probe_tokens
 from headrace.backends.neighbours import Neighbours, neighbours_of
 from headrace.backends.step import Chunks, StepSizes
@@ -177,14 +178,15 @@ class Pass:
         self.rows = list(range(length // 4, length) if token_ids else range(length - 1, num_seqs * length, length))
         cache = KVCache(ops.cache_shapes(model), [num_seqs] * len(model.kinds), length, "float32")
         sizes = StepSizes(num_seqs * length, max(num_seqs, len(self.rows)), num_seqs)
-        self.program = program = TapedProgram(model, ops, cache, sizes, TapeOptions(num_threads))
+        options = TapeOptions(num_threads, reads_all=True)
+        self.program = program = TapedProgram(model, ops, cache, sizes, options)
         self.neighbours, self.num_threads, self.done = neighbours_of(model), num_threads, 0
         features = None if self.neighbours is None else self.neighbours.take(num_seqs * length, model.feature_size)
         tokens = [list(token_ids)] if token_ids else probe_tokens(program.vocab_size, length)
         tables = [[i] for i in range(num_seqs)]
-        self.num_rows = program.fill(Chunks([0] * num_seqs, tokens, tables, states_in=[-1] * num_seqs), features)
-        program.logit_rows[: len(self.rows)] = self.rows
-        self.dims = [self.num_rows, num_seqs, len(self.rows)]
+        chunks = Chunks([0] * num_seqs, tokens, tables, states_in=[-1] * num_seqs)
+        self.dims = program.fill(chunks, self.rows, features)
+        self.num_rows = self.dims[ROWS]
 
     def run(self, last: int | None = None) -> None:
         """Run the records that have not run yet, up to the one before `last`; without it all, and hand the hidden
