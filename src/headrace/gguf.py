@@ -413,8 +413,9 @@ def _check_split(file: GGUF, number: int, paths: list[Path]) -> None:
 
 def _open(path: Path) -> GGUF:
     try:
-        # An empty file cannot be mapped.
-        data: bytes | mmap.mmap = foreign.Mapped(path) if path.stat().st_size else b""
+        data: bytes | mmap.mmap = foreign.Mapped(path)
+    except ValueError:
+        data = b""  # an empty file can not be mapped
     except OSError as error:
         raise CheckpointError(f"{path} can not be opened: {error}") from error
     return GGUF(data, path.name)
