@@ -32,7 +32,6 @@ WEIGHT = 4.0  # Weight, in drafts, of all sequences' rate in the estimate of one
 FIRST_RATE = 0.5  # Acceptance of a drafter without measurements.
 PROBE_DEPTH = 3  # Tokens drafted for one sequence while resting: cheap, and a rise of acceptance shows.
 MAX_REST = 2048  # Most steps between two probes, however much the last one lost.
-MIN_REST = 32  # The same after the first probe; the second may be followed by eight times as many.
 
 
 class Curve:
@@ -97,7 +96,6 @@ class Pace:
         self._depths, self._gain = dict[int, int](), 1.0
         # The step of the next try of the other choice; plain steps still to take; seconds lost by the current probe.
         self._try_step = self._num_plain = 0
-        self._most_rest = MIN_REST
         self._lost: float | None = None
         self._had_drafts, self._most_rows = False, 0
         self._num_requested = self._num_made = 1.0
@@ -156,11 +154,9 @@ class Pace:
             was_drafting = any(self._depths.values())
             self._choose(limits, num_seqs)
             if any(self._depths.values()) != was_drafting:
-                self._try_step, self._most_rest = self._step + EVERY, MIN_REST
+                self._try_step = self._step + EVERY
             elif self._lost is not None:
-                self._try_after(self._lost / float(self.step_seconds.at(num_seqs)), self._most_rest)
-                # One measurement may be an accident: a long rest follows several probes that lost.
-                self._most_rest = min(8 * self._most_rest, MAX_REST)
+                self._try_after(self._lost / float(self.step_seconds.at(num_seqs)))
             self._lost = None
         if self._step < self._try_step:
             return [min(most, self._depths[seq_id]) for seq_id, most in limits]
@@ -183,14 +179,13 @@ class Pace:
             return EVERY - 1
         self.plan_seconds.add(self._num_seqs, seconds)
         num_lost = float(self.plan_seconds.at(self._num_seqs) / self.step_seconds.at(self._num_seqs))
-        self._try_step = min(self._try_step + int(num_lost / SHARE), self._step + self._most_rest)
+        self._try_step = min(self._try_step + int(num_lost / SHARE), self._step + MAX_REST)
         return max(0, self._try_step - self._step - 1)
 
-    def _try_after(self, num_lost: float, most: int = MAX_REST) -> None:
-        """Put off the next try until the time of `num_lost` steps is `SHARE` of all, `most` steps at most; after a gain
-        not at all."""
+    def _try_after(self, num_lost: float) -> None:
+        """Put off the next try until the time of `num_lost` steps is `SHARE` of all; after a gain not at all."""
         num_steps = max(EVERY, math.ceil(num_lost / SHARE)) if num_lost >= 0.0 else 0
-        self._try_step = self._step + min(num_steps, most)
+        self._try_step = self._step + min(num_steps, MAX_REST)
 
     def _choose(self, limits: Sequence[tuple[int, int]], num_seqs: int) -> None:
         """Choose the depth for each sequence, by the rule of this module, one level of one sequence after the other."""

@@ -236,8 +236,8 @@ PLAIN = RowResult()
 class StepResult(msgspec.Struct, kw_only=True, gc=False):
     """The result of a step. `token_ids[i]` is chunk i's sampled token, or -1 if it samples none or has failed.
 
-    `rows[i]` is there if chunk i has more than its token. The next `rest` steps need no `asks`, unless less than
-    half as many sequences run as in this one.
+    `rows[i]` is there if chunk i has more than its token. The next `rest` steps need no `asks`, unless fewer sequences
+    run than in this one.
     """
 
     step_id: int
