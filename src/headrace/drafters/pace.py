@@ -170,8 +170,8 @@ class Pace:
         return [min(most, depth) if seq_id == self._likeliest else 0 for seq_id, most in limits]
 
     def rest(self, num_seqs: int, seconds: float) -> int:
-        """Return for how many steps of `num_seqs` sequences, or half, there is nothing to draft. The decision took
-        `seconds`, which count too."""
+        """Return for how many steps of `num_seqs` sequences there is nothing to draft. The decision took `seconds`, which
+        count too."""
         if any(self._depths.values()) or self._lost is not None or self._num_plain:
             return 0
         if not self._depths or not self.step_seconds.knows(num_seqs):
