@@ -27,7 +27,7 @@ class Drafts:
         self.counters = counters
         self.enabled = enabled
         self.ended: list[int] = []
-        # Whether a sequence may have a draft; steps to rest, and the sequences that it was decided for.
+        # Whether a sequence may have a draft; steps to rest, and the least sequences of such a step.
         self._open = False
         self._rest = self._rest_seqs = 0
 
@@ -35,7 +35,7 @@ class Drafts:
         """Return the sequences that ended since the last step, and whether a step of `num_seqs` sequences requests
         drafts. Called once a step."""
         ended, self.ended = self.ended, []
-        if self._rest > 0 and 2 * num_seqs >= self._rest_seqs:
+        if self._rest > 0 and num_seqs >= self._rest_seqs:
             self._rest -= 1
             return ended, False
         self._rest = 0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 F64 = NDArray[np.float64]
 
-SHARE = 0.005  # Greatest share of all time that tries of the other choice may lose.
+SHARE = 0.01  # Greatest share of all time that tries of the other choice may lose.
 MARGIN = 1.03  # Drafting must look this much better than none: estimates err by some per cent.
 EVERY = 8  # Steps for which a decision holds: making one takes longer than a look-up.
 SAMPLES = 9  # Measurements that count for one number of rows: enough to outweigh disturbances.
@@ -29,7 +29,7 @@ WINDOW = 256  # Measurements after which one is forgotten: the machine's speed c
 CHANGE = 1.25  # Where most measurements are off by this factor, the machine has become slower or faster.
 FADE = 0.95  # Weight of past acceptances at each new draft: the last 20 or so count.
 WEIGHT = 4.0  # Weight, in drafts, of all sequences' rate in the estimate of one: a new sequence starts from it.
-FIRST_RATE = 0.5  # Acceptance of a drafter without measurements.
+FIRST_RATE = 0.7  # Acceptance of a drafter without measurements: good enough to be tried.
 PROBE_DEPTH = 3  # Tokens drafted for one sequence while resting: cheap, and a rise of acceptance shows.
 MAX_REST = 2048  # Most steps between two probes, however much the last one lost.
 
@@ -169,14 +169,10 @@ class Pace:
         depth = self.num_drafts if self.whole else PROBE_DEPTH
         return [min(most, depth) if seq_id == self._likeliest else 0 for seq_id, most in limits]
 
-    def rest(self, num_seqs: int, seconds: float) -> int:
-        """Return for how many steps of `num_seqs` sequences there is nothing to draft. The decision took `seconds`, which
-        count too."""
-        if any(self._depths.values()) or self._lost is not None or self._num_plain:
+    def rest(self, seconds: float) -> int:
+        """Return for how many steps there is nothing to draft. The decision took `seconds`, which count too."""
+        if not self._depths or any(self._depths.values()) or self._lost is not None or self._num_plain:
             return 0
-        if not self._depths or not self.step_seconds.knows(num_seqs):
-            # Until such a step is measured without prompts, each question is in vain.
-            return EVERY - 1
         self.plan_seconds.add(self._num_seqs, seconds)
         num_lost = float(self.plan_seconds.at(self._num_seqs) / self.step_seconds.at(self._num_seqs))
         self._try_step = min(self._try_step + int(num_lost / SHARE), self._step + MAX_REST)
@@ -204,8 +200,8 @@ class Pace:
         drafting = self.draft_seconds.at(np.cumsum(levels == 0)) * self._num_requested / self._num_made
         seconds = self.step_seconds.at(num_seqs + num_rows) + deepest * drafting
         speeds = (len(limits) + np.cumsum(chances.flat[order])) / seconds
-        # At most twice the rows of any step before: beyond that nothing is measured. So the first draft is a try.
-        speeds[num_rows > 2 * self._most_rows] = 0.0
+        # At most about twice the rows of any step before: beyond that nothing is measured.
+        speeds[num_rows > 2 * self._most_rows + max(4, self.nodes(1))] = 0.0
         best = int(np.argmax(speeds))
         self._gain = float(speeds[best] * self.step_seconds.at(num_seqs)) / len(limits)
         num_levels = np.bincount(places[: best + 1], minlength=len(limits)) * (self._gain > MARGIN)

@@ -141,7 +141,7 @@ class Speculator:
                 depth = max(context.num_drafts for context in contexts.values())
                 self.pace.drafted(len(contexts), num_made, depth, self._now() - start, is_behind)
         elif self.pace is not None:
-            result.rest = self.pace.rest(len(batch), self._now() - start)
+            result.rest = self.pace.rest(self._now() - start)
 
     def close(self) -> None:
         """Free the memory. May be called twice."""
