@@ -206,7 +206,7 @@ def test_a_row_that_was_not_announced_is_refused(backend: str, directories: dict
                 call(rows)
     program.forward(Chunks([4], [[1, 2, 3]], [[0]]), [])
     for call in (program.logits, program.hidden_states, program.features):
-        with pytest.raises(ValueError, match="row 2 is asked for, which the call did not announce"):
+        with pytest.raises(ValueError, match="row 2 was not announced by the call"):
             call([2])
 
 

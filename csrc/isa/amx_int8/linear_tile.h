@@ -221,7 +221,7 @@ HR_INLINE void fetch_rows(const Linear& p, int64_t row, int n, int64_t panel) {
 template <int mode, int kind>
 static void on_tiles(const Linear& p, const Cut& c, HrTask* task) {
     const int64_t panels = hr_num_panels(p.num_out);
-    const int64_t tiles = (p.rows + ROWS - 1) / ROWS, near = at_least(1, NEAR / ROWS / c.row_bytes);
+    const int64_t tiles = (p.rows + ROWS - 1) / ROWS, near = at_least(1, NEAR / ROWS / (c.row_bytes + 4 * HR_PANEL));
     const int64_t chunks = (tiles + near - 1) / near, fit = (tiles + chunks - 1) / chunks * ROWS;
     const int64_t groups = c.block / subs_of(mode); /* of a block */
 

@@ -1,4 +1,4 @@
-"""`ReadRows`: the rows of a call that are read after it. What is computed for nobody else's sake is left out of others.
+"""`ReadRows`: the rows of a call that are read after it; the last layer is computed for these alone.
 
 Knows chunks and numbers of rows; must not know graphs, models or devices. Called by programs.
 """
@@ -17,14 +17,14 @@ from headrace.backends.step import Chunks
 
 
 class ReadRows:
-    """The rows of each chunk from the first one that is asked for to the chunk's end, so that they follow each other.
+    """The rows of each chunk from the first one that is read to the chunk's end, so that they follow each other.
 
     In the order of the call they have the places 0, 1, ...: of chunk c the rows firsts[c] ... ends[c] - 1 have the
     places begins[c] ... begins[c + 1] - 1.
     """
 
     def __init__(self, chunks: Chunks, rows: Sequence[int] = (), *, with_observed: bool = True) -> None:
-        """Those for which the chunks ask, and `rows`. with_observed: also those that are asked for their features.
+        """The rows that the chunks announce, and `rows`. with_observed: also those whose features are read.
 
         Raises ValueError for a row beyond the chunks.
         """
@@ -74,7 +74,7 @@ class ReadRows:
         for row in rows:
             chunk = bisect_right(self.ends, row)
             if row < self.firsts[chunk]:
-                raise ValueError(f"row {row} is asked for, which the call did not announce")
+                raise ValueError(f"row {row} was not announced by the call")
             places.append(self.begins[chunk] + row - self.firsts[chunk])
         return places
 

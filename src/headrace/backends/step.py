@@ -32,7 +32,7 @@ class Chunks(NamedTuple):
     all kinds have the same. Entry i covers block i, or is -1: behind the window of the chunk's first row, never read.
     states_in: for each chunk the slot of the state before its first row; -1: its sequence begins. states_out: (row,
     slot) in the rows' order: the state after that row goes to the slot. No chunk writes a slot that another one reads.
-    later: rows whose logits or hidden states will be asked for after the call, besides the rows of its own logits.
+    later: rows whose logits or hidden states are read after the call, besides the rows of its own logits.
     observed: rows whose features will be. Of other rows there are perhaps none (`reads.ReadRows`).
     """
 
@@ -47,7 +47,7 @@ class Chunks(NamedTuple):
     observed: Sequence[int] = ()
 
     def all_read(self) -> Chunks:
-        """Return the same chunks, of which all rows will be asked for."""
+        """Return the same chunks, of which all rows are read."""
         return self._replace(later=range(sum(map(len, self.token_ids))))
 
 

@@ -111,6 +111,14 @@ def test_S_20_the_counts_are_those_of_the_parsed_value(value: Any) -> None:
     assert not disagreement(value)
 
 
+def test_S_20_escapes_count_as_texts() -> None:
+    """Each is a piece of its text to the parser, which holds the loop meanwhile."""
+    most = limits.MAX_TEXTS * limits.ESCAPES
+    limits.check_size(b'{"a":"' + b"\\n" * (most - 2 * limits.ESCAPES) + b'"}')
+    with pytest.raises(RequestError, match="2 escapes count as one"):
+        limits.check_size(b'{"a":"' + b"\\n" * most + b'"}')
+
+
 def test_S_20_control_brackets_in_a_text_must_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     value = {"a": '\\"[[[', "b": [1]}
     assert not disagreement(value)
