@@ -58,7 +58,7 @@ RELIABILITY = [
     Removal(
         "R-03",
         SRC + "serve/apis/openai/conversations.py",
-        '            added = [msgspec.Raw(b"".join(routing.json_pieces(item))) for item in items]\n',
+        '            added = [msgspec.Raw(b"".join(written(item))) for item in items]\n',
         "            added = [msgspec.Raw(msgspec.json.encode(item)) for item in items]\n",
         "serve/call/test_wide_rows.py::test_R_03_long_answers_are_written_in_pieces_and_kept_as_they_were_written",
     ),

@@ -39,6 +39,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import StepOutput, TokenLogprob
 from headrace.serve.apis.openai.conversations import Conversations
 from headrace.serve.apis.openai.responses_events import OutputItem, OutputText
+from headrace.serve.apis.openai.responses_stored import TAB, past_item, written
 from headrace.serve.call.replies import chat_logprobs
 from headrace.serve.gates import limits
 from headrace.serve.storage.store import Store
@@ -407,9 +408,17 @@ def keeping_stall(in_one_go: bool) -> float:
     return stall(work)
 
 
+def reading_again_stall(in_one_go: bool) -> float:
+    """Pass over the log-probabilities of 65,536 tokens of a stored item: by their tabs, or as a decoder does."""
+    part = OutputText(type="output_text", text="a", logprobs=chat_logprobs(None, rows_of(2 * CONTEXT)))
+    item = OutputItem(id="msg_1", type="message", status="completed", role="assistant", content=[part])
+    text = msgspec.Raw(b"".join(written(item)).replace(TAB, b"" if in_one_go else TAB))
+    return stall(lambda: asyncio.to_thread(past_item, text))
+
+
 PIECES = {
     "decoding": frames_stall, "decoding_a_row": row_stall, "opening": opening_stall, "freeing": freeing_stall,
-    "keeping": keeping_stall,
+    "keeping": keeping_stall, "reading_again": reading_again_stall,
 }  # fmt: skip
 
 

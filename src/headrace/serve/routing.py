@@ -17,7 +17,7 @@ import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -332,10 +332,10 @@ class PieceResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def json_in_parts(text: msgspec.Raw) -> Response:
+def json_in_parts(parts: Iterable[memoryview]) -> Response:
     """Return the response of a JSON text."""
-    data = memoryview(text)
-    return PieceResponse([data[start : start + SENT_BYTES] for start in range(0, len(data), SENT_BYTES)], {})
+    cut = [part[start : start + SENT_BYTES] for part in parts for start in range(0, len(part), SENT_BYTES)]
+    return PieceResponse(cut, {})
 
 
 def id_header(answer_id: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from tests.security import rig
@@ -15,8 +16,11 @@ from tests.support.server import HTTP, Live, inproc
 
 from headrace.protocol.config import ServerConfig
 from headrace.serve.apis.openai.conversations import Conversations
-from headrace.serve.apis.openai.responses_events import Event
-from headrace.serve.apis.openai.responses_replay import EncodedResponse, Replay
+from headrace.serve.apis.openai.files import NotFoundError
+from headrace.serve.apis.openai.responses_events import Event, OutputItem, OutputText, ResponseObject
+from headrace.serve.apis.openai.responses_replay import Replay, StoredResponse
+from headrace.serve.apis.openai.responses_stored import StoredResponses, StoredText, past_item, written, written_entry
+from headrace.serve.call.replies import ChatTokenLogprob, TopLogprob
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
 from headrace.text.tokenizer import Tokenizer
@@ -97,13 +101,75 @@ def test_a_response_in_the_background_is_streamed_while_it_runs(live: Live, clie
 
 def test_control_a_response_stored_without_cuts_is_replayed_in_one_piece(live: Live) -> None:
     stream = live.post("/v1/responses", {"input": "hi", "stream": True, "max_output_tokens": 20}).text
-    responses = live.app.state.lifespan.storage.responses
-    entry = responses._read(id_of(stream), EncodedResponse)
+    store = live.app.state.lifespan.storage.responses.store
+    entry = StoredResponses(store).entry(id_of(stream))
     assert len(entry.cuts) > 1
     replay = Replay(entry.response, [])
     events: list[Event] = [*replay.opening(), *replay.advance()]
     [delta] = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert delta == entry.response.output[0].part.text
+
+
+def entry_of(live: Live, num_rows: int, text: str) -> StoredResponse:
+    """A stored response whose two items of text have so many log-probabilities."""
+    top = (TopLogprob(token="\t", logprob=-0.5, bytes=(9,)),)
+    rows = [ChatTokenLogprob(token=f"{n}\t\n", logprob=-n / 8, bytes=(9,), top_logprobs=top) for n in range(num_rows)]
+    output = [
+        OutputItem(
+            id=f"msg_{n}", type="message", status="completed", role="assistant",
+            content=[OutputText(type="output_text", text=text, annotations=[], logprobs=rows)],
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    call = OutputItem(id="fc_1", type="function_call", status="completed", name="f", arguments='{"a":"\t"}')
+    reply = live.post("/v1/responses", {"input": "hi", "max_output_tokens": 1, "store": False}).content
+    response = msgspec.json.decode(reply, type=ResponseObject)
+    response.output = [output[0], call, output[1]]
+    return StoredResponse(response=response, input=[{"id": "a", "type": "message", "content": "\t"}], history=[])
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 256, 1000])
+def test_R_03_log_probabilities_are_passed_over_and_read_in_slices(
+    live: Live, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = entry_of(live, num_rows, "a\tb\n")
+    store = Store("resp_", None, max_items=9, max_bytes=2**30)
+    body, plain = written_entry(entry), msgspec.json.encode(entry)
+    assert json.loads(body) == json.loads(plain)
+    sizes: list[int] = []
+    decode = msgspec.json.decode
+
+    def noted(data: Any, **more: Any) -> Any:
+        sizes.append(memoryview(data).nbytes)
+        return decode(data, **more)
+
+    monkeypatch.setattr(msgspec.json, "decode", noted)
+    longest = []
+    # The control: a body of an earlier version, without tabs, is read in one call, and gives the same.
+    for number, text in enumerate((body, plain)):
+        sizes.clear()
+        response_id = f"resp_{number:032x}"
+        store.put(response_id, {}, text)
+        stored = StoredResponses(store)
+        assert b"".join(stored.parts(response_id)) == msgspec.json.encode(entry.response)
+        assert msgspec.json.encode(stored.entry(response_id)) == plain
+        items = stored.items(response_id)
+        assert [past_item(item)["id"] for item in items.response.output] == ["msg_0", "fc_1", "msg_1"]
+        assert past_item(items.response.output[0])["content"] == [{"type": "output_text", "text": "a\tb\n"}]
+        longest.append(max(sizes))
+    assert longest[0] < 2**16
+    assert num_rows < 1000 or longest[1] > 2 * longest[0]
+
+
+def test_a_stored_response_whose_pieces_are_damaged_is_not_found(live: Live) -> None:
+    store = Store("resp_", None, max_items=9, max_bytes=2**30)
+    response_id = f"resp_{0:032x}"
+    store.put(response_id, {}, written_entry(entry_of(live, 2, "a")).replace(b"\t", b"", 1))
+    with pytest.raises(NotFoundError):
+        StoredResponses(store).entry(response_id)
+    # The control: an item's own text is read as it is.
+    item = entry_of(live, 2, "a").response.output[0]
+    assert StoredText(b"".join(written(item))).short().count(b"\t") == 2
 
 
 def test_stored_items_are_taken_by_their_ids(live: Live, client: openai.OpenAI, say: Any) -> None:

@@ -28,6 +28,7 @@ from headrace.serve.apis.openai.responses_input import (
     messages_of,
     without_hosted,
 )
+from headrace.serve.apis.openai.responses_stored import StoredText, written
 from headrace.serve.call.parsing import Body, WarningLines, Warnings, convert
 from headrace.serve.call.schema import check_metadata
 from headrace.serve.storage.store import Store
@@ -140,12 +141,12 @@ class Conversations:
     async def item(self, conversation_id: str, item_id: str) -> Response:
         """One item of a conversation."""
 
-        def find() -> msgspec.Raw:
+        def find() -> memoryview:
             items = self._items(conversation_id)
-            return items[_place(items, item_id)]
+            return memoryview(items[_place(items, item_id)])
 
         await self.get(conversation_id)
-        return routing.json_in_parts(await self._writers.run(find))
+        return routing.json_in_parts([await self._writers.run(find)])
 
     async def remove(self, conversation_id: str, item_id: str) -> Conversation:
         """Delete one item of a conversation."""
@@ -164,7 +165,7 @@ class Conversations:
         too many, `NotFoundError`, and errors of the store."""
 
         def change() -> list[msgspec.Raw]:
-            added = [msgspec.Raw(b"".join(routing.json_pieces(item))) for item in items]
+            added = [msgspec.Raw(b"".join(written(item))) for item in items]
             whole = [*self._items(conversation_id), *added]
             if len(whole) > MAX_ITEMS:
                 raise RequestError("items", len(whole), f"at most {MAX_ITEMS} in a conversation")
@@ -184,7 +185,7 @@ class Conversations:
             while begin < len(body):
                 end = body.index(b"\n", begin)
                 items.append(msgspec.Raw(view[begin:end]))
-                _named.decode(items[-1])
+                _named.decode(StoredText(items[-1]).short())
                 begin = end + 1
             return items
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
@@ -194,12 +195,12 @@ class Conversations:
 
 def _lines(items: Sequence[Any]) -> bytes:
     """Return the JSON of items, a line each: lines are found far faster than JSON is read."""
-    return b"".join(piece for item in items for piece in (*routing.json_pieces(item), b"\n"))
+    return b"".join(piece for item in items for piece in (*written(item), b"\n"))
 
 
 def _place(items: Sequence[msgspec.Raw], item_id: str) -> int:
     for place, item in enumerate(items):
-        if msgspec.json.decode(item, type=Named).id == item_id:
+        if _named.decode(StoredText(item).short()).id == item_id:
             return place
     raise NotFoundError("item", item_id)
 

@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -51,11 +51,11 @@ from headrace.serve.apis.openai.responses_input import (
     conversation_of,
     input_items,
     messages_of,
-    past_item,
     read,
     response_of_item,
     without_hosted,
 )
+from headrace.serve.apis.openai.responses_stored import StoredResponses, past_item, written_entry
 from headrace.serve.apis.openai.responses_tools import ClientTools
 from headrace.serve.call.call import Answer, ChatCall, spelled
 from headrace.serve.call.parsing import Warnings
@@ -69,7 +69,6 @@ from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
 
 logger = logging.getLogger("headrace.server")
-T = TypeVar("T", replay.EncodedResponse, replay.ResponseItems, replay.RawResponse)
 
 MAX_BACKGROUND = 256
 
@@ -252,6 +251,7 @@ class Responses:
         self.conversations = conversations
         self._overload = overload or Overload()
         self.store, self.writers = store, writers
+        self._stored = StoredResponses(store)
         self.ends = Ends(store, writers, conversations)
         self._background: dict[str, tuple[ResponseAnswer, asyncio.Task[None]]] = {}
         for response_id in store:
@@ -285,7 +285,7 @@ class Responses:
                 if not request.background:
                     self._overload.check(Work.LATER)
                 entry = answer.entry
-                await self.writers.run(lambda: self.store.put(response_id, {}, b"".join(json_pieces(entry))))
+                await self.writers.run(lambda: self.store.put(response_id, {}, written_entry(entry)))
             except (StorageError, StoreFullError, OverloadError) as error:
                 if request.background:  # whose caller could not read it
                     answer.close()
@@ -372,7 +372,7 @@ class Responses:
         answer = self._running(response_id)
         if answer is not None:
             return await large_response(replay.snapshot(answer.response), answer.answer.size)
-        return json_in_parts((await self.writers.run(self._read, response_id, replay.RawResponse)).response)
+        return json_in_parts(await self.writers.run(self._stored.parts, response_id))
 
     async def stream(self, response_id: str, starting_after: str | None) -> replay.StoredStream:
         """Return the events of a response after the one with a number. Raises the errors of `read`, and
@@ -383,7 +383,7 @@ class Responses:
         answer = self._running(response_id)
         if answer is not None:
             return answer.follow(after)
-        entry = await self.writers.run(self._read, response_id, replay.EncodedResponse)
+        entry = await self.writers.run(self._stored.entry, response_id)
         if entry.response.status in replay.RUNNING:
             raise RequestError("stream", "true", "false: the call that made this response has its stream")
         return replay.StoredStream(entry.response, entry.cuts, after)
@@ -391,7 +391,7 @@ class Responses:
     async def items(self, response_id: str) -> list[msgspec.Raw]:
         """Return the input of a response, oldest first, without the items of earlier responses. Raises
         `NotFoundError`."""
-        items: replay.ResponseItems = await self.writers.run(self._read, response_id, replay.ResponseItems)
+        items = await self.writers.run(self._stored.items, response_id)
         return items.input
 
     async def cancel(self, response_id: str) -> Response:
@@ -400,7 +400,7 @@ class Responses:
         Raises `NotFoundError`, `RequestError`.
         """
         running = self._running(response_id)
-        items = None if running else await self.writers.run(self._read, response_id, replay.ResponseItems)
+        items = None if running else await self.writers.run(self._stored.items, response_id)
         if items is not None and not items.response.background:
             raise RequestError("response_id", response_id, "that of a response in the background")
         if response_id in self._background:
@@ -456,30 +456,21 @@ class Responses:
 
     def _items(self, response_id: str) -> dict[str, dict[str, Any]]:
         """Return the input and output items of a response, by their ids. Raises `NotFoundError`."""
-        entry = self._read(response_id, replay.ResponseItems)
+        entry = self._stored.items(response_id)
         return {item["id"]: item for item in map(past_item, [*entry.input, *entry.response.output])}
 
     def _history(self, response_id: str) -> list[msgspec.Raw]:
         """Return the input and output of a response, and of the responses before it. Raises `NotFoundError`, and
         `RequestError` if it still runs."""
-        entry = self._read(response_id, replay.ResponseItems)
+        entry = self._stored.items(response_id)
         if entry.response.status in replay.RUNNING or response_id in self._background:
             raise RequestError("previous_response_id", response_id, "that of a response which has ended")
         return [*entry.history, *entry.input, *entry.response.output]
 
-    def _read(self, response_id: str, kind: type[T]) -> T:
-        if response_id not in self.store:
-            raise NotFoundError("response", response_id)
-        try:
-            return msgspec.json.decode(self.store.body(response_id), type=kind)
-        except (FileNotFoundError, ValueError, msgspec.DecodeError, RecursionError) as error:
-            logger.warning("the stored response %s can not be read: %s", response_id, error)
-            raise NotFoundError("response", response_id) from error
-
     def _settle(self, response_id: str) -> None:
         """Mark a response that an earlier server did not finish as failed."""
         try:
-            entry = self._read(response_id, replay.EncodedResponse)
+            entry = self._stored.entry(response_id)
         except (NotFoundError, StorageError):
             return  # the log has the reason
         if entry.response.status in replay.RUNNING:

@@ -15,7 +15,7 @@ from headrace.serve.apis.openai.conversations import Conversations
 from headrace.serve.apis.openai.responses_events import ConversationRef, ResponseObject
 from headrace.serve.apis.openai.responses_input import ResponsesRequest
 from headrace.serve.apis.openai.responses_replay import StoredResponse
-from headrace.serve.routing import json_pieces
+from headrace.serve.apis.openai.responses_stored import written_entry
 from headrace.serve.storage.space import StorageError
 from headrace.serve.storage.store import Store, StoreFullError
 from headrace.serve.storage.writers import Writers
@@ -91,7 +91,7 @@ class Ends:
 
     def _keep(self, entry: StoredResponse) -> None:
         if entry.response.id in self._store:
-            self._store.set_body(entry.response.id, b"".join(json_pieces(entry)))
+            self._store.set_body(entry.response.id, written_entry(entry))
 
 
 def is_not_kept(answer: Ending, error: HeadraceError) -> None:

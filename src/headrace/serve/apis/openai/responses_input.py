@@ -257,39 +257,6 @@ def response_of_item(item_id: str) -> str | None:
     return None if match is None else match[1]
 
 
-class PastPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    type: Any = None
-    text: Any = None
-    refusal: Any = None
-
-
-class PastItem(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The fields of an item that a chat reads."""
-
-    type: Any
-    id: Any = None
-    role: Any = None
-    content: str | list[PastPart] | None = None
-    summary: str | list[PastPart] | None = None
-    output: str | list[PastPart] | None = None
-    call_id: Any = None
-    name: Any = None
-    arguments: Any = None
-    input: Any = None
-    namespace: Any = None
-
-
-def past_item(written: msgspec.Raw) -> dict[str, Any]:
-    """Return the fields of a stored item that a chat reads. Its log-probabilities are skipped: there may be a
-    million."""
-    try:
-        item: dict[str, Any] = msgspec.to_builtins(msgspec.json.decode(written, type=PastItem))
-        return item
-    except msgspec.ValidationError:
-        # A client made the item, with unusual values in fields that are not read; it is no larger than a body.
-        return msgspec.json.decode(written, type=dict[str, Any])
-
-
 class NamedItem(NamedTuple):
     """An item, and its name in the request, for errors."""
 

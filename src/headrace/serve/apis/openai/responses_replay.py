@@ -53,7 +53,7 @@ class EncodedResponseObject(ResponseObject, kw_only=True):
 
 class EncodedResponse(StoredResponse, kw_only=True):
     """A stored response as it is read: log-probabilities and items stay encoded, because decoding many of them holds
-    the interpreter's lock."""
+    the interpreter's lock. `responses_stored` reads the lists of log-probabilities."""
 
     response: EncodedResponseObject
     input: list[msgspec.Raw]
