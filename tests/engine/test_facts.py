@@ -154,6 +154,48 @@ def test_S_28_control_numbers_that_fit_are_read(reader: FactsReader, tmp_path: P
     assert (facts.num_parameters, facts.context_length, facts.parameters) == (6, 0, {"top_p": 0.5})
 
 
+WRONG = (True, None, "x", "", [], {}, [8], {"a": 1}, 1.5, -1, 2**63, 1e300)
+FIELDS = (
+    "model_type", "max_position_embeddings", "n_positions", "hidden_size", "num_hidden_layers", "vocab_size",
+    "text_config", "quantization_config", "quantization_config.bits", "quantization_config.quant_method",
+    "quantization_config.config_groups",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_S_28_a_value_of_another_type_is_no_fault_of_the_process(
+    reader: FactsReader, tmp_path: Path, field: str
+) -> None:
+    for number, value in enumerate(WRONG):
+        outer, _, inner = field.partition(".")
+        folder = write(tmp_path / str(number), **{outer: {inner: value} if inner else value})
+        advice = {"temperature": value, "top_k": value}
+        (folder / "generation_config.json").write_text(json.dumps(advice))
+        try:
+            facts = reader.facts(folder)
+        except CheckpointError:
+            continue
+        assert all(type(each) in (int, float) for each in facts.parameters.values())
+        assert type(facts.context_length) is int
+    assert reader.process.num_faults == 0
+
+
+def test_S_28_facts_that_are_not_of_their_types_are_an_error_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "a")
+    facts = model_facts.facts_of(folder)
+    monkeypatch.setattr(facts_worker, "facts_of", lambda path: msgspec.structs.replace(facts, context_length=True))
+    reply = msgspec.msgpack.decode(facts_worker.answer(msgspec.msgpack.encode(str(folder))), type=facts_worker.Reply)
+    assert str(folder) in reply.error
+    assert "context_length" in reply.error
+    # The control: sound facts pass.
+    monkeypatch.setattr(facts_worker, "facts_of", lambda path: facts)
+    reply = msgspec.msgpack.decode(facts_worker.answer(msgspec.msgpack.encode(str(folder))), type=facts_worker.Reply)
+    assert reply.facts == facts
+    assert not reply.error
+
+
 def test_S_27_strings_of_all_arrays_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is looked at, and one of no length is cheap to write into a sparse file."""
     data = gguf_file([listed("a", STRING, ["x"] * 3), listed("b", STRING, ["y"] * 3)])

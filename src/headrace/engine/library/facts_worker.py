@@ -35,6 +35,8 @@ def answer(body: bytes) -> bytes:
     path = msgspec.msgpack.decode(body, type=str)
     try:
         reply = msgspec.msgpack.encode(Reply(facts=facts_of(Path(path))))
+        # A value of another type than its field's would look like a torn reply to the server.
+        msgspec.msgpack.decode(reply, type=Reply)
         if len(reply) <= MAX_REPLY_BYTES:
             return reply
         error = f"{path}: its template and metadata have {len(reply)} bytes; they must have at most {MAX_REPLY_BYTES}"
@@ -47,6 +49,7 @@ def answer(body: bytes) -> bytes:
         ValueError,
         OverflowError,
         RecursionError,
+        msgspec.DecodeError,
     ) as failure:  # of files that change meanwhile, or of text
         error = f"{path} can not be read: {failure}"
     return msgspec.msgpack.encode(Reply(error=str(CheckpointError(error))))

@@ -196,11 +196,11 @@ def _of_directory(path: Path, about: dict[str, Any]) -> ModelFacts:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value <= MAX_NUMBER
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _bits(scheme: dict[str, Any]) -> int:
@@ -214,7 +214,7 @@ def _bits(scheme: dict[str, Any]) -> int:
         return 4
     if scheme.get("load_in_8bit") or str(scheme.get("quant_method")) == "fp8":
         return 8
-    return bits if isinstance(bits, int) and 1 <= bits <= 16 else 0
+    return bits if _is_count(bits) and 1 <= bits <= 16 else 0
 
 
 def _headers(path: Path) -> Iterator[headers.Header]:
