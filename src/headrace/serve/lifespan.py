@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -27,6 +28,9 @@ from headrace.serve.shedding import Shedding
 logger = logging.getLogger("headrace.server")
 
 LAG_INTERVAL_S = 0.1
+SWITCH_S = 0.001
+"""Seconds after which a thread that computes hands the interpreter's lock over. The event loop needs the lock again
+after each wait and each send, and Python's 5 ms add up while a large reply is written on a thread."""
 LINE = (
     "Avg prompt throughput: {prompt_tokens_per_second:.1f} tokens/s, "
     "Avg generation throughput: {generated_tokens_per_second:.1f} tokens/s, "
@@ -140,9 +144,12 @@ class Lifespan:
         """Load in the background, so that probes are answered meanwhile."""
         works = [self._start, self._log_stats, self._watch_loop, *([] if self.idle is None else [self.idle.watch])]
         tasks = [asyncio.create_task(work()) for work in works]
+        switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         try:
             yield
         finally:
+            sys.setswitchinterval(switch_s)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -436,9 +436,12 @@ class EventStream(Response):
                 await self._send(send, self._api.heartbeat, more=True)
 
     async def _send(self, send: Any, body: bytes, more: bool) -> None:
-        # A heartbeat waits for the end of an event, and no write copies many megabytes.
+        # A heartbeat waits for the end of an event, and no write copies many megabytes. For a client that reads as fast
+        # as this writes, `send` never waits, and other tasks would not run.
         async with self._sending:
             for start in range(0, len(body) or 1, SENT_BYTES):
+                if start:
+                    await asyncio.sleep(0)
                 self._last_sent = time.monotonic()
                 async with asyncio.timeout(STALL_S):
                     part = body[start : start + SENT_BYTES]

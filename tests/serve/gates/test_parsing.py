@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from tests.support.server import HTTP, Live
 
 from headrace.engine import context, generation
 from headrace.protocol.errors import RequestError
-from headrace.serve import routing
+from headrace.serve import lifespan, routing
 from headrace.serve.call.call import Call
 from headrace.serve.call.replies import ChatTokenLogprob, Tokenized, TokenPiece, TopLogprob
+from headrace.serve.errors import OPENAI
 from headrace.serve.gates import calls, limits
 from headrace.text.tokenizer import Tokenizer
 
@@ -206,6 +208,37 @@ def test_R_03_the_lag_of_the_event_loop_is_measured(live: Live, monkeypatch: pyt
     monkeypatch.setattr(routing, "parse_json", slow)
     assert live.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
     Live.wait(lambda: late() > before)
+
+
+def test_R_03_threads_hand_the_lock_over_after_a_millisecond_while_a_server_runs(live: Live) -> None:
+    assert sys.getswitchinterval() == pytest.approx(lifespan.SWITCH_S)
+
+
+def test_R_03_other_tasks_run_between_the_parts_of_a_large_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "SENT_BYTES", 100)
+    stream = routing.EventStream(SimpleNamespace(media_type="text/event-stream"), {}, OPENAI)
+
+    async def turns(num_bytes: int) -> tuple[int, int]:
+        """How often another task ran while an event was sent to a client that reads at once, and in how many parts."""
+        num_turns, parts = 0, []
+
+        async def other() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            parts.append(message["body"])
+
+        task = asyncio.create_task(other())
+        await stream._send(send, b"x" * num_bytes, more=True)
+        task.cancel()
+        return num_turns, len(parts)
+
+    assert asyncio.run(turns(1000)) == (9, 10)
+    # The control: a small event is sent at once.
+    assert asyncio.run(turns(100)) == (0, 1)
 
 
 # -- what a breakdown of native code shows
